@@ -1,0 +1,47 @@
+# Everything a person or CI does here goes through these targets.
+PYTHON ?= python3
+BIN := .venv/bin
+# Extra arguments for `tessera serve`, e.g. make serve ARGS="--port 9000"
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup dev serve test test-gpu check format bench clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer, found " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	@touch $@
+
+setup: .venv/.installed ## Make .venv and install Tessera into it
+
+dev: setup .venv/.installed-dev ## Add what tests and checks need
+
+serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
+	@exec $(BIN)/tessera serve $(ARGS)
+
+test: dev ## Run the tests that need no GPU
+	$(BIN)/python -m pytest
+
+check: dev ## Lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: dev ## Apply the formatter and the safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: dev ## Time the CPU path beside transformers
+	$(BIN)/python -m benchmarks.cpu
+
+clean: ## Remove the environment and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""The decoder model: configuration, weights, tokenizer, forward pass, sampling. Knows no requests, time or HTTP."""

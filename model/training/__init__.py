@@ -1,0 +1,1 @@
+"""The recipe that made the bundled model. Nothing here is imported while serving."""

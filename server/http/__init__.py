@@ -1,0 +1,1 @@
+"""The HTTP edge: wire formats, limits, metric names. Knows no tensors."""
