@@ -1,6 +1,6 @@
 """What one request asks of the engine, and what the engine answers per token.
 
-These records cross the process boundary, so they are msgspec structs. They know neither text nor HTTP.
+These records cross the process boundary, so they are msgspec structs: plain data. They know neither text nor HTTP.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """One prompt to continue.
 
     Attributes:
