@@ -1,0 +1,179 @@
+"""The engine's loop: schedule, execute, commit, publish. Runs in one thread of the engine process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from server.engine.protocol import (
+    AbortRequests,
+    EngineInfo,
+    EngineMessage,
+    EngineStats,
+    FrontEndMessage,
+    SequenceStarted,
+    Shutdown,
+    StepMessage,
+)
+from server.engine.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.scheduler import CapacityError, SampledResult
+from server.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from server.engine.model_runner import ModelRunner
+    from server.engine.scheduler import Scheduler, SchedulerOutput
+
+log = logging.getLogger("tessera.engine")
+
+
+class EngineChannel(Protocol):
+    """The engine's end of the line to the front end."""
+
+    def send(self, message: EngineMessage) -> None:
+        """Queue a message; never blocks."""
+
+    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
+        """Every message that is there; with `block`, wait for the first."""
+
+
+class Engine:
+    """Owns the scheduler and the model runner; nobody else touches them.
+
+    Args:
+        scheduler: decides what each step computes.
+        runner: computes it.
+        channel: where requests come from and events go.
+        info: what the front end is told about this engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, channel: EngineChannel, info: EngineInfo) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._runner = runner
+        self._channel = channel
+        self._arrivals: dict[int, float] = {}
+        self._prompt_logprobs: dict[int, list[float]] = {}
+        self._num_steps = 0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until a shutdown message comes."""
+        while not self._stopping:
+            self.receive(block=not self._scheduler.has_work)
+            if self._scheduler.has_work and not self._stopping:
+                self.step()
+
+    def receive(self, *, block: bool) -> None:
+        """Take what the front end sent; with `block`, wait until there is something."""
+        for message in self._channel.receive(block=block):
+            if isinstance(message, GenerateRequest):
+                self._add(message)
+            elif isinstance(message, AbortRequests):
+                self._abort(message.request_ids)
+            elif isinstance(message, Shutdown):
+                self._stopping = True
+
+    def step(self) -> None:
+        """One forward pass: schedule, execute, commit, publish."""
+        output = self._scheduler.schedule()
+        started = self._note_started(output)
+        sampled = self._execute(output)
+        events = self._scheduler.commit(output, sampled)
+        self._num_steps += 1
+        self._publish(events, started, self._prompts_done(output))
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as they are now."""
+        scheduler, blocks = self._scheduler, self._scheduler.block_manager
+        used = blocks.num_blocks - blocks.num_free_blocks
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            kv_usage=used / blocks.num_blocks,
+            prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
+            prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generation_tokens=scheduler.num_generated_tokens,
+            num_steps=self._num_steps,
+        )
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._scheduler.add(Sequence(request))
+        except CapacityError as error:
+            event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
+            self._publish([(request.request_id, event)], [], {})
+        else:
+            self._arrivals[request.request_id] = time.monotonic()
+
+    def _abort(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._scheduler.abort(request_id)
+            self._forget(request_id)
+        self._publish([], [], {})
+
+    def _forget(self, request_id: int) -> None:
+        self._arrivals.pop(request_id, None)
+        self._prompt_logprobs.pop(request_id, None)
+
+    def _note_started(self, output: SchedulerOutput) -> list[SequenceStarted]:
+        now = time.monotonic()
+        return [
+            SequenceStarted(sequence.request_id, now - self._arrivals[sequence.request_id], sequence.num_cached_tokens)
+            for sequence in output.first_scheduled
+        ]
+
+    def _execute(self, output: SchedulerOutput) -> list[SampledResult]:
+        """Run the model; if it fails, the step's sequences end with an error and the engine goes on."""
+        try:
+            result = self._runner.execute(output)
+        except Exception as error:
+            log.exception("a step failed; its sequences end with an error")
+            for scheduled in (*output.decode, *output.prefill):
+                scheduled.sequence.error = f"the forward pass failed: {type(error).__name__}"
+            return []
+        for request_id, (start, logprobs) in result.prompt_logprobs.items():
+            # A preempted prompt is computed again from its beginning.
+            kept = self._prompt_logprobs.get(request_id, [])[:start]
+            self._prompt_logprobs[request_id] = kept + logprobs
+        return result.sampled
+
+    def _prompts_done(self, output: SchedulerOutput) -> dict[int, list[float]]:
+        if not self._prompt_logprobs:
+            return {}
+        return {
+            scheduled.sequence.request_id: self._prompt_logprobs.pop(scheduled.sequence.request_id)
+            for scheduled in (*output.decode, *output.prefill)
+            if scheduled.samples and scheduled.sequence.request_id in self._prompt_logprobs
+        }
+
+    def _publish(
+        self,
+        events: list[tuple[int, TokenEvent]],
+        started: list[SequenceStarted],
+        prompt_logprobs: dict[int, list[float]],
+    ) -> None:
+        """Send one packed message for all sequences of the step."""
+        for request_id, event in events:
+            if event.finish_reason is not None:
+                self._forget(request_id)
+        indexed = list(enumerate(event for _, event in events))
+        self._channel.send(
+            StepMessage(
+                request_ids=[request_id for request_id, _ in events],
+                token_ids=[-1 if event.token_id is None else event.token_id for _, event in events],
+                finish_reasons=[int(event.finish_reason or 0) for _, event in events],
+                logprobs={i: event.logprob for i, event in indexed if event.logprob is not None},
+                top_tokens={i: list(event.top_tokens) for i, event in indexed if event.top_tokens},
+                errors={i: event.error for i, event in indexed if event.error is not None},
+                started=started,
+                prompt_logprobs=prompt_logprobs,
+                stats=self.stats(),
+            )
+        )

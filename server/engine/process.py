@@ -1,0 +1,102 @@
+"""The engine process: takes its configuration on standard input, serves one front end, ends with it.
+
+Started by `server.engine.client` as `python -m server.engine.process <socket folder>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from server.engine.protocol import (
+    EngineConfig,
+    EngineMessage,
+    EngineReady,
+    FrontEndMessage,
+    StartupFailed,
+    StartupPhase,
+)
+from server.log import configure_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger("tessera.engine")
+
+
+class Channel:
+    """The engine's end of the two sockets."""
+
+    def __init__(self, directory: str) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._requests = context.socket(zmq.PULL)
+        self._steps = context.socket(zmq.PUSH)
+        for socket, name in ((self._requests, "requests"), (self._steps, "steps")):
+            socket.set_hwm(0)
+            socket.connect(f"ipc://{directory}/{name}")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FrontEndMessage)
+
+    def send(self, message: EngineMessage) -> None:
+        """Queue a message to the front end; never blocks."""
+        self._steps.send(self._encoder.encode(message))
+
+    def receive(self, *, block: bool) -> Iterator[FrontEndMessage]:
+        """Every message that is there; with `block`, wait for the first."""
+        flags = 0 if block else zmq.NOBLOCK
+        while True:
+            try:
+                data = self._requests.recv(flags)
+            except zmq.Again:
+                return
+            flags = zmq.NOBLOCK
+            yield self._decoder.decode(data)
+
+
+def _end_with_front_end() -> None:
+    """Leave when standard input ends: the front end is gone, however it went."""
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Start the engine and run it until the front end says so or disappears."""
+    # Ctrl-C goes to the whole foreground group; the front end decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(sys.stdin.fileno(), 65536)):
+            return
+        line += byte
+    config = msgspec.json.decode(line, type=EngineConfig)
+    configure_logging(config.log_level)
+    channel = Channel(sys.argv[1])
+    threading.Thread(target=_end_with_front_end, name="front-end-watch", daemon=True).start()
+
+    channel.send(StartupPhase("importing PyTorch"))
+    from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; the phase shows first
+
+    try:
+        engine = start_engine(config, channel)
+    except StartupError as error:
+        channel.send(StartupFailed(str(error)))
+        raise SystemExit(1) from None
+    gc.collect()
+    gc.freeze()  # what start-up made lives for ever: collections need not walk it
+    channel.send(EngineReady(engine.info))
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()
