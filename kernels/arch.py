@@ -1,0 +1,123 @@
+"""Facts about the processor that kernels are chosen for.
+
+The only file that asks the device. It knows nothing about kernels or problems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GPUArch:
+    """What kernel selection may know about one processor.
+
+    Attributes:
+        key: short name, as in `CATALOGUE`; "cpu" for the host.
+        name: the vendor's name.
+        sm: compute capability as major * 10 + minor; 0 for a CPU.
+        num_sms: streaming multiprocessors; for a CPU, logical cores.
+        shared_memory_bytes: most shared memory that one thread block may ask for; 0 for a CPU.
+        memory_bandwidth_gbs: peak of the main memory in 10^9 bytes per second; 0 if not known.
+    """
+
+    key: str
+    name: str
+    sm: int
+    num_sms: int
+    shared_memory_bytes: int
+    memory_bandwidth_gbs: int
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is the host processor."""
+        return self.sm == 0
+
+    def __str__(self) -> str:
+        """Name for logs, as in `H100 (sm_90)`."""
+        return self.name if self.is_cpu else f"{self.name} (sm_{self.sm})"
+
+
+CPU = GPUArch("cpu", "CPU", 0, os.cpu_count() or 1, 0, 0)
+
+CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
+    {
+        arch.key: arch
+        for arch in (
+            CPU,
+            GPUArch("t4", "NVIDIA T4", 75, 40, 64 * _KIB, 320),
+            GPUArch("a100", "NVIDIA A100 80GB", 80, 108, 163 * _KIB, 2039),
+            GPUArch("a10", "NVIDIA A10", 86, 72, 99 * _KIB, 600),
+            GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300),
+            GPUArch("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008),
+            GPUArch("h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352),
+            GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800),
+            GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700),
+            GPUArch("rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792),
+        )
+    }
+)
+"""Known processors, for tests and for planning without the device.
+
+Source: the vendor's data sheets for SM counts and bandwidths; the shared memory limits are those of
+the compute capability in the CUDA C++ Programming Guide, "Technical Specifications".
+"""
+
+
+def detect(device: torch.device | str | None = None) -> GPUArch:
+    """Ask the device what it is.
+
+    Args:
+        device: the device to describe; None takes the current GPU if there is one, else the CPU.
+
+    Returns:
+        The facts that the driver reports; bandwidth comes from `CATALOGUE` when the name is there.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type != "cuda":
+        return _detect_cpu()
+    index = resolved.index if resolved.index is not None else torch.cuda.current_device()
+    return _detect_gpu(index)
+
+
+@functools.cache
+def _detect_cpu() -> GPUArch:
+    return dataclasses.replace(CPU, name=platform.processor() or platform.machine() or CPU.name)
+
+
+@functools.cache
+def _detect_gpu(index: int) -> GPUArch:
+    properties = torch.cuda.get_device_properties(index)
+    known = _match_name(properties.name)
+    return GPUArch(
+        key=known.key if known else properties.name.lower().replace(" ", "-"),
+        name=properties.name,
+        sm=properties.major * 10 + properties.minor,
+        num_sms=properties.multi_processor_count,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # absent from torch's stub
+        memory_bandwidth_gbs=known.memory_bandwidth_gbs if known else 0,
+    )
+
+
+def _match_name(name: str) -> GPUArch | None:
+    """Find the catalogue's entry for a driver's device name, as in `Tesla T4`."""
+    words = set(name.upper().replace("-", " ").split())
+    for arch in CATALOGUE.values():
+        wanted = arch.key.upper().removeprefix("RTX")
+        if not arch.is_cpu and wanted in words and "LAPTOP" not in words:
+            return arch
+    return None

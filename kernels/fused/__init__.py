@@ -1,0 +1,1 @@
+"""The elementwise ops between attention and linears, reached only through `kernels/__init__.py`."""

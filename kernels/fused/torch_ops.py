@@ -1,0 +1,81 @@
+"""RMS norm, rotary embedding and gated activation in PyTorch.
+
+Differentiable, for every device. Knows tensors only, nothing of positions or weights' names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each vector to a root mean square of one, then by `weight`.
+
+    Args:
+        x: [..., C], any float dtype; the mean is taken in float32.
+        weight: [C].
+        eps: added to the mean square.
+
+    Returns:
+        [..., C] in x's dtype.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def rope_tables(
+    angles: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Turn rotation angles into the two tables that `apply_rope` takes, once per step.
+
+    Args:
+        angles: [..., D / 2] float32, radians: position times inverse frequency.
+        scale: factor on both tables (the attention factor of YaRN; 1 elsewhere).
+        dtype: of the tables; that of the queries.
+
+    Returns:
+        cos and sin, each [..., 1, D] contiguous; the first half of sin is negated, so that a
+        rotation is x * cos + swap_halves(x) * sin.
+    """
+    cos = angles.cos().mul_(scale)
+    sin = angles.sin().mul_(scale)
+    return (
+        torch.cat((cos, cos), dim=-1).unsqueeze(-2).to(dtype),
+        torch.cat((-sin, sin), dim=-1).unsqueeze(-2).to(dtype),
+    )
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + D / 2]) of every head: the "rotate half" layout.
+
+    Queries and keys that lie next to each other can be rotated in one call: heads are only batch.
+
+    Args:
+        x: [..., heads, D] with any strides; [T, heads, D] when packed, [B, S, heads, D] when dense.
+        cos: [T, 1, D] or [S, 1, D] from `rope_tables`, in x's dtype.
+        sin: the same, from the same call.
+
+    Returns:
+        A new tensor of x's shape and dtype.
+
+    Source: Su et al., RoFormer, 2021, eq. 34, with the pairs half a head apart.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Gate the second half by the SiLU of the first: silu(x[..., :F]) * x[..., F:].
+
+    Args:
+        x: [..., 2 * F], the gate and up projections side by side.
+
+    Returns:
+        [..., F] in x's dtype.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020 (SwiGLU).
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
