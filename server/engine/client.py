@@ -178,7 +178,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.restarts = 0
-        self.ended: asyncio.Future[None] | None = None
+        self._started: asyncio.Future[None] | None = None
         self._hang_seconds = hang_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
@@ -197,13 +197,28 @@ class EngineClient:
         self._last_message = time.monotonic()
 
     async def start(self) -> None:
-        """Attach to the running event loop. `ended` then completes, with `EngineStartError`, if the first start fails."""
+        """Attach to the running event loop; the engine may need seconds until it is ready."""
         self._loop = asyncio.get_running_loop()
-        self.ended = self._loop.create_future()
+        self._started = self._loop.create_future()
         if self._incarnation is None:
             self.launch()
         self._attach()
         self._spawn(self._watch_for_hangs())
+
+    async def wait_until_ready(self) -> None:
+        """Wait for the first start to end.
+
+        Raises:
+            EngineStartError: the engine cannot start; it will not be tried again.
+        """
+        assert self._started is not None
+        await asyncio.shield(self._started)
+
+    def kill(self) -> None:
+        """End the engine process at once, without an event loop; does nothing if it is gone."""
+        incarnation, self._incarnation = self._incarnation, None
+        if incarnation is not None:
+            incarnation.close()
 
     async def stop(self) -> None:
         """End the engine and every request in flight."""
@@ -298,6 +313,8 @@ class EngineClient:
             self.state = EngineState.READY
             self.phase = "ready"
             self._backoff = _FIRST_BACKOFF_SECONDS
+            if self._started is not None and not self._started.done():
+                self._started.set_result(None)
         elif isinstance(message, StartupFailed):
             self._on_start_failure(message.error)
 
@@ -334,10 +351,11 @@ class EngineClient:
             stream._push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))  # noqa: SLF001
 
     def _on_start_failure(self, error: str) -> None:
-        if self.info is None and self.ended is not None and not self.ended.done():
-            self.ended.set_exception(EngineStartError(error))
-        log.error("the engine cannot start: %s", error)
         self.phase = error
+        if self.info is not None:
+            log.error("the engine cannot start again: %s", error)
+        elif self._started is not None and not self._started.done():
+            self._started.set_exception(EngineStartError(error))
 
     def _on_exit(self, incarnation: _Incarnation) -> None:
         if incarnation is not self._incarnation or self.state is EngineState.STOPPED:
@@ -349,8 +367,7 @@ class EngineClient:
         incarnation.close()
         self._fail_streams("the engine stopped unexpectedly and is being started again")
         if self.info is None:
-            if self.ended is not None and not self.ended.done():
-                self.ended.set_exception(EngineStartError(f"the engine process ended with code {code}"))
+            self._on_start_failure(f"the engine process ended with code {code} while starting")
             self.state = EngineState.STOPPED
             return
         self.state = EngineState.RESTARTING

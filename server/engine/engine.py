@@ -17,13 +17,13 @@ from server.engine.protocol import (
     StepMessage,
 )
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.scheduler import CapacityError, SampledResult
+from server.engine.scheduler import CapacityError
 from server.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from server.engine.model_runner import ModelRunner
+    from server.engine.model_runner import ModelRunner, PromptLogprobs
     from server.engine.scheduler import Scheduler, SchedulerOutput
 
 log = logging.getLogger("tessera.engine")
@@ -56,7 +56,6 @@ class Engine:
         self._channel = channel
         self._arrivals: dict[int, float] = {}
         self._prompt_logprobs: dict[int, list[float]] = {}
-        self._num_steps = 0
         self._stopping = False
 
     def run(self) -> None:
@@ -80,10 +79,14 @@ class Engine:
         """One forward pass: schedule, execute, commit, publish."""
         output = self._scheduler.schedule()
         started = self._note_started(output)
-        sampled = self._execute(output)
-        events = self._scheduler.commit(output, sampled)
-        self._num_steps += 1
-        self._publish(events, started, self._prompts_done(output))
+        try:
+            result = self._runner.execute(output)
+        except Exception:  # whatever it was, only this step's sequences pay for it
+            log.exception("a step failed; its sequences end with an error")
+            self._publish(self._fail(output), started, {})
+            return
+        prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
+        self._publish(self._scheduler.commit(output, result.sampled), started, prompts)
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
@@ -98,14 +101,16 @@ class Engine:
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            generation_tokens=scheduler.num_generated_tokens,
-            num_steps=self._num_steps,
+            prompt_tokens=scheduler.prompt_tokens,
+            generation_tokens=scheduler.generation_tokens,
+            num_steps=scheduler.num_steps,
         )
 
     def _add(self, request: GenerateRequest) -> None:
         try:
-            self._scheduler.add(Sequence(request))
+            self._scheduler.add(
+                Sequence(request.request_id, request.prompt_token_ids, request.sampling)
+            )
         except CapacityError as error:
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
             self._publish([(request.request_id, event)], [], {})
@@ -129,28 +134,30 @@ class Engine:
             for sequence in output.first_scheduled
         ]
 
-    def _execute(self, output: SchedulerOutput) -> list[SampledResult]:
-        """Run the model; if it fails, the step's sequences end with an error and the engine goes on."""
-        try:
-            result = self._runner.execute(output)
-        except Exception as error:
-            log.exception("a step failed; its sequences end with an error")
-            for scheduled in (*output.decode, *output.prefill):
-                scheduled.sequence.error = f"the forward pass failed: {type(error).__name__}"
-            return []
-        for request_id, (start, logprobs) in result.prompt_logprobs.items():
-            # A preempted prompt is computed again from its beginning.
-            kept = self._prompt_logprobs.get(request_id, [])[:start]
-            self._prompt_logprobs[request_id] = kept + logprobs
-        return result.sampled
+    def _fail(self, output: SchedulerOutput) -> list[tuple[int, TokenEvent]]:
+        event = TokenEvent(
+            token_id=None, finish_reason=FinishReason.ERROR, error="the forward pass failed"
+        )
+        request_ids = [s.sequence.request_id for s in (*output.decode, *output.prefill)]
+        for request_id in request_ids:
+            # What the failed pass left in their blocks must serve nobody.
+            self._scheduler.abort(request_id, discard_cached=True)
+        return [(request_id, event) for request_id in request_ids]
 
-    def _prompts_done(self, output: SchedulerOutput) -> dict[int, list[float]]:
+    def _collect_prompt_logprobs(
+        self, output: SchedulerOutput, computed: dict[int, PromptLogprobs]
+    ) -> dict[int, list[float]]:
+        """Join the chunks of each prompt; return those that this step completed."""
+        for request_id, chunk in computed.items():
+            # A preempted prompt is computed again from its beginning.
+            kept = self._prompt_logprobs.get(request_id, [])[: chunk.start]
+            self._prompt_logprobs[request_id] = kept + chunk.logprobs
         if not self._prompt_logprobs:
             return {}
         return {
-            scheduled.sequence.request_id: self._prompt_logprobs.pop(scheduled.sequence.request_id)
-            for scheduled in (*output.decode, *output.prefill)
-            if scheduled.samples and scheduled.sequence.request_id in self._prompt_logprobs
+            s.sequence.request_id: self._prompt_logprobs.pop(s.sequence.request_id)
+            for s in (*output.decode, *output.prefill)
+            if s.samples and s.sequence.request_id in self._prompt_logprobs
         }
 
     def _publish(

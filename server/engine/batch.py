@@ -1,0 +1,115 @@
+"""Turns what the scheduler chose into the tensors of one forward pass.
+
+Tokens lie packed, decode rows first, then the prefill chunks one after the other:
+
+    row     0 .. B-1                B ..                        T-1
+            one token per sequence  chunk of p0 | chunk of p1 | ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kernels import PagedBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from server.engine.scheduler import ScheduledSequence, SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One step's tokens on the device.
+
+    Attributes:
+        input_ids: [T] int64.
+        positions: [T] int64, of each token in its sequence.
+        slot_mapping: [T] int32, where each token's keys and values go.
+        decode: the one-token sequences, in order of their rows; None without any.
+        prefill: the other sequences; None without any.
+        num_decode_tokens: rows before the first prefill chunk.
+        last_rows: [M] int64, the row of each sequence that samples, in the scheduler's order.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    decode: PagedBatch | None
+    prefill: PagedBatch | None
+    num_decode_tokens: int
+    last_rows: torch.Tensor
+
+
+def build_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> ModelInput:
+    """Lay out one step.
+
+    Args:
+        output: at least one scheduled sequence; its blocks are reserved.
+        block_size: S, tokens per block.
+        device: where the tensors go.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    last_rows: list[int] = []
+    for s in output.decode:
+        start, table = s.start, s.sequence.block_table
+        if s.samples:
+            last_rows.append(len(ids))
+        ids.append(s.sequence.token_ids[start])
+        positions.append(start)
+        slots.append(table[start // block_size] * block_size + start % block_size)
+    for s in output.prefill:
+        start, end, table = s.start, s.start + s.num_tokens, s.sequence.block_table
+        ids += s.sequence.token_ids[start:end]
+        positions += range(start, end)
+        slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+        if s.samples:
+            last_rows.append(len(ids) - 1)
+    return ModelInput(
+        input_ids=_tensor(ids, np.int64, device),
+        positions=_tensor(positions, np.int64, device),
+        slot_mapping=_tensor(slots, np.int32, device),
+        decode=_paged_batch(output.decode, block_size, device),
+        prefill=_paged_batch(output.prefill, block_size, device),
+        num_decode_tokens=len(output.decode),
+        last_rows=_tensor(last_rows, np.int64, device),
+    )
+
+
+def _paged_batch(
+    scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device
+) -> PagedBatch | None:
+    if not scheduled:
+        return None
+    lengths = [s.start + s.num_tokens for s in scheduled]
+    max_seqlen_k = max(lengths)
+    # Tables hold blocks reserved for later tokens too; the kernel reads those of `lengths` alone.
+    width = -(-max_seqlen_k // block_size)
+    table = np.zeros((len(scheduled), width), np.int32)
+    cu_seqlens = [0]
+    for row, s in zip(table, scheduled, strict=True):
+        blocks = s.sequence.block_table[:width]
+        row[: len(blocks)] = blocks
+        cu_seqlens.append(cu_seqlens[-1] + s.num_tokens)
+    return PagedBatch(
+        cu_seqlens_q=_tensor(cu_seqlens, np.int32, device),
+        seq_lens=_tensor(lengths, np.int32, device),
+        block_table=torch.from_numpy(table).to(device),
+        max_seqlen_q=max(s.num_tokens for s in scheduled),
+        max_seqlen_k=max_seqlen_k,
+    )
+
+
+def _tensor(
+    values: list[int], dtype: type[np.int32 | np.int64], device: torch.device
+) -> torch.Tensor:
+    array: NDArray[np.int32 | np.int64] = np.array(values, dtype)
+    return torch.from_numpy(array).to(device)

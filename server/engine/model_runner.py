@@ -1,0 +1,145 @@
+"""Computes a step: batch, forward pass, sampling. The only part of the engine that touches tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from model.sampler import Sampler, SamplingRow, prompt_logprobs
+from server.engine.batch import build_batch
+from server.engine.request import SamplingParams
+from server.engine.scheduler import ScheduledSequence, SchedulerOutput
+from server.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from kernels import GPUArch
+    from model.decoder import DecoderLM
+    from model.kv_cache import KVCache
+    from model.sampler import SampledToken
+
+# Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
+_PROMPT_LOGPROB_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens `start + 1 ...`, computed by one chunk."""
+
+    start: int
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step computed.
+
+    Attributes:
+        sampled: one for each scheduled sequence that samples, in the scheduler's order.
+        prompt_logprobs: by request id, for sequences that ask for them.
+    """
+
+    sampled: list[SampledToken]
+    prompt_logprobs: dict[int, PromptLogprobs]
+
+
+class ModelRunner:
+    """Owns the model and the KV cache. Used by the engine's thread alone.
+
+    Args:
+        model: in evaluation mode, on the cache's device.
+        kv_cache: its blocks are handed out by the engine's `BlockManager`.
+        arch: what the kernels are chosen for.
+    """
+
+    def __init__(self, model: DecoderLM, kv_cache: KVCache, arch: GPUArch) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._arch = arch
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Compute the scheduled tokens and draw one for each sequence that samples.
+
+        Args:
+            output: at least one scheduled sequence; its blocks are reserved.
+        """
+        scheduled = (*output.decode, *output.prefill)
+        batch = build_batch(output, self._kv_cache.block_size, self._kv_cache.device)
+        metadata = self._model.plan(
+            batch.slot_mapping, batch.decode, batch.prefill, batch.num_decode_tokens, self._arch
+        )
+        hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
+        rows = [_sampling_row(s.sequence) for s in scheduled if s.samples]
+        sampled: list[SampledToken] = []
+        if rows:
+            last = hidden if len(rows) == len(hidden) else hidden[batch.last_rows]
+            sampled = self._sampler.forward(self._model.logits(last), rows)
+        return StepResult(sampled, self._prompt_logprobs(scheduled, hidden))
+
+    def warm_up(self, max_num_batched_tokens: int) -> None:
+        """Run a prompt and one more token, so that no request pays for the libraries' first use.
+
+        The keys and values go to block 0 onwards and are overwritten by the first sequence there.
+        """
+        capacity = self._kv_cache.num_blocks * self._kv_cache.block_size
+        length = min(max_num_batched_tokens, capacity - 1, 64)
+        sequence = Sequence(0, [0] * (length + 1), SamplingParams(max_new_tokens=1))
+        sequence.block_table = list(range(-(-(length + 1) // self._kv_cache.block_size)))
+        for start, num_tokens in ((0, length), (length, 1)):
+            if num_tokens:
+                chunk = (ScheduledSequence(sequence, start, num_tokens, samples=True),)
+                one = num_tokens == 1
+                self.execute(
+                    SchedulerOutput(
+                        step=0,
+                        decode=chunk if one else (),
+                        prefill=() if one else chunk,
+                        num_tokens=num_tokens,
+                        first_scheduled=(),
+                        preempted=(),
+                    )
+                )
+
+    def _prompt_logprobs(
+        self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor
+    ) -> dict[int, PromptLogprobs]:
+        results: dict[int, PromptLogprobs] = {}
+        first_row = 0
+        for s in scheduled:
+            sequence, row = s.sequence, first_row
+            first_row += s.num_tokens
+            if not sequence.sampling.prompt_logprobs or sequence.num_output_tokens:
+                continue
+            # The row of token i says how likely token i + 1 was; the last prompt token's row is sampled.
+            following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
+            logprobs: list[float] = []
+            for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
+                ids = following[i : i + _PROMPT_LOGPROB_ROWS]
+                logits = self._model.logits(hidden[row + i : row + i + len(ids)])
+                logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
+            results[sequence.request_id] = PromptLogprobs(s.start, logprobs)
+        return results
+
+
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    sampling = sequence.sampling
+    return SamplingRow(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        position=sequence.num_tokens,
+        banned=tuple(sequence.banned_token_ids),
+        prompt_ids=(),
+        output_ids=(),
+        top_logprobs=sampling.top_logprobs,
+        logprobs=sampling.logprobs,
+    )

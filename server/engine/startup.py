@@ -1,0 +1,164 @@
+"""Builds an engine from its configuration, phase by phase, telling the front end and the log how far it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from kernels import detect
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.kv_cache import KVCache, bytes_per_token
+from model.weights import load_model, resolve_dtype
+from server.engine.block_manager import BlockManager
+from server.engine.engine import Engine
+from server.engine.memory import NotEnoughMemoryError, kv_cache_blocks
+from server.engine.model_runner import ModelRunner
+from server.engine.protocol import EngineConfig, EngineInfo, StartupPhase
+from server.engine.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from server.engine.engine import EngineChannel
+
+log = logging.getLogger("tessera.engine")
+
+
+class StartupError(Exception):
+    """The engine cannot start for a reason that the operator can mend; the text says which."""
+
+
+class _Phases:
+    """Announces each phase to the front end and notes how long it took."""
+
+    def __init__(self, channel: EngineChannel) -> None:
+        self.seconds: dict[str, float] = {}
+        self._channel = channel
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self._channel.send(StartupPhase(name))
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+        log.info("%-28s %6.2f s", name, self.seconds[name])
+
+
+def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
+    """Load the model, allocate the KV cache, warm up.
+
+    Raises:
+        StartupError: the configuration, the checkpoint or the machine does not allow it.
+    """
+    phases = _Phases(channel)
+    try:
+        with phases("reading the configuration"):
+            model_config = ModelConfig.from_folder(Path(config.model_path))
+            device = _device(config.device)
+            max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
+            dtype = resolve_dtype(config.dtype, model_config, device)
+            _set_threads(config.cpu_threads)
+        with phases("loading the weights"), _weights_progress() as progress:
+            model = load_model(Path(config.model_path), model_config, dtype, device, config.load_format, progress)
+        with phases("allocating the KV cache"):
+            num_blocks = kv_cache_blocks(
+                requested_tokens=config.kv_cache_tokens,
+                useful_tokens=config.max_num_seqs * max_model_len,
+                block_size=config.block_size,
+                bytes_per_token=bytes_per_token(
+                    model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype
+                ),
+                device=device,
+            )
+            kv_cache = KVCache(
+                model_config.num_layers,
+                num_blocks,
+                config.block_size,
+                model_config.num_kv_heads,
+                model_config.head_dim,
+                dtype,
+                device,
+            )
+        with phases("warming up"):
+            runner = ModelRunner(model, kv_cache, detect(device))
+            runner.warm_up(config.max_num_batched_tokens)
+    except (ModelError, NotEnoughMemoryError, StartupError) as error:
+        raise StartupError(str(error)) from error
+
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        ),
+        BlockManager(num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+    )
+    info = EngineInfo(
+        model_id=config.model_id,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        max_total_tokens=min(max_model_len, num_blocks * config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        plan=runner.describe_plan(),
+        startup_seconds=phases.seconds,
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+    )
+    log.info(
+        "%s: %.1fM parameters in %s on %s, KV cache of %d tokens, attention: %s",
+        info.model_id,
+        info.num_parameters / 1e6,
+        info.dtype,
+        info.device,
+        num_blocks * config.block_size,
+        ", ".join(f"{phase} {kernel}" for phase, kernel in info.plan.items()),
+    )
+    return Engine(scheduler, runner, channel, info)
+
+
+def _device(requested: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if requested == "cuda" and not available:
+        raise StartupError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or auto")
+    return torch.device("cuda" if available and requested != "cpu" else "cpu")
+
+
+def _max_model_len(requested: int | None, limit: int) -> int:
+    if requested is not None and requested > limit:
+        raise StartupError(f"--max-model-len {requested} is more than the model's own limit of {limit} tokens")
+    return requested or limit
+
+
+def _set_threads(requested: int | None) -> None:
+    cores = os.cpu_count() or 1
+    torch.set_num_threads(requested or min(torch.get_num_threads(), cores))
+
+
+@contextmanager
+def _weights_progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar in bytes where a person watches, else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with tqdm(unit="B", unit_scale=True, desc="weights", leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

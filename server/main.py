@@ -1,0 +1,171 @@
+"""The command line, and the wiring of the service. Knows nothing of what happens inside a request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import logging
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from pydantic import ValidationError
+
+from model.config import ModelConfig
+from model.errors import ModelError
+from model.hub import resolve
+from server.engine.client import EngineClient, EngineStartError
+from server.engine.protocol import EngineConfig
+from server.log import configure_logging
+from server.settings import Settings, environment_variable, flag
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from fastapi import FastAPI
+
+log = logging.getLogger("tessera")
+
+_SHUTDOWN_SECONDS = 30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `tessera` command.
+
+    Args:
+        arguments: without the program's name; None takes the command line's.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    about = importlib.metadata.metadata("tessera")
+    parser = argparse.ArgumentParser(prog="tessera", description=about["Summary"])
+    parser.add_argument("--version", action="version", version=about["Version"])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
+    command, rest = parser.parse_known_args(arguments)
+    if command.command == "serve":
+        serve(_read_settings(rest))
+
+
+def serve(settings: Settings) -> None:
+    """Serve until a signal ends the process; exits with status 1 where the service cannot start."""
+    started = time.perf_counter()
+    configure_logging(settings.log_level)
+    try:
+        model_path = resolve(settings.model, settings.revision)
+        ModelConfig.from_folder(model_path)  # an unsupported model is refused before anything starts
+        listener = _listen(settings.host, settings.port)
+    except (ModelError, _ListenError) as error:
+        _fail(str(error))
+    client = EngineClient(_engine_config(settings, model_path), settings.engine_hang_seconds)
+    client.launch()  # the engine process imports PyTorch while this one imports the HTTP libraries
+    try:
+        app = _create_app(client, settings, model_path)
+        asyncio.run(_serve(app, client, listener, started))
+    except (ModelError, EngineStartError) as error:
+        _fail(str(error))
+    finally:
+        client.kill()
+
+
+def _create_app(client: EngineClient, settings: Settings, model_path: Path) -> FastAPI:
+    # Imported here so that the engine process is already on its way.
+    from model.tokenizer import Tokenizer  # noqa: PLC0415
+    from server.http.app import create_app  # noqa: PLC0415
+    from server.http.config import HTTPConfig  # noqa: PLC0415
+
+    limits = HTTPConfig(
+        model_id=settings.model,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_body_bytes=settings.max_body_bytes,
+    )
+    return create_app(client, Tokenizer.from_folder(model_path), limits)
+
+
+async def _serve(
+    app: FastAPI, client: EngineClient, listener: socket.socket, started: float
+) -> None:
+    import uvicorn  # noqa: PLC0415 - as above
+
+    await client.start()
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d (answers 503 until the model is loaded)", host, port)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    ready = asyncio.ensure_future(client.wait_until_ready())
+    try:
+        done, _ = await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready in done:
+            ready.result()  # raises where the engine cannot start
+            log.info("ready after %.1f s: POST http://%s:%d/generate", time.perf_counter() - started, host, port)
+            await serving
+    finally:
+        server.should_exit = True
+        ready.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await client.stop()
+
+
+class _ListenError(Exception):
+    """The address cannot be listened on; the text says why."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before anything slow starts, so that a port in use is known at once."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise _ListenError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(model_path),
+        model_id=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        cpu_threads=settings.cpu_threads,
+        log_level=settings.log_level,
+    )
+
+
+def _read_settings(arguments: list[str]) -> Settings:
+    """Flags over environment over defaults; exits with status 2 and the limit where a value is wrong."""
+    try:
+        return Settings(_cli_parse_args=arguments)
+    except ValidationError as error:
+        for problem in error.errors():
+            field = str(problem["loc"][0])
+            print(
+                f"tessera serve: error: {flag(field)} (or {environment_variable(field)}) "
+                f"is {problem['input']!r}: {problem['msg']}",
+                file=sys.stderr,
+            )
+        raise SystemExit(2) from None
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"tessera serve: error: {message}", file=sys.stderr)
+    raise SystemExit(1)
