@@ -1,0 +1,176 @@
+"""The decoder language model: token ids in, hidden states and logits out.
+
+One module serves both callers: the engine, over a paged cache, and training, over whole sequences.
+Knows nothing of files (`model.weights`), sampling or requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, plan_attention, rms_norm
+from model.attention import DenseAttention, PagedAttention
+from model.config import ModelConfig
+from model.kv_cache import KVCache
+from model.layers import DecoderLayer, LayerShape, LayerWeights, layer_forward
+from model.metadata import AttentionMetadata
+from model.rope import RotaryEmbedding
+
+
+class DecoderLM(nn.Module):
+    """A Llama-style decoder; the configuration says which of the supported families.
+
+    Parameters are uninitialised until `init_weights` or `model.weights` fills them; they must be
+    changed in place from then on (`copy_`, `to`, an optimiser), never replaced.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.softmax_scale = config.head_dim**-0.5
+        self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        if config.tie_word_embeddings:
+            self.lm_head = self.embed_tokens
+        else:
+            self.lm_head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.rope = RotaryEmbedding(config.rope, config.head_dim)
+        self._dense_attention = DenseAttention(config, self.softmax_scale)
+        self._shape = LayerShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        )
+        self._weights: list[LayerWeights] | None = None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_cache: KVCache | None = None,
+        metadata: AttentionMetadata | None = None,
+    ) -> Tensor:
+        """Compute the hidden states after the last norm.
+
+        Args:
+            input_ids: int64; [T] packed tokens of a step with a cache, [B, S] sequences without.
+            positions: int64; [T] each token's index in its sequence; [S] without a cache.
+            kv_cache: where keys and values live; extended by this step. None attends densely,
+                differentiably and without any state.
+            metadata: the step's plans, from `attention_metadata`; given exactly when the cache is.
+
+        Returns:
+            [T, hidden_size] or [B, S, hidden_size], in the parameters' dtype.
+        """
+        hidden = functional.embedding(input_ids, self.embed_tokens)
+        if kv_cache is None or metadata is None:
+            assert kv_cache is None
+            assert metadata is None
+            rope = self.rope.dense(positions, hidden.dtype)
+            return self._run_layers(hidden, rope, self._dense_attention, self._collect_weights())
+        capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
+        self.rope.reserve(capacity, hidden.dtype, hidden.device)
+        attention = PagedAttention(self.config, kv_cache, metadata)
+        if self._weights is None:
+            self._weights = self._collect_weights()
+        return self._run_layers(hidden, self.rope.table(positions), attention, self._weights)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Score the vocabulary.
+
+        Args:
+            hidden: [..., hidden_size] from `forward`.
+
+        Returns:
+            [..., vocab_size] in the parameters' dtype.
+        """
+        return functional.linear(hidden, self.lm_head)
+
+    def attention_problem(
+        self, phase: Phase, block_size: int, *, sliding: bool = False
+    ) -> AttentionProblem:
+        """Describe the attention of this model's layers to the kernels.
+
+        Args:
+            phase: prefill or decode.
+            block_size: tokens per cache block.
+            sliding: in a model that mixes both kinds of layer, whether its sliding ones are meant.
+        """
+        config = self.config
+        window = None if config.mixes_attention and not sliding else config.sliding_window
+        return AttentionProblem(
+            phase=phase,
+            dtype=str(self.embed_tokens.dtype).removeprefix("torch."),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            softmax_scale=self.softmax_scale,
+            sliding_window=window,
+            softcap=None,
+        )
+
+    def attention_metadata(
+        self,
+        slot_mapping: Tensor,
+        block_size: int,
+        decode: PagedBatch | None,
+        prefill: PagedBatch | None,
+    ) -> AttentionMetadata:
+        """Plan one step's attention, for every kind of layer the model has.
+
+        Args:
+            slot_mapping: [T] int32 for the step's tokens, [decode rows | prefill rows].
+            block_size: tokens per cache block.
+            decode: the sequences with one token; None where there are none.
+            prefill: the others.
+        """
+
+        def plans(*, sliding: bool) -> list[AttentionPlan | None]:
+            return [
+                None
+                if batch is None
+                else plan_attention(
+                    self.attention_problem(phase, block_size, sliding=sliding), batch
+                )
+                for phase, batch in ((Phase.DECODE, decode), (Phase.PREFILL, prefill))
+            ]
+
+        sliding = plans(sliding=True) if self.config.mixes_attention else [None, None]
+        num_decode_tokens = 0 if decode is None else decode.seq_lens.shape[0]
+        return AttentionMetadata(slot_mapping, num_decode_tokens, *plans(sliding=False), *sliding)
+
+    def init_weights(self, std: float | None = None, seed: int | None = None) -> None:
+        """Draw fresh weights: normal matrices, zero biases, unit norms.
+
+        Args:
+            std: standard deviation; None takes the configuration's `initializer_range`.
+            seed: of a generator of its own; None draws from torch's global one.
+        """
+        std = self.config.initializer_range if std is None else std
+        generator = None
+        if seed is not None:
+            generator = torch.Generator(self.embed_tokens.device).manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, std, generator=generator)
+                elif name.endswith("bias"):
+                    parameter.zero_()
+                else:
+                    parameter.fill_(1.0)
+
+    def _run_layers(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: DenseAttention | PagedAttention,
+        weights: list[LayerWeights],
+    ) -> Tensor:
+        for layer, layer_weights in enumerate(weights):
+            hidden = layer_forward(layer, layer_weights, self._shape, hidden, rope, attend)
+        return rms_norm(hidden, self.norm, self._shape.eps)
+
+    def _collect_weights(self) -> list[LayerWeights]:
+        return [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]

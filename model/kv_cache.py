@@ -1,0 +1,56 @@
+"""The memory that keys and values of all sequences live in.
+
+Knows blocks and layers; which block belongs to which sequence is the engine's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """One tensor per layer, [2, N, S, K, D]: index 0 keys, 1 values; contiguous.
+
+    Layers are separate allocations, so that no single tensor needs the whole cache's contiguous
+    range. Only the kernels write to it.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        # Zeros, not uninitialised memory: a graph captured over padding rows may read any block,
+        # and NaN there would spread to the rows beside it.
+        self._layers = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
+        )
+        self.bytes_per_token = bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+
+    def layer(self, index: int) -> Tensor:
+        """Return the cache of layer `index`: [2, N, S, K, D], contiguous."""
+        return self._layers[index]
+
+    @property
+    def layers(self) -> tuple[Tensor, ...]:
+        """Every layer's cache, in order."""
+        return self._layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held by all layers."""
+        return self.num_blocks * self.block_size * self.bytes_per_token
+
+
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Compute the bytes one token occupies across all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

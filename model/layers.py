@@ -1,0 +1,126 @@
+"""One decoder layer: its parameters as a module, its computation as functions of tensors.
+
+The functions take a plain tuple of weights, because looking a parameter up on a module costs 0.3 us
+and calling a module 1 us: 20 us a layer, a tenth of a small model's step on the CPU.
+Knows nothing of caches or plans: attention comes in as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kernels import apply_rope, rms_norm, silu_and_mul
+from model.config import ModelConfig
+
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [..., H, D], k [..., K, D], v [..., K, D]) -> [..., H, D]; q, k, v contiguous in D."""
+
+
+class LayerWeights(NamedTuple):
+    """The tensors of one layer; biases and norms a family does not have are None.
+
+    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class LayerShape(NamedTuple):
+    """The numbers of a layer's computation, the same for all layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+
+
+class DecoderLayer(nn.Module):
+    """Holds one layer's parameters; `layer_forward` computes with them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads = config.num_heads * config.head_dim
+        stacked = heads + 2 * config.num_kv_heads * config.head_dim
+        self.input_norm = _empty(hidden)
+        self.qkv = _empty(stacked, hidden)
+        self.qkv_bias = _empty(stacked) if config.attention_bias else None
+        self.q_norm = _empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = _empty(config.head_dim) if config.qk_norm else None
+        self.output = _empty(hidden, heads)
+        self.output_bias = _empty(hidden) if config.attention_output_bias else None
+        self.mlp_norm = _empty(hidden)
+        self.gate_up = _empty(2 * inner, hidden)
+        self.gate_up_bias = _empty(2 * inner) if config.mlp_bias else None
+        self.down = _empty(hidden, inner)
+        self.down_bias = _empty(hidden) if config.mlp_bias else None
+
+    def weights(self) -> LayerWeights:
+        """Collect the parameters; the tuple stays valid while they are changed in place."""
+        return LayerWeights(*(getattr(self, name) for name in LayerWeights._fields))
+
+
+def layer_forward(
+    layer: int,
+    weights: LayerWeights,
+    shape: LayerShape,
+    hidden: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attend: Attend,
+) -> Tensor:
+    """Compute one layer: attention and MLP, each on the normalised input and added to it.
+
+    Args:
+        layer: index, handed to `attend`.
+        weights: of this layer.
+        shape: of all layers.
+        hidden: [..., hidden_size].
+        rope: cos and sin as `kernels.apply_rope` takes them.
+        attend: the attention.
+
+    Returns:
+        [..., hidden_size], a new tensor.
+    """
+    normed = rms_norm(hidden, weights.input_norm, shape.eps)
+    q, k, v = _qkv(weights, shape, normed, rope)
+    attended = attend(layer, q, k, v).flatten(-2)
+    hidden = hidden + functional.linear(attended, weights.output, weights.output_bias)
+    normed = rms_norm(hidden, weights.mlp_norm, shape.eps)
+    gated = silu_and_mul(functional.linear(normed, weights.gate_up, weights.gate_up_bias))
+    return hidden + functional.linear(gated, weights.down, weights.down_bias)
+
+
+def _qkv(
+    weights: LayerWeights, shape: LayerShape, normed: Tensor, rope: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Project, normalise per head where the family does, and rotate queries and keys together."""
+    num_heads, num_kv_heads, head_dim, eps = shape
+    projected = functional.linear(normed, weights.qkv, weights.qkv_bias)
+    projected = projected.view(*projected.shape[:-1], num_heads + 2 * num_kv_heads, head_dim)
+    rotating, v = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], -2)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = torch.split(rotating, [num_heads, num_kv_heads], -2)
+        q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
+        rotating = torch.cat((q, k), -2)
+    q, k = torch.split(apply_rope(rotating, *rope), [num_heads, num_kv_heads], -2)
+    return q, k, v
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape))
