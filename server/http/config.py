@@ -1,0 +1,54 @@
+"""The limits and intervals of the HTTP layer, fixed when the app is made.
+
+Knows no environment and no command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HTTPConfig:
+    """What the front end allows; `server.main` builds it from settings and model configuration.
+
+    Attributes:
+        model_id: the name the operator gave the model; the only text from outside that becomes a
+            metric label.
+        model_sha: commit of the checkpoint, where it has one.
+        eos_token_ids: the model's own end tokens, from its configuration.
+        max_concurrent_requests: sequences in flight; one more is refused with 429. A request with
+            `best_of` counts as that many.
+        max_best_of: sequences one request may ask for.
+        max_stop_sequences: stop strings of one request.
+        max_stop_characters: length of one stop string.
+        max_stop_token_ids: stop token ids of one request.
+        max_top_n_tokens: alternatives reported at each position.
+        max_client_batch_size: prompts in one request; reported by /info, the native routes take
+            one.
+        max_body_bytes: largest request body.
+        body_timeout_seconds: a body that takes longer to arrive is refused with 408.
+        validation_workers: threads that tokenize.
+        inline_characters: prompts up to this length are tokenized on the event loop, where a hop
+            to a thread would cost more than the work.
+        keep_alive_seconds: silence after which a stream gets a comment, so that proxies do not
+            close it.
+        send_timeout_seconds: a client that takes no bytes for so long is treated as gone.
+    """
+
+    model_id: str
+    model_sha: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    max_concurrent_requests: int = 128
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_stop_characters: int = 1_000
+    max_stop_token_ids: int = 64
+    max_top_n_tokens: int = 5
+    max_client_batch_size: int = 4
+    max_body_bytes: int = 2_000_000
+    body_timeout_seconds: float = 30.0
+    validation_workers: int = 2
+    inline_characters: int = 1_000
+    keep_alive_seconds: float = 15.0
+    send_timeout_seconds: float = 30.0

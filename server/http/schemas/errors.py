@@ -1,0 +1,141 @@
+"""Turns a body of the wrong shape into one sentence that names field, value and limit.
+
+The sentence never repeats text of the client but the names of unknown fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, TypeVar
+
+import pydantic
+
+from server.errors import ValidationError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
+
+_MOST_PROBLEMS = 5
+_LONGEST_NAME = 60
+_LONGEST_NUMBER = 40
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
+_UNSUPPORTED = frozenset({"none_required", "literal_error"})
+
+
+def parse(model: type[ModelT], body: object) -> ModelT:
+    """Check the shape of a decoded JSON body.
+
+    Raises:
+        ValidationError: the body is no object, has fields that `model` does not know, lacks one,
+            or has one of the wrong type or outside the range that holds for every server.
+    """
+    if not isinstance(body, dict):
+        raise ValidationError(f"the body must be a JSON object. Given: {describe(body)}")
+    # Ahead of pydantic, which would build one error record for each of a million unknown keys.
+    unknown = _unknown_fields(model, body, "")
+    parameters = body.get("parameters")
+    nested = model.model_fields.get("parameters")
+    if isinstance(parameters, dict) and nested is not None:
+        unknown += _unknown_fields(_model_of(nested.annotation), parameters, "parameters.")
+    if unknown:
+        raise ValidationError(_sentence(unknown))
+    try:
+        return model.model_validate(body)
+    except pydantic.ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise ValidationError(_sentence([_problem(problem) for problem in problems])) from None
+
+
+def describe(value: object) -> str:
+    """A JSON value in a few words: numbers as they are, of anything else only the type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        text = repr(value)
+        return text if len(text) <= _LONGEST_NUMBER else f"{text[:_LONGEST_NUMBER]}..."
+    if isinstance(value, str):
+        return "a string"
+    return "a list" if isinstance(value, list) else "an object"
+
+
+def _sentence(problems: list[str]) -> str:
+    shown = "; ".join(problems[:_MOST_PROBLEMS])
+    more = len(problems) - _MOST_PROBLEMS
+    return shown if more <= 0 else f"{shown}; and {more} more"
+
+
+def _model_of(annotation: object) -> type[pydantic.BaseModel]:
+    """The model in `Model | None`."""
+    options = (annotation, *getattr(annotation, "__args__", ()))
+    return next(o for o in options if isinstance(o, type) and issubclass(o, pydantic.BaseModel))
+
+
+def _unknown_fields(
+    model: type[pydantic.BaseModel], body: dict[str, object], prefix: str
+) -> list[str]:
+    known = model.model_fields
+    problems: list[str] = []
+    for name in body:
+        if name in known:
+            continue
+        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        problem = f"unknown field {_quote(prefix + shown)}"
+        if (
+            len(problems) < _MOST_PROBLEMS
+        ):  # the comparison is slow, and further problems are only counted
+            problem += _hint(model, name, prefix)
+        problems.append(problem)
+    return problems
+
+
+def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
+    nested = None if prefix else model.model_fields.get("parameters")
+    if nested is not None and name in _model_of(nested.annotation).model_fields:
+        return f"; did you mean `parameters.{name}`?"
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], model.model_fields, n=2, cutoff=0.6)
+    return (
+        f"; did you mean {' or '.join(f'`{prefix}{match}`' for match in close)}?" if close else ""
+    )
+
+
+def _quote(name: str) -> str:
+    """Control characters are escaped, so that a field name cannot forge a line in a log."""
+    return f"`{name.encode('unicode_escape').decode('ascii') if not name.isprintable() else name}`"
+
+
+def _problem(error: ErrorDetails) -> str:
+    location = [
+        str(part) for part in error["loc"] if part != "parameters" or len(error["loc"]) == 1
+    ]
+    field = f"`{'.'.join(location)}`"
+    kind, value, context = error["type"], error.get("input"), error.get("ctx", {})
+    if kind == "missing":
+        return f"{field} is required"
+    if kind == "string_too_short":
+        return f"{field} cannot be empty"
+    if kind in _UNSUPPORTED:
+        return f"{field} is not supported: leave it out or send null. Given: {describe(value)}"
+    if kind in _BOUNDS:
+        key, sign = _BOUNDS[kind]
+        return f"{field} must be {sign} {context[key]}. Given: {describe(value)}"
+    if kind in _EXPECTED:
+        return f"{field} must be {_EXPECTED[kind]}. Given: {describe(value)}"
+    return f"{field} is not valid. Given: {describe(value)}"

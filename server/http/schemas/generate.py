@@ -1,0 +1,130 @@
+"""The request body of the generate routes, field by field, as the OpenAPI document shows it.
+
+Only what holds for every server stands here: types and fixed ranges. Limits of this server and
+rules between fields are in `limits`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+INT32_MAX = 2**31 - 1
+LARGEST_TEMPERATURE = 100.0
+# Smaller ones are greedy for every model; dividing by them would only leave float32's range.
+SMALLEST_TEMPERATURE = 1e-6
+
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+)
+
+
+class GenerateParameters(BaseModel):
+    """How to generate. Every field may be left out or null, which means its default."""
+
+    model_config = _STRICT
+
+    best_of: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Generate so many sequences and return the one with the highest mean "
+        "log-probability. Needs sampling, excludes `seed`, is not available for streams.",
+    )
+    temperature: Annotated[float, Field(ge=0, le=LARGEST_TEMPERATURE)] | None = Field(
+        None,
+        description="Divides the logits. 0 takes the most likely token (greedy); else at least "
+        f"{SMALLEST_TEMPERATURE}.",
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        None,
+        description="Divides the positive and multiplies the negative logits of tokens seen so "
+        "far; 1 is off.",
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="Subtracted from a token's logit once for each time it was generated."
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="Subtracted once from the logit of every token that was generated."
+    )
+    top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="Sample from so many most likely tokens."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Sample from the most likely tokens that together have this probability."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Sample from tokens at least this likely, relative to the most likely one.",
+    )
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Sample from the locally typical tokens that together have this probability.",
+    )
+    do_sample: bool | None = Field(
+        None,
+        description="Sample instead of taking the most likely token. Implied by `temperature` "
+        "other than 1 and 0, and by `top_k`, `top_p` < 1, `min_p` > 0, `typical_p` < 1. Default: "
+        "false; true where `parameters` is left out.",
+    )
+    max_new_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
+        None, description="Most tokens to generate. Default: until the model's context is full."
+    )
+    min_new_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
+        None,
+        description="Neither end-of-sequence nor stop tokens or strings end the text before so "
+        "many tokens.",
+    )
+    ignore_eos: bool | None = Field(
+        None, description="Go on after the model's end-of-sequence token."
+    )
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = (
+        Field(
+            None,
+            description="Strings that end the text; the one that was met stays at its end.",
+        )
+    )
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = (
+        Field(None, description="Token ids that end the text.")
+    )
+    truncate: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Keep only so many tokens of the prompt: its last ones."
+    )
+    return_full_text: bool | None = Field(
+        None, description="Put the prompt before the generated text."
+    )
+    details: bool | None = Field(
+        None, description="Return tokens, log-probabilities, seed and finish reason."
+    )
+    decoder_input_details: bool | None = Field(
+        None,
+        description="Return the prompt's tokens and log-probabilities too; not for streams.",
+    )
+    seed: Annotated[int, Field(ge=0, le=UINT64_MAX)] | None = Field(
+        None, description="Makes sampling repeatable. Default: a random one, which `details` tell."
+    )
+    top_n_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Return so many most likely tokens at each position, in `details`."
+    )
+    watermark: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    grammar: None = Field(None, description="Not supported: null.")
+    adapter_id: None = Field(None, description="Not supported: null.")
+
+
+class GenerateBody(BaseModel):
+    """One prompt and how to continue it."""
+
+    model_config = _STRICT
+
+    inputs: Annotated[str, Field(min_length=1)] = Field(
+        description="The prompt.", examples=["def fibonacci(n):"]
+    )
+    parameters: GenerateParameters | None = Field(
+        None, description="Left out or null means sampling at temperature 1."
+    )
+    stream: bool | None = Field(
+        None,
+        description="On `/`: answer with server-sent events. The other routes accept what they do "
+        "anyway.",
+    )
