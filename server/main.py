@@ -11,13 +11,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from model.hub import resolve
 from pydantic import ValidationError
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.hub import resolve
 from server.engine.client import EngineClient, EngineStartError
 from server.engine.protocol import EngineConfig
+from server.http.config import HTTPConfig
 from server.log import configure_logging
 from server.settings import Settings, environment_variable, flag
 
@@ -55,14 +56,16 @@ def serve(settings: Settings) -> None:
     configure_logging(settings.log_level)
     try:
         model_path = resolve(settings.model, settings.revision)
-        ModelConfig.from_folder(model_path)  # an unsupported model is refused before anything starts
+        # An unsupported model is refused here, before anything is started.
+        model_config = ModelConfig.from_folder(model_path)
         listener = _listen(settings.host, settings.port)
     except (ModelError, _ListenError) as error:
         _fail(str(error))
     client = EngineClient(_engine_config(settings, model_path), settings.engine_hang_seconds)
     client.launch()  # the engine process imports PyTorch while this one imports the HTTP libraries
     try:
-        app = _create_app(client, settings, model_path)
+        limits = _http_config(settings, model_config)
+        app = _create_app(client, model_path, limits)
         asyncio.run(_serve(app, client, listener, started))
     except (ModelError, EngineStartError) as error:
         _fail(str(error))
@@ -70,17 +73,12 @@ def serve(settings: Settings) -> None:
         client.kill()
 
 
-def _create_app(client: EngineClient, settings: Settings, model_path: Path) -> FastAPI:
+def _create_app(client: EngineClient, model_path: Path, limits: HTTPConfig) -> FastAPI:
     # Imported here so that the engine process is already on its way.
     from model.tokenizer import Tokenizer  # noqa: PLC0415
-    from server.http.app import create_app  # noqa: PLC0415
-    from server.http.config import HTTPConfig  # noqa: PLC0415
 
-    limits = HTTPConfig(
-        model_id=settings.model,
-        max_concurrent_requests=settings.max_concurrent_requests,
-        max_body_bytes=settings.max_body_bytes,
-    )
+    from server.http.app import create_app  # noqa: PLC0415
+
     return create_app(client, Tokenizer.from_folder(model_path), limits)
 
 
@@ -108,7 +106,12 @@ async def _serve(
         done, _ = await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready in done:
             ready.result()  # raises where the engine cannot start
-            log.info("ready after %.1f s: POST http://%s:%d/generate", time.perf_counter() - started, host, port)
+            log.info(
+                "ready after %.1f s: POST http://%s:%d/generate",
+                time.perf_counter() - started,
+                host,
+                port,
+            )
             await serving
     finally:
         server.should_exit = True
@@ -131,6 +134,15 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise _ListenError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+def _http_config(settings: Settings, model_config: ModelConfig) -> HTTPConfig:
+    return HTTPConfig(
+        model_id=settings.model,
+        eos_token_ids=model_config.eos_token_ids,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_body_bytes=settings.max_body_bytes,
+    )
 
 
 def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:

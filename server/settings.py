@@ -31,24 +31,35 @@ class Settings(BaseSettings):
 
     model: str = Field(
         "bundled",
-        description="checkpoint folder, Hugging Face model id (org/name), or 'bundled': the small code model in the box",
+        description="checkpoint folder, Hugging Face model id (org/name), or 'bundled': the code model in the box",
     )
-    revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face model id")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a Hugging Face model id"
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPU where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto takes the GPU where there is one"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of weights and KV cache; auto takes the checkpoint's on a GPU, the faster one on a CPU"
+        "auto",
+        description="of weights and KV cache; auto takes the checkpoint's on a GPU, the faster one on a CPU",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
-        "auto", description="dummy makes random weights from config.json alone, to measure speed without a checkpoint"
+        "auto",
+        description="dummy makes random weights from config.json alone, to measure speed without a checkpoint",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="tokens of prompt and output together, at most; default: the model's own limit"
+        None,
+        ge=2,
+        description="tokens of prompt and output together, at most; default: the model's own limit",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences that run at the same time")
     max_num_batched_tokens: int = Field(
-        2048, ge=1, le=1 << 20, description="tokens computed in one step; longer prompts are computed in chunks"
+        2048,
+        ge=1,
+        le=1 << 20,
+        description="tokens computed in one step; longer prompts are computed in chunks",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_tokens: int | None = Field(
@@ -58,16 +69,23 @@ class Settings(BaseSettings):
         True, description="keep computed blocks for later prompts with the same beginning"
     )
     cpu_threads: int | None = Field(
-        None, ge=1, le=1024, description="threads of a forward pass on the CPU; default: one for each core"
+        None,
+        ge=1,
+        le=1024,
+        description="threads of a forward pass on the CPU; default: one for each core",
     )
     max_concurrent_requests: int = Field(
         128, ge=1, description="requests answered at the same time; more are refused with 429"
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
     engine_hang_seconds: float = Field(
-        300.0, gt=0, description="an engine silent for so long with requests in flight is started again, in seconds"
+        300.0,
+        gt=0,
+        description="an engine silent for so long with requests in flight is started again, in seconds",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much to log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="how much to log"
+    )
 
 
 def environment_variable(field: str) -> str:

@@ -34,7 +34,6 @@ class ModelInput:
         slot_mapping: [T] int32, where each token's keys and values go.
         decode: the one-token sequences, in order of their rows; None without any.
         prefill: the other sequences; None without any.
-        num_decode_tokens: rows before the first prefill chunk.
         last_rows: [M] int64, the row of each sequence that samples, in the scheduler's order.
     """
 
@@ -43,7 +42,6 @@ class ModelInput:
     slot_mapping: torch.Tensor
     decode: PagedBatch | None
     prefill: PagedBatch | None
-    num_decode_tokens: int
     last_rows: torch.Tensor
 
 
@@ -79,7 +77,6 @@ def build_batch(output: SchedulerOutput, block_size: int, device: torch.device) 
         slot_mapping=_tensor(slots, np.int32, device),
         decode=_paged_batch(output.decode, block_size, device),
         prefill=_paged_batch(output.prefill, block_size, device),
-        num_decode_tokens=len(output.decode),
         last_rows=_tensor(last_rows, np.int64, device),
     )
 

@@ -38,11 +38,13 @@ from server.engine.protocol import (
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
 
 log = logging.getLogger("tessera.client")
 
-_ENGINE_COMMAND = (sys.executable, "-m", "server.engine.process")
+ENGINE_COMMAND = (sys.executable, "-m", "server.engine.process")
+"""Starts an engine process; the socket folder is appended."""
+
 # A crash loop must not eat the machine: the wait before a start doubles from the first to the second of these.
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 30.0
@@ -133,8 +135,15 @@ class RequestStream:
 class _Incarnation:
     """One engine process with its sockets; when it ends, so does this."""
 
-    def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="tessera-"))  # mode 0700: nobody else can connect
+    def __init__(
+        self,
+        command: Sequence[str],
+        config: EngineConfig,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self.directory = Path(
+            tempfile.mkdtemp(prefix="tessera-")
+        )  # mode 0700: nobody else can connect
         self.requests = context.socket(zmq.PUSH)
         self.steps = context.socket(zmq.PULL)
         for socket, name in ((self.requests, "requests"), (self.steps, "steps")):
@@ -142,7 +151,9 @@ class _Incarnation:
             socket.linger = 0
             socket.bind(f"ipc://{self.directory}/{name}")
         # Standard input carries the configuration, then stays open: its end tells the engine that we are gone.
-        self.process = subprocess.Popen([*_ENGINE_COMMAND, str(self.directory)], stdin=subprocess.PIPE)  # noqa: S603
+        self.process = subprocess.Popen(  # noqa: S603 - our own command
+            [*command, str(self.directory)], stdin=subprocess.PIPE
+        )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -169,10 +180,17 @@ class EngineClient:
     Args:
         config: what the engine is started with, now and after a crash.
         hang_seconds: with requests in flight, an engine silent for so long is killed and started again.
+        command: starts an engine process; takes the socket folder as its last argument.
     """
 
-    def __init__(self, config: EngineConfig, hang_seconds: float = 300.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hang_seconds: float = 300.0,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
         self.config = config
+        self._command = command
         self.state = EngineState.STARTING
         self.phase = "starting the engine process"
         self.info: EngineInfo | None = None
@@ -193,7 +211,7 @@ class EngineClient:
 
     def launch(self) -> None:
         """Start the engine process; returns at once."""
-        self._incarnation = _Incarnation(self.config, self._context)
+        self._incarnation = _Incarnation(self._command, self.config, self._context)
         self._last_message = time.monotonic()
 
     async def start(self) -> None:
@@ -309,7 +327,9 @@ class EngineClient:
             self.phase = message.name
         elif isinstance(message, EngineReady):
             self.info = message.info
-            self.stats = EngineStats(num_blocks=self.info.num_blocks, num_free_blocks=self.info.num_blocks)
+            self.stats = EngineStats(
+                num_blocks=self.info.num_blocks, num_free_blocks=self.info.num_blocks
+            )
             self.state = EngineState.READY
             self.phase = "ready"
             self._backoff = _FIRST_BACKOFF_SECONDS
@@ -387,5 +407,8 @@ class EngineClient:
             await asyncio.sleep(min(1.0, self._hang_seconds / 4))
             silent = time.monotonic() - self._last_message
             if self._streams and self._incarnation is not None and silent > self._hang_seconds:
-                log.error("the engine has been silent for %.0f s with requests in flight; killing it", silent)
+                log.error(
+                    "the engine has been silent for %.0f s with requests in flight; killing it",
+                    silent,
+                )
                 self._incarnation.process.kill()

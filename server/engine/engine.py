@@ -49,7 +49,9 @@ class Engine:
         info: what the front end is told about this engine.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, channel: EngineChannel, info: EngineInfo) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, channel: EngineChannel, info: EngineInfo
+    ) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -130,7 +132,11 @@ class Engine:
     def _note_started(self, output: SchedulerOutput) -> list[SequenceStarted]:
         now = time.monotonic()
         return [
-            SequenceStarted(sequence.request_id, now - self._arrivals[sequence.request_id], sequence.num_cached_tokens)
+            SequenceStarted(
+                sequence.request_id,
+                now - self._arrivals[sequence.request_id],
+                sequence.num_cached_tokens,
+            )
             for sequence in output.first_scheduled
         ]
 

@@ -38,7 +38,12 @@ def _meminfo_available() -> int:
 
 
 def kv_cache_blocks(
-    *, requested_tokens: int | None, useful_tokens: int, block_size: int, bytes_per_token: int, device: torch.device
+    *,
+    requested_tokens: int | None,
+    useful_tokens: int,
+    block_size: int,
+    bytes_per_token: int,
+    device: torch.device,
 ) -> int:
     """Number of blocks of the KV cache.
 

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
 from model.sampler import Sampler, SamplingRow, prompt_logprobs
+
+from kernels import Phase, detect, select
 from server.engine.batch import build_batch
 from server.engine.request import SamplingParams
 from server.engine.scheduler import ScheduledSequence, SchedulerOutput
 from server.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from kernels import GPUArch
+    from model.sampler import SampledToken
+
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
-    from model.sampler import SampledToken
 
 # Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
 _PROMPT_LOGPROB_ROWS = 256
@@ -50,13 +51,12 @@ class ModelRunner:
     Args:
         model: in evaluation mode, on the cache's device.
         kv_cache: its blocks are handed out by the engine's `BlockManager`.
-        arch: what the kernels are chosen for.
     """
 
-    def __init__(self, model: DecoderLM, kv_cache: KVCache, arch: GPUArch) -> None:
+    def __init__(self, model: DecoderLM, kv_cache: KVCache) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._arch = arch
+        self._device = kv_cache.layer(0).device
         self._sampler = Sampler()
 
     @torch.inference_mode()
@@ -67,9 +67,9 @@ class ModelRunner:
             output: at least one scheduled sequence; its blocks are reserved.
         """
         scheduled = (*output.decode, *output.prefill)
-        batch = build_batch(output, self._kv_cache.block_size, self._kv_cache.device)
-        metadata = self._model.plan(
-            batch.slot_mapping, batch.decode, batch.prefill, batch.num_decode_tokens, self._arch
+        batch = build_batch(output, self._kv_cache.block_size, self._device)
+        metadata = self._model.attention_metadata(
+            batch.slot_mapping, self._kv_cache.block_size, batch.decode, batch.prefill
         )
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
         rows = [_sampling_row(s.sequence) for s in scheduled if s.samples]
@@ -102,6 +102,16 @@ class ModelRunner:
                         preempted=(),
                     )
                 )
+
+    def describe_plan(self) -> dict[str, str]:
+        """Name the attention kernel of each phase, and why it was chosen."""
+        arch = detect(self._device)
+        return {
+            phase.value: select(
+                self._model.attention_problem(phase, self._kv_cache.block_size), arch
+            ).why
+            for phase in Phase
+        }
 
     def _prompt_logprobs(
         self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor

@@ -62,7 +62,7 @@ class Channel:
             yield self._decoder.decode(data)
 
 
-def _end_with_front_end() -> None:
+def end_with_front_end() -> None:
     """Leave when standard input ends: the front end is gone, however it went."""
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
@@ -82,7 +82,7 @@ def main() -> None:
     config = msgspec.json.decode(line, type=EngineConfig)
     configure_logging(config.log_level)
     channel = Channel(sys.argv[1])
-    threading.Thread(target=_end_with_front_end, name="front-end-watch", daemon=True).start()
+    threading.Thread(target=end_with_front_end, name="front-end-watch", daemon=True).start()
 
     channel.send(StartupPhase("importing PyTorch"))
     from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; the phase shows first

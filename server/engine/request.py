@@ -36,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         top_p: probability mass kept, in (0, 1]; 1 keeps all.
         min_p: smallest probability kept, relative to the most likely token, in [0, 1]; 0 keeps all.
         typical_p: mass of locally typical tokens kept, in (0, 1]; 1 keeps all.
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens seen in prompt or output; 1 is off.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of the tokens in prompt and output;
+            1 is off.
         presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
         seed: unsigned 64-bit; with a token's position it alone decides that token's draw.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from kernels import detect
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.kv_cache import KVCache, bytes_per_token
@@ -65,11 +64,13 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         with phases("reading the configuration"):
             model_config = ModelConfig.from_folder(Path(config.model_path))
             device = _device(config.device)
-            max_model_len = _max_model_len(config.max_model_len, model_config.max_position_embeddings)
+            max_model_len = _max_model_len(config.max_model_len, model_config.max_context)
             dtype = resolve_dtype(config.dtype, model_config, device)
             _set_threads(config.cpu_threads)
         with phases("loading the weights"), _weights_progress() as progress:
-            model = load_model(Path(config.model_path), model_config, dtype, device, config.load_format, progress)
+            model = load_model(
+                Path(config.model_path), model_config, dtype, device, config.load_format, progress
+            )
         with phases("allocating the KV cache"):
             num_blocks = kv_cache_blocks(
                 requested_tokens=config.kv_cache_tokens,
@@ -90,7 +91,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
                 device,
             )
         with phases("warming up"):
-            runner = ModelRunner(model, kv_cache, detect(device))
+            runner = ModelRunner(model, kv_cache)
             runner.warm_up(config.max_num_batched_tokens)
     except (ModelError, NotEnoughMemoryError, StartupError) as error:
         raise StartupError(str(error)) from error
@@ -101,7 +102,9 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
         ),
-        BlockManager(num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+        BlockManager(
+            num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        ),
     )
     info = EngineInfo(
         model_id=config.model_id,
@@ -134,13 +137,17 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
 def _device(requested: str) -> torch.device:
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:
-        raise StartupError("--device cuda: PyTorch sees no CUDA device here; use --device cpu or auto")
+        raise StartupError(
+            "--device cuda: PyTorch sees no CUDA device here; use --device cpu or auto"
+        )
     return torch.device("cuda" if available and requested != "cpu" else "cpu")
 
 
 def _max_model_len(requested: int | None, limit: int) -> int:
     if requested is not None and requested > limit:
-        raise StartupError(f"--max-model-len {requested} is more than the model's own limit of {limit} tokens")
+        raise StartupError(
+            f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
+        )
     return requested or limit
 
 
