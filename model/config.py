@@ -163,6 +163,12 @@ class ModelConfig:
         layer = attention + mlp + 2 * self.hidden_size
         return self.num_layers * layer + embeddings + self.hidden_size
 
+    def to_dict(self) -> dict[str, Any]:
+        """Write the configuration as `config.json` holds it, in the form every version reads."""
+        from model.config_reader import to_dict  # noqa: PLC0415 - the reader imports this module
+
+        return to_dict(self)
+
     def layer_window(self, layer: int) -> int | None:
         """Tokens that layer `layer` attends to, its own included; None for all."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None

@@ -26,17 +26,27 @@ class DecoderLM(nn.Module):
     changed in place from then on (`copy_`, `to`, an optimiser), never replaced.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
+        device = torch.device(device)
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
         self.config = config
         self.softmax_scale = config.head_dim**-0.5
-        self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.Parameter(torch.empty(config.hidden_size))
-        if config.tie_word_embeddings:
-            self.lm_head = self.embed_tokens
-        else:
-            self.lm_head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.embed_tokens = empty(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, dtype, device) for _ in range(config.num_layers)
+        )
+        self.norm = empty(config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else empty(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim)
         self._dense_attention = DenseAttention(config, self.softmax_scale)
         self._shape = LayerShape(
@@ -85,7 +95,8 @@ class DecoderLM(nn.Module):
         Returns:
             [..., vocab_size] in the parameters' dtype.
         """
-        return functional.linear(hidden, self.lm_head)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return functional.linear(hidden, head)
 
     def attention_problem(
         self, phase: Phase, block_size: int, *, sliding: bool = False

@@ -53,23 +53,27 @@ class LayerShape(NamedTuple):
 class DecoderLayer(nn.Module):
     """Holds one layer's parameters; `layer_forward` computes with them."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = config.num_heads * config.head_dim
         stacked = heads + 2 * config.num_kv_heads * config.head_dim
-        self.input_norm = _empty(hidden)
-        self.qkv = _empty(stacked, hidden)
-        self.qkv_bias = _empty(stacked) if config.attention_bias else None
-        self.q_norm = _empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = _empty(config.head_dim) if config.qk_norm else None
-        self.output = _empty(hidden, heads)
-        self.output_bias = _empty(hidden) if config.attention_output_bias else None
-        self.mlp_norm = _empty(hidden)
-        self.gate_up = _empty(2 * inner, hidden)
-        self.gate_up_bias = _empty(2 * inner) if config.mlp_bias else None
-        self.down = _empty(hidden, inner)
-        self.down_bias = _empty(hidden) if config.mlp_bias else None
+        self.input_norm = empty(hidden)
+        self.qkv = empty(stacked, hidden)
+        self.qkv_bias = empty(stacked) if config.attention_bias else None
+        self.q_norm = empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.output = empty(hidden, heads)
+        self.output_bias = empty(hidden) if config.attention_output_bias else None
+        self.mlp_norm = empty(hidden)
+        self.gate_up = empty(2 * inner, hidden)
+        self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
+        self.down = empty(hidden, inner)
+        self.down_bias = empty(hidden) if config.mlp_bias else None
 
     def weights(self) -> LayerWeights:
         """Collect the parameters; the tuple stays valid while they are changed in place."""
@@ -120,7 +124,3 @@ def _qkv(
         rotating = torch.cat((q, k), -2)
     q, k = torch.split(apply_rope(rotating, *rope), [num_heads, num_kv_heads], -2)
     return q, k, v
-
-
-def _empty(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape))

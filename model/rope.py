@@ -106,7 +106,7 @@ class RotaryEmbedding:
         Returns:
             cos and sin, [S, 1, D] each.
         """
-        frequencies = self._frequencies.to(positions.device)
+        frequencies = self._frequencies_on(positions.device)
         if self._rope.rope_type == "dynamic":
             length = torch.tensor(
                 [positions.shape[0]], dtype=torch.float32, device=positions.device
@@ -126,7 +126,7 @@ class RotaryEmbedding:
         shape = (num_positions, 1, self._head_dim)
         self._cos = torch.empty(shape, dtype=dtype, device=device)
         self._sin = torch.empty(shape, dtype=dtype, device=device)
-        frequencies = self._frequencies.to(device)
+        frequencies = self._frequencies_on(device)
         # In chunks, because the float32 intermediates of 10^6 positions take gigabytes.
         for start in range(0, num_positions, _CHUNK_POSITIONS):
             stop = min(start + _CHUNK_POSITIONS, num_positions)
@@ -147,6 +147,13 @@ class RotaryEmbedding:
             cos and sin, [T, 1, D] each, contiguous.
         """
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        # Not a module's buffer: a buffer would follow the module to bfloat16, and a float32 position
+        # times a bfloat16 frequency is off by whole turns after a few hundred tokens.
+        if self._frequencies.device != device:
+            self._frequencies = self._frequencies.to(device)
+        return self._frequencies
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
         """Compute the frequencies for sequences of the given lengths (tokens).

@@ -1,0 +1,57 @@
+"""Maps the tensor names of a Hugging Face checkpoint to the memory of a model.
+
+A checkpoint stores the projections of a layer one by one; the model holds q, k, v and gate, up
+stacked. This is the one place that says how. Knows no files.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from model.decoder import DecoderLM
+from model.layers import DecoderLayer
+
+# parameter of the layer: names of the stacked tensors, after "model.layers.{i}."
+_LAYER_NAMES: Final = {
+    "input_norm": ("input_layernorm.weight",),
+    "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "qkv_bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "output": ("self_attn.o_proj.weight",),
+    "output_bias": ("self_attn.o_proj.bias",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "down": ("mlp.down_proj.weight",),
+    "down_bias": ("mlp.down_proj.bias",),
+}
+
+
+def named_slices(model: DecoderLM) -> dict[str, Tensor]:
+    """Map every tensor name of the checkpoint to the part of the model it belongs in.
+
+    Returns:
+        Views of the parameters, contiguous and without gradients, in the order of the layers.
+    """
+    config = model.config
+    kv_rows = config.num_kv_heads * config.head_dim
+    rows = {3: (config.num_heads * config.head_dim, kv_rows, kv_rows)}
+    rows[2] = (config.intermediate_size, config.intermediate_size)
+    slices = {"model.embed_tokens.weight": model.embed_tokens.detach()}
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        for parameter, weight in layer.weights()._asdict().items():
+            if weight is None:
+                continue
+            names = _LAYER_NAMES[parameter]
+            whole = weight.detach()
+            parts = (whole,) if len(names) == 1 else whole.split_with_sizes(rows[len(names)])
+            for name, part in zip(names, parts, strict=True):
+                slices[f"model.layers.{index}.{name}"] = part
+    slices["model.norm.weight"] = model.norm.detach()
+    if model.lm_head is not None:
+        slices["lm_head.weight"] = model.lm_head.detach()
+    return slices

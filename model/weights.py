@@ -1,0 +1,169 @@
+"""Fills a model from a checkpoint, strictly, and writes one in the same format.
+
+Knows what the model needs; the files themselves are read by `model.shards`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from model.config import ModelConfig
+from model.decoder import DecoderLM
+from model.errors import WeightsError
+from model.shards import INDEX_NAME, SINGLE_NAME, StoredTensor, read_headers, read_tensors
+from model.tensor_names import named_slices
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+_logger = logging.getLogger(__name__)
+
+_DUMMY_SEED: Final = 0
+_LISTED_NAMES: Final = 8
+# Old checkpoints carry the rotation's frequencies, which the configuration determines.
+_FREQUENCIES: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+def load_model(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: LoadFormat = "auto",
+    progress: Progress | None = None,
+) -> DecoderLM:
+    """Build the model and fill its weights.
+
+    Every file's header is compared with the configuration before memory is taken. Tensors are then
+    copied one at a time from the mapped files, so that nothing is held beside the model itself.
+
+    Args:
+        path: the checkpoint folder.
+        config: its configuration.
+        dtype: of the weights, whatever the files hold.
+        device: where they go.
+        load_format: "auto" and "safetensors" read the folder; "dummy" draws random weights.
+        progress: called after every tensor.
+
+    Returns:
+        The model, in evaluation mode, its parameters frozen.
+
+    Raises:
+        WeightsError: the files do not fit the configuration or are damaged, or memory is short.
+    """
+    device = torch.device(device)
+    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    model = _allocate(config, dtype, device)
+    if load_format == "dummy":
+        model.init_weights(seed=_DUMMY_SEED)
+        return model
+    slices = named_slices(model)
+    done, total = 0, sum(entry.num_bytes for entry in stored.values())
+    for name, tensor in read_tensors(stored):
+        slices[name].copy_(tensor)
+        done += stored[name].num_bytes
+        if progress is not None:
+            progress(done, total)
+    return model
+
+
+def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the entries to load, once names and shapes are exactly those the model needs."""
+    stored = read_headers(path)
+    needed = named_slices(DecoderLM(config, device="meta"))
+    extra = stored.keys() - needed.keys()
+    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    ignored = {name for name in extra if name in tied_head or _FREQUENCIES.search(name)}
+    if ignored:
+        _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
+    missing = needed.keys() - stored.keys()
+    unexpected = extra - ignored
+    misshaped = [
+        f"{name} is {list(stored[name].shape)}, must be {list(needed[name].shape)}"
+        for name in needed
+        if name in stored and stored[name].shape != tuple(needed[name].shape)
+    ]
+    if missing or unexpected or misshaped:
+        counts = (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshaped))
+        raise WeightsError(
+            f"the tensors in {path} do not fit its config.json: "
+            + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
+        )
+    return {name: stored[name] for name in stored if name in needed}
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    rest = len(ordered) - _LISTED_NAMES
+    return ", ".join(ordered[:_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderLM:
+    num_bytes = config.num_parameters * dtype.itemsize
+    wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {dtype} on {device}"
+    if device.type == "cpu":
+        # Linux promises more memory than there is and kills whoever uses it: ask first.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_bytes > memory:
+            raise WeightsError(f"{wanted}; this machine has {memory / 2**30:.1f} GiB")
+    try:
+        model = DecoderLM(config, dtype, device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise WeightsError(f"{wanted}, which failed: {error}") from None
+    return model.requires_grad_(requires_grad=False).eval()
+
+
+def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**30) -> None:
+    """Write the model as a Hugging Face checkpoint: config, generation config and safetensors.
+
+    Args:
+        model: any dtype, any device.
+        path: folder, created where it does not exist; tokenizer files in it are left alone.
+        max_shard_bytes: a file's largest size, though every file holds at least one tensor.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    dtype = str(model.embed_tokens.dtype).removeprefix("torch.")
+    config = dataclasses.replace(model.config, dtype=dtype)
+    _write_json(path / "config.json", config.to_dict())
+    ends = list(config.eos_token_ids) or None
+    _write_json(
+        path / "generation_config.json",
+        {"bos_token_id": config.bos_token_id, "eos_token_id": ends},
+    )
+    shards: list[list[str]] = [[]]
+    slices = named_slices(model)
+    size = 0
+    for name, tensor in slices.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE_NAME
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # Cloned, because slices of one stacked tensor share memory, which the format refuses.
+        tensors = {name: slices[name].cpu().clone() for name in names}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in slices.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(path / INDEX_NAME, index)
+
+
+def _write_json(file: Path, value: dict[str, object]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
