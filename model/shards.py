@@ -57,9 +57,10 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
         weight_map = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
     except ModelFolderError as error:
         raise WeightsError(str(error)) from None
-    is_map = isinstance(weight_map, dict) and weight_map
-    if not is_map or not all(isinstance(name, str) for name in weight_map.values()):
-        raise WeightsError(f"{index} needs an object weight_map of (tensor name: file name)")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index} has no weight_map, which says what file holds which tensor")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise WeightsError(f"{index}: every value of weight_map must be the name of a file")
     names = sorted(set(weight_map.values()))
     return [_inside(folder, name, str(index)) for name in names], weight_map
 

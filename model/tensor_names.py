@@ -38,8 +38,10 @@ def named_slices(model: DecoderLM) -> dict[str, Tensor]:
     """
     config = model.config
     kv_rows = config.num_kv_heads * config.head_dim
-    rows = {3: (config.num_heads * config.head_dim, kv_rows, kv_rows)}
-    rows[2] = (config.intermediate_size, config.intermediate_size)
+    rows = {
+        2: [config.intermediate_size, config.intermediate_size],
+        3: [config.num_heads * config.head_dim, kv_rows, kv_rows],
+    }
     slices = {"model.embed_tokens.weight": model.embed_tokens.detach()}
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)

@@ -129,10 +129,12 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
 
     Args:
         model: any dtype, any device.
-        path: folder, created where it does not exist; tokenizer files in it are left alone.
+        path: folder, created where it does not exist; its weights are replaced, other files left.
         max_shard_bytes: a file's largest size, though every file holds at least one tensor.
     """
     path.mkdir(parents=True, exist_ok=True)
+    for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
+        stale.unlink(missing_ok=True)
     dtype = str(model.embed_tokens.dtype).removeprefix("torch.")
     config = dataclasses.replace(model.config, dtype=dtype)
     _write_json(path / "config.json", config.to_dict())
