@@ -5,18 +5,27 @@ It knows neither tensors nor time: a step is a list of (sequence, number of toke
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import msgspec
 
 from server.engine.block_manager import BlockManager
-from server.engine.request import TokenEvent
-from server.engine.sequence import Sequence
+from server.engine.request import FinishReason, TokenEvent
+from server.engine.sequence import Sequence, SequenceStatus
 
 
 class AdmissionError(Exception):
-    """A sequence that `Scheduler.add` refuses."""
+    """A request that `Scheduler.add` refuses.
+
+    AdmissionError
+      CapacityError            more tokens than one sequence can ever have
+      EmptyRequestError        no prompt, or nothing to generate
+      DuplicateRequestError    its id is in use
+    """
 
 
 class CapacityError(AdmissionError):
@@ -33,6 +42,24 @@ class CapacityError(AdmissionError):
         self.limit = limit
 
 
+class EmptyRequestError(AdmissionError):
+    """A request without a prompt token or without a token to generate."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(
+            f"a request needs at least 1 prompt token and 1 new token; got "
+            f"{sequence.num_prompt_tokens} and {sequence.sampling.max_new_tokens}"
+        )
+
+
+class DuplicateRequestError(AdmissionError):
+    """A request whose id belongs to another one that is not finished."""
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(f"request id {request_id} is in use")
+        self.request_id = request_id
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one step and of one sequence.
@@ -46,6 +73,20 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which a running sequence could get no token.
+
+        Raises:
+            ValueError: a limit is below its minimum.
+        """
+        for name, value, least in (
+            ("max_num_seqs", self.max_num_seqs, 1),
+            ("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs),
+            ("max_model_len", self.max_model_len, 2),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; at least {least} is needed")
 
 
 class SampledResult(Protocol):
@@ -105,7 +146,33 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """Owns the waiting queue and the running list; the engine loop alone calls it."""
+    """Owns the waiting queue and the running list; decides who computes what in a step.
+
+    One rule: every running sequence computes its known tokens that are not computed yet, oldest
+    first, and waiting ones join in order of arrival while tokens, places and blocks last. There is
+    no prefill or decode phase: a decoding sequence is one that has a single token left to compute.
+
+    A sequence is admitted when the blocks of all its known tokens and of one more are free, and it
+    gets them at once, so that a prompt in chunks never waits for blocks half way. When a running
+    sequence finds no block for its next token, the youngest running one loses all of its own and
+    waits, before everyone else, until its whole context fits again; nobody is admitted in such a
+    step. The oldest therefore always advances, and every sequence becomes the oldest.
+
+    Only the engine's loop calls it, from one thread, `schedule` and `commit` in turn. If a step
+    could not be computed, `schedule` may be called again instead of `commit`: nothing was booked.
+
+    Invariants (`check_invariants`): running sequences are older than waiting ones and both lists
+    are in order of arrival; exactly the running ones own blocks; all running sequences but the
+    youngest need no more than the budget together, so each of them gets at least one token.
+
+    Attributes:
+        num_steps: steps scheduled so far.
+        num_preemptions: times a sequence lost its blocks.
+        prefix_cache_query_tokens: prompt tokens looked up in the prefix cache at first admission.
+        prefix_cache_hit_tokens: those of them that were found.
+        num_prompt_tokens: prompt tokens computed; after a preemption they count again.
+        num_generated_tokens: tokens sampled.
+    """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self.config = config
@@ -114,59 +181,250 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_cache_query_tokens = 0
         self.prefix_cache_hit_tokens = 0
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self._num_arrivals = 0
+        self._live: dict[int, Sequence] = {}
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running: list[Sequence] = []
+        self._scheduled: SchedulerOutput | None = None
 
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue."""
-        raise NotImplementedError
+        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold blocks."""
-        raise NotImplementedError
+        """Sequences that own blocks."""
+        return len(self._running)
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` would find anything to compute."""
-        raise NotImplementedError
+        """Whether `schedule` finds something to compute: if any sequence is there, it does."""
+        return bool(self._running or self._waiting)
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that one sequence can have: the smaller of context and cache."""
-        raise NotImplementedError
+        """Tokens one sequence can have: as many as the model's context and the cache both hold."""
+        manager = self.block_manager
+        return min(self.config.max_model_len, manager.num_blocks * manager.block_size)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+        """Put a new sequence at the end of the queue.
 
         Raises:
-            CapacityError: prompt and max_new_tokens exceed the context or the cache.
+            CapacityError: its prompt and max_new_tokens exceed `max_total_tokens`.
+            EmptyRequestError: it has no prompt, or no token to generate.
+            DuplicateRequestError: a sequence with its request id is not finished yet.
         """
-        raise NotImplementedError
+        if not 0 < sequence.num_prompt_tokens < sequence.max_num_tokens:
+            raise EmptyRequestError(sequence)
+        if sequence.max_num_tokens > self.max_total_tokens:
+            raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
+        if sequence.request_id in self._live:
+            raise DuplicateRequestError(sequence.request_id)
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._live[sequence.request_id] = sequence
+        self._waiting[sequence.request_id] = sequence
 
-    def abort(self, request_id: int, discard_cached: bool = False) -> Sequence | None:
-        """End a sequence in any state and free its blocks at once; None where it is unknown."""
-        raise NotImplementedError
+    def abort(self, request_id: int) -> Sequence | None:
+        """End a sequence in whatever state and free its blocks at once.
+
+        It may be called between `schedule` and `commit`; the step's result for it is then ignored.
+
+        Returns:
+            The sequence, or None where no unfinished one has this id.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        else:
+            del self._waiting[request_id]
+        self._finish(sequence, FinishReason.ABORT)
+        return sequence
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the tokens of the next step; reserves their blocks."""
-        raise NotImplementedError
+        """Choose the tokens that the next step computes, and give them their blocks."""
+        decode: list[ScheduledSequence] = []
+        prefill: list[ScheduledSequence] = []
+        preempted: list[int] = []
+        first_scheduled: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens
+        block_size = self.block_manager.block_size
+        # A preemption shortens the list from its end while this loop walks it from the start: it
+        # never takes a sequence that has already been given tokens.
+        for sequence in self._running:
+            start = sequence.num_computed_tokens
+            num_known = len(sequence.token_ids)
+            num_tokens = num_known - start
+            if num_tokens > budget:
+                num_tokens = budget
+            stop = start + num_tokens
+            if stop > len(sequence.block_table) * block_size and not self._find_room(
+                sequence, stop, preempted
+            ):
+                break
+            budget -= num_tokens
+            rows = decode if num_tokens == 1 else prefill
+            rows.append(ScheduledSequence(sequence, start, num_tokens, stop == num_known))
+        if not preempted:
+            self._admit(budget, decode, prefill, first_scheduled)
+        output = SchedulerOutput(
+            step=self.num_steps,
+            decode=tuple(decode),
+            prefill=tuple(prefill),
+            num_tokens=len(decode) + sum(row.num_tokens for row in prefill),
+            first_scheduled=tuple(first_scheduled),
+            preempted=tuple(preempted),
+        )
+        self.num_steps += 1
+        self._scheduled = output
+        return output
 
     def commit(
-        self, output: SchedulerOutput, results: list[SampledResult]
+        self, output: SchedulerOutput, results: TypingSequence[SampledResult]
     ) -> list[tuple[int, TokenEvent]]:
         """Book a computed step.
 
         Args:
-            output: from the latest `schedule`.
-            results: one per scheduled sequence that samples, decode first, then prefill.
+            output: what the latest `schedule` returned.
+            results: one for each row that samples, decode rows first, then prefill rows. A row
+                whose sequence already has an `error` has no result.
 
         Returns:
-            (request id, event) of every sequence that got a token or ended.
+            (request id, event) for every sequence that got a token or ended, in the order of rows.
+            A result with an error ends its sequence; none of its blocks serves another one again.
         """
-        raise NotImplementedError
+        assert output is self._scheduled, "a step is committed once, and only the latest one"
+        self._scheduled = None
+        events: list[tuple[int, TokenEvent]] = []
+        num_finished = num_results = num_prompt_tokens = 0
+        block_size = self.block_manager.block_size
+        for row in chain(output.decode, output.prefill):
+            sequence = row.sequence
+            result = None
+            if row.samples and sequence.error is None:
+                result = results[num_results]
+                num_results += 1
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if result is not None and result.error is not None:
+                sequence.error = result.error
+            if sequence.error is not None:
+                self._finish(sequence, FinishReason.ERROR)
+                events.append((sequence.request_id, _error_event(sequence.error)))
+                num_finished += 1
+                continue
+            start = row.start
+            stop = start + row.num_tokens
+            sequence.num_computed_tokens = stop
+            if start < sequence.num_prompt_tokens:
+                num_prompt_tokens += min(stop, sequence.num_prompt_tokens) - start
+            if stop // block_size > sequence.num_linked_blocks:
+                self.block_manager.cache_full_blocks(sequence)
+            if result is None:
+                continue
+            token_id = result.token_id
+            assert token_id is not None, "a result has a token or an error"
+            reason = sequence.append(token_id)
+            if reason is not None:
+                self._finish(sequence, reason)
+                num_finished += 1
+            event = TokenEvent(
+                token_id=token_id,
+                logprob=result.logprob,
+                top_tokens=result.top,
+                finish_reason=reason,
+            )
+            events.append((sequence.request_id, event))
+            self.num_generated_tokens += 1
+        assert num_results == len(results), "more results than rows that sample"
+        self.num_prompt_tokens += num_prompt_tokens
+        if num_finished:
+            self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
+        return events
 
     def check_invariants(self) -> None:
-        """Assert that queue, running list and blocks agree."""
-        raise NotImplementedError
+        """Assert that queue, running list and blocks agree. Slow: for tests and idle times."""
+        running, waiting = self._running, list(self._waiting.values())
+        arrivals = [sequence.arrival for sequence in running + waiting]
+        assert arrivals == sorted(arrivals), "sequences out of order"
+        assert len(running) <= self.config.max_num_seqs
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in running)
+        for request_id, sequence in self._waiting.items():
+            assert request_id == sequence.request_id
+            assert sequence.status is SequenceStatus.WAITING
+            assert not sequence.block_table, f"{sequence} waits and owns blocks"
+        assert self._live == {sequence.request_id: sequence for sequence in running + waiting}
+        num_remaining = [sequence.num_tokens - sequence.num_computed_tokens for sequence in running]
+        assert all(count > 0 for count in num_remaining)
+        assert sum(num_remaining[:-1]) < self.config.max_num_batched_tokens
+        assert self.block_manager.owners == set(running)
+        self.block_manager.check_invariants()
+
+    def _admit(
+        self,
+        budget: int,
+        decode: list[ScheduledSequence],
+        prefill: list[ScheduledSequence],
+        first_scheduled: list[Sequence],
+    ) -> None:
+        """Let waiting sequences join a step that has `budget` tokens left."""
+        running, waiting = self._running, self._waiting
+        while budget and waiting and len(running) < self.config.max_num_seqs:
+            sequence = next(iter(waiting.values()))
+            if not self.block_manager.admit(sequence):
+                assert running, "a lone sequence always fits: `add` has made sure"
+                return
+            waiting.popitem(last=False)
+            running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            if sequence.first_scheduled_step is None:
+                sequence.first_scheduled_step = self.num_steps
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+                first_scheduled.append(sequence)
+                if self.block_manager.looks_up(sequence):
+                    self.prefix_cache_query_tokens += sequence.num_prompt_tokens
+                    self.prefix_cache_hit_tokens += sequence.num_cached_tokens
+            start = sequence.num_computed_tokens
+            num_remaining = sequence.num_tokens - start
+            num_tokens = min(num_remaining, budget)
+            budget -= num_tokens
+            rows = decode if num_tokens == 1 else prefill
+            rows.append(ScheduledSequence(sequence, start, num_tokens, num_tokens == num_remaining))
+
+    def _find_room(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
+        """Get a running sequence the blocks for `num_tokens`, at the cost of younger ones.
+
+        Returns:
+            False where it was itself the youngest and had to go.
+        """
+        while not self.block_manager.grow(sequence, num_tokens):
+            victim = self._running.pop()
+            self.block_manager.free(victim)
+            victim.status = SequenceStatus.WAITING
+            victim.num_preemptions += 1
+            self.num_preemptions += 1
+            preempted.append(victim.request_id)
+            self._waiting[victim.request_id] = victim
+            self._waiting.move_to_end(victim.request_id, last=False)
+            if victim is sequence:
+                assert self._running, "the oldest sequence always finds room: `add` has made sure"
+                return False
+        return True
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free what it owns; the caller takes it out of its list."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        del self._live[sequence.request_id]
+
+
+def _error_event(error: str) -> TokenEvent:
+    return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)

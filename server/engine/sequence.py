@@ -6,9 +6,8 @@ It knows neither scheduling policy nor where blocks come from.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 
-from server.engine.request import FinishReason, SamplingParams
+from server.engine.request import FinishReason, GenerateRequest
 
 
 class SequenceStatus(enum.IntEnum):
@@ -42,6 +41,8 @@ class Sequence:
         cache_salt: sequences share cached blocks only with sequences of an equal salt.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
+        error: what went wrong. Whoever runs the step may set it before `Scheduler.commit`, which
+            then ends the sequence.
         arrival: number of sequences added before it; gives the order of service.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
         first_scheduled_step: number of the step that first computed a token of it; None before.
@@ -55,6 +56,7 @@ class Sequence:
         "arrival",
         "block_table",
         "cache_salt",
+        "error",
         "finish_reason",
         "first_scheduled_step",
         "max_num_tokens",
@@ -70,15 +72,10 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt_token_ids: Iterable[int],
-        sampling: SamplingParams,
-        cache_salt: str | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)
+    def __init__(self, request: GenerateRequest, cache_salt: str | None = None) -> None:
+        sampling = request.sampling
+        self.request_id = request.request_id
+        self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
@@ -87,6 +84,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
         self.arrival = 0
         self.num_cached_tokens = 0
         self.first_scheduled_step: int | None = None
