@@ -6,6 +6,7 @@ It knows token ids and block numbers, not tensors, and decides nothing about the
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
 from server.engine.free_blocks import FreeBlocks
@@ -84,15 +85,15 @@ class BlockManager:
         return len(self._idle)
 
     @property
-    def owners(self) -> frozenset[Sequence]:
+    def owners(self) -> AbstractSet[Sequence]:
         """The sequences that own blocks."""
-        return frozenset(self._owners)
+        return self._owners
 
     def looks_up(self, sequence: Sequence) -> bool:
         """Whether the prefix cache is asked for a sequence's leading tokens."""
         return self.enable_prefix_caching and not sequence.sampling.prompt_logprobs
 
-    def admit(self, sequence: Sequence) -> bool:
+    def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Give a sequence the blocks of all its known tokens and of one more.
 
         Blocks with its leading tokens come from the prefix cache, save that its last known token
@@ -100,6 +101,7 @@ class BlockManager:
 
         Args:
             sequence: one that owns no block.
+            num_spare: blocks that must stay free.
 
         Returns:
             False, with nothing changed, where too few blocks are free.
@@ -108,7 +110,7 @@ class BlockManager:
         references = self._references
         num_new = sequence.num_tokens // self.block_size + 1 - len(hits)
         num_idle_hits = sum(not references[block] for block in hits)
-        if num_new + num_idle_hits > self.num_free_blocks:
+        if num_new + num_idle_hits + num_spare > self.num_free_blocks:
             return False
         for block in hits:
             if not references[block]:

@@ -9,13 +9,23 @@ from collections import OrderedDict
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
-
-import msgspec
 
 from server.engine.block_manager import BlockManager
 from server.engine.request import FinishReason, TokenEvent
 from server.engine.sequence import Sequence, SequenceStatus
+from server.engine.step import SampledResult, ScheduledSequence, SchedulerOutput
+
+__all__ = [
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerOutput",
+    "ScheduledSequence",
+    "SampledResult",
+    "AdmissionError",
+    "CapacityError",
+    "EmptyRequestError",
+    "DuplicateRequestError",
+]
 
 
 class AdmissionError(Exception):
@@ -89,62 +99,6 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {value}; at least {least} is needed")
 
 
-class SampledResult(Protocol):
-    """What the sampler says about one row."""
-
-    @property
-    def token_id(self) -> int | None:
-        """The token drawn; without meaning where `error` is set."""
-
-    @property
-    def logprob(self) -> float | None:
-        """Natural logarithm of its probability, where asked for."""
-
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]:
-        """(token id, log-probability), most likely first."""
-
-    @property
-    def error(self) -> str | None:
-        """Why no token could be drawn; None where one was."""
-
-
-class ScheduledSequence(msgspec.Struct, frozen=True):
-    """One sequence's part of a step: its tokens `start .. start + num_tokens`.
-
-    Attributes:
-        sequence: whose tokens.
-        start: the first token's position; equals `sequence.num_computed_tokens`.
-        num_tokens: at least 1.
-        samples: whether this step reaches the end of the known tokens, so that one is drawn.
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-class SchedulerOutput(msgspec.Struct, frozen=True):
-    """What one step computes. Rows of the batch are `decode` first, then `prefill`.
-
-    Attributes:
-        step: number of this step.
-        decode: sequences with exactly one token.
-        prefill: sequences with two tokens or more.
-        num_tokens: tokens in all; 0 when there is nothing to do.
-        first_scheduled: sequences that no earlier step computed anything of.
-        preempted: ids of the sequences that lost their blocks in this call.
-    """
-
-    step: int
-    decode: tuple[ScheduledSequence, ...]
-    prefill: tuple[ScheduledSequence, ...]
-    num_tokens: int
-    first_scheduled: tuple[Sequence, ...]
-    preempted: tuple[int, ...]
-
-
 class Scheduler:
     """Owns the waiting queue and the running list; decides who computes what in a step.
 
@@ -153,10 +107,12 @@ class Scheduler:
     no prefill or decode phase: a decoding sequence is one that has a single token left to compute.
 
     A sequence is admitted when the blocks of all its known tokens and of one more are free, and it
-    gets them at once, so that a prompt in chunks never waits for blocks half way. When a running
-    sequence finds no block for its next token, the youngest running one loses all of its own and
-    waits, before everyone else, until its whole context fits again; nobody is admitted in such a
-    step. The oldest therefore always advances, and every sequence becomes the oldest.
+    gets them at once, so that a prompt in chunks never waits for blocks half way. One block more
+    must stay free for every running sequence that may still grow: without it the newcomer would
+    soon have to go again, its work lost. When a running sequence finds no block for its next token,
+    the youngest running one loses all of its own and waits, before everyone else, until its whole
+    context fits again; nobody is admitted in such a step. The oldest therefore always advances, and
+    every sequence becomes the oldest.
 
     Only the engine's loop calls it, from one thread, `schedule` and `commit` in turn. If a step
     could not be computed, `schedule` may be called again instead of `commit`: nothing was booked.
@@ -302,8 +258,7 @@ class Scheduler:
         assert output is self._scheduled, "a step is committed once, and only the latest one"
         self._scheduled = None
         events: list[tuple[int, TokenEvent]] = []
-        num_finished = num_results = num_prompt_tokens = 0
-        block_size = self.block_manager.block_size
+        num_results, num_live = 0, len(self._live)
         for row in chain(output.decode, output.prefill):
             sequence = row.sequence
             result = None
@@ -312,39 +267,11 @@ class Scheduler:
                 num_results += 1
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
-            if result is not None and result.error is not None:
-                sequence.error = result.error
-            if sequence.error is not None:
-                self._finish(sequence, FinishReason.ERROR)
-                events.append((sequence.request_id, _error_event(sequence.error)))
-                num_finished += 1
-                continue
-            start = row.start
-            stop = start + row.num_tokens
-            sequence.num_computed_tokens = stop
-            if start < sequence.num_prompt_tokens:
-                num_prompt_tokens += min(stop, sequence.num_prompt_tokens) - start
-            if stop // block_size > sequence.num_linked_blocks:
-                self.block_manager.cache_full_blocks(sequence)
-            if result is None:
-                continue
-            token_id = result.token_id
-            assert token_id is not None, "a result has a token or an error"
-            reason = sequence.append(token_id)
-            if reason is not None:
-                self._finish(sequence, reason)
-                num_finished += 1
-            event = TokenEvent(
-                token_id=token_id,
-                logprob=result.logprob,
-                top_tokens=result.top,
-                finish_reason=reason,
-            )
-            events.append((sequence.request_id, event))
-            self.num_generated_tokens += 1
+            event = self._book(row, result)
+            if event is not None:
+                events.append((sequence.request_id, event))
         assert num_results == len(results), "more results than rows that sample"
-        self.num_prompt_tokens += num_prompt_tokens
-        if num_finished:
+        if len(self._live) < num_live:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
 
@@ -377,7 +304,7 @@ class Scheduler:
         running, waiting = self._running, self._waiting
         while budget and waiting and len(running) < self.config.max_num_seqs:
             sequence = next(iter(waiting.values()))
-            if not self.block_manager.admit(sequence):
+            if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
                 assert running, "a lone sequence always fits: `add` has made sure"
                 return
             waiting.popitem(last=False)
@@ -396,6 +323,44 @@ class Scheduler:
             budget -= num_tokens
             rows = decode if num_tokens == 1 else prefill
             rows.append(ScheduledSequence(sequence, start, num_tokens, num_tokens == num_remaining))
+
+    def _book(self, row: ScheduledSequence, result: SampledResult | None) -> TokenEvent | None:
+        """Enter one computed row and the token drawn from it; returns what to tell the client."""
+        sequence = row.sequence
+        if result is not None and result.error is not None:
+            sequence.error = result.error
+        if sequence.error is not None:
+            self._finish(sequence, FinishReason.ERROR)
+            return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=sequence.error)
+        start, stop = row.start, row.start + row.num_tokens
+        sequence.num_computed_tokens = stop
+        if start < sequence.num_prompt_tokens:
+            self.num_prompt_tokens += min(stop, sequence.num_prompt_tokens) - start
+        if stop // self.block_manager.block_size > sequence.num_linked_blocks:
+            self.block_manager.cache_full_blocks(sequence)
+        if result is None:
+            return None
+        token_id = result.token_id
+        assert token_id is not None, "a result has a token or an error"
+        self.num_generated_tokens += 1
+        reason = sequence.append(token_id)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return TokenEvent(
+            token_id=token_id,
+            logprob=result.logprob,
+            top_tokens=result.top,
+            finish_reason=reason,
+        )
+
+    def _num_growing(self) -> int:
+        """Running sequences that may need a further block before they end."""
+        block_size = self.block_manager.block_size
+        # The last token is never computed, so it needs no place.
+        return sum(
+            sequence.max_num_tokens - 1 > len(sequence.block_table) * block_size
+            for sequence in self._running
+        )
 
     def _find_room(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
         """Get a running sequence the blocks for `num_tokens`, at the cost of younger ones.
@@ -424,7 +389,3 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
-
-
-def _error_event(error: str) -> TokenEvent:
-    return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
