@@ -11,11 +11,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from model.hub import resolve
 from pydantic import ValidationError
 
 from model.config import ModelConfig
 from model.errors import ModelError
+from model.hub import resolve
 from server.engine.client import EngineClient, EngineStartError
 from server.engine.protocol import EngineConfig
 from server.http.config import HTTPConfig
@@ -181,3 +181,7 @@ def _read_settings(arguments: list[str]) -> Settings:
 def _fail(message: str) -> NoReturn:
     print(f"tessera serve: error: {message}", file=sys.stderr)
     raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

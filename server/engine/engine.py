@@ -103,16 +103,14 @@ class Engine:
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
-            prompt_tokens=scheduler.prompt_tokens,
-            generation_tokens=scheduler.generation_tokens,
+            prompt_tokens=scheduler.num_prompt_tokens,
+            generation_tokens=scheduler.num_generated_tokens,
             num_steps=scheduler.num_steps,
         )
 
     def _add(self, request: GenerateRequest) -> None:
         try:
-            self._scheduler.add(
-                Sequence(request.request_id, request.prompt_token_ids, request.sampling)
-            )
+            self._scheduler.add(Sequence(request))
         except CapacityError as error:
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
             self._publish([(request.request_id, event)], [], {})
@@ -126,6 +124,7 @@ class Engine:
         self._publish([], [], {})
 
     def _forget(self, request_id: int) -> None:
+        self._runner.forget(request_id)
         self._arrivals.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
@@ -141,14 +140,10 @@ class Engine:
         ]
 
     def _fail(self, output: SchedulerOutput) -> list[tuple[int, TokenEvent]]:
-        event = TokenEvent(
-            token_id=None, finish_reason=FinishReason.ERROR, error="the forward pass failed"
-        )
-        request_ids = [s.sequence.request_id for s in (*output.decode, *output.prefill)]
-        for request_id in request_ids:
-            # What the failed pass left in their blocks must serve nobody.
-            self._scheduler.abort(request_id, discard_cached=True)
-        return [(request_id, event) for request_id in request_ids]
+        """End the sequences of a step that raised; what it left in their blocks serves nobody."""
+        for scheduled in (*output.decode, *output.prefill):
+            scheduled.sequence.error = "the forward pass failed"
+        return self._scheduler.commit(output, [])
 
     def _collect_prompt_logprobs(
         self, output: SchedulerOutput, computed: dict[int, PromptLogprobs]

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from model.sampler import Sampler, SamplingRow, prompt_logprobs
 
 from kernels import Phase, detect, select
+from model.sampler import Sampler, prompt_logprobs
+from model.sampling import SamplingRow, TokenHistory
 from server.engine.batch import build_batch
-from server.engine.request import SamplingParams
+from server.engine.request import GenerateRequest, SamplingParams
 from server.engine.scheduler import ScheduledSequence, SchedulerOutput
 from server.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from model.sampler import SampledToken
-
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
+    from model.sampling import SampledToken
 
 # Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
 _PROMPT_LOGPROB_ROWS = 256
@@ -58,6 +58,11 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.layer(0).device
         self._sampler = Sampler()
+        self._rows: dict[int, SamplingRow] = {}
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a sequence that ended; an unknown id is ignored."""
+        self._rows.pop(request_id, None)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -72,7 +77,7 @@ class ModelRunner:
             batch.slot_mapping, self._kv_cache.block_size, batch.decode, batch.prefill
         )
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
-        rows = [_sampling_row(s.sequence) for s in scheduled if s.samples]
+        rows = [self._sampling_row(s.sequence) for s in scheduled if s.samples]
         sampled: list[SampledToken] = []
         if rows:
             last = hidden if len(rows) == len(hidden) else hidden[batch.last_rows]
@@ -85,23 +90,29 @@ class ModelRunner:
         The keys and values go to block 0 onwards and are overwritten by the first sequence there.
         """
         capacity = self._kv_cache.num_blocks * self._kv_cache.block_size
-        length = min(max_num_batched_tokens, capacity - 1, 64)
-        sequence = Sequence(0, [0] * (length + 1), SamplingParams(max_new_tokens=1))
+        length = max(1, min(max_num_batched_tokens, capacity - 1, 64))
+        sequence = Sequence(
+            GenerateRequest(
+                request_id=0,
+                prompt_token_ids=[0] * (length + 1),
+                sampling=SamplingParams(max_new_tokens=1),
+            )
+        )
         sequence.block_table = list(range(-(-(length + 1) // self._kv_cache.block_size)))
-        for start, num_tokens in ((0, length), (length, 1)):
-            if num_tokens:
-                chunk = (ScheduledSequence(sequence, start, num_tokens, samples=True),)
-                one = num_tokens == 1
-                self.execute(
-                    SchedulerOutput(
-                        step=0,
-                        decode=chunk if one else (),
-                        prefill=() if one else chunk,
-                        num_tokens=num_tokens,
-                        first_scheduled=(),
-                        preempted=(),
-                    )
+        chunk = (ScheduledSequence(sequence, 0, length, samples=True),)
+        token = (ScheduledSequence(sequence, length, 1, samples=True),)
+        for decode, prefill in (((), chunk), (token, ())):
+            self.execute(
+                SchedulerOutput(
+                    step=0,
+                    decode=decode,
+                    prefill=prefill,
+                    num_tokens=length if prefill else 1,
+                    first_scheduled=(),
+                    preempted=(),
                 )
+            )
+        self.forget(sequence.request_id)
 
     def describe_plan(self) -> dict[str, str]:
         """Name the attention kernel of each phase, and why it was chosen."""
@@ -112,6 +123,32 @@ class ModelRunner:
             ).why
             for phase in Phase
         }
+
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        """What the sampler needs for a sequence's next token; kept and brought up to date."""
+        sampling = sequence.sampling
+        row = self._rows.get(sequence.request_id)
+        if row is None:
+            row = self._rows[sequence.request_id] = SamplingRow(
+                seed=sampling.seed,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                typical_p=sampling.typical_p,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                history=TokenHistory(),
+                logprobs=sampling.logprobs,
+                top_logprobs=sampling.top_logprobs,
+            )
+        row.position = sequence.num_tokens
+        row.banned = tuple(sequence.banned_token_ids)
+        if row.has_penalties:
+            row.output_ids = sequence.output_token_ids
+        return row
 
     def _prompt_logprobs(
         self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor
@@ -132,24 +169,3 @@ class ModelRunner:
                 logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
             results[sequence.request_id] = PromptLogprobs(s.start, logprobs)
         return results
-
-
-def _sampling_row(sequence: Sequence) -> SamplingRow:
-    sampling = sequence.sampling
-    return SamplingRow(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        typical_p=sampling.typical_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        position=sequence.num_tokens,
-        banned=tuple(sequence.banned_token_ids),
-        prompt_ids=(),
-        output_ids=(),
-        top_logprobs=sampling.top_logprobs,
-        logprobs=sampling.logprobs,
-    )

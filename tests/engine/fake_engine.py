@@ -60,6 +60,9 @@ class ArithmeticRunner:
         sampled = [Sampled(next_token(s.sequence.token_ids)) for s in scheduled if s.samples]
         return SimpleNamespace(sampled=sampled, prompt_logprobs={})
 
+    def forget(self, request_id):
+        pass
+
 
 def make_info(config, num_blocks):
     return EngineInfo(

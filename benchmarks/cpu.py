@@ -1,0 +1,208 @@
+"""How fast is the bundled model on this CPU, beside `transformers` on the same checkpoint and dtype?
+
+Four questions in one run: one stream beside `transformers`' generate; eight requests beside one;
+the HTTP path beside the engine alone; time until ready. Rounds alternate between the contenders, so that a busy machine slows all of them.
+
+    python -m benchmarks.cpu [--rounds 5] [--tokens 256] [--dtype float32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from model.tokenizer import Tokenizer
+
+from benchmarks.report import write_report
+from model.hub import resolve
+from server.engine.protocol import EngineConfig, EngineMessage, FrontEndMessage, StepMessage
+from server.engine.request import GenerateRequest, SamplingParams
+from server.engine.startup import start_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from server.engine.engine import Engine
+
+PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
+
+
+class LocalChannel:
+    """Stands where the sockets are, so that the engine can be timed alone."""
+
+    def __init__(self) -> None:
+        self.inbox: list[FrontEndMessage] = []
+        self.num_tokens = 0
+
+    def send(self, message: EngineMessage) -> None:
+        """Count the tokens."""
+        if isinstance(message, StepMessage):
+            self.num_tokens += sum(token >= 0 for token in message.token_ids)
+
+    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
+        """Hand over what was put in."""
+        assert self.inbox or not block
+        messages, self.inbox = self.inbox, []
+        return messages
+
+
+def engine_seconds(
+    engine: Engine, channel: LocalChannel, prompt: list[int], tokens: int, streams: int
+) -> float:
+    """Seconds for `streams` requests of `tokens` new tokens each, all at once, none from the prefix cache."""
+    channel.num_tokens = 0
+    sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+    channel.inbox += [
+        GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling)
+        for i in range(streams)
+    ]
+    start = time.perf_counter()
+    engine.receive(block=True)
+    while channel.num_tokens < tokens * streams:
+        engine.step()
+    return time.perf_counter() - start
+
+
+def transformers_generate(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """The peer, on the same checkpoint and dtype."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds; only for this contender
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def peer_seconds(peer: Any, prompt: list[int], tokens: int) -> float:  # noqa: ANN401
+    """Seconds for one greedy continuation of exactly `tokens` tokens."""
+    ids = torch.tensor([prompt])
+    start = time.perf_counter()
+    with torch.inference_mode():
+        out = peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    seconds = time.perf_counter() - start
+    assert out.shape[1] == len(prompt) + tokens
+    return seconds
+
+
+@contextlib.contextmanager
+def service(dtype: str) -> Iterator[tuple[str, float]]:
+    """A served bundled model: its URL, and the seconds until it answered /health with 200."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.perf_counter()
+    options = [f"--port={port}", f"--dtype={dtype}", "--device=cpu", "--log-level=warning"]
+    command = [sys.executable, "-m", "server.main", "serve", *options]
+    process = subprocess.Popen([*command, "--enable-prefix-caching=false"])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as reply:  # noqa: S310
+                if reply.status == 200:
+                    break
+            time.sleep(0.01)
+        yield url, time.perf_counter() - start
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def http_seconds(url: str, tokens: int, *, stream: bool) -> float:
+    """Seconds for one request over HTTP, as a client sees them."""
+    parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(  # noqa: S310 - loopback
+        f"{url}/generate_stream" if stream else f"{url}/generate",
+        json.dumps({"inputs": PROMPT, "parameters": parameters}).encode(),
+        {"content-type": "application/json"},
+    )
+    start = time.perf_counter()
+    with urllib.request.urlopen(request) as reply:  # noqa: S310
+        frames = sum(line.startswith(b"data:") for line in reply) if stream else len(reply.read())
+    assert frames >= (tokens if stream else 1)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Run all contenders and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    path, tokens = resolve("bundled"), options.tokens
+    prompt = Tokenizer.from_folder(path).encode(PROMPT)
+
+    channel = LocalChannel()
+    engine = start_engine(
+        EngineConfig(
+            model_path=str(path),
+            model_id="bundled",
+            device="cpu",
+            dtype=options.dtype,
+            enable_prefix_caching=False,
+        ),
+        channel,
+    )
+    peer = transformers_generate(path, getattr(torch, options.dtype))
+    samples: dict[str, list[float]] = {}
+
+    def add(name: str, seconds: float) -> None:
+        samples.setdefault(name, []).append(seconds)
+
+    with service(options.dtype) as (url, ready_seconds):
+        for round_ in range(options.rounds + 1):
+            timings = {
+                "engine 1": engine_seconds(engine, channel, prompt, tokens, 1),
+                "engine 8": engine_seconds(engine, channel, prompt, tokens, 8),
+                "transformers 1": peer_seconds(peer, prompt, tokens),
+                "http 1": http_seconds(url, tokens, stream=False),
+                "http stream 1": http_seconds(url, tokens, stream=True),
+            }
+            with ThreadPoolExecutor(8) as pool:
+                start = time.perf_counter()
+                list(pool.map(lambda _: http_seconds(url, tokens, stream=True), range(8)))
+                timings["http stream 8"] = time.perf_counter() - start
+            if round_:  # the first round warms up
+                for name, seconds in timings.items():
+                    add(name, seconds)
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    rows: list[dict[str, Any]] = [
+        {
+            "model": "bundled",
+            "metric": "decode_tok_s",
+            "contender": name,
+            "batch": int(name.split()[-1]),
+            "value": round(tokens * int(name.split()[-1]) / seconds, 1),
+            "best": round(tokens * int(name.split()[-1]) / min(samples[name]), 1),
+            "ms_per_token": round(1000 * seconds / tokens, 3),
+        }
+        for name, seconds in medians.items()
+    ]
+    ratios = {
+        "one stream beside transformers": medians["transformers 1"] / medians["engine 1"],
+        "eight requests beside one": 8 * medians["engine 1"] / medians["engine 8"],
+        "HTTP beside engine, time per token": medians["http 1"] / medians["engine 1"],
+        "HTTP stream beside engine, time per token": medians["http stream 1"] / medians["engine 1"],
+    }
+    rows += [{"metric": "ratio", "contender": k, "value": round(v, 3)} for k, v in ratios.items()]
+    rows.append({"model": "bundled", "metric": "ready_s", "value": round(ready_seconds, 2)})
+    write_report("cpu", rows, ("torch", "transformers", "tokenizers"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Writes a benchmark's result file and prints its rows. Knows nothing of what was measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine_name() -> str:
+    """The GPU's name where there is one, else the processor's with its core count."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = models[0].partition(":")[2].strip() if models else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """Short hash of the checkout, with a plus sign where it has changes."""
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    changes = [
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        "kernels",
+        "model",
+        "server",
+    ]
+    root = Path(__file__).parent
+    short = subprocess.run(
+        head, cwd=root, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    dirty = subprocess.run(
+        changes, cwd=root.parent, capture_output=True, text=True, check=True
+    ).stdout
+    return short + ("+" if dirty.strip() else "")
+
+
+def write_report(
+    topic: str, rows: list[dict[str, Any]], libraries: tuple[str, ...] = ("torch",)
+) -> Path:
+    """Write `results/<gpu or cpu>-<topic>-<commit>.json` and print the rows as a table.
+
+    Args:
+        topic: names the question.
+        rows: one flat record per measurement.
+        libraries: packages whose version the result depends on.
+
+    Returns:
+        The file written.
+    """
+    kind = "cpu"
+    if torch.cuda.is_available():
+        kind = torch.cuda.get_device_name().split()[1].lower()
+    record = {
+        "topic": topic,
+        "machine": machine_name(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in libraries},
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
+        "rows": rows,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{kind}-{topic}-{commit().rstrip('+')}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    for row in rows:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    print(path)
+    return path
+
+
+def _module_name() -> str:
+    script = Path(sys.argv[0])
+    return f"{script.parent.name}.{script.stem}"
