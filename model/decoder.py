@@ -16,6 +16,7 @@ from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.layers import DecoderLayer, LayerShape, LayerWeights, layer_forward
 from model.metadata import AttentionMetadata
+from model.packed_linear import can_pack, linear, pack
 from model.rope import RotaryEmbedding
 
 
@@ -53,6 +54,7 @@ class DecoderLM(nn.Module):
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         )
         self._weights: list[LayerWeights] | None = None
+        self._packed_head: Tensor | None = None
 
     def forward(
         self,
@@ -95,8 +97,27 @@ class DecoderLM(nn.Module):
         Returns:
             [..., vocab_size] in the parameters' dtype.
         """
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden, head)
+        if self._packed_head is not None:
+            return linear(hidden, self._packed_head, None)
+        return linear(hidden, self.embed_tokens if self.lm_head is None else self.lm_head, None)
+
+    def pack(self) -> None:
+        """Bring the matrices into the CPU's fastest layout, for serving only; a no-op elsewhere.
+
+        Afterwards the model can neither be trained nor saved. A tied head is copied, because the
+        embedding is still read row by row; everything else is replaced.
+        """
+        embeddings = self.embed_tokens
+        if not can_pack(embeddings.dtype, embeddings.device):
+            return
+        with torch.no_grad():
+            self._packed_head = pack(embeddings if self.lm_head is None else self.lm_head)
+            self.lm_head = None
+            for layer in self.layers:
+                for name, parameter in layer.named_parameters():
+                    if parameter.ndim > 1:
+                        setattr(layer, name, nn.Parameter(pack(parameter), requires_grad=False))
+        self._weights = None
 
     def attention_problem(
         self, phase: Phase, block_size: int, *, sliding: bool = False

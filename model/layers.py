@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kernels import apply_rope, rms_norm, silu_and_mul
 from model.config import ModelConfig
+from model.packed_linear import linear
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [..., H, D], k [..., K, D], v [..., K, D]) -> [..., H, D]; q, k, v contiguous in D."""
@@ -104,10 +104,10 @@ def layer_forward(
     normed = rms_norm(hidden, weights.input_norm, shape.eps)
     q, k, v = _qkv(weights, shape, normed, rope)
     attended = attend(layer, q, k, v).flatten(-2)
-    hidden = hidden + functional.linear(attended, weights.output, weights.output_bias)
+    hidden = hidden + linear(attended, weights.output, weights.output_bias)
     normed = rms_norm(hidden, weights.mlp_norm, shape.eps)
-    gated = silu_and_mul(functional.linear(normed, weights.gate_up, weights.gate_up_bias))
-    return hidden + functional.linear(gated, weights.down, weights.down_bias)
+    gated = silu_and_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
+    return hidden + linear(gated, weights.down, weights.down_bias)
 
 
 def _qkv(
@@ -115,7 +115,7 @@ def _qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project, normalise per head where the family does, and rotate queries and keys together."""
     num_heads, num_kv_heads, head_dim, eps = shape
-    projected = functional.linear(normed, weights.qkv, weights.qkv_bias)
+    projected = linear(normed, weights.qkv, weights.qkv_bias)
     projected = projected.view(*projected.shape[:-1], num_heads + 2 * num_kv_heads, head_dim)
     rotating, v = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], -2)
     if weights.q_norm is not None and weights.k_norm is not None:

@@ -42,6 +42,8 @@ def load_model(
     device: torch.device | str,
     load_format: LoadFormat = "auto",
     progress: Progress | None = None,
+    *,
+    pack: bool = True,
 ) -> DecoderLM:
     """Build the model and fill its weights.
 
@@ -55,6 +57,7 @@ def load_model(
         device: where they go.
         load_format: "auto" and "safetensors" read the folder; "dummy" draws random weights.
         progress: called after every tensor.
+        pack: whether `DecoderLM.pack` follows; False for a model to be trained on or saved.
 
     Returns:
         The model, in evaluation mode, its parameters frozen.
@@ -63,6 +66,20 @@ def load_model(
         WeightsError: the files do not fit the configuration or are damaged, or memory is short.
     """
     device = torch.device(device)
+    model = _loaded(path, config, dtype, device, load_format, progress)
+    if pack:
+        model.pack()
+    return model
+
+
+def _loaded(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat,
+    progress: Progress | None,
+) -> DecoderLM:
     stored = {} if load_format == "dummy" else _checked_headers(path, config)
     model = _allocate(config, dtype, device)
     if load_format == "dummy":
