@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve test test-gpu check format bench clean
+.PHONY: help setup dev serve test check format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ check: dev ## Lint, types, import contracts
 format: dev ## Apply the formatter and the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: setup ## Write the generated parts of the documents
+	$(BIN)/python -m docs.generate
 
 bench: dev ## Time the CPU path beside transformers
 	$(BIN)/python -m benchmarks.cpu

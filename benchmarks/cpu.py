@@ -26,52 +26,28 @@ from model.tokenizer import Tokenizer
 
 from benchmarks.report import write_report
 from model.hub import resolve
-from server.engine.protocol import EngineConfig, EngineMessage, FrontEndMessage, StepMessage
+from server.engine.local import LocalEngine
+from server.engine.protocol import EngineConfig
 from server.engine.request import GenerateRequest, SamplingParams
-from server.engine.startup import start_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from server.engine.engine import Engine
+    from collections.abc import Iterator
 
 PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
 
 
-class LocalChannel:
-    """Stands where the sockets are, so that the engine can be timed alone."""
-
-    def __init__(self) -> None:
-        self.inbox: list[FrontEndMessage] = []
-        self.num_tokens = 0
-
-    def send(self, message: EngineMessage) -> None:
-        """Count the tokens."""
-        if isinstance(message, StepMessage):
-            self.num_tokens += sum(token >= 0 for token in message.token_ids)
-
-    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
-        """Hand over what was put in."""
-        assert self.inbox or not block
-        messages, self.inbox = self.inbox, []
-        return messages
-
-
-def engine_seconds(
-    engine: Engine, channel: LocalChannel, prompt: list[int], tokens: int, streams: int
-) -> float:
-    """Seconds for `streams` requests of `tokens` new tokens each, all at once, none from the prefix cache."""
-    channel.num_tokens = 0
+def engine_seconds(engine: LocalEngine, prompt: list[int], tokens: int, streams: int) -> float:
+    """Seconds for `streams` requests of `tokens` new tokens each, all at once."""
     sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
-    channel.inbox += [
+    requests = [
         GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling)
         for i in range(streams)
     ]
     start = time.perf_counter()
-    engine.receive(block=True)
-    while channel.num_tokens < tokens * streams:
-        engine.step()
-    return time.perf_counter() - start
+    answers = engine.generate(requests)
+    seconds = time.perf_counter() - start
+    assert all(len(events) == tokens for events in answers)
+    return seconds
 
 
 def transformers_generate(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
@@ -147,16 +123,14 @@ def main() -> None:
     path, tokens = resolve("bundled"), options.tokens
     prompt = Tokenizer.from_folder(path).encode(PROMPT)
 
-    channel = LocalChannel()
-    engine = start_engine(
+    engine = LocalEngine(
         EngineConfig(
             model_path=str(path),
             model_id="bundled",
             device="cpu",
             dtype=options.dtype,
             enable_prefix_caching=False,
-        ),
-        channel,
+        )
     )
     peer = transformers_generate(path, getattr(torch, options.dtype))
     samples: dict[str, list[float]] = {}
@@ -167,8 +141,8 @@ def main() -> None:
     with service(options.dtype) as (url, ready_seconds):
         for round_ in range(options.rounds + 1):
             timings = {
-                "engine 1": engine_seconds(engine, channel, prompt, tokens, 1),
-                "engine 8": engine_seconds(engine, channel, prompt, tokens, 8),
+                "engine 1": engine_seconds(engine, prompt, tokens, 1),
+                "engine 8": engine_seconds(engine, prompt, tokens, 8),
                 "transformers 1": peer_seconds(peer, prompt, tokens),
                 "http 1": http_seconds(url, tokens, stream=False),
                 "http stream 1": http_seconds(url, tokens, stream=True),

@@ -75,7 +75,7 @@ def write_report(
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in libraries},
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
         "rows": rows,
     }

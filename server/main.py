@@ -169,12 +169,12 @@ def _read_settings(arguments: list[str]) -> Settings:
         return Settings(_cli_parse_args=arguments)
     except ValidationError as error:
         for problem in error.errors():
-            field = str(problem["loc"][0])
-            print(
-                f"tessera serve: error: {flag(field)} (or {environment_variable(field)}) "
-                f"is {problem['input']!r}: {problem['msg']}",
-                file=sys.stderr,
-            )
+            message = problem["msg"]
+            if problem["loc"]:
+                field = str(problem["loc"][0])
+                names = f"{flag(field)} (or {environment_variable(field)})"
+                message = f"{names} is {problem['input']!r}: {message}"
+            print(f"tessera serve: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -5,9 +5,10 @@ The only module that reads the environment. Knows nothing of how a setting is us
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX = "TESSERA_"
@@ -86,6 +87,17 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="how much to log"
     )
+
+    @model_validator(mode="after")
+    def _budget_serves_every_sequence(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise PydanticCustomError(
+                "budget",
+                "--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}: "
+                "every running sequence needs a token of each step",
+                {"tokens": self.max_num_batched_tokens, "sequences": self.max_num_seqs},
+            )
+        return self
 
 
 def environment_variable(field: str) -> str:

@@ -352,17 +352,8 @@ class EngineClient:
             stream = streams.get(request_id)
             if stream is None:
                 continue
-            token_id, reason = step.token_ids[i], step.finish_reasons[i]
-            stream._push(  # noqa: SLF001 - the client alone fills a stream
-                TokenEvent(
-                    token_id=token_id if token_id >= 0 else None,
-                    logprob=step.logprobs.get(i),
-                    top_tokens=tuple(step.top_tokens.get(i, ())),
-                    finish_reason=FinishReason(reason) if reason else None,
-                    error=step.errors.get(i),
-                )
-            )
-            if reason:
+            stream._push(step.event(i))  # noqa: SLF001 - the client alone fills a stream
+            if step.finish_reasons[i]:
                 del streams[request_id]
 
     def _fail_streams(self, error: str) -> None:

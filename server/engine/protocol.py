@@ -9,7 +9,7 @@ import enum
 
 import msgspec
 
-from server.engine.request import GenerateRequest
+from server.engine.request import FinishReason, GenerateRequest, TokenEvent
 
 
 class EngineState(enum.Enum):
@@ -169,6 +169,17 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     top_tokens: dict[int, list[tuple[int, float]]] = {}
     errors: dict[int, str] = {}
     prompt_logprobs: dict[int, list[float]] = {}
+
+    def event(self, i: int) -> TokenEvent:
+        """Unpack entry i."""
+        token_id, reason = self.token_ids[i], self.finish_reasons[i]
+        return TokenEvent(
+            token_id=token_id if token_id >= 0 else None,
+            logprob=self.logprobs.get(i),
+            top_tokens=tuple(self.top_tokens.get(i, ())),
+            finish_reason=FinishReason(reason) if reason else None,
+            error=self.errors.get(i),
+        )
 
 
 FrontEndMessage = GenerateRequest | AbortRequests | Shutdown

@@ -1,0 +1,76 @@
+"""An engine inside this process, without sockets or a front end: for benchmarks and tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from server.engine.protocol import EngineMessage, FrontEndMessage, StepMessage
+from server.engine.startup import start_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from server.engine.protocol import EngineConfig
+    from server.engine.request import GenerateRequest, TokenEvent
+
+
+class LocalChannel:
+    """Stands where the sockets are.
+
+    Attributes:
+        inbox: what the engine is about to receive.
+        steps: what it has published, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: list[FrontEndMessage] = []
+        self.steps: list[StepMessage] = []
+
+    def send(self, message: EngineMessage) -> None:
+        """Keep a step's message."""
+        if isinstance(message, StepMessage):
+            self.steps.append(message)
+
+    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
+        """Hand over the inbox; with `block` it must not be empty, since nobody else fills it."""
+        assert self.inbox or not block
+        messages, self.inbox = self.inbox, []
+        return messages
+
+
+class LocalEngine:
+    """Owns an engine and answers requests with it, in the caller's thread.
+
+    Args:
+        config: as for the engine process.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.channel = LocalChannel()
+        self.engine = start_engine(config, self.channel)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenEvent]]:
+        """Answer requests that arrive all at once.
+
+        Args:
+            requests: with distinct ids.
+
+        Returns:
+            The events of each request, in the order of `requests`.
+        """
+        self.channel.inbox += requests
+        self.channel.steps.clear()
+        answers: dict[int, list[TokenEvent]] = {r.request_id: [] for r in requests}
+        unfinished = len(requests)
+        self.engine.receive(block=True)
+        while unfinished:
+            self.engine.step()
+            unfinished -= sum(self._take(answers) for _ in range(len(self.channel.steps)))
+        return list(answers.values())
+
+    def _take(self, answers: dict[int, list[TokenEvent]]) -> int:
+        """Unpack the oldest step; returns how many requests it finished."""
+        step = self.channel.steps.pop(0)
+        for i, request_id in enumerate(step.request_ids):
+            answers[request_id].append(step.event(i))
+        return sum(map(bool, step.finish_reasons))

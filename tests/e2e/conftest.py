@@ -1,0 +1,91 @@
+"""Starts `tessera serve` as a user would and finds its processes."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+class Service:
+    """One running `tessera serve`."""
+
+    def __init__(self, arguments, environment=()):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "server.main", "serve", f"--port={self.port}", *arguments],
+            env=os.environ | dict(environment),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started = time.monotonic()
+        self.log = []
+
+    def wait_until_healthy(self, seconds=60.0):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            assert self.process.poll() is None, self.process.stderr.read()
+            time.sleep(0.02)
+        raise AssertionError(f"not healthy within {seconds} s")
+
+    def engine_pid(self):
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for file in children for pid in file.read_text().split()]
+        engines = [p for p in pids if b"server.engine.process" in _command(p)]
+        assert len(engines) == 1, engines
+        return engines[0]
+
+    def metric(self, name):
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if line.split("{")[0].split(" ")[0] == name:
+                return float(line.rsplit(" ", 1)[1])
+        raise AssertionError(f"no metric {name}")
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.communicate(timeout=20)[1]
+        finally:
+            self.process.kill()
+
+
+def _command(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+@pytest.fixture(scope="session")
+def bundled_service():
+    """The bundled model on the CPU; tests leave it as they found it."""
+    service = Service(["--device=cpu"])
+    service.wait_until_healthy()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def start_service():
+    """Starts services that end with the test."""
+    services = []
+
+    def start(*arguments, environment=()):
+        services.append(Service(list(arguments), environment))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.stop()

@@ -1,0 +1,124 @@
+"""Starts that cannot work end with one clear line and a status, before or after the engine is asked."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from model.hub import resolve
+
+pytestmark = pytest.mark.e2e
+
+
+def serve(*arguments):
+    """Run `tessera serve` to its end; returns its status and its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "server.main", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the bundled model to break."""
+    return shutil.copytree(resolve("bundled"), tmp_path / "broken")
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, line = serve(f"--port={port}")
+
+    assert status == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in line
+
+
+def test_a_folder_without_weights_is_named(checkpoint):
+    for shard in checkpoint.glob("*.safetensors*"):
+        shard.unlink()
+    status, line = serve(f"--model={checkpoint}", "--port=0")
+
+    assert status == 1
+    assert str(checkpoint) in line
+    assert "safetensors" in line
+
+
+def test_a_truncated_shard_is_named(checkpoint):
+    shard = max(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    status, line = serve(f"--model={checkpoint}", "--port=0", "--device=cpu")
+
+    assert status == 1
+    assert shard.name in line
+
+
+def test_a_missing_tokenizer_is_named(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    status, line = serve(f"--model={checkpoint}", "--port=0", "--device=cpu")
+
+    assert status == 1
+    assert "tokenizer.json" in line
+
+
+def test_an_unsupported_architecture_is_refused_by_name_and_supported_ones_are_listed(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    config["model_type"] = "mamba"
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    status, line = serve(f"--model={checkpoint}", "--port=0")
+
+    assert status == 1
+    assert "Mamba" in line or "mamba" in line
+    assert "LlamaForCausalLM" in line
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--port=70000", ["--port", "TESSERA_PORT", "70000", "65535"]),
+        ("--max-num-seqs=-1", ["--max-num-seqs", "-1", "1"]),
+        ("--dtype=float8", ["--dtype", "float8", "bfloat16"]),
+        ("--max-num-batched-tokens=8", ["--max-num-batched-tokens", "8", "--max-num-seqs", "64"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_limit(argument, words):
+    status, line = serve(argument)
+
+    assert status == 2
+    for word in words:
+        assert word in line
+
+
+def test_a_context_longer_than_the_models_own_is_refused_with_both_numbers():
+    status, line = serve("--max-model-len=1000000", "--port=0", "--device=cpu")
+
+    assert status == 1
+    assert "1000000" in line
+    assert "own limit of" in line
+
+
+def test_a_kv_cache_larger_than_memory_is_refused_with_both_sizes():
+    status, line = serve("--kv-cache-tokens=10000000000", "--port=0", "--device=cpu")
+
+    assert status == 1
+    assert "MiB" in line
+
+
+def test_help_explains_every_setting():
+    done = subprocess.run(
+        [sys.executable, "-m", "server.main", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    for name in ("--model", "--kv-cache-tokens", "--block-size", "--log-level"):
+        assert name in done.stdout

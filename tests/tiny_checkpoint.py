@@ -1,0 +1,42 @@
+"""A decoder small enough to run a thousand steps a second, with random weights and a byte tokenizer."""
+
+import json
+
+import torch
+
+from model.config import ModelConfig
+from model.decoder import DecoderLM
+from model.weights import save_checkpoint
+
+VOCAB_SIZE = 260
+
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "torch_dtype": "float32",
+}
+
+
+def write_tiny_checkpoint(folder):
+    """Write config.json, weights and tokenizer files to `folder`; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    config = ModelConfig.from_folder(folder)
+    model = DecoderLM(config)
+    model.init_weights(std=0.3, seed=0)
+    save_checkpoint(model.to(torch.float32), folder, 1 << 20)
+    return folder
