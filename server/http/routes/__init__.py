@@ -1,1 +1,1 @@
-"""One module for each group of routes; each makes an `APIRouter` from the app's context."""
+"""One module for each group of routes; each adds its own to the app."""

@@ -110,10 +110,8 @@ def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
     nested = None if prefix else model.model_fields.get("parameters")
     if nested is not None and name in _model_of(nested.annotation).model_fields:
         return f"; did you mean `parameters.{name}`?"
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], model.model_fields, n=2, cutoff=0.6)
-    return (
-        f"; did you mean {' or '.join(f'`{prefix}{match}`' for match in close)}?" if close else ""
-    )
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], model.model_fields, n=1)
+    return f"; did you mean `{prefix}{close[0]}`?" if close else ""
 
 
 def _quote(name: str) -> str:
@@ -135,7 +133,9 @@ def _problem(error: ErrorDetails) -> str:
         return f"{field} is not supported: leave it out or send null. Given: {describe(value)}"
     if kind in _BOUNDS:
         key, sign = _BOUNDS[kind]
-        return f"{field} must be {sign} {context[key]}. Given: {describe(value)}"
+        limit = context[key]
+        shown = f"{limit:g}" if isinstance(limit, float) else limit
+        return f"{field} must be {sign} {shown}. Given: {describe(value)}"
     if kind in _EXPECTED:
         return f"{field} must be {_EXPECTED[kind]}. Given: {describe(value)}"
     return f"{field} is not valid. Given: {describe(value)}"

@@ -60,9 +60,21 @@ class GenerateOptions:
 
 
 def check(
-    body: GenerateBody, *, streaming: bool, config: HTTPConfig, info: EngineInfo
+    body: GenerateBody,
+    *,
+    streaming: bool,
+    full_text: bool,
+    config: HTTPConfig,
+    info: EngineInfo,
 ) -> GenerateOptions:
     """Apply defaults, this server's limits and the rules between fields.
+
+    Args:
+        body: of the right shape.
+        streaming: whether the answer is a stream.
+        full_text: default of `return_full_text`.
+        config: limits of the HTTP layer.
+        info: limits of the engine.
 
     Raises:
         ValidationError: naming the field, its value and the limit.
@@ -94,7 +106,9 @@ def check(
         seed=seed,
         stop=tuple(parameters.stop or ()),
         truncate=parameters.truncate,
-        return_full_text=bool(parameters.return_full_text),
+        return_full_text=(
+            full_text if parameters.return_full_text is None else parameters.return_full_text
+        ),
         details=details,
         prompt_details=bool(parameters.decoder_input_details),
     )

@@ -1,0 +1,46 @@
+"""Puts the HTTP application together. Knows the routes by name only."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from server.http.context import AppContext
+from server.http.openapi import install_openapi
+from server.http.replying import install_error_handlers
+from server.http.routes import generate, info, metrics, tokenize
+
+if TYPE_CHECKING:
+    from model.tokenizer import Tokenizer
+    from server.engine.client import EngineClient
+    from server.http.config import HTTPConfig
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer, config: HTTPConfig) -> FastAPI:
+    """Make the ASGI application of one service.
+
+    Args:
+        client: of the engine that computes; it need not be ready yet.
+        tokenizer: of the model that is served.
+        config: limits and intervals.
+
+    Returns:
+        The application; it owns a few tokenizer threads and no other resources.
+    """
+    version = importlib.metadata.version("tessera")
+    context = AppContext(client, tokenizer, config, version)
+    app = FastAPI(
+        title="Tessera",
+        version=version,
+        description="Text generation with a small decoder model.",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
+    )
+    for routes in (generate, info, tokenize, metrics):
+        routes.install(app, context)
+    install_error_handlers(app)
+    install_openapi(app)
+    return app

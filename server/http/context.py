@@ -1,0 +1,106 @@
+"""What every route works with: engine client, tokenizer, limits, metrics. One for each app.
+
+Knows no routes and no wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from server.engine.client import EngineUnavailableError
+from server.engine.protocol import EngineState
+from server.errors import OverloadedError, UnavailableError
+from server.http.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from model.tokenizer import Tokenizer
+    from server.engine.client import EngineClient, RequestStream
+    from server.engine.protocol import EngineInfo
+    from server.engine.request import GenerateRequest
+    from server.http.config import HTTPConfig
+
+ResultT = TypeVar("ResultT")
+
+# Phases are written for people, and one of a failed start may be a long text.
+_LONGEST_PHASE = 200
+
+
+class AppContext:
+    """Owns what the routes share; lives on the event loop.
+
+    Attributes:
+        in_flight: sequences that were admitted and not yet answered, <= `max_concurrent_requests`.
+    """
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, config: HTTPConfig, version: str
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.config = config
+        self.version = version
+        self.in_flight = 0
+        self.metrics = Metrics(client, config, version, lambda: self.in_flight)
+        self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
+
+    @contextlib.contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """Hold a place for each sequence of a request.
+
+        Raises:
+            OverloadedError: there are not as many places left.
+        """
+        if self.in_flight + sequences > self.config.max_concurrent_requests:
+            raise OverloadedError
+        self.in_flight += sequences
+        try:
+            yield
+        finally:
+            self.in_flight -= sequences
+
+    def engine_info(self) -> EngineInfo:
+        """What the running engine told about itself.
+
+        Raises:
+            UnavailableError: it does not run.
+        """
+        if self.client.state is not EngineState.READY or self.client.info is None:
+            raise self.unavailable()
+        return self.client.info
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Hand a request to the engine.
+
+        Raises:
+            UnavailableError: it does not run.
+        """
+        try:
+            return self.client.submit(request)
+        except EngineUnavailableError:
+            raise self.unavailable() from None
+
+    def unavailable(self) -> UnavailableError:
+        """The error that says what the engine is doing instead of serving."""
+        return UnavailableError(
+            f"the model is not ready: {self.client.state.value}, {self.phase()}"
+        )
+
+    def phase(self) -> str:
+        """What the engine is doing, on one line."""
+        return " ".join(self.client.phase.split())[:_LONGEST_PHASE]
+
+    async def on_text(self, characters: int, work: Callable[[], ResultT]) -> ResultT:
+        """Run work that takes time in proportion to a text: in a thread, where that pays.
+
+        Args:
+            characters: length of the text.
+            work: touches nothing that the event loop changes.
+        """
+        if characters <= self.config.inline_characters:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)

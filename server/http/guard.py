@@ -1,0 +1,148 @@
+"""Reads a request body and decodes it as JSON, refusing what could hurt before it does.
+
+Knows no fields: what a body means is the business of `schemas`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server.errors import BodyTimeoutError, BodyTooLargeError, MalformedBodyError, MediaTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import Receive, Scope
+
+    from server.http.config import HTTPConfig
+
+_DECODER = msgspec.json.Decoder()
+_MOST_DIGITS = 19
+
+
+class ClientDisconnectedError(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+async def read_json(scope: Scope, receive: Receive, config: HTTPConfig) -> object:
+    """Read the body of a request and decode it.
+
+    Duplicate keys are not refused: the last one counts, as with nearly every JSON decoder. Integers
+    keep their precision. NaN, Infinity, numbers outside a double's range, lone surrogates, invalid
+    UTF-8 and nesting that exhausts the stack are not JSON here.
+
+    Raises:
+        MediaTypeError: the headers declare anything but uncompressed JSON in UTF-8.
+        BodyTooLargeError: the body has more than `max_body_bytes`, by its declared length or as read.
+        BodyTimeoutError: it did not arrive within `body_timeout_seconds`.
+        MalformedBodyError: it is not JSON.
+        ClientDisconnectedError: the client went away before it was complete.
+    """
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    _check_media_type(headers)
+    _check_length(headers.get(b"content-length"), config.max_body_bytes)
+    try:
+        async with asyncio.timeout(config.body_timeout_seconds):
+            body = await _read(receive, config.max_body_bytes)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"the request body did not arrive within {config.body_timeout_seconds:g} seconds"
+        ) from None
+    return decode(body)
+
+
+def decode(body: bytes) -> object:
+    """Decode JSON.
+
+    Raises:
+        MalformedBodyError: `body` is not JSON; the message tells why and where, not what stands there.
+    """
+    try:
+        return _DECODER.decode(body)
+    except UnicodeDecodeError:
+        raise MalformedBodyError("the request body is not valid UTF-8") from None
+    except RecursionError:
+        raise MalformedBodyError("the request body is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        reason = str(error).removeprefix("JSON is malformed: ").split(" - at ")[0]
+        raise MalformedBodyError(f"the request body is not valid JSON: {reason}") from None
+
+
+def _check_media_type(headers: dict[bytes, str]) -> None:
+    """A missing content type is taken for JSON; a wrong one is not guessed at."""
+    encoding = headers.get(b"content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise MediaTypeError("the request body must not be compressed: leave out Content-Encoding")
+    declared = headers.get(b"content-type")
+    if declared is None:
+        return
+    media_type, *options = (part.strip().lower() for part in declared.split(";"))
+    kind, _, subtype = media_type.partition("/")
+    if kind != "application" or (subtype != "json" and not subtype.endswith("+json")):
+        raise MediaTypeError("the request body must be JSON: send Content-Type: application/json")
+    charset = next((o.partition("=")[2].strip('"') for o in options if o.startswith("charset")), "")
+    if charset not in ("", "utf-8", "utf8", "us-ascii"):
+        raise MediaTypeError("the request body must be encoded in UTF-8")
+
+
+def _check_length(declared: str | None, limit: int) -> None:
+    if declared is None:
+        return
+    if not (declared.isascii() and declared.isdigit()):
+        raise MalformedBodyError("Content-Length must be a number of bytes")
+    if len(declared) > _MOST_DIGITS or int(declared) > limit:
+        raise BodyTooLargeError(
+            f"the request body must have at most {limit} bytes. Given: {declared[:_MOST_DIGITS]}"
+        )
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLargeError(f"the request body must have at most {limit} bytes")
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+class ClientWatch:
+    """Calls back once, as soon as the client closes its connection. Use after the body was read.
+
+    Frameworks cancel a stream whose client has gone, but let a plain handler run to its end; an
+    engine would then compute for nobody. This covers both, in the same way.
+
+    Attributes:
+        gone: whether the client has closed the connection.
+    """
+
+    __slots__ = ("_on_gone", "_receive", "_task", "gone")
+
+    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        self.gone = False
+        self._receive = receive
+        self._on_gone = on_gone
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> ClientWatch:
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        self._on_gone()

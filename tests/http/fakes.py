@@ -1,0 +1,151 @@
+"""An engine that says what a test tells it to, and a small tokenizer in Hugging Face's format."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from server.engine.client import EngineUnavailableError, RequestStream
+from server.engine.protocol import EngineInfo, EngineState, EngineStats
+from server.engine.request import FinishReason, GenerateRequest, TokenEvent
+
+INFO = EngineInfo(
+    model_id="fake",
+    device="cpu",
+    dtype="float32",
+    vocab_size=300,
+    max_model_len=128,
+    max_total_tokens=128,
+    max_num_seqs=8,
+    max_num_batched_tokens=256,
+    block_size=16,
+    num_blocks=64,
+    num_parameters=1,
+    plan={},
+    startup_seconds={},
+    versions={},
+)
+EOS_ID = 256
+IM_END_ID = 257
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer: ids 0..255 are bytes in the order of the byte alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(t, special=True) for t in ("</s>", "<|im_end|>")]
+    tokenizer.add_special_tokens(special)
+    # Ordinary tokens of several characters, for stop strings that end within one.
+    tokenizer.add_tokens([AddedToken(t) for t in (" world!", "END.more")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+Script = Callable[["FakeEngine", GenerateRequest, RequestStream], Awaitable[None]]
+
+
+class FakeEngine:
+    """Has what `EngineClient` has for the HTTP layer; `script` plays each request."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.state = EngineState.READY
+        self.phase = "ready"
+        self.info: EngineInfo | None = INFO
+        self.stats = EngineStats(num_blocks=64, num_free_blocks=64)
+        self.restarts = 0
+        self.script: Script = script or say([72, 105], FinishReason.LENGTH)
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[int] = []
+        self.abort_seen = asyncio.Event()
+        self.running: set[int] = set()
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def next_request_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        if self.state is not EngineState.READY:
+            raise EngineUnavailableError(self.state, self.phase)
+        self.requests.append(request)
+        self.running.add(request.request_id)
+        stream = RequestStream(self, request.request_id)  # type: ignore[arg-type]
+        task = asyncio.get_running_loop().create_task(self._play(request, stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+    async def _play(self, request: GenerateRequest, stream: RequestStream) -> None:
+        await self.script(self, request, stream)
+        self.running.discard(request.request_id)
+
+    def abort(self, request_id: int) -> None:
+        self.aborted.append(request_id)
+        self.running.discard(request_id)
+        self.abort_seen.set()
+
+
+def put(stream: RequestStream, *events: TokenEvent) -> None:
+    """Queue events; all of one call are read together."""
+    for event in events:
+        if not stream._finished:
+            stream._push(event)
+
+
+def event(
+    token_id: int | None,
+    finish: FinishReason | None = None,
+    logprob: float | None = -0.5,
+    top: tuple[tuple[int, float], ...] = (),
+    error: str | None = None,
+) -> TokenEvent:
+    return TokenEvent(
+        token_id=token_id, logprob=logprob, top_tokens=top, finish_reason=finish, error=error
+    )
+
+
+def say(
+    token_ids: list[int],
+    finish: FinishReason,
+    *,
+    together: bool = False,
+    wait: float = 0.0,
+    logprob: float = -0.5,
+    top: tuple[tuple[int, float], ...] = (),
+) -> Script:
+    """A script that produces these tokens, the last with `finish`."""
+
+    async def script(_engine: FakeEngine, request: GenerateRequest, stream: RequestStream) -> None:
+        stream.queue_seconds = 0.002
+        if request.sampling.prompt_logprobs:
+            stream.prompt_logprobs = [-1.0] * (len(request.prompt_token_ids) - 1)
+        events = [
+            event(
+                token_id,
+                finish if i == len(token_ids) - 1 else None,
+                logprob if request.sampling.logprobs else None,
+                top[: request.sampling.top_logprobs],
+            )
+            for i, token_id in enumerate(token_ids)
+        ]
+        if together:
+            put(stream, *events)
+            return
+        for one in events:
+            put(stream, one)
+            await asyncio.sleep(wait)
+
+    return script
+
+
+async def silent(_engine: FakeEngine, _request: GenerateRequest, _stream: RequestStream) -> None:
+    """A script that never answers."""
+    await asyncio.Event().wait()

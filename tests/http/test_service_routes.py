@@ -1,0 +1,126 @@
+"""Health, info, tokenize and the OpenAPI document."""
+
+import json
+
+import msgspec
+import pytest
+
+from server.engine.protocol import EngineState
+from server.http.schemas.generate import GenerateBody, GenerateParameters
+from server.http.schemas.replies import InfoReply
+from tests.http.fakes import EOS_ID
+
+pytestmark = pytest.mark.anyio
+
+HEALTH = ("/", "/health", "/ping", "/health/live")
+
+
+@pytest.mark.parametrize("path", HEALTH)
+async def test_a_ready_engine_is_healthy(client, path):
+    response = await client.get(path)
+
+    assert response.status_code == 200
+    assert response.json() == {"state": "ready", "phase": "ready"}
+    assert (await client.head(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", HEALTH)
+@pytest.mark.parametrize("state", [EngineState.STARTING, EngineState.RESTARTING])
+async def test_an_engine_on_its_way_is_alive_but_not_ready(client, engine, path, state):
+    engine.state, engine.phase = state, "loading weights"
+
+    response = await client.get(path)
+
+    if path == "/health/live":
+        assert response.status_code == 200
+        assert response.json() == {"state": state.value, "phase": "loading weights"}
+        return
+    assert response.status_code == 503
+    assert response.json() == {
+        "state": state.value,
+        "phase": "loading weights",
+        "error": f"the model is not ready: {state.value}, loading weights",
+        "error_type": "healthcheck",
+    }
+    assert response.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("path", HEALTH)
+async def test_a_stopped_engine_is_neither_ready_nor_alive(client, engine, path):
+    engine.state, engine.phase = EngineState.STOPPED, "shutting down"
+
+    assert (await client.get(path)).status_code == 503
+
+
+async def test_info_names_the_model_and_every_limit(client):
+    response = await client.get("/info")
+
+    info = msgspec.json.decode(response.content, type=InfoReply)
+    assert info.model_id == "fake/model"
+    assert info.model_dtype == "float32"
+    assert (info.max_input_tokens, info.max_total_tokens) == (127, 128)
+    assert (info.max_concurrent_requests, info.max_best_of, info.max_stop_sequences) == (128, 2, 4)
+    assert info.router == "tessera"
+    assert set(response.json()) == set(InfoReply.__struct_fields__)
+
+
+async def test_tokenize_tells_the_characters_of_each_token(client, tokenizer):
+    response = await client.post("/tokenize", json={"inputs": "aé</s>"})
+
+    tokens = response.json()
+    assert [t["id"] for t in tokens] == tokenizer.encode("aé</s>")
+    assert tokens[0] == {"id": tokenizer.encode("a")[0], "text": "a", "start": 0, "stop": 1}
+    assert tokens[-1] == {"id": EOS_ID, "text": "</s>", "start": 2, "stop": 6}
+
+
+async def test_tokenize_works_while_the_engine_starts(client, engine):
+    engine.state, engine.info = EngineState.STARTING, None
+
+    assert (await client.post("/tokenize", json={"inputs": "a"})).status_code == 200
+
+
+async def test_tokenize_truncates_like_generate(client):
+    response = await client.post(
+        "/tokenize", json={"inputs": "abcdef", "parameters": {"truncate": 2}}
+    )
+
+    assert [t["text"] for t in response.json()] == ["e", "f"]
+
+
+async def test_the_document_is_openapi_with_every_reference_resolved(client):
+    document = (await client.get("/openapi.json")).json()
+
+    schemas = document["components"]["schemas"]
+    text = json.dumps(document)
+    references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= set(schemas)
+    assert set(schemas["GenerateParameters"]["properties"]) == set(GenerateParameters.model_fields)
+    assert schemas["GenerateBody"]["required"] == ["inputs"]
+    assert set(schemas["GenerateBody"]["properties"]) == set(GenerateBody.model_fields)
+    assert "HTTPValidationError" not in schemas
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_the_document_declares_body_replies_and_errors(client, path):
+    document = (await client.get("/openapi.json")).json()
+
+    route = document["paths"][path]["post"]
+    assert route["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/GenerateBody"
+    }
+    assert set(route["responses"]) == {
+        "200", "400", "408", "413", "415", "422", "424", "429", "500", "503",
+    }  # fmt: skip
+    content = set(route["responses"]["200"]["content"])
+    assert (
+        content
+        == {
+            "/generate": {"application/json"},
+            "/generate_stream": {"text/event-stream"},
+            "/": {"application/json", "text/event-stream"},
+        }[path]
+    )
+
+
+async def test_the_interactive_page_is_served(client):
+    assert (await client.get("/docs")).status_code == 200
