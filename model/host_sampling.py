@@ -156,7 +156,7 @@ class HostSampler:
             end = int(sums.searchsorted(math.ceil(row.top_p * total))) + 1
             order, sums = order[:end], sums[:end]
         if row.typical_p < 1.0:
-            order = _typical(distances, weights, order, row.typical_p)
+            order = self._typical(distances, weights, order, row.typical_p)
             sums = weights[order].cumsum()
         return (order if ids is None else ids[order]), sums
 
@@ -177,25 +177,25 @@ class HostSampler:
         keys &= _POSITION_MASK
         return keys
 
+    def _typical(self, distances: Floats, weights: Ints, order: Ints, mass: float) -> Ints:
+        """Return those positions of `order` that are among the most typical ones holding `mass` of its weight.
 
-def _typical(distances: Floats, weights: Ints, order: Ints, mass: float) -> Ints:
-    """Return those positions of `order` that are among the most typical ones holding `mass` of its weight.
+        A token's surprise less the entropy is its distance less the mean distance: the logarithm of the sum of
+        weights is in both and cancels.
 
-    A token's surprise less the entropy is its distance less the mean distance: the logarithm of the sum of
-    weights is in both and cancels.
-
-    Source: Locally Typical Sampling (Meister et al. 2022).
-    """
-    distances, weights = distances[order], weights[order]
-    total = int(weights.sum())
-    products = (np.exp(-distances) * distances * np.float32(_ENTROPY_SCALE)).astype(np.int64)
-    mean = int(products.sum()) * (WEIGHT_SCALE / _ENTROPY_SCALE) / total
-    surprise = np.abs(distances - np.float32(mean))
-    most_typical = surprise.argsort(kind="stable")
-    last = int(weights[most_typical].cumsum().searchsorted(math.ceil(mass * total)))
-    limit = surprise[most_typical[min(last, len(order) - 1)]]
-    typical: Ints = order[surprise <= limit]
-    return typical
+        Source: Locally Typical Sampling (Meister et al. 2022).
+        """
+        order = order.copy()  # a view of the keys that are about to be overwritten
+        distances, weights = distances[order], weights[order]
+        total = int(weights.sum())
+        products = (np.exp(-distances) * distances * np.float32(_ENTROPY_SCALE)).astype(np.int64)
+        mean = int(products.sum()) * (WEIGHT_SCALE / _ENTROPY_SCALE) / total
+        surprise = np.abs(distances - np.float32(mean))
+        most_typical = self._ascending(surprise)
+        last = int(weights[most_typical].cumsum().searchsorted(math.ceil(mass * total)))
+        limit = surprise[most_typical[min(last, len(order) - 1)]]
+        typical: Ints = order[surprise <= limit]
+        return typical
 
 
 def _most_likely(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
