@@ -119,6 +119,11 @@ class DecoderLM(nn.Module):
                         setattr(layer, name, nn.Parameter(pack(parameter), requires_grad=False))
         self._weights = None
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether `pack` has replaced the matrices."""
+        return self._packed_head is not None
+
     def attention_problem(
         self, phase: Phase, block_size: int, *, sliding: bool = False
     ) -> AttentionProblem:

@@ -36,6 +36,7 @@ def named_slices(model: DecoderLM) -> dict[str, Tensor]:
     Returns:
         Views of the parameters, contiguous and without gradients, in the order of the layers.
     """
+    assert not model.is_packed, "packed weights are opaque: load with pack=False"
     config = model.config
     kv_rows = config.num_kv_heads * config.head_dim
     rows = {

@@ -19,9 +19,12 @@ from safetensors.torch import save_file
 
 from model.config import ModelConfig
 from model.decoder import DecoderLM
+from model.dtypes import resolve_dtype
 from model.errors import WeightsError
 from model.shards import INDEX_NAME, SINGLE_NAME, StoredTensor, read_headers, read_tensors
 from model.tensor_names import named_slices
+
+__all__ = ["LoadFormat", "Progress", "load_model", "resolve_dtype", "save_checkpoint"]
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]

@@ -1,0 +1,64 @@
+"""Decides in which dtype a model is served.
+
+Knows the processor's abilities and the model's size. The figures behind the rule are in
+docs/decisions/0004-cpu-dtype.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+
+from model.config import ModelConfig
+from model.config_reader import DTYPES
+from model.errors import ModelError
+
+_logger = logging.getLogger(__name__)
+
+# Above this a CPU step is bound by reading weights, and float32 would double the memory of a laptop.
+_LARGE_PARAMETERS: Final = 200_000_000
+
+
+def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
+    """Choose the dtype of weights and cache.
+
+    "auto" on a CPU is float32, except for a bfloat16 checkpoint of over 2 * 10^8 parameters on a
+    processor with bfloat16 instructions. On a GPU it is the checkpoint's own, with bfloat16 for
+    float32 ones, and float16 where the GPU has no bfloat16.
+
+    Args:
+        requested: "auto", "float32", "bfloat16" or "float16"; an explicit one is taken as it is.
+        config: whose dtype and size count.
+        device: where the model will run.
+
+    Raises:
+        ModelError: `requested` is none of these.
+    """
+    device = torch.device(device)
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise ModelError(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}")
+        if requested == "float16" and device.type == "cpu":
+            _logger.warning(
+                "float16 on a CPU is correct but slow: batches take 3 to 6 times as long as bfloat16"
+            )
+        return _torch_dtype(requested)
+    if device.type == "cpu":
+        large = config.num_parameters > _LARGE_PARAMETERS
+        use_bfloat16 = config.dtype == "bfloat16" and large and _has_bfloat16_instructions()
+        return torch.bfloat16 if use_bfloat16 else torch.float32
+    if config.dtype == "float16":
+        return torch.float16
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _has_bfloat16_instructions() -> bool:
+    # No public question for this exists in every supported version of torch.
+    cpu = torch.cpu
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())  # noqa: SLF001
