@@ -3,7 +3,8 @@
     ModelError
     ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or absurd
     ├── UnsupportedModelError   a sound checkpoint that needs something Tessera does not have
-    └── WeightsError            the tensors do not fit the configuration
+    ├── WeightsError            the tensors do not fit the configuration
+    └── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
 
 Knows neither HTTP nor exit codes; the texts name the file, the offending value and the limit.
 """
@@ -25,3 +26,7 @@ class UnsupportedModelError(ModelError):
 
 class WeightsError(ModelError):
     """Tensors are missing, unexpected, wrongly shaped, or their files are damaged."""
+
+
+class TokenizerError(ModelError):
+    """The checkpoint's tokenizer cannot be used, or it was given something that is not text."""
