@@ -93,7 +93,9 @@ class Generation:
             sampling=sampling,
         )
         stream = context.submit(request)
-        transcript = Transcript(context.tokenizer, self.options.stop, sampling.min_new_tokens)
+        transcript = Transcript(
+            context.tokenizer, self.prompt_ids, self.options.stop, sampling.min_new_tokens
+        )
         self.draws.append(Draw(stream, transcript, seed))
 
     def abort(self) -> None:

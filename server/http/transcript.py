@@ -36,6 +36,8 @@ class Transcript:
 
     Args:
         tokenizer: of the model.
+        prompt_ids: tokens that the text continues; a tokenizer may write the first word of a text
+            differently from the same word after others.
         stop: strings that end the text; they may also be met in the text of special tokens.
         min_new_tokens: stop strings that are complete before so many tokens do not count.
 
@@ -56,11 +58,17 @@ class Transcript:
         "num_tokens",
     )
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_new_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str],
+        min_new_tokens: int,
+    ) -> None:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt_ids)
         self._stop = stop
         self._stop_checker = StopChecker(stop) if stop else None
         self._min_new_tokens = min_new_tokens

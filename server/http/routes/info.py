@@ -14,6 +14,7 @@ from server.http.schemas.replies import HealthReply, InfoReply
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
     from server.http.context import AppContext
 
 _UNAVAILABLE = 503

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
     from server.http.context import AppContext
 
 

@@ -19,6 +19,7 @@ from server.http.schemas.replies import PromptSpan
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
     from server.http.context import AppContext
 
 _CLIENT_CLOSED = 499

@@ -1,0 +1,329 @@
+"""A client that leaves ends its request, in every phase and on a real socket.
+
+Each test asserts the same end: within a second the engine was told, and nothing is held any more.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+import uvicorn
+
+from server.engine.request import FinishReason
+from tests.http.fakes import event, put, say
+
+pytestmark = pytest.mark.anyio
+
+PATHS = ("/generate", "/generate_stream")
+
+
+class Server:
+    """uvicorn on a loopback port, in the test's own event loop."""
+
+    def __init__(self, app, implementation):
+        self.app = app
+        config = uvicorn.Config(
+            app, http=implementation, lifespan="off", log_config=None, access_log=False
+        )
+        self._server = uvicorn.Server(config)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+
+    async def __aenter__(self):
+        # Not `serve`, which would take the signal handlers of the test run.
+        self._task = asyncio.create_task(self._server._serve(sockets=[self._socket]))
+        async with asyncio.timeout(5):
+            while not self._server.started:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(self, *exception):
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+
+    async def connect(self, receive_buffer=None):
+        sock = socket.socket()
+        if receive_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        return await asyncio.open_connection(sock=sock, limit=1024)
+
+    async def post(self, path, body=None, **options):
+        reader, writer = await self.connect(**options)
+        content = json.dumps(body or {"inputs": "hello"}).encode()
+        writer.write(_head(path, len(content)) + content)
+        await writer.drain()
+        return reader, writer
+
+
+def _head(path, length):
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+@pytest.fixture(params=[True, False], ids=["uvloop-httptools", "asyncio-h11"])
+def fast(request):
+    """Both sets of parts that uvicorn is put together from."""
+    return request.param
+
+
+@pytest.fixture
+def anyio_backend(fast):
+    return "asyncio", {"use_uvloop": fast}
+
+
+@pytest.fixture
+async def server(fast, make_app):
+    async with Server(make_app(), "httptools" if fast else "h11") as server:
+        yield server
+
+
+async def within_a_second(condition):
+    async with asyncio.timeout(1):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def assert_nothing_is_held(server, engine, outcome, path):
+    await within_a_second(lambda: not engine.running)
+    reader, writer = await server.connect()
+    wanted = (
+        f'tessera_requests_total{{endpoint="{path[1:]}",outcome="{outcome}"}} 1.0',
+        "tessera_requests_in_flight 0.0",
+    )
+    async with asyncio.timeout(1):
+        while True:
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n")
+            text = await _read_reply(reader)
+            if all(line in text for line in wanted):
+                break
+            await asyncio.sleep(0.01)
+    writer.close()
+
+
+async def _read_reply(reader):
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(head.split("content-length: ")[1].split("\r\n")[0])
+    return (await reader.readexactly(length)).decode()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_while_queued(server, engine, path):
+    submitted = asyncio.Event()
+
+    async def script(_engine, _request, _stream):
+        submitted.set()
+        await asyncio.Event().wait()
+
+    engine.script = script
+    _, writer = await server.post(path)
+    await submitted.wait()
+
+    writer.close()
+
+    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await assert_nothing_is_held(server, engine, "abort", path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_while_the_prompt_is_computed(server, engine, path):
+    started = asyncio.Event()
+
+    async def script(_engine, _request, stream):
+        stream.queue_seconds = 0.01
+        started.set()
+        await asyncio.Event().wait()
+
+    engine.script = script
+    _, writer = await server.post(path)
+    await started.wait()
+
+    writer.transport.abort()  # a reset, not an orderly close
+
+    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await assert_nothing_is_held(server, engine, "abort", path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_while_tokens_are_generated(server, engine, path):
+    generated = asyncio.Event()
+
+    async def script(_engine, request, stream):
+        for n in range(1000):
+            put(stream, event(n % 200))
+            if n == 5:
+                generated.set()
+            await asyncio.sleep(0.005)
+
+    engine.script = script
+    _, writer = await server.post(path)
+    await generated.wait()
+
+    writer.close()
+
+    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await assert_nothing_is_held(server, engine, "abort", path)
+
+
+async def test_a_stream_that_is_finished_but_not_read(server, engine):
+    finished = asyncio.Event()
+
+    async def script(_engine, _request, stream):
+        for _ in range(200):
+            put(stream, *[event(1)] * 500)
+            await asyncio.sleep(0)
+        put(stream, event(1, FinishReason.LENGTH))
+        finished.set()
+
+    engine.script = script
+    _, writer = await server.post("/generate_stream", receive_buffer=4096)
+    await finished.wait()
+    await asyncio.sleep(0.05)
+
+    writer.transport.abort()
+
+    await assert_nothing_is_held(server, engine, "abort", "/generate_stream")
+
+
+async def test_a_reply_that_is_finished_but_not_read_holds_nothing(server, engine, tokenizer):
+    tokens = tokenizer.encode("x" * 60_000)
+    engine.script = say(tokens, FinishReason.LENGTH, together=True)
+    body = {"inputs": "x", "parameters": {"details": True}}
+    reader, writer = await server.post("/generate", body, receive_buffer=4096)
+    await reader.readexactly(100)
+
+    await within_a_second(lambda: not engine.running)
+
+    writer.transport.abort()
+    await assert_nothing_is_held(server, engine, "length", "/generate")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_while_the_body_is_sent(server, engine, path):
+    _, writer = await server.connect()
+    writer.write(_head(path, 1000) + b'{"inputs": ')
+    await writer.drain()
+    await asyncio.sleep(0.02)
+
+    writer.close()
+
+    await assert_nothing_is_held(server, engine, "abort", path)
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_while_the_prompt_is_tokenized(server, engine, tokenizer, monkeypatch, path):
+    import threading
+
+    tokenizing, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(text):
+        loop.call_soon_threadsafe(tokenizing.set)
+        may_end.wait(5)
+        return [1, 2, 3]
+
+    monkeypatch.setattr(type(tokenizer), "encode", lambda _self, text: slow(text))
+    engine.script = say([1] * 50, FinishReason.LENGTH, wait=0.02)
+    _, writer = await server.post(path, {"inputs": "x" * 5000})
+    await tokenizing.wait()
+
+    writer.close()
+    await asyncio.sleep(0.02)
+    may_end.set()
+
+    await assert_nothing_is_held(server, engine, "abort", path)
+
+
+async def test_every_sequence_of_a_request_is_aborted(server, engine):
+    submitted = asyncio.Event()
+
+    async def script(_engine, request, _stream):
+        if request.request_id == 2:
+            submitted.set()
+        await asyncio.Event().wait()
+
+    engine.script = script
+    body = {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True}}
+    _, writer = await server.post("/generate", body)
+    await submitted.wait()
+
+    writer.close()
+
+    await assert_nothing_is_held(server, engine, "abort", "/generate")
+    assert sorted(engine.aborted) == [1, 2]
+
+
+async def test_clients_that_leave_at_random_moments_leave_nothing_behind(server, engine):
+    import random
+
+    engine.script = say([1] * 30, FinishReason.LENGTH, wait=0.001)
+    rng = random.Random(5)
+
+    async def client():
+        _, writer = await server.post(rng.choice(PATHS))
+        await asyncio.sleep(rng.random() * 0.04)
+        writer.transport.abort()
+
+    for _ in range(10):
+        await asyncio.gather(*(client() for _ in range(20)))
+
+    await within_a_second(lambda: not engine.running)
+    reader, writer = await server.connect()
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n")
+    assert "tessera_requests_in_flight 0.0" in await _read_reply(reader)
+    writer.close()
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server, engine):
+    reader, writer = await server.connect()
+    writer.write(_head("/generate", 50_000_000))
+    await writer.drain()
+
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode().lower()
+
+    assert head.startswith("http/1.1 413")
+    assert "connection: close" in head
+    body = json.loads(await reader.read())
+    assert body == {
+        "error": "the request body must have at most 2000000 bytes. Given: 50000000",
+        "error_type": "body_too_large",
+    }
+    writer.close()
+
+
+async def test_a_chunked_body_is_cut_at_the_limit(server, engine):
+    reader, writer = await server.connect()
+    writer.write(
+        b"POST /generate HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        for _ in range(500):
+            writer.write(b"186a0\r\n" + b"x" * 100_000 + b"\r\n")
+            await writer.drain()
+            sent += 100_000
+
+    assert sent < 50_000_000
+    with contextlib.suppress(ConnectionError):
+        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode()
+        assert head.startswith("HTTP/1.1 413")
+    writer.close()
+
+
+async def test_several_requests_share_a_connection(server, engine, tokenizer):
+    engine.script = say(tokenizer.encode("Hi"), FinishReason.LENGTH)
+    reader, writer = await server.connect()
+    content = b'{"inputs": "x"}'
+
+    for body in (content, b"{", content):
+        writer.write(_head("/generate", len(body)) + body)
+        reply = json.loads(await _read_reply(reader))
+        assert ("error" in reply) == (body == b"{")
+    writer.close()
