@@ -178,13 +178,13 @@ class Tokenizer:
         return self._pieces[skip_special_tokens]
 
     def _encode(self, text: str, add_special_tokens: bool, *, offsets: bool) -> tokenizers.Encoding:
+        if not isinstance(text, str):  # the library would take a pair for two texts
+            raise TokenizerError(f"expected a text, got {type(text).__name__}")
         # A batch of one: `encode` itself holds the interpreter lock (1.4 s for 1.1 MB of text), this does not.
         encode = self.library.encode_batch if offsets else self.library.encode_batch_fast
         try:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
-            if not isinstance(text, str):
-                raise TokenizerError(f"expected a text, got {type(text).__name__}") from error
             raise TokenizerError("the text has a lone surrogate, which is no character") from error
         return encoding
 

@@ -1,0 +1,109 @@
+"""Tokenizers trained on a few sentences, one for each way in which decoders make text of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. The dog sleeps.",
+    "Größe, naïve, café: 你好世界 and 🙂🙃 in one text.",
+    "def f(x):\n    return x  # spaces   and\ttabs",
+] * 5
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>"]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """GPT-2, Llama 3, Qwen: every token is a run of bytes."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    # As written out, and as bytes in disguise: the library decides token by token.
+    tokenizer.add_tokens(["<tool call>", "日本", "éé"])
+    return tokenizer
+
+
+def byte_fallback(*, strip: bool) -> tokenizers.Tokenizer:
+    """Llama 2 and Mistral (which strip the first space), Gemma: text, and bytes for characters that are rare."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # noqa: S106
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        if strip
+        else [normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * strip)
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer.train_from_iterator(
+        [line.replace("世界", "") for line in CORPUS],
+        trainers.BpeTrainer(vocab_size=380, special_tokens=SPECIAL + names, show_progress=False),
+    )
+    # The trainer makes the bytes special, as no checkpoint does: build the vocabulary anew.
+    model = tokenizers.models.BPE(
+        vocab={**tokenizer.get_vocab(with_added_tokens=True)},
+        merges=[],
+        byte_fallback=True,
+        unk_token="<unk>",  # noqa: S106
+    )
+    rebuilt = tokenizers.Tokenizer(model)
+    rebuilt.normalizer, rebuilt.decoder = tokenizer.normalizer, tokenizer.decoder
+    rebuilt.add_special_tokens(SPECIAL)
+    rebuilt.add_tokens(["▁▁x", tokenizers.AddedToken("<user>", normalized=False)])
+    rebuilt.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", rebuilt.token_to_id("<s>"))]
+    )
+    return rebuilt
+
+
+def metaspace(scheme: str) -> tokenizers.Tokenizer:
+    """Unigram models converted from SentencePiece without byte fallback."""
+    words = ["▁", "▁the", "▁dog", "s", "▁▁", "é", "你", "a▁b"]
+    vocabulary = [(token, -float(i)) for i, token in enumerate(SPECIAL + words)]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary, 0, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """A decoder that is not taken apart here: the library is asked for the last tokens' text."""
+    words = ["the", "dog", "##s", "##leep", "!", "n't", "你", ",", "'"]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *words])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))  # noqa: S106
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def joined_by_spaces() -> tokenizers.Tokenizer:
+    tokenizer = word_piece()
+    tokenizer.decoder = None
+    return tokenizer
+
+
+LIBRARIES = {
+    "byte_level": byte_level,
+    "byte_fallback": lambda: byte_fallback(strip=False),
+    "byte_fallback_strip": lambda: byte_fallback(strip=True),
+    "metaspace_always": lambda: metaspace("always"),
+    "metaspace_never": lambda: metaspace("never"),
+    "word_piece": word_piece,
+    "no_decoder": joined_by_spaces,
+}
+
+
+@pytest.fixture(scope="session")
+def libraries() -> dict[str, tokenizers.Tokenizer]:
+    return {name: build() for name, build in LIBRARIES.items()}
