@@ -53,6 +53,8 @@ __all__ = [
     "write_kv",
 ]
 
+_SLOT_DTYPES = (torch.int32, torch.int64)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -76,19 +78,27 @@ def select(
 
 
 @functools.lru_cache(maxsize=256)
-def _selected(problem: AttentionProblem, arch: GPUArch) -> tuple[Selection, AttentionKernelFactory]:
-    """Choose and import once per problem; a GPU's fallback is logged with its reasons."""
+def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
+    """Choose once per problem, and say so once: a GPU's fallback is a warning with its reasons."""
     selection = select(problem, arch)
     level = logging.INFO if arch.is_cpu or not selection.spec.cpu else logging.WARNING
     refused = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
     _logger.log(level, "attention kernel: %s; rows refused: %s", selection.why, refused)
-    module, _, attribute = selection.spec.target.partition(":")
-    factory = getattr(importlib.import_module(module), attribute)
-    return selection, cast("AttentionKernelFactory", factory)
+    return selection
+
+
+@functools.cache
+def _factory(target: str) -> AttentionKernelFactory:
+    """Import a row's kernel when it is first used."""
+    module, _, attribute = target.partition(":")
+    return cast("AttentionKernelFactory", getattr(importlib.import_module(module), attribute))
 
 
 def plan_attention(
-    problem: AttentionProblem, batch: PagedBatch, arch: GPUArch | None = None
+    problem: AttentionProblem,
+    batch: PagedBatch,
+    arch: GPUArch | None = None,
+    selection: Selection | None = None,
 ) -> AttentionPlan:
     """Choose the kernel and do the work that all layers of a step share.
 
@@ -96,6 +106,8 @@ def plan_attention(
         problem: what stays the same from step to step.
         batch: this step's sequences; its tensors must not change while the plan is in use.
         arch: None asks the batch's device.
+        selection: None chooses by the registry; else what `select` returned, as a test does to force
+            a row.
 
     Returns:
         The plan for `prefill_attention` or `decode_attention`.
@@ -116,13 +128,14 @@ def plan_attention(
             )
     if problem.phase is Phase.DECODE and batch.max_seqlen_q > 1:
         raise ShapeError(f"max_seqlen_q is {batch.max_seqlen_q}; decode takes 1 token per sequence")
-    selection, factory = _selected(problem, arch or detect(batch.seq_lens.device))
+    if selection is None:
+        selection = _select_once(problem, arch or detect(batch.seq_lens.device))
     decode = problem.phase is Phase.DECODE
     num_tokens = num_seqs if decode else int(batch.cu_seqlens_q[-1])
     return AttentionPlan(
         problem=problem,
         selection=selection,
-        run=factory(problem, batch, selection.launch),
+        run=_factory(selection.spec.target)(problem, batch, selection.launch),
         q_shape=(num_tokens, problem.num_heads, problem.head_dim),
         block_shape=(problem.block_size, problem.num_kv_heads, problem.head_dim),
         dtype=getattr(torch, problem.dtype),
@@ -198,7 +211,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         k: [T, K, D] in the cache's dtype, any strides.
         v: [T, K, D], likewise.
         kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values.
-        slot_mapping: [T] int32; block id * S + offset in the block, -1 to skip a token; else
+        slot_mapping: [T] int32 (int64 is taken too); block id * S + offset in the block, -1 to skip a token; else
             distinct.
 
     Raises:
@@ -208,6 +221,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         k.shape != v.shape
         or k.shape[1:] != kv.shape[3:]
         or slot_mapping.shape[0] != k.shape[0]
+        or slot_mapping.dtype not in _SLOT_DTYPES
         or k.dtype is not kv.dtype
         or v.dtype is not kv.dtype
         or not kv.is_contiguous()
@@ -215,7 +229,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         raise ShapeError(
             f"k is {_describe(k)}, v is {_describe(v)}, kv is {_describe(kv)}, slot_mapping is "
             f"{_describe(slot_mapping)}; expected k and v [T, K, D], kv "
-            "contiguous [2, N, S, K, D], all of one dtype, slot_mapping [T]"
+            "contiguous [2, N, S, K, D], all of one dtype, slot_mapping [T] int32"
         )
     _write_kv(k, v, kv, slot_mapping)
 

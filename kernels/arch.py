@@ -121,3 +121,9 @@ def _match_name(name: str) -> GPUArch | None:
         if not arch.is_cpu and wanted in words and "LAPTOP" not in words:
             return arch
     return None
+
+
+@functools.cache
+def has_bfloat16_gemm() -> bool:
+    """Whether the CPU multiplies bfloat16 matrices at least as fast as float32 ones."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001

@@ -1,6 +1,6 @@
 """Host-side view of a paged batch, for the PyTorch rows.
 
-Turns block tables into runs of neighbouring cache slots. Knows no tensors beyond reading them once.
+Turns block tables into runs of neighbouring cache slots, once per step. Knows no layers.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.errors import ShapeError
+from kernels.plan import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kernels.plan import AttentionProblem, PagedBatch
 
 
@@ -30,7 +29,7 @@ class HostSequence:
     Attributes:
         row: its first query row.
         num_queries: query tokens, at least 1.
-        history: tokens of the window that lie before its first query.
+        history: tokens in `runs` that lie before its first query.
         runs: the slots of all tokens that any of its queries attends to, in order.
     """
 
@@ -45,31 +44,30 @@ class HostSequence:
         return self.history + self.num_queries
 
 
-def slot_runs(block_ids: Sequence[int], start: int, stop: int, block_size: int) -> tuple[Run, ...]:
+def slot_runs(blocks: list[int], start: int, stop: int, block_size: int) -> tuple[Run, ...]:
     """Find the fewest runs of slots that hold tokens start to stop of a sequence.
 
     Args:
-        block_ids: the sequence's blocks in order.
+        blocks: the sequence's block ids in order.
         start: first token.
         stop: one past the last token, above `start`.
         block_size: tokens per block.
     """
-    first = start // block_size
-    slot = block_ids[first] * block_size + start % block_size
-    expected = block_ids[first] + 1
-    remaining = stop - start
-    length = min(block_size - start % block_size, remaining)
-    remaining -= length
+    first, last = start // block_size, -(-stop // block_size)
+    used = blocks[first:last]
+    head = used[0]
+    # One comparison in C: 2 us for 128 blocks, where the loop below takes 15.
+    if used == list(range(head, head + len(used))):
+        return (Run(head * block_size + start % block_size, stop - start),)
     runs: list[Run] = []
-    for block_id in block_ids[first + 1 : -(-stop // block_size)]:
-        if block_id != expected:
-            runs.append(Run(slot, length))
-            slot, length = block_id * block_size, 0
-        taken = min(block_size, remaining)
-        length += taken
-        remaining -= taken
-        expected = block_id + 1
-    runs.append(Run(slot, length))
+    begin = 0
+    for index in range(1, len(used) + 1):
+        if index < len(used) and used[index] == used[index - 1] + 1:
+            continue
+        left = max(start, (first + begin) * block_size)
+        right = min(stop, (first + index) * block_size)
+        runs.append(Run(used[begin] * block_size + left % block_size, right - left))
+        begin = index
     return tuple(runs)
 
 
@@ -77,29 +75,40 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
     """Read the batch to the host and find the runs of every sequence that has queries.
 
     Raises:
-        ShapeError: query rows do not ascend, a sequence is shorter than its queries, or its block
-            table is too short or holds a negative block.
+        ShapeError: query rows do not ascend from 0, a sequence is shorter than its queries, or its
+            block table is too short or holds a negative block; a decode does not have one query
+            per sequence.
     """
     offsets: list[int] = batch.cu_seqlens_q.tolist()
     lengths: list[int] = batch.seq_lens.tolist()
     tables: list[list[int]] = batch.block_table.tolist()
     window = problem.sliding_window
     sequences: list[HostSequence] = []
+    if offsets[0] != 0:
+        raise ShapeError(f"cu_seqlens_q starts with {offsets[0]}; it must start with 0")
     for index, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-        num_queries = offsets[index + 1] - offsets[index]
+        row = offsets[index]
+        num_queries = offsets[index + 1] - row
+        if problem.phase is Phase.DECODE and num_queries != 1:
+            raise ShapeError(f"sequence {index} has {num_queries} query tokens; decode takes 1")
         _check(index, num_queries, length, table, problem.block_size)
         if num_queries == 0 or length == 0:
             continue
         start = 0 if window is None else max(0, length - num_queries - window + 1)
         runs = slot_runs(table, start, length, problem.block_size)
-        sequences.append(
-            HostSequence(offsets[index], num_queries, length - num_queries - start, runs)
-        )
+        sequences.append(HostSequence(row, num_queries, length - num_queries - start, runs))
     return sequences
 
 
+def blocks_needed(sequences: list[HostSequence], block_size: int) -> int:
+    """Count the blocks a cache must have for every run to lie inside it."""
+    stop = max((slot + length for item in sequences for slot, length in item.runs), default=0)
+    return -(-stop // block_size)
+
+
 def _check(index: int, num_queries: int, length: int, table: list[int], block_size: int) -> None:
-    if num_queries < 0 or num_queries > length:
+    # Decode rows that pad a batch have a query but no tokens.
+    if num_queries < 0 or (num_queries > length and (length or num_queries > 1)):
         raise ShapeError(
             f"sequence {index} has {num_queries} query tokens and {length} tokens in the cache; "
             "queries must be between 0 and the cached tokens"

@@ -1,22 +1,38 @@
 """Causal prefill attention over the paged cache in PyTorch: the CPU's kernel, any GPU's fallback.
 
-Knows runs of slots, not blocks.
+Knows runs of slots, not blocks. Each sequence takes one of three ways:
+
+    folded    few queries, long history: the query heads of a key-value head are rows of one matrix
+    tiled     many queries on a CPU: products of whole tiles, up to the diagonal
+    shared    the rest: query heads are heads, and a key-value head's keys are shared by a stride of 0
+
+Source: docs/decisions/0003-cpu-decode-attention.md for the choice and its measurements.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
-from kernels.attention.paged_host import HostSequence, host_sequences
-from kernels.attention.torch_common import run_slots
+from kernels.arch import has_bfloat16_gemm
+from kernels.attention.paged_host import HostSequence, blocks_needed, host_sequences
+from kernels.attention.torch_common import RunView, check_blocks, dense_attention, read_views
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernels.plan import AttentionProblem, LaunchConfig, PagedBatch
+
+_FOLDED_QUERIES = 16
+"""Folding is 10 to 30 % faster up to here, and its mask has a row for every query head."""
+_TILED_QUERIES = 64
+"""From here whole tiles win: by 0 to 40 % in float32, by a factor of 1.3 to 3.5 in bfloat16."""
+_TILE_ELEMENTS = 4 * 1024 * 1024
+"""Most scores of a tile over all heads, 16 MiB in float32."""
 
 
 class TorchPrefill:
@@ -26,55 +42,114 @@ class TorchPrefill:
         self, problem: AttentionProblem, batch: PagedBatch, launch: LaunchConfig | None
     ) -> None:
         del launch
-        self._problem = problem
-        self._sequences = host_sequences(problem, batch)
+        sequences = host_sequences(problem, batch)
+        self._blocks_needed = blocks_needed(sequences, problem.block_size)
         device = batch.seq_lens.device
-        self._masks = [self._mask(sequence, device) for sequence in self._sequences]
+        self._work = [
+            (
+                slice(item.row, item.row + item.num_queries),
+                tuple(RunView.of(run, problem) for run in item.runs),
+                _way(item, problem, device),
+            )
+            for item in sequences
+        ]
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
         """Write the attention of `q` over `kv` to `out`."""
-        problem = self._problem
-        for sequence, mask in zip(self._sequences, self._masks, strict=True):
-            heads = (
-                sequence.num_queries,
-                problem.num_kv_heads,
-                problem.group_size,
-                problem.head_dim,
-            )
-            rows = slice(sequence.row, sequence.row + sequence.num_queries)
-            keys, values = run_slots(kv, sequence.runs)
-            # A key-value head is the batch and its query heads the heads, so that the group shares
-            # keys by a stride of 0 and nothing is repeated.
-            keys = keys.transpose(0, 1)[:, None].expand(-1, problem.group_size, -1, -1)
-            values = values.transpose(0, 1)[:, None].expand(-1, problem.group_size, -1, -1)
-            query = q[rows].view(heads).permute(1, 2, 0, 3)
-            if problem.softcap is None:
-                result = functional.scaled_dot_product_attention(
-                    query,
-                    keys,
-                    values,
-                    attn_mask=mask,
-                    is_causal=mask is None and sequence.num_queries > 1,
-                    scale=problem.softmax_scale,
-                )
-            else:
-                scores = query.float() @ keys.float().transpose(-1, -2) * problem.softmax_scale
-                scores = problem.softcap * torch.tanh(scores / problem.softcap)
-                scores = scores.masked_fill(~mask, float("-inf")) if mask is not None else scores
-                result = scores.softmax(-1) @ values.float()
-            out[rows].view(heads).copy_(result.permute(2, 0, 1, 3))
+        check_blocks(kv, self._blocks_needed)
+        for rows, views, attend in self._work:
+            keys, values = read_views(kv, views)
+            attend(q[rows], keys, values, out[rows])
 
-    def _mask(self, sequence: HostSequence, device: torch.device) -> Tensor | None:
-        """Build the [num_queries, num_keys] bool mask, where SDPA's own causal mask does not do."""
-        problem = self._problem
-        window = problem.sliding_window
-        if window is not None and window >= sequence.num_keys:
-            window = None
-        if problem.softcap is None and window is None and sequence.history == 0:
-            return None
-        if sequence.num_queries == 1:
-            return None
-        query = torch.arange(sequence.history, sequence.num_keys, device=device)[:, None]
-        key = torch.arange(sequence.num_keys, device=device)[None, :]
-        mask = key <= query
-        return mask if window is None else mask & (key > query - window)
+
+def _way(
+    sequence: HostSequence, problem: AttentionProblem, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """Choose how to attend q [m, H, D] to k and v [1, K, n, D] and write out [m, H, D]."""
+    dtype: torch.dtype = getattr(torch, problem.dtype)
+    window = problem.sliding_window
+    if window is not None and window >= sequence.num_keys:
+        window = None
+    plain = window is None and problem.softcap is None
+    has_gemm = device.type == "cpu" and (
+        dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16_gemm())
+    )
+    if plain and has_gemm and sequence.num_queries >= _TILED_QUERIES:
+        most = max(16, _TILE_ELEMENTS // (problem.num_heads * sequence.num_keys))
+        tile = min(64 if dtype is torch.float32 else 128, most, sequence.num_queries)
+        diagonal = torch.full((tile, tile), float("-inf"), dtype=dtype).triu_(1)
+        return functools.partial(_tiled, problem, sequence.history, diagonal)
+    if plain and sequence.history == 0 and sequence.num_queries > 1:
+        return functools.partial(_shared, problem, None)
+    mask = None
+    if sequence.num_queries > 1:
+        mask = _mask(sequence, window, dtype, device)
+    if sequence.num_queries <= _FOLDED_QUERIES:
+        if mask is not None:
+            mask = mask.repeat_interleave(problem.group_size, 0)
+        return functools.partial(_folded, problem, mask)
+    return functools.partial(_shared, problem, mask)
+
+
+def _mask(
+    sequence: HostSequence, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Build the additive mask [m, n] that aligns queries to the bottom right of the keys."""
+    query = torch.arange(sequence.history, sequence.num_keys, device=device)[:, None]
+    key = torch.arange(sequence.num_keys, device=device)[None, :]
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return bias.masked_fill_(hidden, float("-inf"))
+
+
+def _folded(
+    problem: AttentionProblem, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> None:
+    shape = (q.shape[0], problem.num_kv_heads, problem.group_size, problem.head_dim)
+    rows = q.shape[0] * problem.group_size
+    query = q.view(shape).transpose(0, 1).reshape(1, -1, rows, problem.head_dim)
+    result = dense_attention(query, k, v, problem, mask)
+    result = result.view(problem.num_kv_heads, q.shape[0], problem.group_size, -1)
+    out.view(shape).copy_(result.transpose(0, 1))
+
+
+def _shared(
+    problem: AttentionProblem, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> None:
+    shape = (q.shape[0], problem.num_kv_heads, problem.group_size, problem.head_dim)
+    query = q.view(shape).permute(1, 2, 0, 3)
+    keys = k.transpose(0, 1).expand(-1, problem.group_size, -1, -1)
+    values = v.transpose(0, 1).expand(-1, problem.group_size, -1, -1)
+    result = dense_attention(query, keys, values, problem, mask, is_causal=mask is None)
+    out.view(shape).copy_(result.permute(2, 0, 1, 3))
+
+
+def _tiled(
+    problem: AttentionProblem,
+    history: int,
+    diagonal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+) -> None:
+    """Attend tile by tile; a tile of queries i to j reads keys 0 to history + j only.
+
+    `diagonal` is the causal mask of a whole tile, [tile, tile].
+    """
+    groups, group, head_dim = problem.num_kv_heads, problem.group_size, problem.head_dim
+    keys, values = k[0].transpose(1, 2), v[0]
+    tile = diagonal.shape[0]
+    for start in range(0, q.shape[0], tile):
+        rows = min(tile, q.shape[0] - start)
+        seen = history + start + rows
+        shape = (rows, groups, group, head_dim)
+        query = q[start : start + rows].view(shape).permute(1, 2, 0, 3)
+        query = query.reshape(groups, group * rows, head_dim)
+        scores = torch.bmm(query, keys[:, :, :seen]).mul_(problem.softmax_scale)
+        edge = scores.view(groups, group, rows, seen)[..., seen - rows :]
+        edge += diagonal[:rows, :rows]
+        result = torch.bmm(scores.softmax(-1), values[:, :seen]).view(groups, group, rows, head_dim)
+        out[start : start + rows].view(shape).copy_(result.permute(2, 0, 1, 3))
