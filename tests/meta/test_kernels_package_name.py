@@ -1,0 +1,29 @@
+"""Our package `kernels` shares its name with one that transformers looks for."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+import kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_package_kernels_is_ours():
+    assert Path(kernels.__file__) == ROOT / "kernels" / "__init__.py"
+
+
+def test_transformers_runs_a_model_with_our_package_kernels_imported():
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+
+    logits = transformers.LlamaForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits
+
+    assert logits.shape == (1, 3, 16)
+    assert torch.isfinite(logits).all()

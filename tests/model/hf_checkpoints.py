@@ -1,0 +1,130 @@
+"""Tiny random checkpoints of every supported family and variant, written by transformers."""
+
+import dataclasses
+
+import torch
+import transformers
+
+VOCAB_SIZE = 128
+_SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One checkpoint: a family, what differs from the common shape, how it is stored."""
+
+    family: str
+    changes: dict = dataclasses.field(default_factory=dict)
+    shard_size: str = "5GB"
+
+    def config(self):
+        return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
+
+    def build(self):
+        """The model in transformers, every parameter random, norms and biases too."""
+        torch.manual_seed(0)
+        config = self.config()
+        model = getattr(transformers, f"{self.family}ForCausalLM")(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(0, 0.2)
+        return model.eval()
+
+    def save(self, folder):
+        model = self.build()
+        model.save_pretrained(folder, max_shard_size=self.shard_size)
+        return model
+
+
+def _rope(rope_type, **fields):
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **fields}}
+
+
+def _layers(count, **changes):
+    return {"num_hidden_layers": count, **changes}
+
+
+CASES = {
+    "llama": Case("Llama"),
+    "llama sharded": Case("Llama", shard_size="40KB"),
+    "llama tied": Case("Llama", {"tie_word_embeddings": True}),
+    "llama tied sharded": Case("Llama", {"tie_word_embeddings": True}, shard_size="40KB"),
+    "llama biases": Case("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama mqa": Case("Llama", {"num_key_value_heads": 1}),
+    "llama mha": Case("Llama", {"num_key_value_heads": 4}),
+    "llama head_dim": Case("Llama", {"head_dim": 24}),
+    "llama rope llama3": Case(
+        "Llama",
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama rope linear": Case("Llama", _rope("linear", factor=4.0)),
+    "llama rope dynamic": Case(
+        "Llama", _rope("dynamic", factor=2.0) | {"max_position_embeddings": 128}
+    ),
+    "llama rope yarn": Case(
+        "Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=128)
+    ),
+    "llama rope yarn mscale": Case(
+        "Llama",
+        _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=128,
+            mscale=0.7,
+            mscale_all_dim=1.3,
+            beta_fast=16.0,
+            beta_slow=2.0,
+        ),
+    ),
+    "llama rope yarn attention_factor": Case(
+        "Llama",
+        _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=128,
+            attention_factor=1.2,
+            truncate=False,
+        ),
+    ),
+    "mistral": Case("Mistral", {"sliding_window": None}),
+    "mistral sliding": Case("Mistral", {"sliding_window": 24}),
+    "qwen2": Case("Qwen2"),
+    "qwen2 tied": Case("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2 sliding from layer 1": Case(
+        "Qwen2", _layers(3, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    ),
+    "qwen3": Case("Qwen3", {"head_dim": 32}),
+    "qwen3 tied biases": Case(
+        "Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}
+    ),
+    "qwen3 sliding by layer": Case(
+        "Qwen3",
+        _layers(
+            3,
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+    ),
+}
