@@ -3,7 +3,7 @@
 Logits are random: "flat" ones (standard deviation 1) are the worst case of a nucleus, which then holds most of the
 vocabulary; "peaked" ones (4) are closer to a trained model's.
 
-    python -m benchmarks.sampling [--rounds 15]
+    python -m benchmarks.sampling [--rounds 15] [--model bundled]
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def sampling_rows(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def text_rows(rounds: int) -> list[dict[str, Any]]:
+def text_rows(model: str, rounds: int) -> list[dict[str, Any]]:
     """Time a stream of tokens through the detokenizer, the library's, and the stop checker."""
-    tokenizer = Tokenizer.from_folder(resolve("bundled"))
+    tokenizer = Tokenizer.from_folder(resolve(model))
     ids = tokenizer.encode(PROMPT * 50, add_special_tokens=False)
     texts = [tokenizer.token_text(token_id) for token_id in ids]
 
@@ -101,11 +101,11 @@ def main() -> None:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--model", default="bundled", help="whose tokenizer is timed")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    write_report(
-        "sampling", sampling_rows(rounds) + text_rows(rounds), ("torch", "numpy", "tokenizers")
-    )
+    rows = sampling_rows(arguments.rounds) + text_rows(arguments.model, arguments.rounds)
+    write_report("sampling", rows, ("torch", "numpy", "tokenizers"))
 
 
 if __name__ == "__main__":
