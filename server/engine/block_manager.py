@@ -267,7 +267,7 @@ class BlockManager:
         empty = self._empty
         for _ in range(count - empty.num_free):
             self._evict(next(iter(self._idle)))
-        while count:
+        while count > 0:
             start = table[-1] + 1 if table else -1
             size, offset = empty.size_from(start), 0
             if not size:

@@ -327,6 +327,21 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_of_the_last_one():
     assert second.num_cached_tokens == 12  # 13 tokens known, the last one never computed
 
 
+@pytest.mark.parametrize("token_id", [0, 1, 2])
+def test_the_blocks_of_a_sequence_stay_cached_however_it_ended(token_id):
+    scheduler = make_scheduler(32, 4)
+    add(scheduler, 0, range(50, 56), max_new_tokens=1, eos_token_ids=(0,), stop_token_ids=(1,))
+    step(scheduler, token_id)
+    add(scheduler, 1, range(70, 76))
+    step(scheduler)
+    scheduler.abort(1)
+
+    sequences = [add(scheduler, 2, range(50, 56)), add(scheduler, 3, range(70, 76))]
+    step(scheduler)
+
+    assert [sequence.num_cached_tokens for sequence in sequences] == [4, 4]
+
+
 # Preemption
 
 
@@ -403,6 +418,17 @@ def test_a_preempted_sequence_keeps_its_output_and_ends_like_any_other():
     assert [sequence.output_token_ids for sequence in sequences] == list(tokens.values())
     assert all(len(output) == 9 for output in tokens.values())
     assert scheduler.num_generated_tokens == 27
+
+
+def test_output_that_is_computed_again_does_not_count_as_prompt():
+    scheduler = make_scheduler(3, 4, enable_prefix_caching=False)
+    for request_id in range(2):
+        add(scheduler, request_id, 3, max_new_tokens=9)
+
+    finish_everything(scheduler)
+
+    assert scheduler.num_preemptions == 1
+    assert scheduler.num_prompt_tokens == 3 + 3 + 3
 
 
 def test_several_preempted_sequences_wait_in_order_of_arrival_before_everyone_else(monkeypatch):
