@@ -121,6 +121,10 @@ class EventStream:
         self._busy_since = None
         self._last = self._loop.time()
 
+    async def _send_comment(self) -> None:
+        with contextlib.suppress(OSError):  # the task that sends the frames will see it too
+            await self.send(KEEP_ALIVE_FRAME)
+
     def close(self) -> None:
         """Stop the timers."""
         self._timer.cancel()
@@ -139,7 +143,7 @@ class EventStream:
         else:
             due = self._last + self._config.keep_alive_seconds
             if now >= due:
-                self._comment = self._loop.create_task(self.send(KEEP_ALIVE_FRAME))
+                self._comment = self._loop.create_task(self._send_comment())
                 due = now + self._config.keep_alive_seconds
         self._timer = self._loop.call_at(due, self._tick)
 

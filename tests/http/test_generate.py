@@ -1,6 +1,7 @@
 """POST /generate and POST /: replies, details, headers and the parameters that reach the engine."""
 
 import math
+import threading
 
 import msgspec
 import pytest
@@ -440,3 +441,21 @@ async def test_places_are_given_back(open_client, engine):
         assert (await client.post(path, json=body)).status_code == 200
     assert (await client.post("/generate", json={"inputs": ""})).status_code == 422
     assert (await client.post("/generate", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize"])
+async def test_a_long_prompt_is_tokenized_off_the_event_loop(client, tokenizer, monkeypatch, path):
+    threads = []
+    for name in ("encode", "encode_with_offsets"):
+        work = getattr(type(tokenizer), name)
+
+        def spy(self, text, work=work):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return work(self, text)
+
+        monkeypatch.setattr(type(tokenizer), name, spy)
+
+    await client.post(path, json={"inputs": "x" * 100})
+    await client.post(path, json={"inputs": "x" * 5000})
+
+    assert threads == [True, False]

@@ -48,13 +48,13 @@ def parse(model: type[ModelT], body: object) -> ModelT:
     if not isinstance(body, dict):
         raise ValidationError(f"the body must be a JSON object. Given: {describe(body)}")
     # Ahead of pydantic, which would build one error record for each of a million unknown keys.
-    unknown = _unknown_fields(model, body, "")
+    problems = _unknown_fields(model, body, "")
     parameters = body.get("parameters")
     nested = model.model_fields.get("parameters")
     if isinstance(parameters, dict) and nested is not None:
-        unknown += _unknown_fields(_model_of(nested.annotation), parameters, "parameters.")
-    if unknown:
-        raise ValidationError(_sentence(unknown))
+        problems += _unknown_fields(_model_of(nested.annotation), parameters, "parameters.")
+    if problems:
+        raise ValidationError(_sentence(problems))
     try:
         return model.model_validate(body)
     except pydantic.ValidationError as error:
@@ -92,18 +92,12 @@ def _unknown_fields(
     model: type[pydantic.BaseModel], body: dict[str, object], prefix: str
 ) -> list[str]:
     known = model.model_fields
-    problems: list[str] = []
-    for name in body:
-        if name in known:
-            continue
+    unknown = [name for name in body if name not in known]
+    problems = []
+    for name in unknown[:_MOST_PROBLEMS]:
         shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-        problem = f"unknown field {_quote(prefix + shown)}"
-        if (
-            len(problems) < _MOST_PROBLEMS
-        ):  # the comparison is slow, and further problems are only counted
-            problem += _hint(model, name, prefix)
-        problems.append(problem)
-    return problems
+        problems.append(f"unknown field {_quote(prefix + shown)}{_hint(model, name, prefix)}")
+    return problems + unknown[_MOST_PROBLEMS:]  # those are only counted
 
 
 def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:

@@ -1,0 +1,70 @@
+"""docs/http.md names everything a client can meet: what is in the code is in the document."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from server import errors
+from server.engine.protocol import EngineState
+from server.http.metrics import SPECS, Endpoint, Outcome
+from server.http.schemas import replies
+from server.http.schemas.generate import GenerateBody, GenerateParameters
+from tests.meta.test_routes import ROUTES
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs/http.md").read_text()
+NAMED = set(re.findall(r"`([^`\n]+)`", DOCUMENT))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_is_described(path):
+    methods = " ".join(name for name in NAMED if name.endswith(f" {path}"))
+    assert all(method in methods for method in ROUTES[path] - {"HEAD"}), path
+
+
+@pytest.mark.parametrize("model", [GenerateBody, GenerateParameters])
+def test_every_request_field_is_described(model):
+    assert set(model.model_fields) <= NAMED
+
+
+def test_every_reply_field_is_described():
+    records = [r for r in vars(replies).values() if hasattr(r, "__struct_fields__")]
+    fields = {field for record in records for field in record.__struct_fields__}
+
+    assert fields <= NAMED
+
+
+def test_every_error_is_described_with_its_status():
+    leaves = [
+        error
+        for error in vars(errors).values()
+        if inspect.isclass(error) and issubclass(error, errors.TesseraError)
+        if "error_type" in vars(error)
+    ]
+    for error in leaves:
+        assert re.search(rf"\| {error.status} \| `{error.error_type}` \|", DOCUMENT), error
+
+
+def test_every_metric_is_described_by_its_scraped_name():
+    suffixes = {"CounterMetricFamily": "_total", "InfoMetricFamily": "_info"}
+    names = {spec.name + suffixes.get(spec.kind.__name__, "") for spec in SPECS}
+
+    assert names <= NAMED
+
+
+@pytest.mark.parametrize("label", [Endpoint, Outcome, EngineState])
+def test_every_label_value_is_described(label):
+    assert {member.value for member in label} <= NAMED
+
+
+def test_every_header_that_is_sent_is_described():
+    source = "".join(
+        (ROOT / "server/http" / name).read_text()
+        for name in ("routes/generate.py", "routes/info.py", "sse.py", "replying.py")
+    )
+    sent = set(re.findall(r'"(x-[a-z-]+|retry-after|allow|cache-control|connection)"', source))
+
+    assert len(sent) >= 14
+    assert sent <= NAMED

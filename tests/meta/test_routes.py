@@ -1,0 +1,44 @@
+"""The whole surface of the service, so that no route appears or changes its methods unnoticed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from server.http.app import create_app
+from server.http.config import HTTPConfig
+
+ROUTES = {
+    "/": {"GET", "HEAD", "POST"},
+    "/docs": {"GET", "HEAD"},
+    "/generate": {"POST"},
+    "/generate_stream": {"POST"},
+    "/health": {"GET", "HEAD"},
+    "/health/live": {"GET", "HEAD"},
+    "/info": {"GET"},
+    "/metrics": {"GET"},
+    "/openapi.json": {"GET", "HEAD"},
+    "/ping": {"GET", "HEAD"},
+    "/tokenize": {"POST"},
+}
+
+
+@pytest.fixture(scope="module")
+def app():
+    return create_app(SimpleNamespace(), SimpleNamespace(), HTTPConfig(model_id="none"))
+
+
+def test_every_route_and_method_is_listed_here(app):
+    routes = {}
+    for route in app.routes:
+        routes.setdefault(route.path, set()).update(route.methods)
+
+    assert routes == ROUTES
+
+
+def test_the_openapi_document_has_every_route_but_its_own(app):
+    paths = app.openapi()["paths"]
+
+    assert set(paths) == set(ROUTES) - {"/docs", "/openapi.json"}
+    for path, operations in paths.items():
+        assert {method.upper() for method in operations} == ROUTES[path] - {"HEAD"}
+        assert all(operation["summary"] for operation in operations.values())
