@@ -43,14 +43,14 @@ def resolve(model: str, revision: str | None = None) -> Path:
             is given for something that has none.
     """
     path = Path(__file__).parent / BUNDLED if model == BUNDLED else Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         if revision is not None:
             raise ModelFolderError(
                 f"revision {revision!r} is given, but {path} is a folder; only repositories of the"
                 " Hugging Face Hub have revisions"
             )
         return path
-    if path.exists():
+    if model and path.exists():
         raise ModelFolderError(f"{path} is a file; a model is a folder with a config.json")
     if model == BUNDLED:
         raise ModelFolderError(f"the bundled model is missing from this installation: no {path}")
