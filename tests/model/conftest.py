@@ -1,10 +1,13 @@
-"""Tokenizers trained on a few sentences, one for each way in which decoders make text of tokens."""
+"""Tokenizers trained on a few sentences, one for each way in which decoders make text of tokens; both samplers."""
 
 from __future__ import annotations
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from model import device_sampling
+from model.sampler import Sampler
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps.",
@@ -107,3 +110,16 @@ LIBRARIES = {
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, tokenizers.Tokenizer]:
     return {name: build() for name, build in LIBRARIES.items()}
+
+
+@pytest.fixture(params=["host", "device"])
+def forward(request, few_candidates):
+    """Both ways of sampling; the accelerator's runs on the CPU here, with few candidates at first."""
+    if request.param == "host":
+        return Sampler().forward
+    return lambda logits, rows: device_sampling.sample(logits.detach().float().contiguous(), rows)
+
+
+@pytest.fixture
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sampling, "NUM_CANDIDATES", 16)
