@@ -120,15 +120,18 @@ class RotaryEmbedding:
 
         A larger table lies at a new address: reserve the longest context before capturing graphs.
         """
-        cos = self._cos
-        if cos.shape[0] >= num_positions and cos.dtype is dtype and cos.device == device:
+        old_cos, old_sin = self._cos, self._sin
+        kept = old_cos.shape[0] if old_cos.dtype is dtype and old_cos.device == device else 0
+        if kept >= num_positions:
             return
         shape = (num_positions, 1, self._head_dim)
         self._cos = torch.empty(shape, dtype=dtype, device=device)
         self._sin = torch.empty(shape, dtype=dtype, device=device)
         frequencies = self._frequencies_on(device)
+        if kept:
+            self._cos[:kept], self._sin[:kept] = old_cos, old_sin
         # In chunks, because the float32 intermediates of 10^6 positions take gigabytes.
-        for start in range(0, num_positions, _CHUNK_POSITIONS):
+        for start in range(kept, num_positions, _CHUNK_POSITIONS):
             stop = min(start + _CHUNK_POSITIONS, num_positions)
             positions = torch.arange(start, stop, device=device).float()
             if self._rope.rope_type == "dynamic":
