@@ -62,7 +62,7 @@ def describe_route(
     if reply is not None:
         content["application/json"] = {"schema": _schema_of(reply)}
     if events is not None:
-        content["text/event-stream"] = {"schema": _schema_of(events)}
+        content["text/event-stream"] = {"itemSchema": _event_schema(events)}
     failures = (_BODY_ERRORS if body else ()) + (_GENERATE_ERRORS if body and generates else ())
     described: dict[str, Any] = {
         "tags": ["Generate" if body else "Service"],
@@ -108,6 +108,16 @@ def _schema_of(reply: Any) -> dict[str, Any]:  # noqa: ANN401
     if hasattr(reply, "__args__"):
         return {"type": "array", "items": _schema_of(reply.__args__[0])}
     return {"$ref": f"#/components/schemas/{reply.__name__}"}
+
+
+def _event_schema(events: type[msgspec.Struct]) -> dict[str, Any]:
+    """A server-sent event as OpenAPI 3.2 describes it: its data is JSON in a string."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [_schema_of(events), _schema_of(replies.ErrorReply)]},
+    }
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _components() -> dict[str, Any]:

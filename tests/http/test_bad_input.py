@@ -89,6 +89,7 @@ BAD_PARAMETERS = [
     ({"details": 1}, "`details` must be true or false. Given: 1"),
     ({"do_sample": "yes"}, "`do_sample` must be true or false. Given: a string"),
     ({"watermark": True}, "`watermark` is not supported: leave it out or send null. Given: true"),
+    ({"watermark": 0}, "`watermark` must be true or false. Given: 0"),
     ({"grammar": {"type": "json", "value": {}}}, "`grammar` is not supported"),
     ({"adapter_id": "a/b"}, "`adapter_id` is not supported"),
     ({"topp": 0.5}, "unknown field `parameters.topp`; did you mean `parameters.top_p`?"),

@@ -35,7 +35,6 @@ _BOUNDS = {
     "less_than": ("lt", "<"),
     "less_than_equal": ("le", "<="),
 }
-_UNSUPPORTED = frozenset({"none_required", "literal_error"})
 
 
 def parse(model: type[ModelT], body: object) -> ModelT:
@@ -48,18 +47,23 @@ def parse(model: type[ModelT], body: object) -> ModelT:
     if not isinstance(body, dict):
         raise ValidationError(f"the body must be a JSON object. Given: {describe(body)}")
     # Ahead of pydantic, which would build one error record for each of a million unknown keys.
-    problems = _unknown_fields(model, body, "")
+    unknown = _unknown_fields(model, body, "")
     parameters = body.get("parameters")
     nested = model.model_fields.get("parameters")
     if isinstance(parameters, dict) and nested is not None:
-        problems += _unknown_fields(_model_of(nested.annotation), parameters, "parameters.")
-    if problems:
-        raise ValidationError(_sentence(problems))
+        unknown += _unknown_fields(_model_of(nested.annotation), parameters, "parameters.")
+    if unknown:
+        raise ValidationError(_sentence(unknown))
     try:
         return model.model_validate(body)
     except pydantic.ValidationError as error:
         problems = error.errors(include_url=False)
         raise ValidationError(_sentence([_problem(problem) for problem in problems])) from None
+
+
+def unsupported(field: str, value: object) -> str:
+    """What to say of a field that this server knows but does not support."""
+    return f"`{field}` is not supported: leave it out or send null. Given: {describe(value)}"
 
 
 def describe(value: object) -> str:
@@ -123,8 +127,8 @@ def _problem(error: ErrorDetails) -> str:
         return f"{field} is required"
     if kind == "string_too_short":
         return f"{field} cannot be empty"
-    if kind in _UNSUPPORTED:
-        return f"{field} is not supported: leave it out or send null. Given: {describe(value)}"
+    if kind == "none_required":
+        return unsupported(location[-1], value)
     if kind in _BOUNDS:
         key, sign = _BOUNDS[kind]
         limit = context[key]

@@ -6,7 +6,7 @@ rules between fields are in `limits`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -107,7 +107,11 @@ class GenerateParameters(BaseModel):
     top_n_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Return so many most likely tokens at each position, in `details`."
     )
-    watermark: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    watermark: bool | None = Field(
+        None,
+        description="Not supported: null or false.",
+        json_schema_extra={"enum": [False, None]},
+    )
     grammar: None = Field(None, description="Not supported: null.")
     adapter_id: None = Field(None, description="Not supported: null.")
 

@@ -14,7 +14,7 @@ import msgspec
 
 from server.engine.request import SamplingParams
 from server.errors import ValidationError
-from server.http.schemas.errors import describe
+from server.http.schemas.errors import describe, unsupported
 from server.http.schemas.generate import (
     SMALLEST_TEMPERATURE,
     UINT64_MAX,
@@ -167,6 +167,8 @@ def _is_sampled(p: GenerateParameters) -> bool:
 
 
 def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -> None:
+    if p.watermark:
+        raise ValidationError(unsupported("watermark", p.watermark))
     if p.temperature is not None and 0 < p.temperature < SMALLEST_TEMPERATURE:
         raise ValidationError(
             f"`temperature` must be 0 (greedy) or >= {SMALLEST_TEMPERATURE}. "
