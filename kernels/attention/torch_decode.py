@@ -39,6 +39,14 @@ _GPU_CALL_COST_BYTES = 16384 * _KIB
 _GPU_GROUP_BYTES = 262144 * _KIB
 
 
+_GATHER_CALLS = 2.3
+"""A gathered call takes about as long as this many in place, before it copies anything: 25 us."""
+_MERGE_CALLS = 1
+"""Merging the partial results of runs takes about as long as one more call."""
+_PADDING_COST = 3
+"""A padded token is copied, then attended to, which takes about twice as long as copying it."""
+
+
 class Gather(NamedTuple):
     """Sequences attended to in one call, after copying their keys and values together.
 
@@ -68,45 +76,71 @@ def divide(
         group_bytes: most bytes gathered at once.
 
     Returns:
-        Sequences for a call per run; and groups, in each of which padding to the longest sequence
-        costs no more than a call of its own would.
+        Sequences for a call per run; and groups, each for one call that costs less than the calls
+        of its sequences would, copying and padding included.
     """
+
+    def gain(sequence: HostSequence, longest: int) -> int:
+        """Bytes that could be copied in the time that joining a group saves."""
+        num_runs = len(sequence.runs)
+        calls = num_runs + (_MERGE_CALLS if num_runs > 1 else 0)
+        padding = _PADDING_COST * (longest - sequence.num_keys)
+        return calls * call_bytes - (sequence.num_keys + padding) * token_bytes
+
     in_place: list[HostSequence] = []
     groups: list[list[HostSequence]] = []
     for sequence in sorted(sequences, key=lambda item: -item.num_keys):
-        if sequence.num_keys * token_bytes > call_bytes * len(sequence.runs):
-            in_place.append(sequence)
-            continue
         longest = groups[-1][0].num_keys if groups else 0
-        fits = groups and (len(groups[-1]) + 1) * longest * token_bytes <= group_bytes
-        if fits and (longest - sequence.num_keys) * token_bytes <= call_bytes:
+        if gain(sequence, sequence.num_keys) <= 0:
+            in_place.append(sequence)
+        elif (
+            groups
+            and gain(sequence, longest) > 0
+            and _PADDING_COST * (longest - sequence.num_keys) * token_bytes <= call_bytes
+            and (len(groups[-1]) + 1) * longest * token_bytes <= group_bytes
+        ):
             groups[-1].append(sequence)
         else:
             groups.append([sequence])
-    alone = [group[0] for group in groups if len(group) == 1 and len(group[0].runs) == 1]
-    groups = [group for group in groups if len(group) > 1 or len(group[0].runs) > 1]
-    return in_place + alone, groups
+    worth: list[list[HostSequence]] = []
+    for group in groups:
+        total = sum(gain(sequence, group[0].num_keys) for sequence in group)
+        if total > _GATHER_CALLS * call_bytes:
+            worth.append(group)
+        else:
+            in_place += group
+    return in_place, worth
 
 
 class TorchDecode:
-    """One step's decode attention; shapes as in the door's `decode_attention`."""
+    """One step's decode attention; shapes as in the door's `decode_attention`.
+
+    `call_bytes` replaces the measured cost of a call: 0 reads every run in place, a large number
+    gathers everything.
+    """
 
     def __init__(
-        self, problem: AttentionProblem, batch: PagedBatch, launch: LaunchConfig | None
+        self,
+        problem: AttentionProblem,
+        batch: PagedBatch,
+        launch: LaunchConfig | None,
+        call_bytes: int | None = None,
     ) -> None:
         del launch
         sequences = host_sequences(problem, batch)
         num_seqs = batch.seq_lens.shape[0]
         device = batch.seq_lens.device
         dtype: torch.dtype = getattr(torch, problem.dtype)
-        call_bytes, group_bytes = _GPU_CALL_COST_BYTES, _GPU_GROUP_BYTES
-        if device.type == "cpu":
+        on_cpu = device.type == "cpu"
+        if call_bytes is None and on_cpu:
             call_bytes = _CALL_COST_BYTES * min(torch.get_num_threads(), 2)
-            group_bytes = _GROUP_BYTES
+        elif call_bytes is None:
+            call_bytes = _GPU_CALL_COST_BYTES
+        group_bytes = _GROUP_BYTES if on_cpu else _GPU_GROUP_BYTES
         token_bytes = 2 * problem.num_kv_heads * problem.head_dim * dtype.itemsize
         # Merging partial results needs their log-sum-exp, which only the CPU's call gives; and a
         # capped score is computed by hand.
-        can_merge = device.type == "cpu" and problem.softcap is None
+        can_merge = on_cpu and problem.softcap is None
         in_place, groups = divide(sequences, token_bytes, call_bytes, group_bytes)
         if not can_merge:
             groups += [[item] for item in in_place if len(item.runs) > 1]

@@ -93,18 +93,20 @@ def rows(parts):
 
 
 def test_long_histories_are_read_in_place_and_short_ones_gathered_together():
-    sequences = [sequence(0, 50), sequence(1, 500), sequence(2, 60), sequence(3, 90)]
+    sequences = [sequence(0, 30), sequence(1, 500), sequence(2, 32)]
+    sequences += [sequence(row, 31) for row in (3, 4, 5)]
 
     in_place, groups = divide(sequences, token_bytes=10, call_bytes=1000, group_bytes=10**6)
 
     assert rows(in_place) == [1]
-    assert [sorted(rows(group)) for group in groups] == [[0, 2, 3]]
+    assert [sorted(rows(group)) for group in groups] == [[0, 2, 3, 4, 5]]
 
 
-def test_a_short_sequence_with_no_other_is_read_in_place():
-    in_place, groups = divide([sequence(0, 50)], 10, 1000, 10**6)
+@pytest.mark.parametrize("count", [1, 2])
+def test_too_few_short_sequences_are_read_in_place(count):
+    in_place, groups = divide([sequence(row, 5) for row in range(count)], 10, 1000, 10**6)
 
-    assert rows(in_place) == [0]
+    assert rows(in_place) == list(range(count))
     assert groups == []
 
 
@@ -122,15 +124,24 @@ def test_two_long_runs_are_read_in_place():
     assert groups == []
 
 
-def test_padding_in_a_group_costs_no_more_than_a_call():
-    sequences = [sequence(0, 400, runs=10), sequence(1, 350, runs=10), sequence(2, 250, runs=10)]
+def test_scattered_sequences_share_a_call_only_while_padding_costs_less():
+    sequences = [sequence(0, 400, runs=10), sequence(1, 370, runs=10), sequence(2, 350, runs=10)]
 
     _, groups = divide(sequences, 10, 1000, 10**6)
 
     assert [rows(group) for group in groups] == [[0, 1], [2]]
 
 
-def test_a_group_holds_no_more_than_its_limit_of_bytes():
-    _, groups = divide([sequence(row, 50) for row in range(6)], 10, 1000, group_bytes=1000)
+def test_sequences_whose_padding_costs_more_than_their_calls_are_read_in_place():
+    sequences = [sequence(row, 90 - 15 * row) for row in range(5)]
 
-    assert [rows(group) for group in groups] == [[0, 1], [2, 3], [4, 5]]
+    in_place, groups = divide(sequences, 10, 1000, 10**6)
+
+    assert sorted(rows(in_place)) == [0, 1, 2, 3, 4]
+    assert groups == []
+
+
+def test_a_group_holds_no_more_than_its_limit_of_bytes():
+    _, groups = divide([sequence(row, 10) for row in range(6)], 10, 1000, group_bytes=300)
+
+    assert [rows(group) for group in groups] == [[0, 1, 2], [3, 4, 5]]

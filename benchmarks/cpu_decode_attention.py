@@ -1,0 +1,234 @@
+"""How should the CPU attend over the paged cache: gather it, or read it where it lies?
+
+Times one layer's call, Python included, for each way and for what the plan chooses, and the ways of a
+prefill chunk. One thread is timed by its own clock, so that a busy machine does not blur it; two threads
+by the wall clock, whose best round counts.
+
+    python -m benchmarks.cpu_decode_attention [--seconds 0.1] [--threads 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+import kernels
+from benchmarks.report import write_report
+from kernels.attention.torch_decode import TorchDecode
+from kernels.plan import AttentionProblem, Phase
+from kernels.testing import Layout, PagedCase, make_case
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SHAPES = {"bundled": (6, 2, 64), "qwen3-0.6b": (16, 8, 128)}
+RAGGED = [2048, 64, 700, 128, 1024, 90, 300, 512]
+MICRO = 1e6
+
+
+def naive_decode(case: PagedCase) -> Callable[[], object]:
+    """Gather whole blocks into a padded batch, mask the rest, let SDPA share the heads."""
+    longest = max(case.seq_lens)
+    blocks = -(-longest // case.problem.block_size)
+    table = case.batch.block_table[:, :blocks].clamp(max=case.kv.shape[1] - 1).long()
+    visible = torch.arange(blocks * case.problem.block_size)[None] < case.batch.seq_lens[:, None]
+    mask = visible[:, None, None]
+    unseen = ~visible[..., None, None]
+    out = torch.empty_like(case.q)
+
+    def run() -> None:
+        keys, values = (
+            side[table].flatten(1, 2).masked_fill_(unseen, 0).transpose(1, 2) for side in case.kv
+        )
+        query = case.q[:, :, None]
+        result = functional.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            scale=case.problem.softmax_scale,
+            enable_gqa=True,
+        )
+        out.copy_(result[:, :, 0])
+
+    return run
+
+
+def forced_decode(case: PagedCase, call_bytes: int) -> Callable[[], object]:
+    """Read every run in place (0), or gather all sequences (a large number)."""
+    kernel = TorchDecode(case.problem, case.batch, None, call_bytes)
+    out = torch.empty_like(case.q)
+    return lambda: kernel(case.q, case.kv, out)
+
+
+def chosen(case: PagedCase) -> Callable[[], object]:
+    """What the plan does, through the door."""
+    plan = kernels.plan_attention(case.problem, case.batch)
+    out = torch.empty_like(case.q)
+    attend = kernels.prefill_attention
+    if case.problem.phase is Phase.DECODE:
+        attend = kernels.decode_attention
+    return lambda: attend(case.q, case.kv, plan, out)
+
+
+def sdpa_prefill(case: PagedCase) -> Callable[[], object]:
+    """One SDPA over a contiguous copy of the history, with a boolean mask if there is history."""
+    (queries,), (keys,) = case.query_lens, case.seq_lens
+    history = keys - queries
+    mask = None
+    if history:
+        mask = torch.arange(keys)[None] <= torch.arange(history, keys)[:, None]
+    table = case.batch.block_table[0].long()
+    out = torch.empty_like(case.q)
+
+    def run() -> None:
+        k, v = (side[table].flatten(0, 1)[:keys].transpose(0, 1)[None] for side in case.kv)
+        result = functional.scaled_dot_product_attention(
+            case.q.transpose(0, 1)[None],
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=case.problem.softmax_scale,
+            enable_gqa=True,
+        )
+        out.copy_(result[0].transpose(0, 1))
+
+    return run
+
+
+def measure(
+    ways: dict[str, Callable[[], object]], seconds: float
+) -> dict[str, tuple[float, float]]:
+    """Time the ways in turn, round by round.
+
+    Returns:
+        Microseconds of the best and of the median round, for each way.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    repeats: dict[str, int] = {}
+    for name, way in ways.items():
+        way()
+        start = time.perf_counter()
+        way()
+        repeats[name] = max(1, int(0.005 / (time.perf_counter() - start)))
+    rounds: dict[str, list[float]] = {name: [] for name in ways}
+    end = time.perf_counter() + seconds * len(ways)
+    while time.perf_counter() < end or len(rounds[name]) < 5:
+        for name, way in ways.items():
+            start = clock()
+            for _ in range(repeats[name]):
+                way()
+            rounds[name].append((clock() - start) / repeats[name] * MICRO)
+    return {name: (min(times), statistics.median(times)) for name, times in rounds.items()}
+
+
+def decode_rows(shape: str, dtype: str, lengths: list[int], layout: Layout, seconds: float) -> Any:  # noqa: ANN401
+    """Time one batch; a row for each way."""
+    heads, kv_heads, head_dim = SHAPES[shape]
+    problem = AttentionProblem(Phase.DECODE, dtype, heads, kv_heads, head_dim, 16, head_dim**-0.5)
+    case = make_case(problem, [1] * len(lengths), lengths, layout=layout)
+    ways = {
+        "naive": naive_decode(case),
+        "gathered": forced_decode(case, 1 << 40),
+        "in_place": forced_decode(case, 0),
+        "torch_decode": chosen(case),
+    }
+    num_bytes = 2 * sum(lengths) * kv_heads * head_dim * case.kv.element_size()
+    return [
+        {
+            "phase": "decode",
+            "shape": shape,
+            "hq": heads,
+            "hkv": kv_heads,
+            "d": head_dim,
+            "batch": len(lengths),
+            "context": lengths[0] if len(set(lengths)) == 1 else "ragged",
+            "layout": layout.value,
+            "dtype": dtype,
+            "threads": torch.get_num_threads(),
+            "kernel": name,
+            "us": round(best, 1),
+            "us_p50": round(median, 1),
+            "gbs": round(num_bytes / best / 1e3, 2),
+        }
+        for name, (best, median) in measure(ways, seconds).items()
+    ]
+
+
+def prefill_rows(shape: str, dtype: str, queries: int, history: int, seconds: float) -> Any:  # noqa: ANN401
+    """Time one chunk of one sequence; a row for each way."""
+    heads, kv_heads, head_dim = SHAPES[shape]
+    problem = AttentionProblem(Phase.PREFILL, dtype, heads, kv_heads, head_dim, 16, head_dim**-0.5)
+    case = make_case(problem, [queries], [history + queries])
+    ways = {"sdpa": sdpa_prefill(case), "torch_prefill": chosen(case)}
+    pairs = queries * history + queries * (queries + 1) // 2
+    return [
+        {
+            "phase": "prefill",
+            "shape": shape,
+            "hq": heads,
+            "hkv": kv_heads,
+            "d": head_dim,
+            "batch": 1,
+            "seqlen": queries,
+            "history": history,
+            "dtype": dtype,
+            "threads": torch.get_num_threads(),
+            "kernel": name,
+            "us": round(best, 1),
+            "us_p50": round(median, 1),
+            "tflops": round(4 * pairs * head_dim * heads / best / MICRO, 4),
+        }
+        for name, (best, median) in measure(ways, seconds).items()
+    ]
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line per problem, the best microseconds of each way side by side."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        where = row.get("layout", f"after {row.get('history')}")
+        size = row.get("context", row.get("seqlen"))
+        key = (
+            f"{row['phase']:8}{row['shape']:11}{row['dtype']:9} threads {row['threads']} "
+            f"{row['batch']} x {size!s:6} {where:11}"
+        )
+        lines.setdefault(key, []).append(f"{row['kernel']} {row['us']:.0f}")
+    for key, cells in lines.items():
+        print(key, "   ".join(cells))
+
+
+def main() -> None:
+    """Measure every shape and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=0.1, help="time per way and shape")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    batches = [[length] * batch for batch in (1, 8) for length in (64, 256, 1024, 2048)]
+    with torch.inference_mode():
+        for threads in arguments.threads:
+            torch.set_num_threads(threads)
+            for shape in SHAPES:
+                for dtype in ("float32", "bfloat16"):
+                    for lengths in [*batches, RAGGED]:
+                        rows += decode_rows(
+                            shape, dtype, lengths, Layout.CONTIGUOUS, arguments.seconds
+                        )
+                    for layout in (Layout.TWO_RUNS, Layout.FRAGMENTED):
+                        for lengths in ([1024], [1024] * 8):
+                            rows += decode_rows(shape, dtype, lengths, layout, arguments.seconds)
+                    for queries, history in ((16, 0), (128, 0), (512, 0), (8, 512), (512, 1024)):
+                        rows += prefill_rows(shape, dtype, queries, history, arguments.seconds)
+    write_report("attention", rows)
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
