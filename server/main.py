@@ -93,6 +93,7 @@ async def _serve(
             app,
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,

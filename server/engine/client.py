@@ -150,6 +150,7 @@ class _Incarnation:
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(f"ipc://{self.directory}/{name}")
+        self.steps_fd = int(self.steps.fd)
         # Standard input carries the configuration, then stays open: its end tells the engine that we are gone.
         self.process = subprocess.Popen(  # noqa: S603 - our own command
             [*command, str(self.directory)], stdin=subprocess.PIPE
@@ -300,7 +301,7 @@ class EngineClient:
             with contextlib.suppress(RuntimeError):  # the loop is closed: we are past `stop`
                 loop.call_soon_threadsafe(self._on_exit, incarnation)
 
-        loop.add_reader(incarnation.steps.fd, self._receive, incarnation)
+        loop.add_reader(incarnation.steps_fd, self._receive, incarnation)
         # ZeroMQ's descriptor is edge-triggered: what came before `add_reader` makes no edge.
         loop.call_soon(self._receive, incarnation)
         threading.Thread(target=wait_for_exit, name="engine-exit", daemon=True).start()
@@ -308,7 +309,7 @@ class EngineClient:
     def _detach(self, incarnation: _Incarnation) -> None:
         assert self._loop is not None
         with contextlib.suppress(zmq.ZMQError, ValueError):
-            self._loop.remove_reader(incarnation.steps.fd)
+            self._loop.remove_reader(incarnation.steps_fd)
 
     def _receive(self, incarnation: _Incarnation) -> None:
         """Take every message that is there: the descriptor speaks up only once for all of them."""

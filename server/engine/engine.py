@@ -17,7 +17,7 @@ from server.engine.protocol import (
     StepMessage,
 )
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.scheduler import CapacityError
+from server.engine.scheduler import AdmissionError
 from server.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Engine:
     def _add(self, request: GenerateRequest) -> None:
         try:
             self._scheduler.add(Sequence(request))
-        except CapacityError as error:
+        except AdmissionError as error:
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
             self._publish([(request.request_id, event)], [], {})
         else:

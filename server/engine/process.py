@@ -72,8 +72,9 @@ def end_with_front_end() -> None:
 
 def main() -> None:
     """Start the engine and run it until the front end says so or disappears."""
-    # Ctrl-C goes to the whole foreground group; the front end decides when we end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Signals often go to the whole process group; the front end decides when we end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     line = bytearray()
     while not line.endswith(b"\n"):
         if not (byte := os.read(sys.stdin.fileno(), 65536)):

@@ -6,6 +6,7 @@ One direction each: `FrontEndMessage` to the engine, `EngineMessage` back. Knows
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 
@@ -44,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     device: str = "auto"
     dtype: str = "auto"
-    load_format: str = "auto"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.engine")
 
 
+# Share of the blocks kept empty, so that a sequence finds neighbouring ones: the CPU's attention reads
+# a run in one call. 0.2 makes 2.2 runs of a sequence where 0 makes 35 (64 sequences, a pool of twice
+# their demand, prefix caching on), at the price of evicting cached blocks earlier.
+_CPU_CONTIGUITY_RESERVE = 0.2
+
+
 class StartupError(Exception):
     """The engine cannot start for a reason that the operator can mend; the text says which."""
 
@@ -103,7 +109,10 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             max_model_len=max_model_len,
         ),
         BlockManager(
-            num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+            num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
         ),
     )
     info = EngineInfo(
@@ -123,13 +132,12 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
     )
     log.info(
-        "%s: %.1fM parameters in %s on %s, KV cache of %d tokens, attention: %s",
+        "%s: %.1fM parameters in %s on %s, KV cache of %d tokens",
         info.model_id,
         info.num_parameters / 1e6,
         info.dtype,
         info.device,
         num_blocks * config.block_size,
-        ", ".join(f"{phase} {kernel}" for phase, kernel in info.plan.items()),
     )
     return Engine(scheduler, runner, channel, info)
 

@@ -42,7 +42,7 @@ def idle(service):
     return (
         service.metric("tessera_requests_running") == 0
         and service.metric("tessera_requests_waiting") == 0
-        and service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks_total")
+        and service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks")
     )
 
 

@@ -20,6 +20,7 @@ def serve(*arguments):
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr.strip().splitlines()[-1]
