@@ -261,6 +261,7 @@ class RequestRecord:
             self._finished = True
             requests = self._metrics.requests
             requests[self._endpoint, outcome] = requests.get((self._endpoint, outcome), 0) + 1
+            self._metrics.read_engine_counters()
 
     def succeed(
         self, outcome: Outcome, *, queue_seconds: float, prompt_tokens: int, generated_tokens: int
@@ -305,6 +306,14 @@ class Metrics(Collector):
         """Start to measure a request."""
         return RequestRecord(self, endpoint)
 
+    def read_engine_counters(self) -> dict[str, int]:
+        """Totals of the engine's counters.
+
+        Called at the end of every request too: when the engine dies, all requests end, and its
+        last numbers are still there.
+        """
+        return self._totals.update(self._client.stats, self._client.info)
+
     def describe(self) -> Iterable[Metric]:
         """The names, without reading anything."""
         return [_family(spec) for spec in SPECS]
@@ -329,7 +338,7 @@ class Metrics(Collector):
         client = self._client
         for spec, value in _ENGINE_GAUGES:
             yield _single(spec, value(client.stats))
-        totals = self._totals.update(client.stats, client.info)
+        totals = self.read_engine_counters()
         for spec, field in _ENGINE_COUNTERS:
             yield _single(spec, totals[field])
         yield _single(RESTARTS, client.restarts)

@@ -6,64 +6,16 @@ Each test asserts the same end: within a second the engine was told, and nothing
 import asyncio
 import contextlib
 import json
-import socket
 
 import pytest
-import uvicorn
 
 from server.engine.request import FinishReason
 from tests.http.fakes import event, put, say
+from tests.http.serving import Server, head, read_reply
 
 pytestmark = pytest.mark.anyio
 
 PATHS = ("/generate", "/generate_stream")
-
-
-class Server:
-    """uvicorn on a loopback port, in the test's own event loop."""
-
-    def __init__(self, app, implementation):
-        self.app = app
-        config = uvicorn.Config(
-            app, http=implementation, lifespan="off", log_config=None, access_log=False
-        )
-        self._server = uvicorn.Server(config)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self._socket.getsockname()[1]
-
-    async def __aenter__(self):
-        # Not `serve`, which would take the signal handlers of the test run.
-        self._task = asyncio.create_task(self._server._serve(sockets=[self._socket]))
-        async with asyncio.timeout(5):
-            while not self._server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        return self
-
-    async def __aexit__(self, *exception):
-        self._server.should_exit = self._server.force_exit = True
-        await self._task
-
-    async def connect(self, receive_buffer=None):
-        sock = socket.socket()
-        if receive_buffer:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
-        return await asyncio.open_connection(sock=sock, limit=1024)
-
-    async def post(self, path, body=None, **options):
-        reader, writer = await self.connect(**options)
-        content = json.dumps(body or {"inputs": "hello"}).encode()
-        writer.write(_head(path, len(content)) + content)
-        await writer.drain()
-        return reader, writer
-
-
-def _head(path, length):
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {length}\r\n\r\n"
-    ).encode()
 
 
 @pytest.fixture(params=[True, False], ids=["uvloop-httptools", "asyncio-h11"])
@@ -99,17 +51,11 @@ async def assert_nothing_is_held(server, engine, outcome, path):
     async with asyncio.timeout(1):
         while True:
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n")
-            text = await _read_reply(reader)
+            text = await read_reply(reader)
             if all(line in text for line in wanted):
                 break
             await asyncio.sleep(0.01)
     writer.close()
-
-
-async def _read_reply(reader):
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    length = int(head.split("content-length: ")[1].split("\r\n")[0])
-    return (await reader.readexactly(length)).decode()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -206,7 +152,7 @@ async def test_a_reply_that_is_finished_but_not_read_holds_nothing(server, engin
 @pytest.mark.parametrize("path", PATHS)
 async def test_while_the_body_is_sent(server, engine, path):
     _, writer = await server.connect()
-    writer.write(_head(path, 1000) + b'{"inputs": ')
+    writer.write(head(path, 1000) + b'{"inputs": ')
     await writer.drain()
     await asyncio.sleep(0.02)
 
@@ -276,19 +222,19 @@ async def test_clients_that_leave_at_random_moments_leave_nothing_behind(server,
     await within_a_second(lambda: not engine.running)
     reader, writer = await server.connect()
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n")
-    assert "tessera_requests_in_flight 0.0" in await _read_reply(reader)
+    assert "tessera_requests_in_flight 0.0" in await read_reply(reader)
     writer.close()
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server, engine):
     reader, writer = await server.connect()
-    writer.write(_head("/generate", 50_000_000))
+    writer.write(head("/generate", 50_000_000))
     await writer.drain()
 
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode().lower()
+    reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode().lower()
 
-    assert head.startswith("http/1.1 413")
-    assert "connection: close" in head
+    assert reply.startswith("http/1.1 413")
+    assert "connection: close" in reply
     body = json.loads(await reader.read())
     assert body == {
         "error": "the request body must have at most 2000000 bytes. Given: 50000000",
@@ -312,8 +258,8 @@ async def test_a_chunked_body_is_cut_at_the_limit(server, engine):
 
     assert sent < 50_000_000
     with contextlib.suppress(ConnectionError):
-        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode()
-        assert head.startswith("HTTP/1.1 413")
+        reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode()
+        assert reply.startswith("HTTP/1.1 413")
     writer.close()
 
 
@@ -323,7 +269,7 @@ async def test_several_requests_share_a_connection(server, engine, tokenizer):
     content = b'{"inputs": "x"}'
 
     for body in (content, b"{", content):
-        writer.write(_head("/generate", len(body)) + body)
-        reply = json.loads(await _read_reply(reader))
+        writer.write(head("/generate", len(body)) + body)
+        reply = json.loads(await read_reply(reader))
         assert ("error" in reply) == (body == b"{")
     writer.close()

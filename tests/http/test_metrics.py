@@ -161,6 +161,20 @@ def test_counters_survive_a_restart_of_the_engine():
     assert steps == [0, 0, 100, 100, 100, 130]
 
 
+async def test_what_an_engine_did_before_it_died_is_counted_without_a_scrape(
+    client, engine, scrape
+):
+    async def script(engine, _request, stream):
+        engine.stats = EngineStats(generation_tokens=50)
+        put(stream, event(None, FinishReason.ERROR, error="died"))
+
+    engine.script = script
+    await client.post("/generate", json={"inputs": "x"})
+    engine.stats, engine.info = EngineStats(generation_tokens=3), msgspec.structs.replace(INFO)
+
+    assert (await scrape())["tessera_generation_tokens_total",] == 53
+
+
 async def test_nothing_a_client_sends_becomes_a_label(client, scrape):
     await client.post("/nothing-here")
     await client.post("/generate", json={"inputs": "x", "secret-field": 1})

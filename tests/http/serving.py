@@ -1,0 +1,59 @@
+"""The application on a real socket, and just enough HTTP to talk to it byte by byte."""
+
+import asyncio
+import json
+import socket
+
+import uvicorn
+
+
+class Server:
+    """uvicorn on a loopback port, in the test's own event loop."""
+
+    def __init__(self, app, implementation):
+        self.app = app
+        config = uvicorn.Config(
+            app, http=implementation, lifespan="off", log_config=None, access_log=False
+        )
+        self._server = uvicorn.Server(config)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+
+    async def __aenter__(self):
+        # What `uvicorn.Server.serve` does, without taking the signal handlers of the test run.
+        self._server.config.load()
+        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
+        await self._server.startup(sockets=[self._socket])
+        return self
+
+    async def __aexit__(self, *exception):
+        self._server.force_exit = True
+        await self._server.shutdown(sockets=[self._socket])
+
+    async def connect(self, receive_buffer=None):
+        sock = socket.socket()
+        if receive_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
+        return await asyncio.open_connection(sock=sock, limit=1024)
+
+    async def post(self, path, body=None, **options):
+        reader, writer = await self.connect(**options)
+        content = json.dumps(body or {"inputs": "hello"}).encode()
+        writer.write(head(path, len(content)) + content)
+        await writer.drain()
+        return reader, writer
+
+
+def head(path, length):
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+async def read_reply(reader):
+    text = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    length = int(text.split("content-length: ")[1].split("\r\n")[0])
+    return (await reader.readexactly(length)).decode()
