@@ -1,8 +1,10 @@
 """How should the CPU attend over the paged cache: gather it, or read it where it lies?
 
 Times one layer's call, Python included, for each way and for what the plan chooses, and the ways of a
-prefill chunk. One thread is timed by its own clock, so that a busy machine does not blur it; two threads
-by the wall clock, whose best round counts.
+prefill chunk. One thread is timed by its own clock, so that a busy machine does not blur it. Two threads
+are timed by the wall clock in rounds of half a millisecond, and the best counts: another process on
+either core costs a round milliseconds. Each row keeps the median too; far above the best, it says that
+the machine was not idle.
 
     python -m benchmarks.cpu_decode_attention [--seconds 0.1] [--threads 1 2]
 """
@@ -113,10 +115,12 @@ def measure(
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     repeats: dict[str, int] = {}
     for name, way in ways.items():
-        way()
-        start = time.perf_counter()
-        way()
-        repeats[name] = max(1, int(0.005 / (time.perf_counter() - start)))
+        durations = []
+        for _ in range(5):
+            start = clock()
+            way()
+            durations.append(clock() - start)
+        repeats[name] = max(1, int(0.0005 / min(durations)))
     rounds: dict[str, list[float]] = {name: [] for name in ways}
     end = time.perf_counter() + seconds * len(ways)
     while time.perf_counter() < end or len(rounds[name]) < 5:

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from fastapi import FastAPI
+    from server.http.serving import HTTPServer
 
 log = logging.getLogger("tessera")
-
-_SHUTDOWN_SECONDS = 30
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,60 +62,44 @@ def serve(settings: Settings) -> None:
     client = EngineClient(_engine_config(settings, model_path), settings.engine_hang_seconds)
     client.launch()  # the engine process imports PyTorch while this one imports the HTTP libraries
     try:
-        limits = _http_config(settings, model_config)
-        app = _create_app(client, model_path, limits)
-        asyncio.run(_serve(app, client, listener, started))
+        server = _create_server(client, model_path, _http_config(settings, model_config))
+        with asyncio.Runner(loop_factory=server.loop_factory) as runner:
+            runner.run(_serve(server, client, listener, started))
     except (ModelError, EngineStartError) as error:
         _fail(str(error))
     finally:
         client.kill()
 
 
-def _create_app(client: EngineClient, model_path: Path, limits: HTTPConfig) -> FastAPI:
+def _create_server(client: EngineClient, model_path: Path, limits: HTTPConfig) -> HTTPServer:
     # Imported here so that the engine process is already on its way.
     from model.tokenizer import Tokenizer  # noqa: PLC0415
-
     from server.http.app import create_app  # noqa: PLC0415
+    from server.http.serving import HTTPServer  # noqa: PLC0415
 
-    return create_app(client, Tokenizer.from_folder(model_path), limits)
+    return HTTPServer(create_app(client, Tokenizer.from_folder(model_path), limits))
 
 
 async def _serve(
-    app: FastAPI, client: EngineClient, listener: socket.socket, started: float
+    server: HTTPServer, client: EngineClient, listener: socket.socket, started: float
 ) -> None:
-    import uvicorn  # noqa: PLC0415 - as above
-
+    """Serve until a signal comes or the engine turns out unable to start."""
     await client.start()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        )
-    )
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d (answers 503 until the model is loaded)", host, port)
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    serving = asyncio.ensure_future(server.run_until_stopped(listener))
     ready = asyncio.ensure_future(client.wait_until_ready())
     try:
         done, _ = await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready in done:
             ready.result()  # raises where the engine cannot start
-            log.info(
-                "ready after %.1f s: POST http://%s:%d/generate",
-                time.perf_counter() - started,
-                host,
-                port,
-            )
+            seconds = time.perf_counter() - started
+            log.info("ready after %.1f s: POST http://%s:%d/generate", seconds, host, port)
             await serving
     finally:
         server.should_exit = True
         ready.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await asyncio.gather(serving, ready, return_exceptions=True)
         await client.stop()
 
 

@@ -73,7 +73,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=1024,
-        description="threads of a forward pass on the CPU; default: one for each core",
+        description="threads of a forward pass on the CPU; default: one for each core but one",
     )
     max_concurrent_requests: int = Field(
         128, ge=1, description="requests answered at the same time; more are refused with 429"

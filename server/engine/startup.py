@@ -160,8 +160,9 @@ def _max_model_len(requested: int | None, limit: int) -> int:
 
 
 def _set_threads(requested: int | None) -> None:
-    cores = os.cpu_count() or 1
-    torch.set_num_threads(requested or min(torch.get_num_threads(), cores))
+    """PyTorch's choice, one thread for each physical core, less one core for the front end."""
+    spare = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), (spare or 1) - 1)))
 
 
 @contextmanager
