@@ -61,16 +61,29 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
+async def send_error(send: Send, error: TesseraError) -> None:
+    """Send the complete response to a request that failed before its answer began."""
+    body = _encode(ErrorReply(error.message, error.error_type))
+    headers = [header(name, value) for name, value in _error_headers(error).items()]
+    await send_json(send, body, headers, error.status)
+
+
 def error_reply(error: TesseraError) -> Response:
     """The response to a request that failed before its answer began."""
     response = json_reply(ErrorReply(error.message, error.error_type), error.status)
-    if error.retry_after is not None:
-        response.headers["retry-after"] = str(error.retry_after)
-    if isinstance(error, MethodNotAllowedError):
-        response.headers["allow"] = ", ".join(error.allowed)
-    if isinstance(error, _CLOSING):
-        response.headers["connection"] = "close"
+    response.headers.update(_error_headers(error))
     return response
+
+
+def _error_headers(error: TesseraError) -> dict[str, str]:
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, MethodNotAllowedError):
+        headers["allow"] = ", ".join(error.allowed)
+    if isinstance(error, _CLOSING):
+        headers["connection"] = "close"
+    return headers
 
 
 def install_error_handlers(app: FastAPI) -> None:

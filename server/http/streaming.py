@@ -51,13 +51,16 @@ async def stream_generation(
         try:
             async for events in generation.draws[0].stream:
                 frames = renderer.render(events)
-                clock.tokens(len(events))
+                if watch.gone:
+                    raise ClientDisconnectedError
+                if not renderer.failed:
+                    clock.tokens(len(events))
                 await out.send(frames, more=not renderer.ended)
                 if renderer.ended:
                     break
             else:
                 await out.send(renderer.fail(IncompleteGenerationStreamError()), more=False)
-        except OSError:
+        except (ClientDisconnectedError, OSError):
             raise
         except asyncio.CancelledError:
             if not out.stalled:  # then the server is stopping
@@ -67,8 +70,6 @@ async def stream_generation(
         except Exception:
             log.exception("a stream failed")
             await out.send(renderer.fail(TesseraError()), more=False)
-    if watch.gone:
-        raise ClientDisconnectedError
     if renderer.failed:
         record.finish(Outcome.ERROR)
 

@@ -25,7 +25,7 @@ from server.http.generation import Generation, encode_prompt
 from server.http.guard import ClientDisconnectedError, ClientWatch, read_json
 from server.http.metrics import Endpoint, Outcome
 from server.http.openapi import describe_route
-from server.http.replying import header, send_json
+from server.http.replying import header, send_error, send_json
 from server.http.schemas.errors import parse
 from server.http.schemas.generate import GenerateBody
 from server.http.schemas.limits import check
@@ -144,6 +144,10 @@ class _Exchange(Response):
         except IncompleteGenerationError:
             if watch.gone:
                 raise ClientDisconnectedError from None
+            raise
+        except asyncio.CancelledError:
+            record.finish(Outcome.ERROR)
+            await send_error(send, UnavailableError("the server is stopping"))
             raise
         reply = generation.reply()
         body = _encode_json([reply] if self._endpoint is Endpoint.COMPAT else reply)
