@@ -29,9 +29,13 @@ if TYPE_CHECKING:
 
 _KIB = 1024
 _CALL_COST_BYTES = 256 * _KIB
-"""Keys and values that can be copied in the time of one attention call, with one thread.
+"""Keys and values that one thread can copy in the time of one attention call.
 
-Two threads copy twice as much. Measured on an EPYC 9005 core: a call is 11 us before it reads anything.
+Measured on an EPYC 9005 core: a call takes 11 us before it reads anything.
+"""
+_CALL_COST_BYTES_THREADED = 1024 * _KIB
+"""The same with several threads, which a call must wake: 512 KiB while idle threads spin, as OpenMP
+does by default, and 2 MiB while they sleep (`OMP_WAIT_POLICY=PASSIVE`); this lies between.
 """
 _GROUP_BYTES = 4096 * _KIB
 """Most bytes gathered at once, so that they are still in the cache when they are attended to."""
@@ -133,7 +137,8 @@ class TorchDecode:
         dtype: torch.dtype = getattr(torch, problem.dtype)
         on_cpu = device.type == "cpu"
         if call_bytes is None and on_cpu:
-            call_bytes = _CALL_COST_BYTES * min(torch.get_num_threads(), 2)
+            threaded = torch.get_num_threads() > 1
+            call_bytes = _CALL_COST_BYTES_THREADED if threaded else _CALL_COST_BYTES
         elif call_bytes is None:
             call_bytes = _GPU_CALL_COST_BYTES
         group_bytes = _GROUP_BYTES if on_cpu else _GPU_GROUP_BYTES
@@ -155,7 +160,9 @@ class TorchDecode:
         most = max((gather.slots.numel() for gather in self._gathers), default=0)
         row = problem.num_kv_heads * problem.head_dim
         # Allocated once per step: a buffer per layer would fault its pages in every time.
-        self._scratch = torch.empty((2, most, row), dtype=dtype, device=device) if most else None
+        # A normal tensor even when planned in inference mode, so that the plan can be run outside it.
+        with torch.inference_mode(mode=False):
+            self._scratch = torch.empty((2, most, row), dtype=dtype, device=device)
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
         """Write the attention of `q` over `kv` to `out`."""
@@ -188,7 +195,6 @@ class TorchDecode:
     def _attend_gathered(self, gather: Gather, q: Tensor, kv: Tensor, out: Tensor) -> None:
         problem = self._problem
         scratch = self._scratch
-        assert scratch is not None, "a plan with gathers has scratch"
         count = gather.slots.numel()
         cache = kv.view(2, -1, scratch.shape[2])
         shape = (gather.num_seqs, -1, problem.num_kv_heads, problem.head_dim)

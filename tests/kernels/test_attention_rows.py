@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import kernels
 from kernels.plan import AttentionProblem, Phase
 from kernels.registry import REGISTRY
 from kernels.testing import Layout, assert_no_worse_than, make_case
@@ -237,6 +238,23 @@ def test_decode_token_by_token_equals_prefill_in_one():
             whole, problem=problem(Phase.DECODE), batch=batch, q=whole.q[position : position + 1]
         )
         torch.testing.assert_close(one.run()[0], expected[position], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["planned normally", "planned in inference"])
+@pytest.mark.parametrize("run", [False, True], ids=["run normally", "run in inference"])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_plan_runs_in_and_outside_inference_mode(phase, planned, run):
+    with torch.inference_mode(mode=False):
+        case = make_case(problem(phase), [1] * 8, [20] * 8)
+    with torch.inference_mode(planned):
+        plan = kernels.plan_attention(case.problem, case.batch)
+    attend = kernels.decode_attention if phase is Phase.DECODE else kernels.prefill_attention
+
+    with torch.inference_mode(run):
+        out = torch.empty_like(case.q)
+        attend(case.q, case.kv, plan, out)
+
+    case.check(out)
 
 
 def test_decode_rows_without_tokens_become_zero():
