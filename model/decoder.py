@@ -14,9 +14,9 @@ from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, plan_att
 from model.attention import DenseAttention, PagedAttention
 from model.config import ModelConfig
 from model.kv_cache import KVCache
-from model.layers import DecoderLayer, LayerShape, LayerWeights, layer_forward
+from model.layers import DecoderLayer, LayerOps, LayerShape, layer_forward
+from model.linear import Linear, can_pack, packed_linear
 from model.metadata import AttentionMetadata
-from model.packed_linear import can_pack, linear, pack
 from model.rope import RotaryEmbedding
 
 
@@ -53,8 +53,8 @@ class DecoderLM(nn.Module):
         self._shape = LayerShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         )
-        self._weights: list[LayerWeights] | None = None
-        self._packed_head: Tensor | None = None
+        self._ops: list[LayerOps] | None = None
+        self._packed_head: Linear | None = None
 
     def forward(
         self,
@@ -80,13 +80,14 @@ class DecoderLM(nn.Module):
             assert kv_cache is None
             assert metadata is None
             rope = self.rope.dense(positions, hidden.dtype)
-            return self._run_layers(hidden, rope, self._dense_attention, self._collect_weights())
+            ops = self._ops if self.is_packed else None
+            return self._run_layers(hidden, rope, self._dense_attention, ops or self._plain_ops())
         capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
         self.rope.reserve(capacity, hidden.dtype, hidden.device)
         attention = PagedAttention(self.config, kv_cache, metadata)
-        if self._weights is None:
-            self._weights = self._collect_weights()
-        return self._run_layers(hidden, self.rope.table(positions), attention, self._weights)
+        if self._ops is None:
+            self._ops = self._plain_ops()
+        return self._run_layers(hidden, self.rope.table(positions), attention, self._ops)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Score the vocabulary.
@@ -98,8 +99,10 @@ class DecoderLM(nn.Module):
             [..., vocab_size] in the parameters' dtype.
         """
         if self._packed_head is not None:
-            return linear(hidden, self._packed_head, None)
-        return linear(hidden, self.embed_tokens if self.lm_head is None else self.lm_head, None)
+            return self._packed_head(hidden)
+        return functional.linear(
+            hidden, self.embed_tokens if self.lm_head is None else self.lm_head
+        )
 
     def pack(self) -> None:
         """Bring the matrices into the CPU's fastest layout, for serving only; a no-op elsewhere.
@@ -108,16 +111,12 @@ class DecoderLM(nn.Module):
         embedding is still read row by row; everything else is replaced.
         """
         embeddings = self.embed_tokens
-        if not can_pack(embeddings.dtype, embeddings.device):
+        if self.is_packed or not can_pack(embeddings.dtype, embeddings.device):
             return
-        with torch.no_grad():
-            self._packed_head = pack(embeddings if self.lm_head is None else self.lm_head)
-            self.lm_head = None
-            for layer in self.layers:
-                for name, parameter in layer.named_parameters():
-                    if parameter.ndim > 1:
-                        setattr(layer, name, nn.Parameter(pack(parameter), requires_grad=False))
-        self._weights = None
+        head = embeddings if self.lm_head is None else self.lm_head
+        self._packed_head = packed_linear(head, None)
+        self.lm_head = None
+        self._ops = [layer.pack() for layer in self._decoder_layers()]
 
     @property
     def is_packed(self) -> bool:
@@ -203,11 +202,14 @@ class DecoderLM(nn.Module):
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
         attend: DenseAttention | PagedAttention,
-        weights: list[LayerWeights],
+        ops: list[LayerOps],
     ) -> Tensor:
-        for layer, layer_weights in enumerate(weights):
-            hidden = layer_forward(layer, layer_weights, self._shape, hidden, rope, attend)
+        for layer, layer_ops in enumerate(ops):
+            hidden = layer_forward(layer, layer_ops, self._shape, hidden, rope, attend)
         return rms_norm(hidden, self.norm, self._shape.eps)
 
-    def _collect_weights(self) -> list[LayerWeights]:
-        return [layer.weights() for layer in self.layers if isinstance(layer, DecoderLayer)]
+    def _plain_ops(self) -> list[LayerOps]:
+        return [layer.ops() for layer in self._decoder_layers()]
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

@@ -1,7 +1,7 @@
 """One decoder layer: its parameters as a module, its computation as functions of tensors.
 
-The functions take a plain tuple of weights, because looking a parameter up on a module costs 0.3 us
-and calling a module 1 us: 20 us a layer, a tenth of a small model's step on the CPU.
+The functions take a plain tuple, because looking a parameter up on a module costs 0.3 us and calling
+a module 1 us: 20 us a layer, a tenth of a small model's step on the CPU.
 Knows nothing of caches or plans: attention comes in as a function.
 """
 
@@ -15,30 +15,23 @@ from torch import Tensor, nn
 
 from kernels import apply_rope, rms_norm, silu_and_mul
 from model.config import ModelConfig
-from model.packed_linear import linear
+from model.linear import Linear, packed_linear, plain_linear
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [..., H, D], k [..., K, D], v [..., K, D]) -> [..., H, D]; q, k, v contiguous in D."""
 
 
-class LayerWeights(NamedTuple):
-    """The tensors of one layer; biases and norms a family does not have are None.
-
-    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up.
-    """
+class LayerOps(NamedTuple):
+    """One layer's weights, the matrices bound to their multiplication (see `model.linear`)."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
-    output_bias: Tensor | None
+    output: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class LayerShape(NamedTuple):
@@ -51,7 +44,11 @@ class LayerShape(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Holds one layer's parameters; `layer_forward` computes with them."""
+    """Holds one layer's parameters; `layer_forward` computes with them.
+
+    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up. Biases and
+    norms that a family does not have are None.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -75,14 +72,30 @@ class DecoderLayer(nn.Module):
         self.down = empty(hidden, inner)
         self.down_bias = empty(hidden) if config.mlp_bias else None
 
-    def weights(self) -> LayerWeights:
-        """Collect the parameters; the tuple stays valid while they are changed in place."""
-        return LayerWeights(*(getattr(self, name) for name in LayerWeights._fields))
+    def ops(self, bind: Callable[[Tensor, Tensor | None], Linear] = plain_linear) -> LayerOps:
+        """Bind the parameters; plain ones stay valid while the parameters are changed in place."""
+        return LayerOps(
+            input_norm=self.input_norm,
+            qkv=bind(self.qkv, self.qkv_bias),
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            output=bind(self.output, self.output_bias),
+            mlp_norm=self.mlp_norm,
+            gate_up=bind(self.gate_up, self.gate_up_bias),
+            down=bind(self.down, self.down_bias),
+        )
+
+    def pack(self) -> LayerOps:
+        """Bind copies of the matrices in the CPU's layout and give up the originals."""
+        packed = self.ops(packed_linear)
+        for name in ("qkv", "output", "gate_up", "down"):
+            self.register_parameter(name, None)
+        return packed
 
 
 def layer_forward(
     layer: int,
-    weights: LayerWeights,
+    ops: LayerOps,
     shape: LayerShape,
     hidden: Tensor,
     rope: tuple[Tensor, Tensor],
@@ -92,7 +105,7 @@ def layer_forward(
 
     Args:
         layer: index, handed to `attend`.
-        weights: of this layer.
+        ops: of this layer.
         shape: of all layers.
         hidden: [..., hidden_size].
         rope: cos and sin as `kernels.apply_rope` takes them.
@@ -101,26 +114,23 @@ def layer_forward(
     Returns:
         [..., hidden_size], a new tensor.
     """
-    normed = rms_norm(hidden, weights.input_norm, shape.eps)
-    q, k, v = _qkv(weights, shape, normed, rope)
-    attended = attend(layer, q, k, v).flatten(-2)
-    hidden = hidden + linear(attended, weights.output, weights.output_bias)
-    normed = rms_norm(hidden, weights.mlp_norm, shape.eps)
-    gated = silu_and_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
-    return hidden + linear(gated, weights.down, weights.down_bias)
+    q, k, v = _qkv(ops, shape, rms_norm(hidden, ops.input_norm, shape.eps), rope)
+    hidden = hidden + ops.output(attend(layer, q, k, v).flatten(-2))
+    gated = silu_and_mul(ops.gate_up(rms_norm(hidden, ops.mlp_norm, shape.eps)))
+    return hidden + ops.down(gated)
 
 
 def _qkv(
-    weights: LayerWeights, shape: LayerShape, normed: Tensor, rope: tuple[Tensor, Tensor]
+    ops: LayerOps, shape: LayerShape, normed: Tensor, rope: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Project, normalise per head where the family does, and rotate queries and keys together."""
     num_heads, num_kv_heads, head_dim, eps = shape
-    projected = linear(normed, weights.qkv, weights.qkv_bias)
+    projected = ops.qkv(normed)
     projected = projected.view(*projected.shape[:-1], num_heads + 2 * num_kv_heads, head_dim)
     rotating, v = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], -2)
-    if weights.q_norm is not None and weights.k_norm is not None:
+    if ops.q_norm is not None and ops.k_norm is not None:
         q, k = torch.split(rotating, [num_heads, num_kv_heads], -2)
-        q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
+        q, k = rms_norm(q, ops.q_norm, eps), rms_norm(k, ops.k_norm, eps)
         rotating = torch.cat((q, k), -2)
     q, k = torch.split(apply_rope(rotating, *rope), [num_heads, num_kv_heads], -2)
     return q, k, v

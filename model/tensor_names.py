@@ -46,9 +46,7 @@ def named_slices(model: DecoderLM) -> dict[str, Tensor]:
     slices = {"model.embed_tokens.weight": model.embed_tokens.detach()}
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
-        for parameter, weight in layer.weights()._asdict().items():
-            if weight is None:
-                continue
+        for parameter, weight in layer.named_parameters():
             names = _LAYER_NAMES[parameter]
             whole = weight.detach()
             parts = (whole,) if len(names) == 1 else whole.split_with_sizes(rows[len(names)])

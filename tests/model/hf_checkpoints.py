@@ -27,6 +27,7 @@ class Case:
     family: str
     changes: dict = dataclasses.field(default_factory=dict)
     shard_size: str = "5GB"
+    rounded: bool = False  # to bfloat16, though the files hold float32
 
     def config(self):
         return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
@@ -42,6 +43,8 @@ class Case:
                     parameter.uniform_(0.5, 1.5)
                 else:
                     parameter.normal_(0, 0.2)
+                if self.rounded:
+                    parameter.copy_(parameter.bfloat16())
         return model.eval()
 
     def save(self, folder):
@@ -64,6 +67,7 @@ CASES = {
     "llama tied": Case("Llama", {"tie_word_embeddings": True}),
     "llama tied sharded": Case("Llama", {"tie_word_embeddings": True}, shard_size="40KB"),
     "llama biases": Case("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama rounded": Case("Llama", {"attention_bias": True}, rounded=True),
     "llama mqa": Case("Llama", {"num_key_value_heads": 1}),
     "llama mha": Case("Llama", {"num_key_value_heads": 4}),
     "llama head_dim": Case("Llama", {"head_dim": 24}),
@@ -114,6 +118,9 @@ CASES = {
         "Qwen2", _layers(3, use_sliding_window=True, sliding_window=16, max_window_layers=1)
     ),
     "qwen3": Case("Qwen3", {"head_dim": 32}),
+    "qwen3 rounded tied": Case(
+        "Qwen3", {"head_dim": 32, "tie_word_embeddings": True}, rounded=True
+    ),
     "qwen3 tied biases": Case(
         "Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}
     ),
