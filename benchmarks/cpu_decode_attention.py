@@ -2,16 +2,17 @@
 
 Times one layer's call, Python included, for each way and for what the plan chooses, and the ways of a
 prefill chunk. One thread is timed by its own clock, so that a busy machine does not blur it. Two threads
-are timed by the wall clock in rounds of half a millisecond, and the best counts: another process on
-either core costs a round milliseconds. Each row keeps the median too; far above the best, it says that
-the machine was not idle.
+are timed by the wall clock, and one process on either core costs them milliseconds a call: a problem on
+which the system took a core away is measured again after a while, and its rows say `"disturbed": true`
+if it never was undisturbed.
 
-    python -m benchmarks.cpu_decode_attention [--seconds 0.1] [--threads 1 2]
+    python -m benchmarks.cpu_decode_attention [--seconds 0.1] [--threads 1 2] [--patience 300]
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 SHAPES = {"bundled": (6, 2, 64), "qwen3-0.6b": (16, 8, 128)}
 RAGGED = [2048, 64, 700, 128, 1024, 90, 300, 512]
 MICRO = 1e6
+MOST_SWITCHES_PER_SECOND = 40
+"""Involuntary context switches above which other processes compete for the cores: an idle machine has
+below 10, a contended one above 200."""
 
 
 def naive_decode(case: PagedCase) -> Callable[[], object]:
@@ -104,35 +108,61 @@ def sdpa_prefill(case: PagedCase) -> Callable[[], object]:
     return run
 
 
-def measure(
-    ways: dict[str, Callable[[], object]], seconds: float
-) -> dict[str, tuple[float, float]]:
-    """Time the ways in turn, round by round.
+class Stopwatch:
+    """Times ways side by side.
 
-    Returns:
-        Microseconds of the best and of the median round, for each way.
+    Attributes:
+        seconds: for each way of a problem.
+        patience: seconds left for measuring disturbed problems again.
     """
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    repeats: dict[str, int] = {}
-    for name, way in ways.items():
-        durations = []
-        for _ in range(5):
-            start = clock()
-            way()
-            durations.append(clock() - start)
-        repeats[name] = max(1, int(0.0005 / min(durations)))
-    rounds: dict[str, list[float]] = {name: [] for name in ways}
-    end = time.perf_counter() + seconds * len(ways)
-    while time.perf_counter() < end or len(rounds[name]) < 5:
+
+    def __init__(self, seconds: float, patience: float) -> None:
+        self.seconds = seconds
+        self.patience = patience
+
+    def measure(self, ways: dict[str, Callable[[], object]]) -> dict[str, dict[str, Any]]:
+        """Time the ways in turn, round by round; microseconds of the best and the median round."""
+        while True:
+            start = time.perf_counter()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+            rounds = self._rounds(ways)
+            switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before
+            rate = switches / (time.perf_counter() - start)
+            disturbed = torch.get_num_threads() > 1 and rate > MOST_SWITCHES_PER_SECOND
+            if not disturbed or self.patience <= 0:
+                break
+            time.sleep(1)
+            self.patience -= time.perf_counter() - start
+        return {
+            name: {"us": round(min(times), 1), "us_p50": round(statistics.median(times), 1)}
+            | ({"disturbed": True} if disturbed else {})
+            for name, times in rounds.items()
+        }
+
+    def _rounds(self, ways: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        repeats: dict[str, int] = {}
         for name, way in ways.items():
-            start = clock()
-            for _ in range(repeats[name]):
+            durations = []
+            for _ in range(5):
+                start = clock()
                 way()
-            rounds[name].append((clock() - start) / repeats[name] * MICRO)
-    return {name: (min(times), statistics.median(times)) for name, times in rounds.items()}
+                durations.append(clock() - start)
+            repeats[name] = max(1, int(0.0005 / min(durations)))
+        rounds: dict[str, list[float]] = {name: [] for name in ways}
+        end = time.perf_counter() + self.seconds * len(ways)
+        while time.perf_counter() < end or min(map(len, rounds.values())) < 5:
+            for name, way in ways.items():
+                start = clock()
+                for _ in range(repeats[name]):
+                    way()
+                rounds[name].append((clock() - start) / repeats[name] * MICRO)
+        return rounds
 
 
-def decode_rows(shape: str, dtype: str, lengths: list[int], layout: Layout, seconds: float) -> Any:  # noqa: ANN401
+def decode_rows(
+    shape: str, dtype: str, lengths: list[int], layout: Layout, watch: Stopwatch
+) -> Any:  # noqa: ANN401
     """Time one batch; a row for each way."""
     heads, kv_heads, head_dim = SHAPES[shape]
     problem = AttentionProblem(Phase.DECODE, dtype, heads, kv_heads, head_dim, 16, head_dim**-0.5)
@@ -157,15 +187,14 @@ def decode_rows(shape: str, dtype: str, lengths: list[int], layout: Layout, seco
             "dtype": dtype,
             "threads": torch.get_num_threads(),
             "kernel": name,
-            "us": round(best, 1),
-            "us_p50": round(median, 1),
-            "gbs": round(num_bytes / best / 1e3, 2),
+            **times,
+            "gbs": round(num_bytes / times["us"] / 1e3, 2),
         }
-        for name, (best, median) in measure(ways, seconds).items()
+        for name, times in watch.measure(ways).items()
     ]
 
 
-def prefill_rows(shape: str, dtype: str, queries: int, history: int, seconds: float) -> Any:  # noqa: ANN401
+def prefill_rows(shape: str, dtype: str, queries: int, history: int, watch: Stopwatch) -> Any:  # noqa: ANN401
     """Time one chunk of one sequence; a row for each way."""
     heads, kv_heads, head_dim = SHAPES[shape]
     problem = AttentionProblem(Phase.PREFILL, dtype, heads, kv_heads, head_dim, 16, head_dim**-0.5)
@@ -185,11 +214,10 @@ def prefill_rows(shape: str, dtype: str, queries: int, history: int, seconds: fl
             "dtype": dtype,
             "threads": torch.get_num_threads(),
             "kernel": name,
-            "us": round(best, 1),
-            "us_p50": round(median, 1),
-            "tflops": round(4 * pairs * head_dim * heads / best / MICRO, 4),
+            **times,
+            "tflops": round(4 * pairs * head_dim * heads / times["us"] / MICRO, 4),
         }
-        for name, (best, median) in measure(ways, seconds).items()
+        for name, times in watch.measure(ways).items()
     ]
 
 
@@ -203,7 +231,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             f"{row['phase']:8}{row['shape']:11}{row['dtype']:9} threads {row['threads']} "
             f"{row['batch']} x {size!s:6} {where:11}"
         )
-        lines.setdefault(key, []).append(f"{row['kernel']} {row['us']:.0f}")
+        mark = " (disturbed)" if row.get("disturbed") else ""
+        lines.setdefault(key, []).append(f"{row['kernel']} {row['us']:.0f}{mark}")
     for key, cells in lines.items():
         print(key, "   ".join(cells))
 
@@ -213,7 +242,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.1, help="time per way and shape")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--patience", type=float, default=300, help="seconds for measuring disturbed problems again"
+    )
     arguments = parser.parse_args()
+    watch = Stopwatch(arguments.seconds, arguments.patience)
     rows: list[dict[str, Any]] = []
     batches = [[length] * batch for batch in (1, 8) for length in (64, 256, 1024, 2048)]
     with torch.inference_mode():
@@ -222,14 +255,12 @@ def main() -> None:
             for shape in SHAPES:
                 for dtype in ("float32", "bfloat16"):
                     for lengths in [*batches, RAGGED]:
-                        rows += decode_rows(
-                            shape, dtype, lengths, Layout.CONTIGUOUS, arguments.seconds
-                        )
+                        rows += decode_rows(shape, dtype, lengths, Layout.CONTIGUOUS, watch)
                     for layout in (Layout.TWO_RUNS, Layout.FRAGMENTED):
                         for lengths in ([1024], [1024] * 8):
-                            rows += decode_rows(shape, dtype, lengths, layout, arguments.seconds)
+                            rows += decode_rows(shape, dtype, lengths, layout, watch)
                     for queries, history in ((16, 0), (128, 0), (512, 0), (8, 512), (512, 1024)):
-                        rows += prefill_rows(shape, dtype, queries, history, arguments.seconds)
+                        rows += prefill_rows(shape, dtype, queries, history, watch)
     write_report("attention", rows)
     print_table(rows)
 
