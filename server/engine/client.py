@@ -363,7 +363,8 @@ class EngineClient:
             stream._push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))  # noqa: SLF001
 
     def _on_start_failure(self, error: str) -> None:
-        self.phase = error
+        # Clients see the phase; the error may name paths of this machine and goes to the log alone.
+        self.phase = "the engine could not start"
         if self.info is not None:
             log.error("the engine cannot start again: %s", error)
         elif self._started is not None and not self._started.done():
