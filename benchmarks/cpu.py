@@ -1,7 +1,8 @@
 """How fast is the bundled model on this CPU, beside `transformers` on the same checkpoint and dtype?
 
 Four questions in one run: one stream beside `transformers`' generate; eight requests beside one;
-the HTTP path beside the engine alone; time until ready. Rounds alternate between the contenders, so that a busy machine slows all of them.
+the HTTP path beside the engine alone; time until ready. Rounds alternate between the contenders, so
+that a busy machine slows all of them; all run with the number of threads that the engine chooses.
 
     python -m benchmarks.cpu [--rounds 5] [--tokens 256] [--dtype float32]
 """
@@ -22,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from model.tokenizer import Tokenizer
 
 from benchmarks.report import write_report
 from model.hub import resolve
+from model.tokenizer import Tokenizer
 from server.engine.local import LocalEngine
 from server.engine.protocol import EngineConfig
 from server.engine.request import GenerateRequest, SamplingParams

@@ -3,7 +3,7 @@
 Random weights of three shapes; every sequence has the same context. The engine, the sampler and the
 tokenizer are not part of it.
 
-    python -m benchmarks.forward [--threads 1 2] [--sequences 1 8] [--context 200] [--shapes bundled]
+    python -m benchmarks.forward [--threads 1 2] [--sequences 1 8] [--context 200] [--shapes bundled 600M]
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BLOCK_SIZE = 16
-ROUNDS = 15
+REPEATS = 4
+MIN_ROUNDS = 5
 
 SHAPES: dict[str, dict[str, Any]] = {
     "bundled": {
@@ -57,6 +58,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qk_norm": True,
     },
 }
+
+VARIANTS = (
+    (torch.float32, "row-major"),
+    (torch.float32, "float32 blocks"),
+    (torch.float32, "float16 blocks"),
+    (torch.bfloat16, "row-major"),
+    (torch.bfloat16, "bfloat16 blocks"),
+    (torch.float16, "row-major"),
+)
 
 
 def decode_step(model: DecoderLM, sequences: int, context: int) -> Callable[[], torch.Tensor]:
@@ -91,28 +101,40 @@ def decode_step(model: DecoderLM, sequences: int, context: int) -> Callable[[], 
     return run
 
 
-def milliseconds(step: Callable[[], torch.Tensor]) -> dict[str, float]:
-    """Time a step in rounds of at least 50 ms.
+def milliseconds(step: Callable[[], torch.Tensor], seconds: float) -> dict[str, float]:
+    """Time a step in short rounds, so that some fall between other programs' work.
 
     `cpu_ms` is the calling thread's own time, which a busy machine disturbs less; with one thread it
     is the whole cost.
     """
-    start = time.perf_counter()
     for _ in range(3):
         step()
-    repeats = max(1, round(0.05 / ((time.perf_counter() - start) / 3)))
-    wall, cpu = [], []
-    for _ in range(ROUNDS):
+    wall: list[float] = []
+    cpu: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(wall) < MIN_ROUNDS or time.perf_counter() < end:
         start, cpu_start = time.perf_counter(), time.thread_time()
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             step()
-        wall.append((time.perf_counter() - start) / repeats * 1e3)
-        cpu.append((time.thread_time() - cpu_start) / repeats * 1e3)
+        wall.append((time.perf_counter() - start) / REPEATS * 1e3)
+        cpu.append((time.thread_time() - cpu_start) / REPEATS * 1e3)
     return {
         "min_ms": round(min(wall), 3),
         "median_ms": round(statistics.median(wall), 3),
         "cpu_ms": round(min(cpu), 3),
     }
+
+
+def build(config: ModelConfig, dtype: torch.dtype, weights: str) -> DecoderLM:
+    """Make a model of random weights in the layout named."""
+    model = DecoderLM(config, dtype).requires_grad_(requires_grad=False)
+    model.init_weights(seed=0)
+    if weights == "float16 blocks":
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    if weights != "row-major":
+        model.pack()
+    return model
 
 
 def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -125,28 +147,22 @@ def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             tie_word_embeddings=True,
             **SHAPES[shape],
         )
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for packed in (True, False):
-                model = DecoderLM(config, dtype).requires_grad_(requires_grad=False)
-                model.init_weights(seed=0)
-                if packed:
-                    model.pack()
-                if packed != model.is_packed:
-                    continue
-                for threads in arguments.threads:
-                    torch.set_num_threads(threads)
-                    for sequences in arguments.sequences:
-                        step = decode_step(model, sequences, arguments.context)
-                        result.append(
-                            {
-                                "shape": shape,
-                                "dtype": str(dtype).removeprefix("torch."),
-                                "weights": "blocked" if packed else "row-major",
-                                "threads": threads,
-                                "sequences": sequences,
-                                **milliseconds(step),
-                            }
-                        )
+        for dtype, weights in VARIANTS:
+            model = build(config, dtype, weights)
+            for threads in arguments.threads:
+                torch.set_num_threads(threads)
+                for sequences in arguments.sequences:
+                    step = decode_step(model, sequences, arguments.context)
+                    result.append(
+                        {
+                            "shape": shape,
+                            "dtype": str(dtype).removeprefix("torch."),
+                            "weights": weights,
+                            "threads": threads,
+                            "sequences": sequences,
+                            **milliseconds(step, arguments.seconds),
+                        }
+                    )
     return result
 
 
@@ -157,6 +173,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
     arguments = parser.parse_args()
     with torch.inference_mode():
         write_report("forward", rows(arguments))

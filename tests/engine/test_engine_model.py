@@ -128,7 +128,9 @@ def test_a_seeded_draw_does_not_depend_on_the_neighbours(checkpoint):
     neighbours = [greedy(i, random_prompt(rng, 1, 50), 30) for i in range(12)]
 
     alone = make_engine(checkpoint).generate([request])[0]
-    among = make_engine(checkpoint, max_num_batched_tokens=32, max_num_seqs=32).generate([*neighbours, request])[-1]
+    among = make_engine(checkpoint, max_num_batched_tokens=32, max_num_seqs=32).generate(
+        [*neighbours, request]
+    )[-1]
 
     assert tokens(alone) == tokens(among)
 
