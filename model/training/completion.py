@@ -1,0 +1,75 @@
+"""Greedy completions of many prompts at once, over the paged cache.
+
+The recipe measures itself with this; serving has its own engine. Knows token ids, not text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import PagedBatch
+from model.decoder import DecoderLM
+from model.kv_cache import KVCache
+
+BLOCK_SIZE = 16
+
+
+@torch.no_grad()
+def complete_greedily(
+    model: DecoderLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, end_id: int
+) -> list[list[int]]:
+    """Continue each prompt by its most likely tokens.
+
+    Args:
+        model: in evaluation mode.
+        prompts: token ids, none empty; every prompt and its completion fit the context.
+        max_new_tokens: per prompt, at least 1.
+        end_id: ends a completion; not part of the result.
+
+    Returns:
+        The new token ids of each prompt.
+    """
+    device, dtype = model.embed_tokens.device, model.embed_tokens.dtype
+    config = model.config
+    lengths = [len(prompt) for prompt in prompts]
+    blocks = -(-(max(lengths) + max_new_tokens) // BLOCK_SIZE)
+    cache = KVCache(
+        config.num_layers,
+        blocks * len(prompts),
+        BLOCK_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        dtype,
+        device,
+    )
+    table = torch.arange(blocks * len(prompts), dtype=torch.int32, device=device)
+    table = table.view(len(prompts), blocks)
+    ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    counts = torch.tensor(lengths, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    rows = torch.repeat_interleave(torch.arange(len(prompts), device=device), counts)
+    seen = counts.clone()
+    chosen: list[Tensor] = []
+    for step in range(max_new_tokens):
+        batch = PagedBatch(
+            cu_seqlens_q=torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32),
+            seq_lens=seen.to(torch.int32),
+            block_table=table,
+            max_seqlen_q=max(lengths) if step == 0 else 1,
+            max_seqlen_k=max(lengths) + step,
+        )
+        slots = table[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        prefill, decode = (batch, None) if step == 0 else (None, batch)
+        metadata = model.attention_metadata(slots.to(torch.int32), BLOCK_SIZE, decode, prefill)
+        hidden = model(ids, positions, cache, metadata)
+        ids = model.logits(hidden[counts.cumsum(0) - 1]).argmax(-1)
+        chosen.append(ids)
+        positions, rows = seen, torch.arange(len(prompts), device=device)
+        counts, seen = torch.ones_like(counts), seen + 1
+        if step % BLOCK_SIZE == 0 and bool((torch.stack(chosen) == end_id).any(0).all()):
+            break
+    columns = torch.stack(chosen, 1).tolist()
+    return [row[: row.index(end_id)] if end_id in row else row for row in columns]

@@ -1,0 +1,91 @@
+"""The decoder as it is trained: the serving model plus dropout, and its losses.
+
+Knows tensors and the model; nothing of data, files or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.attention import DenseAttention, PagedAttention
+from model.config import ModelConfig
+from model.decoder import DecoderLM
+from model.layers import LayerOps, layer_forward
+
+
+class TrainedLM(DecoderLM):
+    """A `DecoderLM` that regularises while `training` is set, and is the same model otherwise.
+
+    Dropout acts on the embedding and on what each layer adds to the residual stream.
+    """
+
+    def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
+        super().__init__(config, torch.float32, device)
+        self.dropout = dropout
+
+    def _run_layers(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: DenseAttention | PagedAttention,
+        ops: list[LayerOps],
+    ) -> Tensor:
+        if not self.training or self.dropout == 0:
+            return super()._run_layers(hidden, rope, attend, ops)
+        hidden = functional.dropout(hidden, self.dropout)
+        for layer, layer_ops in enumerate(ops):
+            after = layer_forward(layer, layer_ops, self._shape, hidden, rope, attend)
+            hidden = hidden + functional.dropout(after - hidden, self.dropout)
+        return functional.rms_norm(hidden, self.norm.shape, self.norm, self._shape.eps)
+
+
+def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:
+    """Score every next token.
+
+    Args:
+        model: on the device of `ids`.
+        ids: int64 [R, L].
+
+    Returns:
+        [R, L, vocab_size] in the autocast dtype.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    return model.logits(model(ids, positions))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood in nats of int64 targets [R, L] under logits [R, L, V]."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def training_loss(
+    model: DecoderLM, rows: Tensor, teachers: Sequence[DecoderLM], distill_weight: float
+) -> Tensor:
+    """Cross-entropy with the text, mixed with that of the teachers' averaged prediction.
+
+    Args:
+        model: the one that learns.
+        rows: int64 [R, L + 1]; each token but the first is a target.
+        teachers: models over the same vocabulary; may be empty.
+        distill_weight: share of the teachers' term, in [0, 1].
+
+    Returns:
+        Scalar, nats per token, float32.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", at temperature 1.
+    """
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    logits = model_logits(model, inputs)
+    loss = cross_entropy(logits, targets)
+    if not teachers:
+        return loss
+    with torch.no_grad():
+        expected = torch.stack(
+            [model_logits(teacher, inputs).float().softmax(-1) for teacher in teachers]
+        ).mean(0)
+    soft = functional.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1))
+    return distill_weight * soft + (1 - distill_weight) * loss

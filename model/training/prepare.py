@@ -1,0 +1,124 @@
+"""Prepare the training data: `python -m model.training.prepare --output build/training-data`.
+
+Writes a folder that `train` and `evaluate` read: the tokenizer, the encoded streams, the held-out
+files as text and a manifest that says exactly what was used. Knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import platform
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from model.training.corpus import Corpus, SourceFile, build_corpus
+from model.training.tokenization import encode_documents, save_tokenizer, train_tokenizer
+
+STREAMS = ("library", "tests", "library_fragments", "test_fragments")
+CONTEXT_LENGTH = 2048
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the preparation from command-line arguments (default: `sys.argv`)."""
+    options = _parse(arguments)
+    output: Path = options.output
+    output.mkdir(parents=True, exist_ok=True)
+    folders = options.stdlib or [Path(sysconfig.get_paths()["stdlib"])]
+    print("reading", *folders)
+    corpus = build_corpus(folders, options.held_out_share, options.seed)
+    print("training the tokenizer")
+    tokenizer = train_tokenizer(
+        [file.text for file in (*corpus.library, *corpus.tests)], options.vocab_size
+    )
+    save_tokenizer(tokenizer, output, CONTEXT_LENGTH)
+    texts = {
+        "library": [file.text for file in corpus.library],
+        "tests": [file.text for file in corpus.tests],
+        "library_fragments": list(corpus.library_fragments),
+        "test_fragments": list(corpus.test_fragments),
+    }
+    arrays: dict[str, np.ndarray] = {}
+    for name in STREAMS:
+        tokens, starts = encode_documents(tokenizer, texts[name])
+        arrays[name], arrays[f"{name}_starts"] = tokens, starts.astype(np.uint32)
+        print(f"{name}: {len(starts)} documents, {len(tokens)} tokens")
+    np.savez(output / "tokens.npz", **arrays)  # type: ignore[arg-type]
+    _write_held_out(corpus, output)
+    manifest = _manifest(corpus, arrays, folders, options)
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    print(f"wrote {output}")
+
+
+def read_held_out(folder: Path) -> list[SourceFile]:
+    """Read the held-out files that `prepare` set apart in `folder`."""
+    entries = json.loads((folder / "held_out.json").read_text())
+    return [SourceFile(**entry) for entry in entries]
+
+
+def xz_bytes(text: str) -> int:
+    """Return the size of `text` in bytes after `xz -9e`."""
+    return len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--stdlib",
+        type=Path,
+        action="append",
+        help="a standard library folder; repeat for more versions, the primary one first "
+        "(default: the running interpreter's)",
+    )
+    parser.add_argument("--output", type=Path, default=Path("build/training-data"))
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--held-out-share", type=float, default=0.04)
+    parser.add_argument("--seed", type=int, default=0, help="chooses the held-out files")
+    return parser.parse_args(arguments)
+
+
+def _write_held_out(corpus: Corpus, output: Path) -> None:
+    entries = [
+        {"version": file.version, "path": file.path, "text": file.text} for file in corpus.held_out
+    ]
+    (output / "held_out.json").write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def _manifest(
+    corpus: Corpus,
+    arrays: dict[str, np.ndarray],
+    folders: Sequence[Path],
+    options: argparse.Namespace,
+) -> dict[str, object]:
+    def summary(files: Sequence[SourceFile]) -> dict[str, int]:
+        return {"files": len(files), "bytes": sum(len(file.text.encode()) for file in files)}
+
+    def fragments(texts: Sequence[str]) -> dict[str, int]:
+        return {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+
+    return {
+        "versions": [folder.name for folder in folders],
+        "prepared_with": f"CPython {platform.python_version()}",
+        "seed": options.seed,
+        "held_out_share": options.held_out_share,
+        "vocab_size": options.vocab_size,
+        "library": summary(corpus.library),
+        "tests": summary(corpus.tests),
+        "library_fragments": fragments(corpus.library_fragments),
+        "test_fragments": fragments(corpus.test_fragments),
+        "tokens": {name: len(arrays[name]) for name in STREAMS},
+        "held_out": {
+            **summary(corpus.held_out),
+            "library_bytes": sum(len(f.text.encode()) for f in corpus.held_out if not f.is_test),
+            "paths": [file.path for file in corpus.held_out],
+        },
+        "dropped_files": corpus.dropped,
+    }
+
+
+if __name__ == "__main__":
+    main()
