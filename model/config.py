@@ -165,7 +165,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Write the configuration as `config.json` holds it, in the form every version reads."""
-        from model.config_reader import to_dict  # noqa: PLC0415 - the reader imports this module
+        from model.config_writer import to_dict  # noqa: PLC0415 - the writer imports this module
 
         return to_dict(self)
 

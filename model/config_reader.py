@@ -7,17 +7,17 @@ refused by name before any weight is opened. Knows no tensors.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any, Final
 
 from model.config import LayerType, ModelConfig, RopeConfig
 from model.errors import ModelFolderError, UnsupportedModelError
+from model.json_values import Values, read_json_object, shorten
 
 
 @dataclasses.dataclass(frozen=True)
-class _Family:
+class Family:
     """What one architecture fixes, and what its absent keys mean.
 
     The defaults are those of the family's configuration class in transformers, because
@@ -34,15 +34,15 @@ class _Family:
     slides_by_layer: bool = False
 
 
-_FAMILIES: Final = {
-    "LlamaForCausalLM": _Family("llama", qkv_bias=None, has_mlp_bias=True),
-    "MistralForCausalLM": _Family("mistral", qkv_bias=False, default_sliding_window=4096),
-    "Qwen2ForCausalLM": _Family("qwen2", qkv_bias=True, slides_by_layer=True),
-    "Qwen3ForCausalLM": _Family(
+FAMILIES: Final = {
+    "LlamaForCausalLM": Family("llama", qkv_bias=None, has_mlp_bias=True),
+    "MistralForCausalLM": Family("mistral", qkv_bias=False, default_sliding_window=4096),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, slides_by_layer=True),
+    "Qwen3ForCausalLM": Family(
         "qwen3", qkv_bias=None, default_head_dim=128, qk_norm=True, slides_by_layer=True
     ),
 }
-ARCHITECTURES: Final = tuple(_FAMILIES)
+ARCHITECTURES: Final = tuple(FAMILIES)
 ROPE_TYPES: Final = ("default", "linear", "dynamic", "yarn", "llama3")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -101,98 +101,6 @@ def read_folder(path: Path) -> ModelConfig:
         raise UnsupportedModelError(f"{file}: {error}") from None
 
 
-def read_json_object(file: Path, max_bytes: int) -> dict[str, Any]:
-    """Parse `file`, which must hold one JSON object of at most `max_bytes` bytes.
-
-    Raises:
-        ModelFolderError: the file cannot be read, is too large, or holds anything else.
-    """
-    try:
-        size = file.stat().st_size
-        if size > max_bytes:
-            raise ModelFolderError(f"{file} has {size} bytes; at most {max_bytes} are read")
-        value = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ModelFolderError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelFolderError(f"{file} must hold a JSON object, found {type(value).__name__}")
-    return value
-
-
-class _Values:
-    """Typed and bounded access to one JSON object; every complaint names key, value and limit."""
-
-    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
-        self.values = values
-        self._prefix = prefix
-
-    def _complain(self, key: str, wanted: str) -> ModelFolderError:
-        return ModelFolderError(
-            f"{self._prefix}{key} must be {wanted}, found {_short(self.values[key])}"
-        )
-
-    def _is_absent(self, key: str, *, required: bool) -> bool:
-        absent = self.values.get(key) is None
-        if absent and required:
-            raise ModelFolderError(f"{self._prefix}{key} is missing")
-        return absent
-
-    def integer(self, key: str, low: int, high: int) -> int:
-        self._is_absent(key, required=True)
-        value = self.values[key]
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._complain(key, f"a whole number from {low} to {high}")
-        return value
-
-    def integer_or(self, key: str, low: int, high: int, default: int) -> int:
-        return default if self._is_absent(key, required=False) else self.integer(key, low, high)
-
-    def number(self, key: str, low: float, high: float) -> float:
-        self._is_absent(key, required=True)
-        value = self.values[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:
-            raise self._complain(key, f"a number from {low:g} to {high:g}")
-        return float(value)
-
-    def number_or(self, key: str, low: float, high: float, default: float) -> float:
-        return default if self._is_absent(key, required=False) else self.number(key, low, high)
-
-    def flag(self, key: str, default: bool) -> bool:
-        if self._is_absent(key, required=False):
-            return default
-        if not isinstance(self.values[key], bool):
-            raise self._complain(key, "true or false")
-        return bool(self.values[key])
-
-    def text(self, key: str) -> str | None:
-        if self._is_absent(key, required=False):
-            return None
-        if not isinstance(self.values[key], str):
-            raise self._complain(key, "a text")
-        return str(self.values[key])
-
-    def object(self, key: str) -> dict[str, Any]:
-        if self._is_absent(key, required=False):
-            return {}
-        if not isinstance(self.values[key], dict):
-            raise self._complain(key, "an object")
-        return dict(self.values[key])
-
-    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        if self._is_absent(key, required=False):
-            return ()
-        value = self.values[key]
-        ids = value if isinstance(value, list) else [value]
-        for token in ids:
-            is_integer = isinstance(token, int) and not isinstance(token, bool)
-            if not is_integer or not 0 <= token < vocab_size:
-                raise self._complain(key, f"token ids from 0 to {vocab_size - 1}")
-        return tuple(ids)
-
-
 def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> ModelConfig:
     """Check the content of `config.json` and build the configuration from it.
 
@@ -200,9 +108,9 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> ModelCon
         ModelFolderError: a value is missing, of the wrong type or outside its limits.
         UnsupportedModelError: the architecture or a feature is not supported.
     """
-    values = _Values(config)
+    values = Values(config)
     architecture = _architecture(values)
-    family = _FAMILIES[architecture]
+    family = FAMILIES[architecture]
     _refuse_unsupported(values)
 
     hidden_size = values.integer("hidden_size", 1, 65_536)
@@ -238,7 +146,7 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> ModelCon
         eos_token_ids=tuple(
             dict.fromkeys(
                 values.token_ids("eos_token_id", vocab_size)
-                + _Values(generation_config, "generation_config.json: ").token_ids(
+                + Values(generation_config, "generation_config.json: ").token_ids(
                     "eos_token_id", vocab_size
                 )
             )
@@ -247,48 +155,48 @@ def parse(config: dict[str, Any], generation_config: dict[str, Any]) -> ModelCon
     )
 
 
-def _architecture(values: _Values) -> str:
+def _architecture(values: Values) -> str:
     named = values.values.get("architectures")
     model_type = values.text("model_type")
     if named is not None and not (
         isinstance(named, list) and all(isinstance(n, str) for n in named)
     ):
-        raise ModelFolderError(f"architectures must be a list of texts, found {_short(named)}")
+        raise ModelFolderError(f"architectures must be a list of texts, found {shorten(named)}")
     if named:
         name = str(named[0])
     elif model_type is not None:
-        by_type = {family.model_type: key for key, family in _FAMILIES.items()}
+        by_type = {family.model_type: key for key, family in FAMILIES.items()}
         name = by_type.get(model_type, model_type)
     else:
         raise ModelFolderError("architectures and model_type are both missing")
     supported = ", ".join(ARCHITECTURES)
-    if name not in _FAMILIES:
+    if name not in FAMILIES:
         raise UnsupportedModelError(
-            f"architecture {_short(name)} is not supported; supported are {supported}"
+            f"architecture {shorten(name)} is not supported; supported are {supported}"
         )
-    if model_type not in (None, _FAMILIES[name].model_type):
+    if model_type not in (None, FAMILIES[name].model_type):
         raise UnsupportedModelError(
-            f"architecture {name} with model_type {_short(model_type)} is not supported;"
-            f" {name} goes with model_type '{_FAMILIES[name].model_type}'"
+            f"architecture {name} with model_type {shorten(model_type)} is not supported;"
+            f" {name} goes with model_type '{FAMILIES[name].model_type}'"
         )
     return name
 
 
-def _refuse_unsupported(values: _Values) -> None:
+def _refuse_unsupported(values: Values) -> None:
     for key, harmless in _REFUSED_KEYS.items():
         value = values.values.get(key)
         if not any(value is h or (h is not None and value == h) for h in harmless):
             raise UnsupportedModelError(
-                f"{key} = {_short(value)} is not supported; pick another checkpoint"
+                f"{key} = {shorten(value)} is not supported; pick another checkpoint"
             )
     activation = values.text("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"hidden_act = {_short(activation)} is not supported; supported is 'silu'"
+            f"hidden_act = {shorten(activation)} is not supported; supported is 'silu'"
         )
 
 
-def _num_kv_heads(values: _Values, num_heads: int) -> int:
+def _num_kv_heads(values: Values, num_heads: int) -> int:
     num_kv_heads = values.integer_or("num_key_value_heads", 1, 1_024, num_heads)
     if num_heads % num_kv_heads:
         raise ModelFolderError(
@@ -298,7 +206,7 @@ def _num_kv_heads(values: _Values, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(values: _Values, family: _Family, hidden_size: int, num_heads: int) -> int:
+def _head_dim(values: Values, family: Family, hidden_size: int, num_heads: int) -> int:
     if values.values.get("head_dim") is None and family.default_head_dim is None:
         if hidden_size % num_heads:
             raise ModelFolderError(
@@ -313,18 +221,18 @@ def _head_dim(values: _Values, family: _Family, hidden_size: int, num_heads: int
     return head_dim
 
 
-def _dtype(values: _Values) -> str:
+def _dtype(values: Values) -> str:
     stated = values.text("dtype") or values.text("torch_dtype") or "float32"
     dtype = stated.removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedModelError(
-            f"dtype = {_short(stated)} is not supported; supported are {', '.join(DTYPES)}"
+            f"dtype = {shorten(stated)} is not supported; supported are {', '.join(DTYPES)}"
         )
     return dtype
 
 
 def _sliding(
-    values: _Values, family: _Family, num_layers: int
+    values: Values, family: Family, num_layers: int
 ) -> tuple[int | None, tuple[LayerType, ...]]:
     """Resolve the attention window and which layers have it.
 
@@ -362,7 +270,7 @@ def _sliding(
 
 
 def _explicit_layer_types(
-    values: _Values, family: _Family, derived: tuple[LayerType, ...]
+    values: Values, family: Family, derived: tuple[LayerType, ...]
 ) -> tuple[LayerType, ...]:
     stated = values.values.get("layer_types")
     if stated is None:
@@ -370,7 +278,7 @@ def _explicit_layer_types(
     if not isinstance(stated, list) or len(stated) != len(derived):
         raise ModelFolderError(
             f"layer_types must be a list of num_hidden_layers = {len(derived)} texts,"
-            f" found {_short(stated)}"
+            f" found {shorten(stated)}"
         )
     types: list[LayerType] = []
     for kind in stated:
@@ -380,7 +288,7 @@ def _explicit_layer_types(
             types.append("sliding_attention")
         else:
             raise UnsupportedModelError(
-                f"layer type {_short(kind)} is not supported; supported are"
+                f"layer type {shorten(kind)} is not supported; supported are"
                 " full_attention, sliding_attention"
             )
     if not family.slides_by_layer and tuple(types) != derived:
@@ -391,7 +299,7 @@ def _explicit_layer_types(
     return tuple(types)
 
 
-def _rope(values: _Values, max_positions: int) -> RopeConfig:
+def _rope(values: Values, max_positions: int) -> RopeConfig:
     """Resolve the rotation parameters from either form of the file.
 
     Source: transformers 5, `modeling_rope_utils.py`: precedence of the keys and the defaults.
@@ -402,11 +310,11 @@ def _rope(values: _Values, max_positions: int) -> RopeConfig:
         raise UnsupportedModelError(
             f"{key} per layer type is not supported; one set for all layers is"
         )
-    rope = _Values(fields, f"{key}.")
+    rope = Values(fields, f"{key}.")
     rope_type = rope.text("rope_type") or rope.text("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(
-            f"rope type {_short(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
+            f"rope type {shorten(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
     if rope.number_or("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
         raise UnsupportedModelError(
@@ -438,11 +346,11 @@ def _rope(values: _Values, max_positions: int) -> RopeConfig:
     return RopeConfig("llama3", theta, _factor(rope), original, low, high)
 
 
-def _factor(rope: _Values) -> float:
+def _factor(rope: Values) -> float:
     return rope.number("factor", 1.0, 1e6)
 
 
-def _yarn(rope: _Values, theta: float, original: int, max_positions: int) -> RopeConfig:
+def _yarn(rope: Values, theta: float, original: int, max_positions: int) -> RopeConfig:
     """Resolve YaRN's fields, among them the factor on cosine and sine.
 
     Source: YaRN (arXiv 2309.00071) section 3.4, 0.1 ln(s) + 1; `mscale` and `mscale_all_dim` as in
@@ -467,65 +375,3 @@ def _yarn(rope: _Values, theta: float, original: int, max_positions: int) -> Rop
         beta_slow=rope.number_or("beta_slow", 0.0, 1e6, 1.0) or 1.0,
         truncate=rope.flag("truncate", default=True),
     )
-
-
-def to_dict(config: ModelConfig) -> dict[str, Any]:
-    """Write the configuration in the classic form of `config.json`, which all versions read."""
-    family = _FAMILIES[config.architecture]
-    values: dict[str, Any] = {
-        "architectures": [config.architecture],
-        "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_to_dict(config.rope),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids) or None,
-        "initializer_range": config.initializer_range,
-        "torch_dtype": config.dtype,
-    }
-    if family.qkv_bias is None:
-        values["attention_bias"] = config.attention_bias
-    if family.has_mlp_bias:
-        values["mlp_bias"] = config.mlp_bias
-    if family.model_type != "llama":
-        values["sliding_window"] = config.sliding_window
-    if family.slides_by_layer:
-        values["use_sliding_window"] = config.sliding_window is not None
-        values["layer_types"] = list(config.layer_types)
-    return values
-
-
-def _rope_to_dict(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.rope_type == "default":
-        return None
-    values: dict[str, Any] = {"rope_type": rope.rope_type, "factor": rope.factor}
-    if rope.rope_type in ("llama3", "yarn"):
-        values["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.rope_type == "llama3":
-        values |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-        }
-    if rope.rope_type == "yarn":
-        values |= {
-            "attention_factor": rope.attention_factor,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "truncate": rope.truncate,
-        }
-    return values
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

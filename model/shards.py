@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 import safetensors
 from torch import Tensor
 
-from model.config_reader import read_json_object
 from model.errors import ModelFolderError, WeightsError
+from model.json_values import read_json_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
