@@ -215,9 +215,9 @@ def _head_dim(values: Values, family: Family, hidden_size: int, num_heads: int) 
             )
         head_dim = hidden_size // num_heads
     else:
-        head_dim = values.integer_or("head_dim", 2, 1_024, family.default_head_dim or 0)
-    if head_dim % 2 or not 2 <= head_dim <= 1_024:
-        raise ModelFolderError(f"head_dim must be an even number from 2 to 1024, found {head_dim}")
+        head_dim = values.integer_or("head_dim", 4, 1_024, family.default_head_dim or 0)
+    if head_dim % 2 or not 4 <= head_dim <= 1_024:
+        raise ModelFolderError(f"head_dim must be an even number from 4 to 1024, found {head_dim}")
     return head_dim
 
 

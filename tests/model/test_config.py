@@ -4,10 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.config import ModelConfig, RopeConfig
 from model.errors import ModelFolderError, UnsupportedModelError
+from model.rope import RotaryEmbedding, inverse_frequencies
 from tests.model.hf_checkpoints import CASES
 
 LLAMA = {
@@ -279,6 +283,55 @@ def test_the_parameter_count_is_that_of_the_checkpoint():
         config = ModelConfig.from_dict(model.config.to_dict())
 
         assert config.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+NUMBERS = st.one_of(st.integers(-1, 300), st.integers(), st.floats(), st.floats(0.5, 64))
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=4,
+)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3", "longrope"])},
+    optional={
+        key: st.one_of(NUMBERS, JSON)
+        for key in (
+            "factor",
+            "rope_theta",
+            "original_max_position_embeddings",
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        )
+    },
+)
+
+
+@given(
+    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
+    changes=st.fixed_dictionaries(
+        {},
+        optional={"rope_scaling": ROPE | JSON, "layer_types": JSON, "use_sliding_window": JSON}
+        | {key: st.one_of(NUMBERS, JSON) for key in LLAMA},
+    ),
+)
+def test_any_value_anywhere_is_either_understood_or_refused(base, changes):
+    try:
+        config = ModelConfig.from_dict(base | changes)
+    except (ModelFolderError, UnsupportedModelError):
+        return
+
+    assert config.num_parameters > 0
+    assert config.max_context >= 1
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    assert frequencies.shape == (config.head_dim // 2,)
+    RotaryEmbedding(config.rope, config.head_dim).dense(torch.arange(3), torch.float32)
+    assert ModelConfig.from_dict(config.to_dict()) == config
 
 
 def test_reading_a_configuration_imports_no_torch():
