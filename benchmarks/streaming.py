@@ -106,7 +106,7 @@ async def measure(tokenizer: Tokenizer, streams: int, tokens: int, waiting: int)
         reason = FinishReason.LENGTH if step == tokens - 1 else None
         for stream in engine.streams:
             token = TokenEvent(token_id=300 + step, logprob=-1.2345, finish_reason=reason)
-            stream._push(token)  # noqa: SLF001 - this loop stands in for the client
+            stream.push(token)
         if step % waiting == waiting - 1:
             await asyncio.sleep(0)
     while answers.empty():  # noqa: ASYNC110 - it comes from another process

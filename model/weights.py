@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ from model.config import ModelConfig
 from model.decoder import DecoderLM
 from model.dtypes import resolve_dtype
 from model.errors import WeightsError
+from model.memory import free_bytes
 from model.shards import INDEX_NAME, SINGLE_NAME, StoredTensor, read_headers, read_tensors
 from model.tensor_names import named_slices
 
@@ -132,11 +132,9 @@ def _listed(names: Iterable[str]) -> str:
 def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderLM:
     num_bytes = config.num_parameters * dtype.itemsize
     wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {dtype} on {device}"
-    if device.type == "cpu":
-        # Linux promises more memory than there is and kills whoever uses it: ask first.
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if num_bytes > memory:
-            raise WeightsError(f"{wanted}; this machine has {memory / 2**30:.1f} GiB")
+    # Linux promises more memory than there is and kills whoever uses it: ask first.
+    if device.type == "cpu" and num_bytes > (free := free_bytes(device)):
+        raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
         model = DecoderLM(config, dtype, device)
     except (torch.OutOfMemoryError, RuntimeError) as error:

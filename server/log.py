@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure_logging(level: str) -> None:
     """Send every logger of this process to standard error.
 
     Args:
-        level: one of `LEVELS`.
+        level: name of a logging level.
     """
     logging.basicConfig(
         level=level.upper(),
@@ -26,13 +21,3 @@ def configure_logging(level: str) -> None:
     )
     for chatty in ("httpx", "httpcore", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Record in `seconds[name]` how long the block took, in seconds."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] = time.perf_counter() - start

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import logging
+import signal
 import socket
 import sys
 import time
@@ -59,9 +60,11 @@ def serve(settings: Settings) -> None:
         listener = _listen(settings.host, settings.port)
     except (ModelError, _ListenError) as error:
         _fail(str(error))
+    # Until the event loop takes the signal over: leave by way of `finally`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     client = EngineClient(_engine_config(settings, model_path), settings.engine_hang_seconds)
-    client.launch()  # the engine process imports PyTorch while this one imports the HTTP libraries
     try:
+        client.launch()  # the engine process imports PyTorch while this one imports HTTP libraries
         server = _create_server(client, model_path, _http_config(settings, model_config))
         with asyncio.Runner(loop_factory=server.loop_factory) as runner:
             runner.run(_serve(server, client, listener, started))
@@ -95,7 +98,7 @@ async def _serve(
             ready.result()  # raises where the engine cannot start
             seconds = time.perf_counter() - started
             log.info("ready after %.1f s: POST http://%s:%d/generate", seconds, host, port)
-            await serving
+        await serving
     finally:
         server.should_exit = True
         ready.cancel()
@@ -114,8 +117,10 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise _ListenError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        listener.listen()  # two sockets may be bound to one port until one of them listens
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise _ListenError(f"cannot listen on {host}:{port}: {reason}") from error
     return listener
 
 

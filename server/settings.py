@@ -56,11 +56,11 @@ class Settings(BaseSettings):
         description="tokens of prompt and output together, at most; default: the model's own limit",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences that run at the same time")
-    max_num_batched_tokens: int = Field(
-        2048,
+    max_num_batched_tokens: int | None = Field(
+        None,
         ge=1,
         le=1 << 20,
-        description="tokens computed in one step; longer prompts are computed in chunks",
+        description="tokens computed in one step, longer prompts come in chunks; default: 512 on a CPU, 2048 on a GPU",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_tokens: int | None = Field(
@@ -82,7 +82,8 @@ class Settings(BaseSettings):
     engine_hang_seconds: float = Field(
         300.0,
         gt=0,
-        description="an engine silent for so long with requests in flight is started again, in seconds",
+        description="an engine that is silent for so long while it starts or has work is started again, in seconds; "
+        "more than the longest step takes",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="how much to log"
@@ -90,12 +91,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
             raise PydanticCustomError(
                 "budget",
                 "--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}: "
                 "every running sequence needs a token of each step",
-                {"tokens": self.max_num_batched_tokens, "sequences": self.max_num_seqs},
+                {"tokens": budget, "sequences": self.max_num_seqs},
             )
         return self
 

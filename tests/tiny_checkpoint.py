@@ -1,4 +1,4 @@
-"""A decoder small enough to run a thousand steps a second, with random weights and a byte tokenizer."""
+"""A decoder small enough to run a thousand steps a second, with random weights."""
 
 import json
 
@@ -31,10 +31,10 @@ _CONFIG = {
 }
 
 
-def write_tiny_checkpoint(folder):
-    """Write config.json, weights and tokenizer files to `folder`; returns it."""
+def write_tiny_checkpoint(folder, **changes):
+    """Write config.json, with `changes`, and weights to `folder`; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    (folder / "config.json").write_text(json.dumps(_CONFIG | changes))
     config = ModelConfig.from_folder(folder)
     model = DecoderLM(config)
     model.init_weights(std=0.3, seed=0)

@@ -83,9 +83,11 @@ class Engine:
         started = self._note_started(output)
         try:
             result = self._runner.execute(output)
-        except Exception:  # whatever it was, only this step's sequences pay for it
+        except Exception as error:
             log.exception("a step failed; its sequences end with an error")
             self._publish(self._fail(output), started, {})
+            if self._runner.is_fatal(error):
+                raise  # the process ends, and the front end starts another one
             return
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
         self._publish(self._scheduler.commit(output, result.sampled), started, prompts)
@@ -113,7 +115,7 @@ class Engine:
             self._scheduler.add(Sequence(request))
         except AdmissionError as error:
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
-            self._publish([(request.request_id, event)], [], {})
+            self._send([(request.request_id, event)], [], {})
         else:
             self._arrivals[request.request_id] = time.monotonic()
 
@@ -167,10 +169,19 @@ class Engine:
         started: list[SequenceStarted],
         prompt_logprobs: dict[int, list[float]],
     ) -> None:
-        """Send one packed message for all sequences of the step."""
+        """Tell the front end of a step, and forget the sequences that ended with it."""
         for request_id, event in events:
             if event.finish_reason is not None:
                 self._forget(request_id)
+        self._send(events, started, prompt_logprobs)
+
+    def _send(
+        self,
+        events: list[tuple[int, TokenEvent]],
+        started: list[SequenceStarted],
+        prompt_logprobs: dict[int, list[float]],
+    ) -> None:
+        """Send one packed message for all sequences of the step."""
         indexed = list(enumerate(event for _, event in events))
         self._channel.send(
             StepMessage(

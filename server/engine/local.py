@@ -63,9 +63,11 @@ class LocalEngine:
         answers: dict[int, list[TokenEvent]] = {r.request_id: [] for r in requests}
         unfinished = len(requests)
         self.engine.receive(block=True)
-        while unfinished:
-            self.engine.step()
+        while True:
             unfinished -= sum(self._take(answers) for _ in range(len(self.channel.steps)))
+            if not unfinished:
+                break
+            self.engine.step()
         return list(answers.values())
 
     def _take(self, answers: dict[int, list[TokenEvent]]) -> int:

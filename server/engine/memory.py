@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
+
+from model.memory import free_bytes
 
 # Of the memory that is free, the share the cache may take. A CPU's memory belongs to other programs as well.
 _CPU_SHARE = 0.25
@@ -14,27 +13,6 @@ _CUDA_SHARE = 0.9
 
 class NotEnoughMemoryError(Exception):
     """The KV cache does not fit; the text names both sizes in MiB."""
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that this process may take now, in bytes, within the limit of its container."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    limit = Path("/sys/fs/cgroup/memory.max")
-    used = Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return max(0, free)
-
-
-def _meminfo_available() -> int:
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def kv_cache_blocks(

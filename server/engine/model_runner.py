@@ -64,6 +64,10 @@ class ModelRunner:
         """Drop what is kept for a sequence that ended; an unknown id is ignored."""
         self._rows.pop(request_id, None)
 
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether no later step can succeed: an illegal access leaves a CUDA context unusable."""
+        return isinstance(error, torch.AcceleratorError)
+
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens and draw one for each sequence that samples.
@@ -84,13 +88,16 @@ class ModelRunner:
             sampled = self._sampler.forward(self._model.logits(last), rows)
         return StepResult(sampled, self._prompt_logprobs(scheduled, hidden))
 
-    def warm_up(self, max_num_batched_tokens: int) -> None:
+    def warm_up(self, max_num_batched_tokens: int, max_total_tokens: int) -> None:
         """Run a prompt and one more token, so that no request pays for the libraries' first use.
 
         The keys and values go to block 0 onwards and are overwritten by the first sequence there.
+
+        Args:
+            max_num_batched_tokens: of a step.
+            max_total_tokens: of a sequence, at least 2.
         """
-        capacity = self._kv_cache.num_blocks * self._kv_cache.block_size
-        length = max(1, min(max_num_batched_tokens, capacity - 1, 64))
+        length = max(1, min(max_num_batched_tokens, max_total_tokens - 1, 64))
         sequence = Sequence(
             GenerateRequest(
                 request_id=0,

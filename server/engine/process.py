@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -62,11 +63,16 @@ class Channel:
             yield self._decoder.decode(data)
 
 
-def end_with_front_end() -> None:
-    """Leave when standard input ends: the front end is gone, however it went."""
+def end_with_front_end(directory: str) -> None:
+    """Leave when standard input ends: the front end is gone, however it went.
+
+    Args:
+        directory: of the sockets; removed, since a front end that was killed could not.
+    """
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1):
             pass
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
@@ -83,7 +89,9 @@ def main() -> None:
     config = msgspec.json.decode(line, type=EngineConfig)
     configure_logging(config.log_level)
     channel = Channel(sys.argv[1])
-    threading.Thread(target=end_with_front_end, name="front-end-watch", daemon=True).start()
+    threading.Thread(
+        target=end_with_front_end, args=(sys.argv[1],), name="front-end-watch", daemon=True
+    ).start()
 
     # Idle OpenMP threads spin by default; beside any other load they then take the core that the
     # working thread needs: 30 ms a token instead of 4 on two cores with two busy neighbours.

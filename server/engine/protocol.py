@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         load_format: "auto", "safetensors" or "dummy".
         max_model_len: tokens of prompt and output together; None takes the model's own limit.
         max_num_seqs: sequences that run at the same time.
-        max_num_batched_tokens: tokens computed in one step, over all sequences.
+        max_num_batched_tokens: tokens computed in one step, over all sequences; None chooses by device.
         block_size: tokens in a block of the KV cache.
         kv_cache_tokens: tokens the KV cache holds; None derives it from the memory that is free.
         enable_prefix_caching: whether finished blocks are kept for prompts with the same beginning.
@@ -48,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
@@ -91,7 +91,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         kv_usage: share of the KV cache's blocks that running sequences hold, 0 to 1.
         prefix_cache_query_tokens: prompt tokens looked up in the prefix cache.
         prefix_cache_hit_tokens: of those, tokens found there.
-        prompt_tokens: prompt tokens of admitted sequences.
+        prompt_tokens: prompt tokens of admitted sequences, whether computed or found in the prefix cache.
         generation_tokens: tokens sampled.
     """
 

@@ -126,7 +126,7 @@ class Scheduler:
         num_preemptions: times a sequence lost its blocks.
         prefix_cache_query_tokens: prompt tokens looked up in the prefix cache at first admission.
         prefix_cache_hit_tokens: those of them that were found.
-        num_prompt_tokens: prompt tokens computed; after a preemption they count again.
+        num_prompt_tokens: prompt tokens of the sequences admitted so far, cached ones included.
         num_generated_tokens: tokens sampled.
     """
 
@@ -314,6 +314,7 @@ class Scheduler:
                 sequence.first_scheduled_step = self.num_steps
                 sequence.num_cached_tokens = sequence.num_computed_tokens
                 first_scheduled.append(sequence)
+                self.num_prompt_tokens += sequence.num_prompt_tokens
                 if self.block_manager.looks_up(sequence):
                     self.prefix_cache_query_tokens += sequence.num_prompt_tokens
                     self.prefix_cache_hit_tokens += sequence.num_cached_tokens
@@ -332,10 +333,8 @@ class Scheduler:
         if sequence.error is not None:
             self._finish(sequence, FinishReason.ERROR)
             return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=sequence.error)
-        start, stop = row.start, row.start + row.num_tokens
+        stop = row.start + row.num_tokens
         sequence.num_computed_tokens = stop
-        if start < sequence.num_prompt_tokens:
-            self.num_prompt_tokens += min(stop, sequence.num_prompt_tokens) - start
         if stop // self.block_manager.block_size > sequence.num_linked_blocks:
             self.block_manager.cache_full_blocks(sequence)
         if result is None:

@@ -39,6 +39,12 @@ log = logging.getLogger("tessera.engine")
 _CPU_CONTIGUITY_RESERVE = 0.2
 
 
+# Tokens of a step, at most, where the operator does not say: a step in which a long prompt is computed
+# is what the other streams wait for, and a CPU takes longer for it.
+_DEFAULT_BUDGET = {"cpu": 512, "cuda": 2048}
+_FEWEST_TOKENS = 2
+
+
 class StartupError(Exception):
     """The engine cannot start for a reason that the operator can mend; the text says which."""
 
@@ -49,6 +55,13 @@ class _Phases:
     def __init__(self, channel: EngineChannel) -> None:
         self.seconds: dict[str, float] = {}
         self._channel = channel
+        self._said = 0.0
+
+    def say(self, progress: str) -> None:
+        """Tell the front end how far the phase is, at most once a second."""
+        if time.monotonic() - self._said > 1.0:
+            self._said = time.monotonic()
+            self._channel.send(StartupPhase(progress))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -70,63 +83,44 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         with phases("reading the configuration"):
             model_config = ModelConfig.from_folder(Path(config.model_path))
             device = _device(config.device)
-            max_model_len = _max_model_len(config.max_model_len, model_config.max_context)
+            limits = _limits(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
             _set_threads(config.cpu_threads)
-        with phases("loading the weights"), _weights_progress() as progress:
+        with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
                 Path(config.model_path), model_config, dtype, device, config.load_format, progress
             )
         with phases("allocating the KV cache"):
-            num_blocks = kv_cache_blocks(
-                requested_tokens=config.kv_cache_tokens,
-                useful_tokens=config.max_num_seqs * max_model_len,
-                block_size=config.block_size,
-                bytes_per_token=bytes_per_token(
-                    model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, dtype
-                ),
-                device=device,
-            )
-            kv_cache = KVCache(
-                model_config.num_layers,
-                num_blocks,
-                config.block_size,
-                model_config.num_kv_heads,
-                model_config.head_dim,
-                dtype,
-                device,
-            )
+            kv_cache = _kv_cache(config, model_config, limits, dtype, device)
+            max_total_tokens = min(limits.max_model_len, kv_cache.num_blocks * config.block_size)
+            if max_total_tokens < _FEWEST_TOKENS:
+                raise StartupError(
+                    f"a KV cache of {max_total_tokens} token cannot hold a prompt and an answer; "
+                    f"--kv-cache-tokens must be at least {_FEWEST_TOKENS}"
+                )
         with phases("warming up"):
             runner = ModelRunner(model, kv_cache)
-            runner.warm_up(config.max_num_batched_tokens)
-    except (ModelError, NotEnoughMemoryError, StartupError) as error:
+            runner.warm_up(limits.max_num_batched_tokens, max_total_tokens)
+    except (ModelError, NotEnoughMemoryError) as error:
         raise StartupError(str(error)) from error
-
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
-        ),
-        BlockManager(
-            num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
-        ),
+    blocks = BlockManager(
+        kv_cache.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
     )
     info = EngineInfo(
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
-        max_total_tokens=min(max_model_len, num_blocks * config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        max_total_tokens=max_total_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         block_size=config.block_size,
-        num_blocks=num_blocks,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_blocks=kv_cache.num_blocks,
+        num_parameters=model_config.num_parameters,
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -137,9 +131,48 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         info.num_parameters / 1e6,
         info.dtype,
         info.device,
-        num_blocks * config.block_size,
+        kv_cache.num_blocks * config.block_size,
     )
-    return Engine(scheduler, runner, channel, info)
+    return Engine(Scheduler(limits, blocks), runner, channel, info)
+
+
+def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:
+    """Fill in what the operator left open."""
+    budget = config.max_num_batched_tokens
+    if budget is None:
+        budget = max(_DEFAULT_BUDGET[device.type], config.max_num_seqs)
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=_max_model_len(config.max_model_len, model.max_context),
+    )
+
+
+def _kv_cache(
+    config: EngineConfig,
+    model: ModelConfig,
+    limits: SchedulerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    num_blocks = kv_cache_blocks(
+        requested_tokens=config.kv_cache_tokens,
+        useful_tokens=limits.max_num_seqs * limits.max_model_len,
+        block_size=config.block_size,
+        bytes_per_token=bytes_per_token(
+            model.num_layers, model.num_kv_heads, model.head_dim, dtype
+        ),
+        device=device,
+    )
+    return KVCache(
+        model.num_layers,
+        num_blocks,
+        config.block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        dtype,
+        device,
+    )
 
 
 def _device(requested: str) -> torch.device:
@@ -166,15 +199,15 @@ def _set_threads(requested: int | None) -> None:
 
 
 @contextmanager
-def _weights_progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar in bytes where a person watches, else nothing."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with tqdm(unit="B", unit_scale=True, desc="weights", leave=False) as bar:
+def _weights_progress(phases: _Phases) -> Iterator[Callable[[int, int], None]]:
+    """Shows the bytes loaded: a bar where a person watches, the phase for everybody else."""
+    with tqdm(
+        unit="B", unit_scale=True, desc="weights", leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            phases.say(f"loading the weights, {done / max(1, total):.0%}")
 
         yield show

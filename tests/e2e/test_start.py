@@ -1,10 +1,12 @@
 """Starts that cannot work end with one clear line and a status, before or after the engine is asked."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -39,6 +41,41 @@ def test_a_port_in_use_is_named():
 
     assert status == 1
     assert f"cannot listen on 127.0.0.1:{port}" in line
+
+
+def test_a_port_that_is_bound_but_not_listened_on_yet_is_no_second_server():
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, line = serve(f"--port={taken.getsockname()[1]}")
+
+    assert status == 1
+    assert "cannot listen" in line
+
+
+def test_a_host_that_is_no_host_name_is_named():
+    status, line = serve("--host=a..b", "--port=0")
+
+    assert status == 1
+    assert "a..b" in line
+
+
+def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-m", "server.main", "serve", "--port=0", "--device=cpu"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.01)
+        process.terminate()
+        process.wait(timeout=20)
+
+    deadline = time.monotonic() + 5
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_without_weights_is_named(checkpoint):

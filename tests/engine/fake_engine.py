@@ -2,7 +2,8 @@
 
 It starts in a fraction of a second, so that what the front end does with engine processes can be
 tested closely. `EngineConfig.model_path` chooses its behaviour: "ok", "fail" (refuses to start),
-"crash" (dies while starting), "hang" (stops answering at the first step), "slow" (50 ms a step).
+"crash" (dies while starting), "sleep" (never ready),
+"hang" (stops answering at the first step), "slow" (50 ms a step).
 """
 
 import gc
@@ -44,7 +45,7 @@ def next_token(token_ids):
 
 
 class ArithmeticRunner:
-    """Draws `next_token`; token 666 in a prompt makes the step raise."""
+    """Draws `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
 
     def __init__(self, behaviour="ok"):
         self.behaviour = behaviour
@@ -57,11 +58,16 @@ class ArithmeticRunner:
         scheduled = (*output.decode, *output.prefill)
         if any(666 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
             raise RuntimeError("token 666")
+        if any(667 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
+            raise RuntimeError("fatal")
         sampled = [Sampled(next_token(s.sequence.token_ids)) for s in scheduled if s.samples]
         return SimpleNamespace(sampled=sampled, prompt_logprobs={})
 
     def forget(self, request_id):
         pass
+
+    def is_fatal(self, error):
+        return "fatal" in str(error)
 
 
 def make_info(config, num_blocks):
@@ -73,7 +79,7 @@ def make_info(config, num_blocks):
         max_model_len=512,
         max_total_tokens=512,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=512,
         block_size=config.block_size,
         num_blocks=num_blocks,
         num_parameters=0,
@@ -87,7 +93,7 @@ def make_engine(config, channel, num_blocks=256):
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=512,
             max_model_len=512,
         ),
         BlockManager(num_blocks, config.block_size),
@@ -100,11 +106,15 @@ def make_engine(config, channel, num_blocks=256):
 def main():
     config = msgspec.json.decode(os.read(0, 1 << 16), type=EngineConfig)
     channel = Channel(sys.argv[1])
-    threading.Thread(target=end_with_front_end, daemon=True).start()
+    threading.Thread(target=end_with_front_end, args=(sys.argv[1],), daemon=True).start()
     channel.send(StartupPhase("pretending to load"))
     if config.model_path == "fail":
         channel.send(StartupFailed("shard 2 is truncated"))
         raise SystemExit(1)
+    if config.model_path == "sleep":
+        time.sleep(3600)
+    if config.model_path == "garbage":
+        channel._steps.send(b"\xc1")
     if config.model_path == "crash":
         os._exit(7)
     engine = make_engine(config, channel)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from server.engine.client import EngineClient, EngineStartError, EngineUnavailableError
@@ -113,7 +114,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_comes_back():
             streams = [submit(client, [i], 400) for i in range(16)]
             for stream in streams:
                 await anext(stream)
-            os.kill(client._incarnation.process.pid, signal.SIGKILL)
+            os.kill(client._engine.process.pid, signal.SIGKILL)
             killed = time.monotonic()
             ends = await asyncio.gather(*(collect(s) for s in streams))
 
@@ -208,11 +209,11 @@ def test_stopping_ends_streams_and_leaves_no_process_and_no_folder_behind():
         async with running("slow") as client:
             stream = submit(client, [1], 400)
             await anext(stream)
-            incarnation = client._incarnation
+            engine = client._engine
 
         assert (await collect(stream))[-1].finish_reason is FinishReason.ERROR
-        assert incarnation.process.poll() is not None
-        assert not incarnation.directory.exists()
+        assert engine.process.poll() is not None
+        assert not engine.directory.exists()
 
     run(scenario())
 
@@ -227,7 +228,7 @@ def test_the_engine_ends_when_its_front_end_disappears():
         f"    client = EngineClient(config, 60.0, {COMMAND!r})\n"
         "    await client.start()\n"
         "    await client.wait_until_ready()\n"
-        "    print(client._incarnation.process.pid, client._incarnation.directory, flush=True)\n"
+        "    print(client._engine.process.pid, client._engine.directory, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
@@ -236,10 +237,139 @@ def test_the_engine_ends_when_its_front_end_disappears():
         parent = await asyncio.create_subprocess_exec(
             sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE
         )
-        pid = int((await parent.stdout.readline()).split()[0])
+        line = (await parent.stdout.readline()).decode()
+        pid, directory = int(line.split()[0]), line.split()[1]
         parent.kill()
         await parent.wait()
 
         await until(lambda: not Path(f"/proc/{pid}").exists())
+        await until(lambda: not Path(directory).exists())
+
+    run(scenario())
+
+
+def test_an_engine_that_cannot_be_launched_again_is_tried_until_it_can(monkeypatch):
+    async def scenario():
+        async with running() as client:
+            launch, attempts = client.launch, []
+
+            def failing():
+                attempts.append(1)
+                if len(attempts) < 3:
+                    raise EngineStartError("no memory to fork")
+                launch()
+
+            monkeypatch.setattr(client, "launch", failing)
+            client._engine.process.kill()
+            await until(lambda: len(attempts) == 3 and client.state is EngineState.READY)
+
+            assert len(await collect(submit(client, [1], 3))) == 3
+
+    run(scenario())
+
+
+def test_an_engine_that_hangs_while_starting_is_given_up():
+    async def scenario():
+        async with running("sleep", hang_seconds=0.5, ready=False) as client:
+            with pytest.raises(EngineStartError, match="while starting"):
+                await client.wait_until_ready()
+
+    run(scenario())
+
+
+def test_an_engine_that_hangs_while_starting_again_is_started_once_more():
+    async def scenario():
+        async with running(hang_seconds=0.5) as client:
+            ok, client.config = (
+                client.config,
+                msgspec.structs.replace(client.config, model_path="sleep"),
+            )
+            client._engine.process.kill()
+            await until(lambda: client.restarts == 2)
+            client.config = ok
+            await until(lambda: client.state is EngineState.READY, 10)
+
+    run(scenario())
+
+
+def test_a_message_that_cannot_be_read_ends_the_engine_process():
+    async def scenario():
+        async with running("garbage", ready=False) as client:
+            with pytest.raises(EngineStartError, match="ended with code -9"):
+                await client.wait_until_ready()
+
+    run(scenario())
+
+
+def test_an_error_that_no_later_step_survives_ends_the_engine_process():
+    async def scenario():
+        async with running() as client:
+            events = await collect(submit(client, [667]))
+
+            assert events[-1].finish_reason is FinishReason.ERROR
+            await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+            assert len(await collect(submit(client, [1], 3))) == 3
+
+    run(scenario())
+
+
+def test_the_gauges_of_a_dead_engine_are_empty_and_its_counters_stay():
+    async def scenario():
+        async with running("slow") as client:
+            stream = submit(client, [1, 2, 3], 400)
+            await anext(stream)
+            client._engine.process.kill()
+            await until(lambda: client.state is EngineState.RESTARTING)
+
+            assert client.stats.num_running == 0
+            assert client.stats.kv_usage == 0.0
+            assert client.stats.num_free_blocks == client.stats.num_blocks
+            assert client.stats.prompt_tokens == 3
+
+    run(scenario())
+
+
+def test_stopping_before_the_engine_is_ready_does_not_wait_for_it():
+    async def scenario():
+        async with running("sleep", ready=False) as client:
+            engine = client._engine
+            started = time.monotonic()
+
+        assert time.monotonic() - started < 2.0
+        assert engine.process.poll() is not None
+
+    run(scenario())
+
+
+def test_a_socket_folder_that_cannot_be_used_is_a_start_error(monkeypatch, tmp_path):
+    too_long = tmp_path / ("x" * 120)
+    too_long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(too_long))
+
+    client = EngineClient(EngineConfig(model_path="ok", model_id="fake"), command=COMMAND)
+    with pytest.raises(EngineStartError, match="cannot be started"):
+        client.launch()
+    client.kill()
+
+    assert not list(too_long.iterdir())
+
+
+def test_a_duplicate_id_is_refused_and_the_original_goes_on():
+    async def scenario():
+        async with running("slow") as client:
+            first = submit(client, [1, 2], 10)
+            await anext(first)
+            client._send(
+                GenerateRequest(
+                    request_id=first.request_id,
+                    prompt_token_ids=[1],
+                    sampling=SamplingParams(max_new_tokens=1),
+                )
+            )
+            await collect(first)
+            await asyncio.sleep(0.1)
+
+            assert client.restarts == 0
+            assert len(await collect(submit(client, [1], 3))) == 3
 
     run(scenario())

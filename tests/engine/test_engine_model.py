@@ -8,6 +8,7 @@ import torch
 from server.engine.local import LocalEngine
 from server.engine.protocol import AbortRequests, EngineConfig
 from server.engine.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.startup import StartupError
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 
@@ -194,3 +195,23 @@ def test_the_first_steps_report_queue_time_and_cached_tokens_once(checkpoint):
     started = [s for step in engine.channel.steps for s in step.started]
     assert [(s.request_id, s.num_cached_tokens) for s in started] == [(2, 32)]
     assert 0.0 <= started[0].queue_seconds < 1.0
+
+
+def test_a_cache_of_a_single_token_is_refused(checkpoint):
+    with pytest.raises(StartupError, match="cannot hold a prompt and an answer"):
+        make_engine(checkpoint, kv_cache_tokens=1, block_size=1)
+
+
+def test_the_smallest_geometry_serves(checkpoint):
+    engine = make_engine(
+        checkpoint, kv_cache_tokens=2, block_size=1, max_num_seqs=1, max_num_batched_tokens=1
+    )
+
+    assert len(engine.generate([greedy(1, [5], 1)])[0]) == 1
+
+
+def test_a_context_shorter_than_the_warm_up_serves(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path, max_position_embeddings=32)
+    engine = make_engine(folder, max_model_len=None)
+
+    assert len(engine.generate([greedy(1, [5] * 30, 2)])[0]) == 2

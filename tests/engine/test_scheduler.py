@@ -277,7 +277,7 @@ def test_a_cached_prefix_is_not_computed_again():
     assert sequence.num_cached_tokens == 8
     assert scheduler.prefix_cache_query_tokens == 10 + 12
     assert scheduler.prefix_cache_hit_tokens == 8
-    assert scheduler.num_prompt_tokens == 10 + 4
+    assert scheduler.num_prompt_tokens == 10 + 12
 
 
 def test_a_prompt_that_is_cached_in_full_still_computes_its_last_block():
@@ -383,7 +383,7 @@ def test_a_preempted_sequence_resumes_where_its_cached_blocks_end():
     assert output.first_scheduled == ()
     assert (younger.num_cached_tokens, younger.first_scheduled_step) == (0, 1)
     finish_everything(scheduler)
-    assert scheduler.num_prompt_tokens == 3 + 6 + 4
+    assert scheduler.num_prompt_tokens == 3 + 8
 
 
 def test_the_youngest_sequence_gives_way_itself_when_it_is_the_one_in_need():
@@ -420,7 +420,7 @@ def test_a_preempted_sequence_keeps_its_output_and_ends_like_any_other():
     assert scheduler.num_generated_tokens == 27
 
 
-def test_output_that_is_computed_again_does_not_count_as_prompt():
+def test_what_is_computed_again_after_a_preemption_does_not_count_as_prompt():
     scheduler = make_scheduler(3, 4, enable_prefix_caching=False)
     for request_id in range(2):
         add(scheduler, request_id, 3, max_new_tokens=9)
@@ -428,7 +428,7 @@ def test_output_that_is_computed_again_does_not_count_as_prompt():
     finish_everything(scheduler)
 
     assert scheduler.num_preemptions == 1
-    assert scheduler.num_prompt_tokens == 3 + 3 + 3
+    assert scheduler.num_prompt_tokens == 3 + 3
 
 
 def test_several_preempted_sequences_wait_in_order_of_arrival_before_everyone_else(monkeypatch):
