@@ -44,7 +44,7 @@ docs: setup ## Write the generated parts of the documents
 	$(BIN)/python -m docs.generate
 
 bench: dev ## Time the CPU path beside transformers
-	$(BIN)/python -m benchmarks.cpu
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.cpu # as the engine process has it
 
 clean: ## Remove the environment and caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

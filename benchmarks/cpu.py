@@ -92,6 +92,8 @@ def service(dtype: str) -> Iterator[tuple[str, float]]:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as reply:  # noqa: S310
                 if reply.status == 200:
                     break
+            if process.poll() is not None:
+                raise SystemExit("the service did not start")
             time.sleep(0.01)
         yield url, time.perf_counter() - start
     finally:
@@ -163,8 +165,9 @@ def main() -> None:
             "contender": name,
             "batch": int(name.split()[-1]),
             "value": round(tokens * int(name.split()[-1]) / seconds, 1),
-            "best": round(tokens * int(name.split()[-1]) / min(samples[name]), 1),
             "ms_per_token": round(1000 * seconds / tokens, 3),
+            "ms_per_token_fastest": round(1000 * min(samples[name]) / tokens, 3),
+            "ms_per_token_slowest": round(1000 * max(samples[name]) / tokens, 3),
         }
         for name, seconds in medians.items()
     ]
@@ -176,7 +179,8 @@ def main() -> None:
     }
     rows += [{"metric": "ratio", "contender": k, "value": round(v, 3)} for k, v in ratios.items()]
     rows.append({"model": "bundled", "metric": "ready_s", "value": round(ready_seconds, 2)})
-    write_report("cpu", rows, ("torch", "transformers", "tokenizers"))
+    libraries = ("torch", "transformers", "tokenizers")
+    write_report("cpu", rows, libraries, plan=engine.engine.info.plan)
 
 
 if __name__ == "__main__":

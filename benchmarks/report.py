@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -16,9 +17,13 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def machine_name() -> str:
-    """The GPU's name where there is one, else the processor's with its core count."""
-    if torch.cuda.is_available():
+def machine_name(device: str) -> str:
+    """The GPU's name, or the processor's with the number of threads PyTorch uses.
+
+    Args:
+        device: that was measured, "cpu" or "cuda".
+    """
+    if device == "cuda":
         return torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -27,34 +32,28 @@ def machine_name() -> str:
             line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         name = models[0].partition(":")[2].strip() if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def commit() -> str:
-    """Short hash of the checkout, with a plus sign where it has changes."""
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    changes = [
-        "git",
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        "kernels",
-        "model",
-        "server",
-    ]
-    root = Path(__file__).parent
-    short = subprocess.run(
-        head, cwd=root, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    dirty = subprocess.run(
-        changes, cwd=root.parent, capture_output=True, text=True, check=True
-    ).stdout
-    return short + ("+" if dirty.strip() else "")
+    """Short hash of the checkout; "-dirty" follows where its code is not what was committed."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        root = Path(__file__).parent.parent
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+
+    changes = git("status", "--porcelain", "--", "benchmarks/*.py", "kernels", "model", "server")
+    return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if changes.strip() else "")
 
 
 def write_report(
-    topic: str, rows: list[dict[str, Any]], libraries: tuple[str, ...] = ("torch",)
+    topic: str,
+    rows: list[dict[str, Any]],
+    libraries: tuple[str, ...] = ("torch",),
+    *,
+    device: str = "cpu",
+    plan: dict[str, str] | None = None,
 ) -> Path:
     """Write `results/<gpu or cpu>-<topic>-<commit>.json` and print the rows as a table.
 
@@ -62,25 +61,26 @@ def write_report(
         topic: names the question.
         rows: one flat record per measurement.
         libraries: packages whose version the result depends on.
+        device: that was measured, "cpu" or "cuda".
+        plan: attention kernel of each phase, and why.
 
     Returns:
         The file written.
     """
-    kind = "cpu"
-    if torch.cuda.is_available():
-        kind = torch.cuda.get_device_name().split()[1].lower()
+    kind = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[1].lower()
     record = {
         "topic": topic,
-        "machine": machine_name(),
+        "machine": machine_name(device),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in libraries},
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
+        "plan": plan,
         "rows": rows,
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{kind}-{topic}-{commit().rstrip('+')}.json"
+    path = RESULTS / f"{kind}-{topic}-{commit()}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
