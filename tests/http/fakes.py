@@ -77,7 +77,7 @@ class FakeEngine:
             raise EngineUnavailableError(self.state, self.phase)
         self.requests.append(request)
         self.running.add(request.request_id)
-        stream = RequestStream(self, request.request_id)  # type: ignore[arg-type]
+        stream = RequestStream(request.request_id, self.abort)
         task = asyncio.get_running_loop().create_task(self._play(request, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -97,7 +97,7 @@ def put(stream: RequestStream, *events: TokenEvent) -> None:
     """Queue events; all of one call are read together."""
     for event in events:
         if not stream._finished:
-            stream._push(event)
+            stream.push(event)
 
 
 def event(
