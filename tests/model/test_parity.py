@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from model.config import ModelConfig
+from model.hub import BUNDLED, resolve
+from model.tokenizer import Tokenizer
 from model.weights import load_model
 from tests.model.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.paged import greedy, logits_in_chunks
@@ -20,6 +23,15 @@ def pair(request, tmp_path_factory):
     oracle = request.param.save(folder)
     config = ModelConfig.from_folder(folder)
     return oracle, load_model(folder, config, torch.float32, "cpu")
+
+
+@pytest.fixture(scope="module")
+def bundled_pair():
+    """The bundled model as transformers runs it in float32, as we serve it, and its tokenizer."""
+    folder = resolve(BUNDLED)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder, ModelConfig.from_folder(folder), torch.float32, "cpu")
+    return oracle, model, Tokenizer.from_folder(folder)
 
 
 def tokens(length):
@@ -72,3 +84,26 @@ def test_greedy_generation_gives_the_tokens_of_transformers(pair):
 
     assert ours == theirs.sequences[0, len(PROMPT) :].tolist()
     assert_close(our_logits, torch.cat(theirs.logits))
+
+
+@pytest.mark.parametrize(
+    "text", ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def __init__(self):\n"]
+)
+def test_the_bundled_model_gives_the_logits_and_tokens_of_transformers(bundled_pair, text):
+    oracle, model, tokenizer = bundled_pair
+    prompt = tokenizer.encode(text)
+    ids = torch.tensor([prompt])
+
+    assert_close(logits_in_chunks(model, prompt, 4), oracle_logits(oracle, prompt))
+    ours, _ = greedy(model, prompt, STEPS)
+    with torch.inference_mode():
+        theirs = oracle.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=STEPS,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+    assert (
+        ours[: len(theirs)] == theirs
+    )  # transformers stops at the end of text, this driver does not
