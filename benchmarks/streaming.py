@@ -60,7 +60,7 @@ class _Engine:
         return next(self._ids)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        self.streams.append(RequestStream(self, request.request_id))  # type: ignore[arg-type]
+        self.streams.append(RequestStream(request.request_id, self.abort))
         return self.streams[-1]
 
     def abort(self, request_id: int) -> None:
