@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.hub import resolve
+from model.hub import BUNDLED, resolve
 from server.engine.client import EngineClient, EngineStartError
 from server.engine.protocol import EngineConfig
 from server.http.config import HTTPConfig
@@ -65,7 +65,8 @@ def serve(settings: Settings) -> None:
     client = EngineClient(_engine_config(settings, model_path), settings.engine_hang_seconds)
     try:
         client.launch()  # the engine process imports PyTorch while this one imports HTTP libraries
-        server = _create_server(client, model_path, _http_config(settings, model_config))
+        tokenizer_path = _tokenizer_path(settings, model_path)
+        server = _create_server(client, tokenizer_path, _http_config(settings, model_config))
         with asyncio.Runner(loop_factory=server.loop_factory) as runner:
             runner.run(_serve(server, client, listener, started))
     except (ModelError, EngineStartError) as error:
@@ -74,13 +75,21 @@ def serve(settings: Settings) -> None:
         client.kill()
 
 
-def _create_server(client: EngineClient, model_path: Path, limits: HTTPConfig) -> HTTPServer:
+def _tokenizer_path(settings: Settings, model_path: Path) -> Path:
+    """The model's folder; random weights can do with any tokenizer, and a shape alone has none."""
+    if settings.load_format == "dummy" and not (model_path / "tokenizer.json").exists():
+        log.warning("%s has no tokenizer.json; taking the bundled model's", model_path)
+        return resolve(BUNDLED)
+    return model_path
+
+
+def _create_server(client: EngineClient, tokenizer_path: Path, limits: HTTPConfig) -> HTTPServer:
     # Imported here so that the engine process is already on its way.
     from model.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415
 
-    return HTTPServer(create_app(client, Tokenizer.from_folder(model_path), limits))
+    return HTTPServer(create_app(client, Tokenizer.from_folder(tokenizer_path), limits))
 
 
 async def _serve(

@@ -166,3 +166,31 @@ def test_a_setting_from_the_environment_counts_and_a_flag_wins(start_service):
     too_long = generate(service.url, "a b " * 200, max_new_tokens=5)
     assert too_long.status_code == 422
     assert "100" in too_long.json()["error"]
+
+
+def test_random_weights_can_be_served_from_a_config_alone(start_service, tmp_path):
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 5000,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    service = start_service(f"--model={tmp_path}", "--load-format=dummy", "--device=cpu")
+    service.wait_until_healthy()
+    parameters = {"max_new_tokens": 20, "ignore_eos": True, "details": True}
+    reply = generate(service.url, "import os\n", **parameters)
+
+    assert reply.status_code == 200
+    assert reply.json()["details"]["generated_tokens"] == 20
