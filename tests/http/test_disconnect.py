@@ -37,7 +37,7 @@ async def server(fast, make_app):
 
 async def within_a_second(condition):
     async with asyncio.timeout(1):
-        while not condition():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110 - conditions are read from the server, nothing signals them
             await asyncio.sleep(0.005)
 
 

@@ -14,7 +14,7 @@ from tests.http.fakes import EOS_ID, IM_END_ID, INFO, FakeEngine, event, put, sa
 pytestmark = pytest.mark.anyio
 
 # The fake tokenizer has one token for each byte; these are "H" and "i" in its alphabet's order.
-H, I = 39, 72  # noqa: E741
+UPPER_H, LOWER_I = 39, 72
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def test_details_report_every_token_and_the_end(generate, engine, byte):
 
 
 async def test_reply_is_what_the_documented_schema_says(generate, engine, byte):
-    engine.script = say(byte("Hi"), FinishReason.LENGTH, top=((H, -0.1), (I, -0.2)))
+    engine.script = say(byte("Hi"), FinishReason.LENGTH, top=((UPPER_H, -0.1), (LOWER_I, -0.2)))
 
     response = await generate(best_of=2, do_sample=True, decoder_input_details=True, top_n_tokens=2)
 
@@ -163,7 +163,7 @@ async def test_a_stop_string_stays_at_the_end_of_the_text(generate, engine, byte
 async def test_text_after_a_stop_string_within_one_token_is_cut_off(
     generate, engine, byte, tokenizer
 ):
-    engine.script = say([*byte("x "), *tokenizer.encode("END.more"), H], FinishReason.LENGTH)
+    engine.script = say([*byte("x "), *tokenizer.encode("END.more"), UPPER_H], FinishReason.LENGTH)
 
     response = await generate(stop=["END."], details=True)
 

@@ -38,7 +38,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 def byte_fallback(*, strip: bool) -> tokenizers.Tokenizer:
     """Llama 2 and Mistral (which strip the first space), Gemma: text, and bytes for characters that are rare."""
-    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # noqa: S106
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         if strip
@@ -56,7 +56,7 @@ def byte_fallback(*, strip: bool) -> tokenizers.Tokenizer:
         vocab={**tokenizer.get_vocab(with_added_tokens=True)},
         merges=[],
         byte_fallback=True,
-        unk_token="<unk>",  # noqa: S106
+        unk_token="<unk>",
     )
     rebuilt = tokenizers.Tokenizer(model)
     rebuilt.normalizer, rebuilt.decoder = tokenizer.normalizer, tokenizer.decoder
@@ -83,7 +83,7 @@ def word_piece() -> tokenizers.Tokenizer:
     """A decoder that is not taken apart here: the library is asked for the last tokens' text."""
     words = ["the", "dog", "##s", "##leep", "!", "n't", "你", ",", "'"]
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *words])}
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))  # noqa: S106
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(SPECIAL)

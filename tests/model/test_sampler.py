@@ -102,6 +102,7 @@ def test_the_number_of_threads_does_not_change_a_draw() -> None:
 
 
 def test_draws_leave_the_global_generators_alone(forward) -> None:
+    # NumPy's legacy generator is the global one, and so the one to watch.
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
 
     forward(logits_of(6, 11), varied_rows(11))
