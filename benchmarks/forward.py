@@ -88,6 +88,7 @@ def decode_step(model: DecoderLM, sequences: int, context: int) -> Callable[[], 
         cu_seqlens_q=torch.arange(sequences + 1, dtype=torch.int32),
         seq_lens=torch.full((sequences,), context, dtype=torch.int32),
         block_table=table,
+        num_tokens=sequences,
         max_seqlen_q=1,
         max_seqlen_k=context,
     )

@@ -20,8 +20,16 @@ from kernels.attention.torch_dense import flash_attention as _flash_attention
 from kernels.attention.torch_write_kv import write_kv as _write_kv
 from kernels.errors import KernelError, NoKernelError, ShapeError
 from kernels.fused.torch_ops import apply_rope, rms_norm, rope_tables, silu_and_mul
-from kernels.plan import AttentionPlan, AttentionProblem, PagedBatch, Phase, Selection
+from kernels.plan import (
+    AttentionPlan,
+    AttentionProblem,
+    PackedBatch,
+    PagedBatch,
+    Phase,
+    Selection,
+)
 from kernels.registry import REGISTRY
+from kernels.tuning import tuned_launches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +44,7 @@ __all__ = [
     "GPUArch",
     "KernelError",
     "NoKernelError",
+    "PackedBatch",
     "PagedBatch",
     "Phase",
     "Selection",
@@ -74,7 +83,7 @@ def select(
     Raises:
         NoKernelError: every row refuses.
     """
-    return _plan.select(problem, arch, registry)
+    return _plan.select(problem, arch, registry, tuned_launches)
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,7 +105,7 @@ def _factory(target: str) -> AttentionKernelFactory:
 
 def plan_attention(
     problem: AttentionProblem,
-    batch: PagedBatch,
+    batch: PagedBatch | PackedBatch,
     arch: GPUArch | None = None,
     selection: Selection | None = None,
 ) -> AttentionPlan:
@@ -116,65 +125,107 @@ def plan_attention(
         ShapeError: the batch contradicts itself or the problem.
         NoKernelError: no row accepts the problem.
     """
-    num_seqs = batch.seq_lens.shape[0]
-    for name, tensor, shape in (
-        ("cu_seqlens_q", batch.cu_seqlens_q, (num_seqs + 1,)),
-        ("seq_lens", batch.seq_lens, (num_seqs,)),
-        ("block_table", batch.block_table, (num_seqs, batch.block_table.shape[-1])),
-    ):
-        if tensor.shape != shape or tensor.dtype is not torch.int32:
-            raise ShapeError(
-                f"{name} is {list(tensor.shape)} {tensor.dtype}; expected {list(shape)} torch.int32"
-            )
-    if problem.phase is Phase.DECODE and batch.max_seqlen_q > 1:
-        raise ShapeError(f"max_seqlen_q is {batch.max_seqlen_q}; decode takes 1 token per sequence")
+    _check_batch(problem, batch)
     if selection is None:
-        selection = _select_once(problem, arch or detect(batch.seq_lens.device))
-    decode = problem.phase is Phase.DECODE
-    num_tokens = num_seqs if decode else int(batch.cu_seqlens_q[-1])
+        selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
+    heads = (problem.num_kv_heads, problem.head_dim)
     return AttentionPlan(
         problem=problem,
         selection=selection,
-        run=_factory(selection.spec.target)(problem, batch, selection.launch),
-        q_shape=(num_tokens, problem.num_heads, problem.head_dim),
-        block_shape=(problem.block_size, problem.num_kv_heads, problem.head_dim),
+        run=_factory(selection.spec.target)(problem, batch, selection),
+        q_shape=(batch.num_tokens, problem.num_heads, problem.head_dim),
+        kv_shape=heads if problem.block_size is None else (problem.block_size, *heads),
         dtype=getattr(torch, problem.dtype),
     )
 
 
-def prefill_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor) -> None:
-    """Attend a chunk of tokens per sequence to its paged history and, causally, to itself.
+def _check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> None:
+    """Compare the batch with itself and the problem, without reading anything back from a GPU."""
+    num_seqs = batch.num_seqs
+    expected = {"cu_seqlens_q": (batch.cu_seqlens_q, (num_seqs + 1,))}
+    if isinstance(batch, PagedBatch):
+        if problem.block_size is None:
+            raise ShapeError("the batch is paged; the problem has no block_size")
+        expected["seq_lens"] = (batch.seq_lens, (num_seqs,))
+        expected["block_table"] = (batch.block_table, (num_seqs, batch.block_table.shape[-1]))
+    else:
+        if problem.block_size is not None:
+            raise ShapeError(
+                f"the batch is packed; the problem has block_size {problem.block_size}, not None"
+            )
+        expected["cu_seqlens_k"] = (batch.cu_seqlens_k, (num_seqs + 1,))
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape or tensor.dtype is not torch.int32:
+            raise ShapeError(
+                f"{name} is {list(tensor.shape)} {tensor.dtype}; expected {list(shape)} torch.int32"
+            )
+    if problem.phase is Phase.DECODE and batch.max_seqlen_q > problem.max_query_tokens:
+        raise ShapeError(
+            f"max_seqlen_q is {batch.max_seqlen_q}; this decode takes at most "
+            f"{problem.max_query_tokens} per sequence"
+        )
+
+
+def prefill_attention(
+    q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, lse: Tensor | None = None
+) -> None:
+    """Attend a chunk of tokens per sequence to its history and, causally, to itself.
 
     The chunk's own keys and values are already in the cache. Query i of n sees the cached tokens
     up to seq_len - n + i (aligned to the bottom right), less those that the window excludes.
 
     Args:
         q: [T, H, D], rows as in the plan's `cu_seqlens_q`; contiguous in D.
-        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values.
+        kv: index 0 is keys, 1 is values. Paged: [2, N, S, K, D] contiguous. Packed, where the
+            problem has no block size: [2, T_k, K, D], contiguous in D, as the plan's `cu_seqlens_k`.
         plan: from `plan_attention` with `Phase.PREFILL`.
-        out: [T, H, D] contiguous, written in full.
+        out: [T, H, D] contiguous, every row of a sequence is written; rows with nothing to attend
+            to become 0.
+        lse: [T, H] float32 contiguous, the natural logarithm of the sum of exponentials of the
+            scaled scores, -inf with nothing to attend to; where the problem asks for it.
 
     Raises:
-        ShapeError: a shape or dtype differs from the plan's.
+        ShapeError: a shape, stride or dtype differs from the plan's.
     """
     _check_attention(q, kv, plan, out, Phase.PREFILL)
-    plan.run(q, kv, out)
+    _check_lse(lse, plan)
+    plan.run(q, kv, out, lse)
 
 
-def decode_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor) -> None:
-    """Attend one new token per sequence to its paged history.
+def decode_attention(
+    q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, lse: Tensor | None = None
+) -> None:
+    """Attend one new token per sequence, or a few, to its paged history.
 
     Args:
-        q: [B, H, D], contiguous in D.
+        q: [T, H, D], contiguous in D; T is B unless the problem allows more queries per sequence.
         kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. The new token's are in it.
         plan: from `plan_attention` with `Phase.DECODE`.
-        out: [B, H, D] contiguous, written in full; rows of sequences with no tokens become 0.
+        out: [T, H, D] contiguous, written in full; rows of sequences with no tokens become 0.
+        lse: as in `prefill_attention`.
 
     Raises:
-        ShapeError: a shape or dtype differs from the plan's.
+        ShapeError: a shape, stride or dtype differs from the plan's.
     """
     _check_attention(q, kv, plan, out, Phase.DECODE)
-    plan.run(q, kv, out)
+    _check_lse(lse, plan)
+    plan.run(q, kv, out, lse)
+
+
+def _check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
+    if lse is None and not plan.problem.lse:
+        return
+    shape = plan.q_shape[:2]
+    if lse is None or not plan.problem.lse:
+        given, asked = (
+            "nothing" if lse is None else "a tensor",
+            "asks" if plan.problem.lse else "does not ask",
+        )
+        raise ShapeError(f"lse is {given}; the plan's problem {asked} for it")
+    if lse.shape != shape or lse.dtype is not torch.float32 or not lse.is_contiguous():
+        raise ShapeError(
+            f"lse is {_describe(lse)}; the plan takes {list(shape)} torch.float32 contiguous"
+        )
 
 
 def _check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, phase: Phase) -> None:
@@ -182,20 +233,25 @@ def _check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, ph
     if (
         q.shape == plan.q_shape
         and out.shape == plan.q_shape
-        and kv.shape[2:] == plan.block_shape
+        and kv.shape[2:] == plan.kv_shape
         and q.dtype is plan.dtype
         and kv.dtype is plan.dtype
         and out.dtype is plan.dtype
-        and kv.is_contiguous()
+        and (kv.is_contiguous() or (len(plan.kv_shape) == 2 and kv.stride(-1) == 1))
+        and q.stride(-1) == 1
+        and out.is_contiguous()
+        and q.device == kv.device == out.device
         and plan.problem.phase is phase
     ):
         return
     if plan.problem.phase is not phase:
         raise ShapeError(f"the plan is for {plan.problem.phase.value}, this is {phase.value}")
-    block = ", ".join(map(str, plan.block_shape))
+    shape = ", ".join(map(str, plan.kv_shape))
+    cache = f"contiguous [2, N, {shape}]" if len(plan.kv_shape) == 3 else f"[2, T, {shape}]"
     raise ShapeError(
         f"q is {_describe(q)}, out is {_describe(out)}, kv is {_describe(kv)}; the plan takes "
-        f"q and out {list(plan.q_shape)}, kv contiguous [2, N, {block}], all {plan.dtype}"
+        f"q {list(plan.q_shape)} contiguous in its last dimension, out {list(plan.q_shape)} "
+        f"contiguous, kv {cache}, all {plan.dtype} on one device"
     )
 
 
@@ -208,7 +264,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """Write a step's keys and values to their cache slots.
 
     Args:
-        k: [T, K, D] in the cache's dtype, any strides.
+        k: [T, K, D] in the cache's dtype, contiguous in D.
         v: [T, K, D], likewise.
         kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values.
         slot_mapping: [T] int32 (int64 is taken too); block id * S + offset in the block, -1 to skip a token; else
@@ -225,13 +281,21 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         or k.dtype is not kv.dtype
         or v.dtype is not kv.dtype
         or not kv.is_contiguous()
+        or k.stride(-1) != 1
+        or v.stride(-1) != 1
     ):
         raise ShapeError(
             f"k is {_describe(k)}, v is {_describe(v)}, kv is {_describe(kv)}, slot_mapping is "
             f"{_describe(slot_mapping)}; expected k and v [T, K, D], kv "
             "contiguous [2, N, S, K, D], all of one dtype, slot_mapping [T] int32"
         )
-    _write_kv(k, v, kv, slot_mapping)
+    if kv.is_cuda:
+        # Imported here: Triton is not there on a host without a GPU.
+        from kernels.attention.portable_write_kv import write_kv as scatter  # noqa: PLC0415
+
+        scatter(k, v, kv, slot_mapping)
+    else:
+        _write_kv(k, v, kv, slot_mapping)
 
 
 def flash_attention(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kernels.errors import NoKernelError, ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -28,7 +28,7 @@ class Phase(enum.Enum):
     PREFILL = "prefill"
     """Any number of query tokens per sequence."""
     DECODE = "decode"
-    """Exactly one query token per sequence."""
+    """One query token per sequence, or a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,15 @@ class AttentionProblem:
         num_heads: query heads H.
         num_kv_heads: key-value heads K; divides H.
         head_dim: D, elements.
-        block_size: S, tokens per cache block.
-        softmax_scale: factor on the scores before the softmax.
+        block_size: S, tokens per cache block; None where keys and values lie packed, without blocks.
+        softmax_scale: factor on the scores before the softmax, above 0.
         sliding_window: tokens that a query attends to, itself included; None for all.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
+        causal: whether a query sees no key after its own token.
+        max_query_tokens: most query tokens of a sequence in a decode: 1, or more for speculation.
+        lse: whether the call also writes the log-sum-exp of the scores.
+        batch_invariant: whether a sequence's result must be bitwise the same whatever shares its
+            batch; costs some speed where few sequences are decoded.
 
     Raises:
         ShapeError: a value is out of its range.
@@ -55,17 +60,22 @@ class AttentionProblem:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    block_size: int
+    block_size: int | None
     softmax_scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    causal: bool = True
+    max_query_tokens: int = 1
+    lse: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ShapeError(f"dtype is {self.dtype!r}; attention takes one of {', '.join(DTYPES)}")
-        for field in ("num_heads", "num_kv_heads", "head_dim", "block_size"):
-            if getattr(self, field) < 1:
-                raise ShapeError(f"{field} is {getattr(self, field)}; it must be at least 1")
+        for field in ("num_heads", "num_kv_heads", "head_dim", "block_size", "max_query_tokens"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ShapeError(f"{field} is {value}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -76,6 +86,10 @@ class AttentionProblem:
             )
         if self.softcap is not None and self.softcap <= 0:
             raise ShapeError(f"softcap is {self.softcap}; it must be above 0")
+        if not self.softmax_scale > 0:
+            raise ShapeError(f"softmax_scale is {self.softmax_scale}; it must be above 0")
+        if self.phase is Phase.DECODE and (self.block_size is None or not self.causal):
+            raise ShapeError("decode attends causally to a paged cache; it needs a block_size")
 
     @property
     def group_size(self) -> int:
@@ -86,11 +100,19 @@ class AttentionProblem:
         """One line for logs and error messages."""
         text = (
             f"{self.phase.value} {self.dtype} H={self.num_heads} K={self.num_kv_heads} "
-            f"D={self.head_dim} S={self.block_size}"
+            f"D={self.head_dim} "
         )
-        if self.sliding_window is not None:
-            text += f" window={self.sliding_window}"
-        return text if self.softcap is None else f"{text} softcap={self.softcap:g}"
+        text += "packed" if self.block_size is None else f"S={self.block_size}"
+        for shown, word in (
+            (self.sliding_window is not None, f"window={self.sliding_window}"),
+            (self.softcap is not None, f"softcap={self.softcap}"),
+            (not self.causal, "not causal"),
+            (self.max_query_tokens > 1, f"queries={self.max_query_tokens}"),
+            (self.lse, "lse"),
+            (self.batch_invariant, "batch invariant"),
+        ):
+            text += f" {word}" if shown else ""
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +123,47 @@ class PagedBatch:
         cu_seqlens_q: [B + 1] int32; query rows of sequence b start at cu_seqlens_q[b].
         seq_lens: [B] int32; tokens in the cache, this step's included.
         block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read.
-        max_seqlen_q: most query tokens of a sequence.
+        num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or above it where
+            rows pad the step.
+        max_seqlen_q: most query tokens of a sequence, or an upper bound of it.
         max_seqlen_k: largest of `seq_lens`, or an upper bound of it.
     """
 
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    num_tokens: int
     max_seqlen_q: int
     max_seqlen_k: int
+
+    @property
+    def num_seqs(self) -> int:
+        """B."""
+        return self.seq_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Like `PagedBatch`, where keys and values lie packed one sequence after the other.
+
+    Attributes:
+        cu_seqlens_q: [B + 1] int32; query rows of sequence b start at cu_seqlens_q[b].
+        cu_seqlens_k: [B + 1] int32; its keys and values start at cu_seqlens_k[b].
+        num_tokens: T, query rows of all sequences.
+        max_seqlen_q: most query tokens of a sequence, or an upper bound of it.
+        max_seqlen_k: most keys of a sequence, or an upper bound of it.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    num_tokens: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @property
+    def num_seqs(self) -> int:
+        """B."""
+        return self.cu_seqlens_k.shape[0] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,30 +171,49 @@ class LaunchConfig:
     """Tile sizes of a compiled kernel.
 
     Attributes:
-        block_m: query rows per tile.
+        block_m: query rows per tile; a row is one query head of one token.
         block_n: keys per tile.
         num_warps: warps per thread block.
         num_stages: tiles in flight.
+        programs_per_sm: thread blocks that the split plan of a decode aims at, per SM.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TunedLaunch:
+    """A row of a tuning table.
+
+    Attributes:
+        launch: the tile sizes.
+        max_seqlen_k: for sequences of at most this many keys; None for any length.
+        provenance: where the numbers come from, for people.
+        measured: whether they were chosen by timing on this architecture.
+    """
+
+    launch: LaunchConfig
+    max_seqlen_k: int | None
+    provenance: str
+    measured: bool
 
 
 class AttentionKernel(Protocol):
     """One row's kernel, bound to the batch of one step and run once per layer."""
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
-        """Write the attention of `q` [T, H, D] over `kv` [2, N, S, K, D] to `out` [T, H, D]."""
+    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the attention of `q` over `kv` to `out`; shapes as in the door."""
 
 
 class AttentionKernelFactory(Protocol):
     """What `KernelSpec.target` names: makes a kernel for the batch of one step."""
 
     def __call__(
-        self, problem: AttentionProblem, batch: PagedBatch, launch: LaunchConfig | None
+        self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> AttentionKernel:
         """Do the work of a step that all layers share."""
 
@@ -158,12 +231,18 @@ class KernelSpec:
         cpu: whether it runs on a CPU.
         sm: lowest and highest compute capability, both included; None for no GPU.
         head_dims: accepted head dims; None for any.
-        block_multiple: the cache's block size must be a multiple of this many tokens.
-        max_group_size: most query heads per key-value head; None for any.
+        block_sizes: smallest and largest block size, both included; None for any.
+        packed: whether it reads packed keys and values too.
         sliding_window: whether it can limit attention to a window.
         softcap: whether it can cap scores.
-        launch: its safe default; None where there is nothing to launch.
+        non_causal: whether a query may see keys after its own token.
+        several_queries: whether a decode may have more than one query token per sequence.
+        lse: whether it can write the log-sum-exp.
+        batch_invariant: whether a sequence's result can be made independent of its batch.
+        launch: tile sizes that are safe wherever it runs; `kernels/tuning` has better ones. None
+            where there is nothing to launch.
         note: what a reader of the plan should know about this row.
+        arch_note: why it runs nowhere else, for the refusal.
     """
 
     name: str
@@ -173,16 +252,20 @@ class KernelSpec:
     cpu: bool = False
     sm: tuple[int, int] | None = None
     head_dims: frozenset[int] | None = None
-    block_multiple: int = 1
-    max_group_size: int | None = None
+    block_sizes: tuple[int, int] | None = None
+    packed: bool = False
     sliding_window: bool = True
     softcap: bool = True
+    non_causal: bool = False
+    several_queries: bool = False
+    lse: bool = False
+    batch_invariant: bool = False
     launch: LaunchConfig | None = None
     note: str = ""
+    arch_note: str = ""
 
     def refuse(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
         """List every reason why this row cannot solve `problem` on `arch`; empty if it can."""
-        group = problem.group_size
         tests = (
             (problem.phase is not self.phase, f"solves {self.phase.value} only"),
             (not self._runs_on(arch), self._arch_reason(arch)),
@@ -192,17 +275,29 @@ class KernelSpec:
                 f"head_dim {problem.head_dim} is not one of {sorted(self.head_dims or ())}",
             ),
             (
-                problem.block_size % self.block_multiple != 0,
-                f"block_size {problem.block_size} is not a multiple of {self.block_multiple}",
+                not self._takes_block_size(problem.block_size),
+                f"block_size {problem.block_size} is not from {self._block_range()}",
             ),
-            (
-                self.max_group_size is not None and group > self.max_group_size,
-                f"{group} query heads per key-value head, at most {self.max_group_size}",
-            ),
+            (problem.block_size is None and not self.packed, "no packed keys and values"),
             (problem.sliding_window is not None and not self.sliding_window, "no sliding window"),
             (problem.softcap is not None and not self.softcap, "no softcap"),
+            (not problem.causal and not self.non_causal, "causal only"),
+            (
+                problem.max_query_tokens > 1 and not self.several_queries,
+                f"decodes 1 query token per sequence, not {problem.max_query_tokens}",
+            ),
+            (problem.lse and not self.lse, "no log-sum-exp"),
+            (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
         )
         return tuple(reason for refused, reason in tests if refused)
+
+    def _takes_block_size(self, size: int | None) -> bool:
+        if size is None or self.block_sizes is None:
+            return True
+        return self.block_sizes[0] <= size <= self.block_sizes[1]
+
+    def _block_range(self) -> str:
+        return f"{self.block_sizes[0]} to {self.block_sizes[1]}" if self.block_sizes else "any"
 
     def _runs_on(self, arch: GPUArch) -> bool:
         if arch.is_cpu:
@@ -214,7 +309,8 @@ class KernelSpec:
             return "needs a GPU"
         if self.sm is None:
             return "runs on the CPU only"
-        return f"needs sm_{self.sm[0]} to sm_{self.sm[1]}, this is sm_{arch.sm}"
+        text = f"needs sm_{self.sm[0]} to sm_{self.sm[1]}, this is sm_{arch.sm}"
+        return f"{text} ({self.arch_note})" if self.arch_note else text
 
 
 class Refusal(NamedTuple):
@@ -234,15 +330,24 @@ class Selection:
 
     Attributes:
         spec: the row.
-        launch: its tile sizes; None where there is nothing to launch.
+        arch: where it runs.
+        launches: its tile sizes by length, ascending; empty where it has none.
         why: one sentence for people.
         refusals: the more preferred rows of this phase, each with all of its reasons.
     """
 
     spec: KernelSpec
-    launch: LaunchConfig | None
+    arch: GPUArch
+    launches: tuple[TunedLaunch, ...]
     why: str
     refusals: tuple[Refusal, ...]
+
+    def launch_for(self, max_seqlen_k: int) -> LaunchConfig:
+        """Return the tile sizes for sequences of at most `max_seqlen_k` keys."""
+        for row in self.launches:
+            if row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k:
+                return row.launch
+        raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +359,7 @@ class AttentionPlan:
         selection: the row and why.
         run: the bound kernel.
         q_shape: (T, H, D) that queries and output must have.
-        block_shape: (S, K, D) that the cache's blocks must have.
+        kv_shape: (S, K, D) that the cache's blocks must have; (K, D) of packed keys and values.
         dtype: of queries, cache and output.
     """
 
@@ -262,17 +367,23 @@ class AttentionPlan:
     selection: Selection
     run: AttentionKernel
     q_shape: tuple[int, int, int]
-    block_shape: tuple[int, int, int]
+    kv_shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def select(problem: AttentionProblem, arch: GPUArch, registry: Sequence[KernelSpec]) -> Selection:
+def select(
+    problem: AttentionProblem,
+    arch: GPUArch,
+    registry: Sequence[KernelSpec],
+    launches: Callable[[KernelSpec, AttentionProblem, GPUArch], tuple[TunedLaunch, ...]],
+) -> Selection:
     """Choose the first row that accepts the problem.
 
     Args:
         problem: what is to be solved.
         arch: where.
         registry: rows, most preferred first.
+        launches: looks up a row's tile sizes, by ascending length.
 
     Returns:
         The row, with what the rows before it refused.
@@ -288,7 +399,9 @@ def select(problem: AttentionProblem, arch: GPUArch, registry: Sequence[KernelSp
                 r for r, row in zip(refusals, registry, strict=False) if row.phase is spec.phase
             )
             why = f"{spec.name} is the first row that accepts {problem} on {arch}"
-            return Selection(spec, spec.launch, f"{why}; {spec.note}" if spec.note else why, passed)
+            why = f"{why}; {spec.note}" if spec.note else why
+            tuned = launches(spec, problem, arch) if spec.launch else ()
+            return Selection(spec, arch, tuned, why, passed)
         refusals.append(Refusal(spec.name, reasons))
     lines = "".join(f"\n  {refusal}" for refusal in refusals)
     raise NoKernelError(f"no kernel for {problem} on {arch}:{lines or ' the registry is empty'}")

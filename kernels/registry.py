@@ -5,11 +5,43 @@ A new kernel is a row here and a file in `kernels/attention/`. Nothing else deci
 
 from __future__ import annotations
 
-from kernels.plan import DTYPES, KernelSpec, Phase
+from kernels.plan import DTYPES, KernelSpec, LaunchConfig, Phase
 
 _ANY_GPU = (0, 999)
+_AMPERE_ON = (80, 129)
+_NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
+_HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
 
 REGISTRY: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="portable_prefill",
+        phase=Phase.PREFILL,
+        target="kernels.attention.portable_prefill:PortablePrefill",
+        dtypes=frozenset(DTYPES),
+        sm=_AMPERE_ON,
+        head_dims=_HEAD_DIMS,
+        block_sizes=(1, 256),
+        packed=True,
+        non_causal=True,
+        lse=True,
+        batch_invariant=True,
+        launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
+        arch_note=_NO_TENSOR_CORES,
+    ),
+    KernelSpec(
+        name="portable_decode",
+        phase=Phase.DECODE,
+        target="kernels.attention.portable_decode:PortableDecode",
+        dtypes=frozenset(DTYPES),
+        sm=_AMPERE_ON,
+        head_dims=_HEAD_DIMS,
+        block_sizes=(1, 256),
+        several_queries=True,
+        lse=True,
+        batch_invariant=True,
+        launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
+        arch_note=_NO_TENSOR_CORES,
+    ),
     KernelSpec(
         name="torch_prefill",
         phase=Phase.PREFILL,

@@ -123,6 +123,7 @@ def make_case(
         cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_table=torch.tensor(padded, dtype=torch.int32, device=device),
+        num_tokens=sum(query_lens),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(seq_lens),
     )

@@ -82,7 +82,7 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
     offsets: list[int] = batch.cu_seqlens_q.tolist()
     lengths: list[int] = batch.seq_lens.tolist()
     tables: list[list[int]] = batch.block_table.tolist()
-    window = problem.sliding_window
+    window, block_size = problem.sliding_window, _block_size(problem)
     sequences: list[HostSequence] = []
     if offsets[0] != 0:
         raise ShapeError(f"cu_seqlens_q starts with {offsets[0]}; it must start with 0")
@@ -91,19 +91,24 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
         num_queries = offsets[index + 1] - row
         if problem.phase is Phase.DECODE and num_queries != 1:
             raise ShapeError(f"sequence {index} has {num_queries} query tokens; decode takes 1")
-        _check(index, num_queries, length, table, problem.block_size)
+        _check(index, num_queries, length, table, block_size)
         if num_queries == 0 or length == 0:
             continue
         start = 0 if window is None else max(0, length - num_queries - window + 1)
-        runs = slot_runs(table, start, length, problem.block_size)
+        runs = slot_runs(table, start, length, block_size)
         sequences.append(HostSequence(row, num_queries, length - num_queries - start, runs))
     return sequences
 
 
-def blocks_needed(sequences: list[HostSequence], block_size: int) -> int:
+def blocks_needed(sequences: list[HostSequence], problem: AttentionProblem) -> int:
     """Count the blocks a cache must have for every run to lie inside it."""
     stop = max((slot + length for item in sequences for slot, length in item.runs), default=0)
-    return -(-stop // block_size)
+    return -(-stop // _block_size(problem))
+
+
+def _block_size(problem: AttentionProblem) -> int:
+    assert problem.block_size is not None, "the rows that use this refuse packed keys and values"
+    return problem.block_size
 
 
 def _check(index: int, num_queries: int, length: int, table: list[int], block_size: int) -> None:

@@ -25,7 +25,7 @@ from kernels.attention.torch_common import RunView, check_blocks, dense_attentio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.plan import AttentionProblem, LaunchConfig, PagedBatch
+    from kernels.plan import AttentionProblem, PagedBatch, Selection
 
 _KIB = 1024
 _CALL_COST_BYTES = 256 * _KIB
@@ -127,10 +127,10 @@ class TorchDecode:
         self,
         problem: AttentionProblem,
         batch: PagedBatch,
-        launch: LaunchConfig | None,
+        selection: Selection | None = None,
         call_bytes: int | None = None,
     ) -> None:
-        del launch
+        del selection
         sequences = host_sequences(problem, batch)
         num_seqs = batch.seq_lens.shape[0]
         device = batch.seq_lens.device
@@ -151,7 +151,7 @@ class TorchDecode:
             groups += [[item] for item in in_place if len(item.runs) > 1]
             in_place = [item for item in in_place if len(item.runs) == 1]
         self._problem = problem
-        self._blocks_needed = blocks_needed(sequences, problem.block_size)
+        self._blocks_needed = blocks_needed(sequences, problem)
         self._has_empty = len(sequences) < num_seqs
         self._in_place = [
             (item.row, tuple(RunView.of(run, problem) for run in item.runs)) for item in in_place
@@ -164,8 +164,9 @@ class TorchDecode:
         with torch.inference_mode(mode=False):
             self._scratch = torch.empty((2, most, row), dtype=dtype, device=device)
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Write the attention of `q` over `kv` to `out`."""
+        assert lse is None, "the row refuses a problem that asks for it"
         check_blocks(kv, self._blocks_needed)
         if self._has_empty:
             out.zero_()

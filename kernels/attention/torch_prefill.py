@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.plan import AttentionProblem, LaunchConfig, PagedBatch
+    from kernels.plan import AttentionProblem, PagedBatch, Selection
 
 _FOLDED_QUERIES = 16
 """Folding is 10 to 30 % faster up to here, and its mask has a row for every query head."""
@@ -39,11 +39,11 @@ class TorchPrefill:
     """One step's prefill attention; shapes as in the door's `prefill_attention`."""
 
     def __init__(
-        self, problem: AttentionProblem, batch: PagedBatch, launch: LaunchConfig | None
+        self, problem: AttentionProblem, batch: PagedBatch, selection: Selection | None = None
     ) -> None:
-        del launch
+        del selection
         sequences = host_sequences(problem, batch)
-        self._blocks_needed = blocks_needed(sequences, problem.block_size)
+        self._blocks_needed = blocks_needed(sequences, problem)
         device = batch.seq_lens.device
         self._work = [
             (
@@ -54,8 +54,9 @@ class TorchPrefill:
             for item in sequences
         ]
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor) -> None:
+    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Write the attention of `q` over `kv` to `out`."""
+        assert lse is None, "the row refuses a problem that asks for it"
         check_blocks(kv, self._blocks_needed)
         for rows, views, attend in self._work:
             keys, values = read_views(kv, views)

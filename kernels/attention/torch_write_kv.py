@@ -13,9 +13,6 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's key and value to its slot; shapes as in the door's `write_kv`."""
     if slot_mapping.shape[0] == 0:
         return
-    if slot_mapping.is_cuda:
-        _write_on_gpu(k, v, kv, slot_mapping)
-        return
     # A microsecond per layer: a caller's promise that no token is skipped would save no more.
     if _smallest(slot_mapping) < 0:
         kept = slot_mapping >= 0
@@ -30,16 +27,3 @@ def _smallest(slot_mapping: Tensor) -> int:
     if slot_mapping.shape[0] <= 32:
         return int(min(slot_mapping.tolist()))
     return int(slot_mapping.min())
-
-
-def _write_on_gpu(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-    """Skip -1 slots without a host round trip: they repeat the first valid token's write."""
-    slots = slot_mapping.long()
-    valid = slots >= 0
-    first = valid.to(torch.int8).argmax()
-    rows = torch.where(valid, torch.arange(slots.shape[0], device=slots.device), first)
-    # With no valid token at all, slot 0 is rewritten with what it holds.
-    targets = slots[rows].clamp_min(0)
-    some = valid[first]
-    for new, cache in zip((k, v), kv.flatten(1, 2).unbind(0), strict=True):
-        cache.index_copy_(0, targets, torch.where(some, new[rows], cache[targets]))

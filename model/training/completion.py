@@ -58,6 +58,7 @@ def complete_greedily(
             cu_seqlens_q=torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32),
             seq_lens=seen.to(torch.int32),
             block_table=table,
+            num_tokens=sum(lengths) if step == 0 else len(lengths),
             max_seqlen_q=max(lengths) if step == 0 else 1,
             max_seqlen_k=max(lengths) + step,
         )

@@ -100,6 +100,7 @@ def _paged_batch(
         cu_seqlens_q=_tensor(cu_seqlens, np.int32, device),
         seq_lens=_tensor(lengths, np.int32, device),
         block_table=torch.from_numpy(table).to(device),
+        num_tokens=cu_seqlens[-1],
         max_seqlen_q=max(s.num_tokens for s in scheduled),
         max_seqlen_k=max_seqlen_k,
     )

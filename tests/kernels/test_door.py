@@ -71,7 +71,7 @@ def test_a_cache_without_the_named_blocks_is_refused(phase):
         ({"seq_lens": torch.tensor([5])}, r"seq_lens is \[1\] torch.int64; expected \[1\] torch.i"),
         ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, r"cu_seqlens_q is \[3\]"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, r"block_table is \[2, 1\]"),
-        ({"max_seqlen_q": 2}, "max_seqlen_q is 2; decode takes 1 token per sequence"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q is 2; this decode takes at most 1 per sequence"),
         ({"cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32)}, "decode takes 1"),
     ],
     ids=["dtype", "offsets", "table", "max_seqlen_q", "two queries"],
@@ -81,6 +81,7 @@ def test_a_batch_of_wrong_shapes_is_refused_when_planning(fields, message):
         "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
         "seq_lens": torch.tensor([5], dtype=torch.int32),
         "block_table": torch.zeros(1, 1, dtype=torch.int32),
+        "num_tokens": 1,
         "max_seqlen_q": 1,
         "max_seqlen_k": 5,
     }

@@ -49,7 +49,7 @@ def test_runs_hold_every_slot_once_and_are_the_fewest(data):
 
 def batch(offsets, lengths, table):
     tensors = [torch.tensor(part, dtype=torch.int32) for part in (offsets, lengths, table)]
-    return PagedBatch(*tensors, max_seqlen_q=9, max_seqlen_k=99)
+    return PagedBatch(*tensors, num_tokens=9, max_seqlen_q=9, max_seqlen_k=99)
 
 
 def problem(**more):

@@ -154,8 +154,9 @@ def decode_batch():
         torch.tensor([0, 1], dtype=torch.int32),
         torch.tensor([5], dtype=torch.int32),
         torch.tensor([[0]], dtype=torch.int32),
-        1,
-        5,
+        num_tokens=1,
+        max_seqlen_q=1,
+        max_seqlen_k=5,
     )
 
 

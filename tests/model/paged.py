@@ -76,6 +76,7 @@ class PagedDriver:
             block_table=torch.tensor(
                 [table + [0] * (width - len(table)) for table in tables], dtype=torch.int32
             ),
+            num_tokens=sum(lengths),
             max_seqlen_q=max(lengths),
             max_seqlen_k=max(seq_lens),
         )

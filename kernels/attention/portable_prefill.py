@@ -1,0 +1,235 @@
+"""Prefill attention in Triton: tiles of packed query heads over paged or packed keys and values.
+
+One program attends one tile of query rows of one key-value head to all keys that the rows see. Which
+tile a program takes is looked up in a list that is made once per step on the device, so planning
+needs no round trip to the host.
+
+Source: Dao, "FlashAttention-2", 2023 for the loop; packing the query heads that share a key-value head
+into one tile as in Shah et al., "FlashAttention-3", 2024.
+"""
+
+# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention.tile import LN_2, attend, load_rows, normalise, split_head_dim, store_rows
+from kernels.plan import PagedBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.plan import AttentionProblem, PackedBatch, Selection
+
+_TILE_FIELDS = tl.constexpr(6)
+"""A tile: sequence (-1 for none), its first row, query start, query tokens, key start, keys."""
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def list_tiles(
+    tiles,
+    cu_seqlens_q,
+    seq_lens,
+    cu_seqlens_k,
+    num_seqs,
+    GROUP: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """List the tiles of a step; one program per entry of `tiles`, [entries, 6] int32.
+
+    The longest sequences come first and each one's last tiles before its first, since those see
+    the most keys: what is left for the end of a launch is short.
+    """
+    entry = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    real = b < num_seqs
+    q_start = tl.load(cu_seqlens_q + b, mask=real, other=0)
+    q_len = tl.load(cu_seqlens_q + b + 1, mask=real, other=0) - q_start
+    if PAGED:
+        k_start = tl.zeros_like(q_start)
+        k_len = tl.load(seq_lens + b, mask=real, other=0)
+    else:
+        k_start = tl.load(cu_seqlens_k + b, mask=real, other=0)
+        k_len = tl.load(cu_seqlens_k + b + 1, mask=real, other=0) - k_start
+    count = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
+    seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
+    mine = b == seq
+    num_keys = tl.sum(tl.where(mine, k_len, 0), 0)
+    # Entries of one sequence are neighbours: this is the number of the tile among them.
+    tile = entry - tl.sum(tl.where(b < seq, count, 0), 0)
+    before = (k_len > num_keys) | ((k_len == num_keys) & (b < seq))
+    place = tl.sum(tl.where(before, count, 0), 0)
+    place += tl.sum(tl.where(mine, count, 0), 0) - 1 - tile
+    if seq >= num_seqs:
+        tl.store(tiles + entry * _TILE_FIELDS, -1)
+    else:
+        base = tiles + place * _TILE_FIELDS
+        tl.store(base, seq)
+        tl.store(base + 1, tile * BLOCK_M)
+        tl.store(base + 2, tl.sum(tl.where(mine, q_start, 0), 0))
+        tl.store(base + 3, tl.sum(tl.where(mine, q_len, 0), 0))
+        tl.store(base + 4, tl.sum(tl.where(mine, k_start, 0), 0))
+        tl.store(base + 5, num_keys)
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def prefill(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    tiles,
+    block_table,
+    table_stride,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    window,
+    softcap,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """Attend one tile of rows; program (tile, key-value head). Shapes as in the door."""
+    record = tiles + tl.program_id(0) * _TILE_FIELDS
+    seq = tl.load(record)
+    if seq < 0:
+        return
+    first_row = tl.load(record + 1)
+    q_start = tl.load(record + 2)
+    q_len = tl.load(record + 3)
+    k_start = tl.load(record + 4)
+    num_keys = tl.load(record + 5)
+    kv_head = tl.program_id(1)
+
+    row = first_row + tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    exists = token < q_len
+    head = kv_head * GROUP + row % GROUP
+    q_row = (q_start + token).to(tl.int64)
+    q_tile = load_rows(q, q_row * q_stride + head * q_head_stride, exists, D1, D2, True)
+
+    history = num_keys - q_len
+    last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+    lowest = history + first_row // GROUP
+    highest = history + last_token
+    # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
+    last_seen = tl.minimum(history + token, highest)
+    end = tl.minimum(highest + 1, num_keys) if CAUSAL else num_keys
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
+    acc1, acc2, m, l = attend(
+        q_tile,
+        k + k_start.to(tl.int64) * k_stride + kv_head * k_head_stride,
+        v + k_start.to(tl.int64) * v_stride + kv_head * v_head_stride,
+        block_table + seq.to(tl.int64) * table_stride,
+        begin, end, num_keys, last_seen, lowest, highest,
+        k_stride, v_stride, scale, window, softcap,
+        PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
+    )  # fmt: skip
+    acc1, acc2, log_sum = normalise(acc1, acc2, m, l)
+    out_row = q_row * HEADS + head
+    store_rows(
+        out, out_row * (D1 + D2), exists,
+        acc1.to(out.dtype.element_ty), acc2.to(out.dtype.element_ty), D1, D2,
+    )  # fmt: skip
+    if LSE:
+        tl.store(lse + out_row, log_sum * LN_2, mask=exists)
+
+
+class PortablePrefill:
+    """One step's prefill attention on a GPU; shapes as in the door's `prefill_attention`."""
+
+    def __init__(
+        self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
+    ) -> None:
+        launch = selection.launch_for(batch.max_seqlen_k)
+        device = batch.cu_seqlens_q.device
+        group, num_seqs = problem.group_size, batch.num_seqs
+        # Tiles are counted per sequence: each may end with a partial one.
+        most = batch.num_tokens * group // launch.block_m + num_seqs
+        self._tiles = torch.empty((most, _TILE_FIELDS.value), dtype=torch.int32, device=device)
+        paged = isinstance(batch, PagedBatch)
+        self._table = batch.block_table if paged else self._tiles
+        cu_seqlens_q = batch.cu_seqlens_q
+        list_tiles[(most,)](
+            self._tiles,
+            cu_seqlens_q,
+            batch.seq_lens if paged else cu_seqlens_q,
+            cu_seqlens_q if paged else batch.cu_seqlens_k,
+            num_seqs,
+            GROUP=group,
+            PAGED=paged,
+            BLOCK_M=launch.block_m,
+            BLOCK_B=triton.next_power_of_2(num_seqs),
+            num_warps=1,
+        )
+        self._grid = (most, problem.num_kv_heads)
+        d1, d2 = split_head_dim(problem.head_dim)
+        self._problem = problem
+        self._constants = {
+            "HEADS": problem.num_heads,
+            "GROUP": group,
+            "D1": d1,
+            "D2": d2,
+            "BLOCK_SIZE": problem.block_size or 1,
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "PAGED": paged,
+            "CAUSAL": problem.causal,
+            "WINDOW": problem.sliding_window is not None,
+            "SOFTCAP": problem.softcap is not None,
+            "LSE": problem.lse,
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+        }
+
+    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the attention of `q` over `kv` to `out`."""
+        if q.shape[0] == 0:
+            return
+        problem = self._problem
+        token_stride, head_stride = kv.stride()[-3:-1]
+        keys, values = kv.unbind(0)
+        prefill[self._grid](
+            q,
+            keys,
+            values,
+            out,
+            out if lse is None else lse,
+            self._tiles,
+            self._table,
+            self._table.stride(0),
+            q.stride(0),
+            q.stride(1),
+            token_stride,
+            head_stride,
+            token_stride,
+            head_stride,
+            problem.softmax_scale,
+            problem.sliding_window or 0,
+            problem.softcap or 0.0,
+            **self._constants,
+        )

@@ -1,0 +1,240 @@
+"""The inner loop of the portable kernels: one tile of query rows over a range of keys.
+
+Device functions in Triton, inlined into the kernels of `portable_prefill` and `portable_decode`.
+
+    rows      the query heads of one key-value head, packed token by token: row r is head r % G of
+              token r // G, so that one read of the keys serves all heads that share them
+    keys      tokens first to last of one sequence; tile edges are multiples of BLOCK_N
+    head dim  a power of two D1, or the sum of two, D1 + D2: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64,
+              because a tile's edges must be powers of two and padding 80 to 128 would waste a third
+
+Scores are kept in units of log2, since the hardware's exponential is to base 2: m is the running
+maximum of score * log2(e), l the running sum of exp2(score - m).
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
+"FlashAttention-2", 2023.
+"""
+
+# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Split a head dim into two powers of two, the second possibly 0.
+
+    Raises:
+        AssertionError: it is not the sum of at most two powers of two of at least 16.
+    """
+    first = 1 << (head_dim.bit_length() - 1)
+    second = head_dim - first
+    assert first >= 16, head_dim
+    assert second == 0 or (second >= 16 and second.bit_count() == 1), head_dim
+    return first, second
+
+
+@triton.jit
+def load_part(pointers, mask, MASK: tl.constexpr):
+    """Load a tile; where MASK, rows outside `mask` become 0 and are not read."""
+    if MASK:
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_rows(base, offsets, mask, D1: tl.constexpr, D2: tl.constexpr, MASK: tl.constexpr):
+    """Load [rows, D1] and [rows, D2] at base + offsets; the second repeats the first if D2 is 0."""
+    columns = tl.arange(0, D1)
+    first = load_part(base + offsets[:, None] + columns[None, :], mask[:, None], MASK)
+    second = first
+    if D2 > 0:
+        columns = D1 + tl.arange(0, D2)
+        second = load_part(base + offsets[:, None] + columns[None, :], mask[:, None], MASK)
+    return first, second
+
+
+@triton.jit
+def store_rows(base, offsets, mask, first, second, D1: tl.constexpr, D2: tl.constexpr):
+    """Store [rows, D1] and, unless D2 is 0, [rows, D2] at base + offsets."""
+    tl.store(base + offsets[:, None] + tl.arange(0, D1)[None, :], first, mask=mask[:, None])
+    if D2 > 0:
+        columns = D1 + tl.arange(0, D2)
+        tl.store(base + offsets[:, None] + columns[None, :], second, mask=mask[:, None])
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent through the base-2 exponential: right at both ends, where it is +-1."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def attend_tiles(
+    state,
+    q,
+    k_base,
+    v_base,
+    table,
+    begin,
+    end,
+    num_keys,
+    last_seen,
+    stride_k,
+    stride_v,
+    scale,
+    window,
+    softcap,
+    MASK: tl.constexpr,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
+    """Attend to the key tiles from begin to end; unmasked, every row sees every key in them."""
+    acc1, acc2, m, l = state
+    q1, q2 = q
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        exists = key < num_keys
+        if PAGED:
+            # A block id past the sequence's end may be anything, so it is not read.
+            block = load_part(table + key // BLOCK_SIZE, exists, MASK)
+            slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        else:
+            slot = key.to(tl.int64)
+        k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
+        scores = tl.dot(q1, k1.T, input_precision="ieee")
+        if D2 > 0:
+            scores = tl.dot(q2, k2.T, scores, input_precision="ieee")
+        if SOFTCAP:
+            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
+            factor = 1.0
+        else:
+            factor = scale * LOG2_E
+        if MASK:
+            seen = exists[None, :]
+            if CAUSAL:
+                seen = seen & (key[None, :] <= last_seen[:, None])
+            if WINDOW:
+                seen = seen & (key[None, :] > last_seen[:, None] - window)
+            scores = tl.where(seen, scores, -float("inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1) * factor)
+        # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+        base = tl.where(new_m == -float("inf"), 0.0, new_m) if MASK else new_m
+        p = tl.exp2(scores * factor - base[:, None])
+        fade = tl.exp2(m - base)
+        l = l * fade + tl.sum(p, 1)
+        m = new_m
+        # The values of keys that do not exist are 0, not what lies there: 0 * NaN is NaN.
+        v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
+        p = p.to(v1.dtype)
+        acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
+        if D2 > 0:
+            acc2 = tl.dot(p, v2, acc2 * fade[:, None], input_precision="ieee")
+    return acc1, acc2, m, l
+
+
+@triton.jit
+def attend(
+    q,
+    k_base,
+    v_base,
+    table,
+    begin,
+    end,
+    num_keys,
+    last_seen,
+    lowest,
+    highest,
+    stride_k,
+    stride_v,
+    scale,
+    window,
+    softcap,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
+    """Attend to the keys from begin to end of one sequence, masking only the tiles that need it.
+
+        begin      clear              full                end
+          | window's  | seen by all rows | the causal edge, |
+          | lower edge|    no masks      | the last tile    |
+
+    Args:
+        q: ([BLOCK_M, D1], [BLOCK_M, D2]); without D2 the first twice.
+        k_base: pointer to key 0 of the head: of the cache where PAGED, else of the sequence.
+        v_base: likewise for values.
+        table: pointer to the sequence's block ids.
+        begin: first key, a multiple of BLOCK_N.
+        end: one past the last key that any row sees.
+        num_keys: keys of the sequence.
+        last_seen: [BLOCK_M] last key that each row sees.
+        lowest: smallest of `last_seen`.
+        highest: largest of `last_seen`.
+        stride_k: elements between one key and the next.
+        stride_v: elements between one value and the next.
+        scale: softmax scale.
+        window: keys that a row sees, its own included.
+        softcap: cap of the scores.
+
+    Returns:
+        (acc1 [BLOCK_M, D1], acc2 [BLOCK_M, D2], m [BLOCK_M], l [BLOCK_M]), not yet divided by l.
+    """
+    acc1 = tl.zeros([BLOCK_M, D1], dtype=tl.float32)
+    acc2 = tl.zeros([BLOCK_M, D2 if D2 > 0 else 1], dtype=tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    l = tl.zeros([BLOCK_M], dtype=tl.float32)
+    state = (acc1, acc2, m, l)
+    seen_by_all = tl.minimum(lowest + 1, num_keys) if CAUSAL else num_keys
+    full = tl.minimum(seen_by_all, end) // BLOCK_N * BLOCK_N
+    clear = begin
+    if WINDOW:
+        clear = tl.maximum(highest - window + 1, begin)
+        clear = tl.minimum((clear + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+        state = attend_tiles(
+            state, q, k_base, v_base, table, begin, clear, num_keys, last_seen,
+            stride_k, stride_v, scale, window, softcap,
+            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+        )  # fmt: skip
+    full = tl.maximum(full, clear)
+    state = attend_tiles(
+        state, q, k_base, v_base, table, clear, full, num_keys, last_seen,
+        stride_k, stride_v, scale, window, softcap,
+        False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+    )  # fmt: skip
+    return attend_tiles(
+        state, q, k_base, v_base, table, full, end, num_keys, last_seen,
+        stride_k, stride_v, scale, window, softcap,
+        True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+    )  # fmt: skip
+
+
+@triton.jit
+def normalise(acc1, acc2, m, l):
+    """Divide by the sums; rows that saw nothing become 0 with a log-sum-exp of -inf.
+
+    Returns:
+        The two parts of the output and the log-sum-exp in units of log2.
+    """
+    inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
+    lse = tl.where(l == 0.0, -float("inf"), m + tl.log2(l))
+    return acc1 * inverse[:, None], acc2 * inverse[:, None], lse
