@@ -344,9 +344,13 @@ class Selection:
 
     def launch_for(self, max_seqlen_k: int) -> LaunchConfig:
         """Return the tile sizes for sequences of at most `max_seqlen_k` keys."""
+        return self.tuned_for(max_seqlen_k).launch
+
+    def tuned_for(self, max_seqlen_k: int) -> TunedLaunch:
+        """Return the same with where they come from."""
         for row in self.launches:
             if row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k:
-                return row.launch
+                return row
         raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
 
 

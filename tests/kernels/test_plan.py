@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -10,11 +11,22 @@ import torch
 import kernels
 from kernels.arch import CATALOGUE, CPU
 from kernels.errors import NoKernelError, ShapeError
-from kernels.plan import AttentionProblem, KernelSpec, LaunchConfig, PagedBatch, Phase, select
+from kernels.plan import (
+    DTYPES,
+    AttentionProblem,
+    KernelSpec,
+    LaunchConfig,
+    PagedBatch,
+    Phase,
+    TunedLaunch,
+    select,
+)
 from kernels.registry import REGISTRY
 
 HALF = frozenset({"float16", "bfloat16"})
-TILES = LaunchConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+TILES = TunedLaunch(LaunchConfig(128, 64, 8, 3), None, "a test", measured=False)
+LONG = TunedLaunch(LaunchConfig(64, 128, 4, 2), None, "a test", measured=True)
+SHORT = TunedLaunch(LaunchConfig(16, 32, 4, 1), 512, "a test", measured=True)
 HOPPER = KernelSpec(
     "hopper_prefill",
     Phase.PREFILL,
@@ -22,14 +34,18 @@ HOPPER = KernelSpec(
     HALF,
     sm=(90, 90),
     head_dims=frozenset({64, 128}),
-    block_multiple=16,
-    max_group_size=8,
+    block_sizes=(16, 64),
     sliding_window=False,
     softcap=False,
-    launch=TILES,
+    launch=TILES.launch,
 )
-WITH_HOPPER = (HOPPER, *REGISTRY)
+HOPPER_DECODE = dataclasses.replace(HOPPER, name="hopper_decode", phase=Phase.DECODE)
+TORCH = tuple(row for row in REGISTRY if row.cpu)
+WITH_HOPPER = (HOPPER, HOPPER_DECODE, *TORCH)
 ARCHES = [pytest.param(arch, id=arch.key) for arch in CATALOGUE.values()]
+PORTABLE = ("a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 
 
 def problem(phase=Phase.PREFILL, dtype="bfloat16", **more):
@@ -37,9 +53,13 @@ def problem(phase=Phase.PREFILL, dtype="bfloat16", **more):
     return AttentionProblem(phase=phase, dtype=dtype, softmax_scale=0.1, **fields)
 
 
+def tiles(*_):
+    return (TILES,)
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("more", [{}, {"sliding_window": 4096}, {"softcap": 50.0}], ids=str)
 def test_every_known_processor_has_a_kernel_and_a_reason(arch, phase, dtype, more):
     selection = kernels.select(problem(phase, dtype, **more), arch)
@@ -51,21 +71,89 @@ def test_every_known_processor_has_a_kernel_and_a_reason(arch, phase, dtype, mor
     assert all(refusal.reasons for refusal in selection.refusals)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", PORTABLE)
 @pytest.mark.parametrize("phase", list(Phase))
-def test_a_pytorch_row_says_that_it_is_the_fallback_of_a_gpu(arch, phase):
-    selection = kernels.select(problem(phase), arch)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_our_kernels_are_chosen_from_sm_80_on_for_every_head_dim(arch, phase, dtype):
+    for head_dim in HEAD_DIMS:
+        selection = kernels.select(problem(phase, dtype, head_dim=head_dim), CATALOGUE[arch])
 
-    if selection.spec.name.startswith("torch_"):
-        assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+        assert selection.spec.name == f"portable_{phase.value}"
+        assert selection.refusals == ()
+        assert selection.launch_for(1 << 20).block_n >= 16
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_turing_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
+    selection = kernels.select(problem(phase, dtype), CATALOGUE["t4"])
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    assert selection.launches == ()
+    assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+    assert [str(refusal) for refusal in selection.refusals] == [
+        f"portable_{phase.value}: needs sm_80 to sm_129, this is sm_75 ({NO_TENSOR_CORES})"
+    ]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
+    selection = kernels.select(problem(phase, dtype), CPU)
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+    assert [str(refusal) for refusal in selection.refusals] == [
+        f"portable_{phase.value}: needs a GPU"
+    ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_kv_heads": 16}, {"num_heads": 28, "num_kv_heads": 4}, {"num_kv_heads": 1},
+        {"num_heads": 9, "num_kv_heads": 3}, {"block_size": 1}, {"block_size": 256},
+        {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("phase", list(Phase))
+def test_our_kernels_take_every_shape_and_wish_that_they_promise(phase, more):
+    assert kernels.select(problem(phase, **more), CATALOGUE["h100"]).spec.name.startswith(
+        "portable_"
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(block_size=None),
+        problem(block_size=None, causal=False),
+        problem(causal=False),
+        problem(Phase.DECODE, max_query_tokens=8),
+    ],
+    ids=str,
+)
+def test_only_our_kernels_take_packed_keys_full_attention_and_several_queries(asked):
+    assert kernels.select(asked, CATALOGUE["a100"]).spec.name == f"portable_{asked.phase.value}"
+    with pytest.raises(NoKernelError):
+        kernels.select(asked, CPU)
 
 
 def test_the_first_row_that_accepts_is_chosen_with_its_launch():
-    selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER)
+    selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, tiles)
 
     assert selection.spec is HOPPER
-    assert selection.launch is TILES
+    assert selection.launches == (TILES,)
     assert selection.refusals == ()
+
+
+def test_the_launch_of_the_shortest_length_that_fits_is_taken():
+    selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: (SHORT, LONG))
+
+    assert selection.launch_for(512) is SHORT.launch
+    assert selection.launch_for(513) is LONG.launch
+    assert selection.tuned_for(513) is LONG
 
 
 @pytest.mark.parametrize(
@@ -75,20 +163,58 @@ def test_the_first_row_that_accepts_is_chosen_with_its_launch():
         (problem(), "a100", "needs sm_90 to sm_90, this is sm_80"),
         (problem(dtype="float32"), "h100", "no float32"),
         (problem(head_dim=96), "h100", "head_dim 96 is not one of [64, 128]"),
-        (problem(block_size=8), "h100", "block_size 8 is not a multiple of 16"),
-        (problem(num_kv_heads=1), "h100", "16 query heads per key-value head, at most 8"),
+        (problem(block_size=8), "h100", "block_size 8 is not from 16 to 64"),
+        (problem(block_size=65), "h100", "block_size 65 is not from 16 to 64"),
         (problem(sliding_window=9), "h100", "no sliding window"),
         (problem(softcap=30.0), "h100", "no softcap"),
+        (problem(lse=True), "h100", "no log-sum-exp"),
+        (problem(batch_invariant=True), "h100", "not batch invariant"),
+        (problem(causal=False), "h100", "causal only"),
+        (problem(block_size=None), "h100", "no packed keys and values"),
+        (
+            problem(Phase.DECODE, max_query_tokens=4),
+            "h100",
+            "decodes 1 query token per sequence, not 4",
+        ),
     ],
-    ids=["cpu", "sm", "dtype", "head dim", "block size", "group", "window", "softcap"],
-)
+    ids=[
+        "cpu", "sm", "dtype", "head dim", "small block", "large block", "window", "softcap", "lse",
+        "batch invariant", "not causal", "packed", "several queries",
+    ],
+)  # fmt: skip
 def test_a_row_that_is_passed_over_says_why(asked, arch, reason):
-    selection = select(asked, CATALOGUE[arch], WITH_HOPPER)
+    anything = KernelSpec(
+        "anything", asked.phase, "m:f", frozenset(DTYPES), cpu=True, sm=(0, 999), packed=True,
+        non_causal=True, several_queries=True, lse=True, batch_invariant=True,
+    )  # fmt: skip
+    row = HOPPER if asked.phase is Phase.PREFILL else HOPPER_DECODE
 
-    assert selection.spec.name == "torch_prefill"
-    assert [(refusal.kernel, refusal.reasons) for refusal in selection.refusals] == [
-        ("hopper_prefill", (reason,))
-    ]
+    selection = select(asked, CATALOGUE[arch], (row, anything), tiles)
+
+    assert selection.spec is anything
+    assert selection.refusals == ((row.name, (reason,)),)
+
+
+def test_a_row_without_a_gpu_says_so():
+    host_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
+
+    assert host_only.refuse(problem(), CATALOGUE["h100"]) == ("runs on the CPU only",)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"head_dim": 100}, "head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256]"),
+        ({"block_size": 257}, "block_size 257 is not from 1 to 256"),
+    ],
+    ids=["head dim", "block size"],
+)
+@pytest.mark.parametrize("phase", list(Phase))
+def test_what_our_kernels_do_not_take_falls_to_the_pytorch_rows_with_the_limit(phase, more, reason):
+    selection = kernels.select(problem(phase, **more), CATALOGUE["h100"])
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    assert selection.refusals == ((f"portable_{phase.value}", (reason,)),)
 
 
 def test_a_row_names_all_of_its_reasons():
@@ -105,14 +231,14 @@ def test_a_row_names_all_of_its_reasons():
 def test_rows_of_the_other_phase_are_not_reported_as_passed_over():
     selection = kernels.select(problem(Phase.DECODE), CPU)
 
-    assert selection.refusals == ()
+    assert [refusal.kernel for refusal in selection.refusals] == ["portable_decode"]
 
 
 def test_without_a_kernel_the_error_lists_every_row_and_all_its_reasons():
     cpu_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
 
     with pytest.raises(NoKernelError) as caught:
-        select(problem(dtype="float32"), CATALOGUE["t4"], (HOPPER, cpu_only))
+        select(problem(dtype="float32"), CATALOGUE["t4"], (HOPPER, cpu_only), tiles)
 
     assert str(caught.value) == (
         "no kernel for prefill float32 H=16 K=8 D=128 S=16 on NVIDIA T4 (sm_75):\n"
@@ -123,7 +249,7 @@ def test_without_a_kernel_the_error_lists_every_row_and_all_its_reasons():
 
 def test_an_empty_registry_is_named_as_such():
     with pytest.raises(NoKernelError, match="the registry is empty"):
-        select(problem(), CPU, ())
+        select(problem(), CPU, (), tiles)
 
 
 @pytest.mark.parametrize(
