@@ -213,6 +213,7 @@ def test_prefill_in_chunks_equals_prefill_in_one(chunks):
             whole.batch,
             cu_seqlens_q=torch.tensor([0, chunk], dtype=torch.int32),
             seq_lens=torch.tensor([done + chunk], dtype=torch.int32),
+            num_tokens=chunk,
             max_seqlen_q=chunk,
             max_seqlen_k=done + chunk,
         )
@@ -232,6 +233,7 @@ def test_decode_token_by_token_equals_prefill_in_one():
             whole.batch,
             cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32),
             seq_lens=torch.tensor([position + 1], dtype=torch.int32),
+            num_tokens=1,
             max_seqlen_q=1,
         )
         one = dataclasses.replace(

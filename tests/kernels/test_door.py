@@ -24,7 +24,7 @@ def case():
 def test_a_query_of_another_shape_is_refused_with_both_shapes(case):
     plan = kernels.plan_attention(case.problem, case.batch)
 
-    with pytest.raises(ShapeError, match=r"q is \[3, 4, 8\] .* takes q and out \[2, 4, 8\]"):
+    with pytest.raises(ShapeError, match=r"q is \[3, 4, 8\] .* takes q \[2, 4, 8\]"):
         kernels.decode_attention(torch.empty(3, 4, 8), case.kv, plan, torch.empty(3, 4, 8))
 
 
@@ -117,19 +117,6 @@ def test_writing_no_tokens_changes_nothing():
     )
 
     assert torch.equal(kv, before)
-
-
-def test_the_write_without_a_host_round_trip_agrees_with_the_other():
-    from kernels.attention.torch_write_kv import _write_on_gpu
-
-    for slots in ([5, -1, 0], [-1, 3], [-1, -1], [0, -1, 47]):
-        kv = torch.randn(2, 3, 16, 2, 8)
-        k, v = torch.randn(2, len(slots), 2, 8)
-        expected = reference.write_kv(k, v, kv, slots)
-
-        _write_on_gpu(k, v, kv, torch.tensor(slots, dtype=torch.int32))
-
-        assert torch.equal(kv, expected)
 
 
 @pytest.mark.parametrize(
