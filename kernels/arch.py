@@ -31,6 +31,9 @@ class GPUArch:
         num_sms: streaming multiprocessors; for a CPU, logical cores.
         shared_memory_bytes: most shared memory that one thread block may ask for; 0 for a CPU.
         memory_bandwidth_gbs: peak of the main memory in 10^9 bytes per second; 0 if not known.
+        half_tflops: peak of matrix products of 16-bit floats added up in float32, without
+            sparsity, in 10^12 operations per second; 0 if not known.
+        float32_tflops: peak of float32 arithmetic outside the tensor cores, likewise.
     """
 
     key: str
@@ -39,41 +42,60 @@ class GPUArch:
     num_sms: int
     shared_memory_bytes: int
     memory_bandwidth_gbs: int
+    half_tflops: float
+    float32_tflops: float
 
     @property
     def is_cpu(self) -> bool:
         """Whether this is the host processor."""
         return self.sm == 0
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether bfloat16 is multiplied by the hardware rather than emulated; True for a CPU."""
+        return self.is_cpu or self.sm >= 80
+
+    def peak_tflops(self, dtype: str) -> float:
+        """Return the peak for a dtype by its name, 10^12 operations per second; 0 if not known."""
+        return self.float32_tflops if dtype == "float32" else self.half_tflops
+
     def __str__(self) -> str:
         """Name for logs, as in `H100 (sm_90)`."""
         return self.name if self.is_cpu else f"{self.name} (sm_{self.sm})"
 
 
-CPU = GPUArch("cpu", "CPU", 0, os.cpu_count() or 1, 0, 0)
+CPU = GPUArch("cpu", "CPU", 0, os.cpu_count() or 1, 0, 0, 0.0, 0.0)
 
 CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
     {
         arch.key: arch
         for arch in (
             CPU,
-            GPUArch("t4", "NVIDIA T4", 75, 40, 64 * _KIB, 320),
-            GPUArch("a100", "NVIDIA A100 80GB", 80, 108, 163 * _KIB, 2039),
-            GPUArch("a10", "NVIDIA A10", 86, 72, 99 * _KIB, 600),
-            GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300),
-            GPUArch("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008),
-            GPUArch("h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352),
-            GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800),
-            GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700),
-            GPUArch("rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792),
+            GPUArch("t4", "NVIDIA T4", 75, 40, 64 * _KIB, 320, 65.0, 8.1),
+            GPUArch("a100", "NVIDIA A100 80GB", 80, 108, 163 * _KIB, 2039, 312.0, 19.5),
+            GPUArch("a10", "NVIDIA A10", 86, 72, 99 * _KIB, 600, 125.0, 31.2),
+            GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300, 121.0, 30.3),
+            GPUArch("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008, 165.2, 82.6),
+            GPUArch("h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352, 989.4, 66.9),
+            GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800, 989.4, 66.9),
+            GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700, 2250.0, 75.0),
+            GPUArch("rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792, 209.5, 104.8),
         )
     }
 )
 """Known processors, for tests and for planning without the device.
 
-Source: the vendor's data sheets for SM counts and bandwidths; the shared memory limits are those of
-the compute capability in the CUDA C++ Programming Guide, "Technical Specifications".
+The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 only.
+
+Source: the vendor's data sheets for SM counts, bandwidths and peaks: T4, A100, A10, L4 (tensor figures
+halved, the sheet counts sparsity), H100, H200, HGX B200 (halved likewise); the white papers "NVIDIA Ada
+GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce cards, with float32
+accumulation. The shared memory limits are those of the compute capability in the CUDA C++ Programming
+Guide, "Technical Specifications".
 """
+
+_OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
+"""Words of a driver's name that tell another model, with other peaks, under a name in `CATALOGUE`."""
 
 
 def detect(device: torch.device | str | None = None) -> GPUArch:
@@ -83,7 +105,8 @@ def detect(device: torch.device | str | None = None) -> GPUArch:
         device: the device to describe; None takes the current GPU if there is one, else the CPU.
 
     Returns:
-        The facts that the driver reports; bandwidth comes from `CATALOGUE` when the name is there.
+        The facts that the driver reports; bandwidth and peaks, which it does not, come from
+        `CATALOGUE` where its name and number of SMs are there, and are 0 elsewhere.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +125,7 @@ def _detect_cpu() -> GPUArch:
 @functools.cache
 def _detect_gpu(index: int) -> GPUArch:
     properties = torch.cuda.get_device_properties(index)
-    known = _match_name(properties.name)
+    known = _find_known(properties.name, properties.multi_processor_count)
     return GPUArch(
         key=known.key if known else properties.name.lower().replace(" ", "-"),
         name=properties.name,
@@ -110,16 +133,21 @@ def _detect_gpu(index: int) -> GPUArch:
         num_sms=properties.multi_processor_count,
         shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # absent from torch's stub
         memory_bandwidth_gbs=known.memory_bandwidth_gbs if known else 0,
+        half_tflops=known.half_tflops if known else 0.0,
+        float32_tflops=known.float32_tflops if known else 0.0,
     )
 
 
-def _match_name(name: str) -> GPUArch | None:
-    """Find the catalogue's entry for a driver's device name, as in `Tesla T4`."""
+def _find_known(name: str, num_sms: int) -> GPUArch | None:
+    """Find the catalogue's entry for a driver's device name, as in `NVIDIA A100-SXM4-80GB`.
+
+    The number of SMs tells a part of a GPU, or a smaller model of the same name, from the whole one.
+    """
     words = set(name.upper().replace("-", " ").split())
     for arch in CATALOGUE.values():
         wanted = arch.key.upper().removeprefix("RTX")
-        if not arch.is_cpu and wanted in words and "LAPTOP" not in words:
-            return arch
+        if not arch.is_cpu and wanted in words and arch.num_sms == num_sms:
+            return None if words & _OTHER_MODELS else arch
     return None
 
 

@@ -176,6 +176,7 @@ class LaunchConfig:
         num_warps: warps per thread block.
         num_stages: tiles in flight.
         programs_per_sm: thread blocks that the split plan of a decode aims at, per SM.
+        one_loop: whether a prefill masks every tile, which saves a second loop's start.
     """
 
     block_m: int
@@ -183,6 +184,7 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+    one_loop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

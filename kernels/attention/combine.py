@@ -66,6 +66,8 @@ def combine_columns(
         acc = acc * fade[:, None] + tl.sum(out * weight[:, :, None], 0)
         l = l * fade + tl.sum(weight, 0)
         m = new_m
-    inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
-    lse = tl.where(l == 0.0, -float("inf"), m + tl.log2(l))
+    saw_nothing = l == 0.0
+    l = tl.where(saw_nothing, 1.0, l)
+    inverse = tl.where(saw_nothing, 0.0, 1.0 / l)
+    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(l))
     return acc * inverse[:, None], lse

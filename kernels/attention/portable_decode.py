@@ -171,7 +171,7 @@ def decode(
         block_table + seq.to(tl.int64) * table_stride,
         begin, end, num_keys, last_seen, lowest, highest,
         stride, stride, scale, window, softcap,
-        True, True, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
+        True, True, WINDOW, SOFTCAP, True, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
     )  # fmt: skip
     acc1, acc2, log_sum = normalise(acc1, acc2, m, l)
     out_row = q_row * HEADS + head

@@ -110,6 +110,7 @@ def prefill(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LSE: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
     """Attend one tile of rows; program (tile, key-value head). Shapes as in the door."""
     record = tiles + tl.program_id(0) * _TILE_FIELDS
@@ -147,7 +148,7 @@ def prefill(
         block_table + seq.to(tl.int64) * table_stride,
         begin, end, num_keys, last_seen, lowest, highest,
         k_stride, v_stride, scale, window, softcap,
-        PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
+        PAGED, CAUSAL, WINDOW, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
     )  # fmt: skip
     acc1, acc2, log_sum = normalise(acc1, acc2, m, l)
     out_row = q_row * HEADS + head
@@ -202,6 +203,7 @@ class PortablePrefill:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
+            "ONE_LOOP": launch.one_loop,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
         }

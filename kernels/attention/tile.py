@@ -77,6 +77,16 @@ def tanh(x):
 
 
 @triton.jit
+def load_blocks(table, key, num_keys, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
+    """Load the block id of each key; past the sequence's end it may be anything and is not read."""
+    if PAGED:
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < num_keys, other=0)
+    else:
+        block = tl.zeros_like(key)
+    return block
+
+
+@triton.jit
 def attend_tiles(
     state,
     q,
@@ -105,15 +115,16 @@ def attend_tiles(
     """Attend to the key tiles from begin to end; unmasked, every row sees every key in them."""
     acc1, acc2, m, l = state
     q1, q2 = q
+    key = begin + tl.arange(0, BLOCK_N)
+    block = load_blocks(table, key, num_keys, BLOCK_SIZE, PAGED)
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         exists = key < num_keys
+        slot = key.to(tl.int64)
         if PAGED:
-            # A block id past the sequence's end may be anything, so it is not read.
-            block = load_part(table + key // BLOCK_SIZE, exists, MASK)
             slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        else:
-            slot = key.to(tl.int64)
+        # Read a tile ahead: keys whose address waits for a load cannot be fetched as early.
+        block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
         k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
         scores = tl.dot(q1, k1.T, input_precision="ieee")
         if D2 > 0:
@@ -167,6 +178,7 @@ def attend(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,6 +186,9 @@ def attend(
     D2: tl.constexpr,
 ):
     """Attend to the keys from begin to end of one sequence, masking only the tiles that need it.
+
+    With ONE_LOOP all tiles are masked: that costs arithmetic, and saves waiting for memory again at
+    the start of a second loop.
 
         begin      clear              full                end
           | window's  | seen by all rows | the causal edge, |
@@ -204,6 +219,12 @@ def attend(
     m = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     state = (acc1, acc2, m, l)
+    if ONE_LOOP:
+        return attend_tiles(
+            state, q, k_base, v_base, table, begin, end, num_keys, last_seen,
+            stride_k, stride_v, scale, window, softcap,
+            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+        )  # fmt: skip
     seen_by_all = tl.minimum(lowest + 1, num_keys) if CAUSAL else num_keys
     full = tl.minimum(seen_by_all, end) // BLOCK_N * BLOCK_N
     clear = begin
@@ -235,6 +256,8 @@ def normalise(acc1, acc2, m, l):
     Returns:
         The two parts of the output and the log-sum-exp in units of log2.
     """
-    inverse = tl.where(l == 0.0, 0.0, 1.0 / l)
-    lse = tl.where(l == 0.0, -float("inf"), m + tl.log2(l))
+    saw_nothing = l == 0.0
+    l = tl.where(saw_nothing, 1.0, l)
+    inverse = tl.where(saw_nothing, 0.0, 1.0 / l)
+    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(l))
     return acc1 * inverse[:, None], acc2 * inverse[:, None], lse
