@@ -39,6 +39,25 @@ def test_the_host_is_detected_as_a_cpu_with_its_cores():
     assert found.num_sms >= 1
 
 
+@pytest.fixture
+def driver(monkeypatch):
+    """Makes the driver report one GPU."""
+
+    def report(name, num_sms):
+        facts = SimpleNamespace(
+            name=name,
+            major=8,
+            minor=6,
+            multi_processor_count=num_sms,
+            shared_memory_per_block_optin=101376,
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+        arch._detect_gpu.cache_clear()
+
+    yield report
+    arch._detect_gpu.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -49,34 +68,63 @@ def test_the_host_is_detected_as_a_cpu_with_its_cores():
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
     ],
 )
-def test_a_driver_name_is_matched_to_the_catalogue(monkeypatch, name, key):
-    facts = SimpleNamespace(
-        name=name, major=8, minor=6, multi_processor_count=72, shared_memory_per_block_optin=101376
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    arch._detect_gpu.cache_clear()
+def test_a_driver_name_is_matched_to_the_catalogue(driver, name, key):
+    known = CATALOGUE[key]
+    driver(name, known.num_sms)
 
     found = detect("cuda:0")
 
-    arch._detect_gpu.cache_clear()
     assert found.key == key
-    assert found.memory_bandwidth_gbs == CATALOGUE[key].memory_bandwidth_gbs
-    assert (found.sm, found.num_sms, found.shared_memory_bytes) == (86, 72, 101376)
+    assert found.memory_bandwidth_gbs == known.memory_bandwidth_gbs
+    assert found.half_tflops == known.half_tflops
+    assert found.float32_tflops == known.float32_tflops
+    assert (found.sm, found.num_sms, found.shared_memory_bytes) == (86, known.num_sms, 101376)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A30"])
-def test_an_unknown_gpu_keeps_its_own_name_and_no_bandwidth(monkeypatch, name):
-    facts = SimpleNamespace(
-        name=name, major=8, minor=9, multi_processor_count=76, shared_memory_per_block_optin=101376
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
-    arch._detect_gpu.cache_clear()
+@pytest.mark.parametrize(
+    ("name", "num_sms"),
+    [
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 76),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 128),
+        ("NVIDIA GeForce RTX 4090 D", 114),
+        ("NVIDIA GeForce RTX 5090 D", 170),
+        ("NVIDIA A30", 56),
+        ("NVIDIA A10G", 80),
+        ("NVIDIA A100-SXM4-40GB", 108),
+        ("NVIDIA A100 80GB PCIe", 108),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 42),
+        ("NVIDIA H100 PCIe", 114),
+        ("NVIDIA H100 NVL", 132),
+    ],
+)
+def test_a_gpu_that_is_not_quite_a_known_one_keeps_its_name_and_no_figure_is_guessed(
+    driver, name, num_sms
+):
+    driver(name, num_sms)
 
     found = detect("cuda:0")
 
-    arch._detect_gpu.cache_clear()
     assert found.key == name.lower().replace(" ", "-")
-    assert found.memory_bandwidth_gbs == 0
+    assert (found.memory_bandwidth_gbs, found.half_tflops, found.float32_tflops) == (0, 0.0, 0.0)
+    assert found.num_sms == num_sms
+
+
+def test_float32_has_its_own_peak():
+    h100 = CATALOGUE["h100"]
+
+    assert h100.peak_tflops("bfloat16") == h100.peak_tflops("float16") == h100.half_tflops
+    assert h100.peak_tflops("float32") == h100.float32_tflops
+
+
+def test_every_known_gpu_has_figures_for_its_roofline():
+    for entry in CATALOGUE.values():
+        figures = (entry.memory_bandwidth_gbs, entry.half_tflops, entry.float32_tflops)
+        assert all(figures) != entry.is_cpu, entry.key
+
+
+def test_only_turing_has_no_bfloat16():
+    assert [entry.key for entry in CATALOGUE.values() if not entry.has_bfloat16] == ["t4"]
