@@ -7,13 +7,8 @@ problem's own dtype to learn what error that precision brings along.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kernels.plan import AttentionProblem
 
 
 def attention(
@@ -24,86 +19,100 @@ def attention(
     softmax_scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    causal: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Causal attention of one sequence's last m tokens to all of its n.
+    """Attention of one sequence's last m tokens to all of its n.
 
     Args:
         q: [m, H, D], the last m tokens.
-        k: [n, K, D], n at least m.
+        k: [n, K, D]; with fewer than m, the first queries have nothing to attend to.
         v: [n, K, D].
         softmax_scale: factor on the scores.
         sliding_window: tokens that a query attends to, itself included; None for all.
         softcap: c in c * tanh(score / c); None for none.
+        causal: whether a query sees no key after its own token.
         dtype: to compute in.
 
     Returns:
-        [m, H, D] in `dtype`.
+        [m, H, D] in `dtype`; rows with nothing to attend to are 0.
 
     Source: Vaswani et al., Attention Is All You Need, 2017, eq. 1; the softcap is Gemma 2's.
     """
-    group = q.shape[1] // k.shape[1]
-    queries = q.to(dtype)
-    keys = k.to(dtype).repeat_interleave(group, dim=1)
-    values = v.to(dtype).repeat_interleave(group, dim=1)
-    scores = torch.einsum("mhd,nhd->hmn", queries, keys) * softmax_scale
+    scores = _scores(
+        q,
+        k,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        causal=causal,
+        dtype=dtype,
+    )
+    values = v.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    sees_nothing = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    weights = scores.softmax(dim=-1).masked_fill(sees_nothing, 0.0)
+    return torch.einsum("hmn,nhd->mhd", weights, values)
+
+
+def log_sum_exp(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Natural logarithm of the sum of exponentials of the scores that `attention` weighs by.
+
+    Args:
+        q: as in `attention`, as is all else.
+        k: likewise.
+        softmax_scale: likewise.
+        sliding_window: likewise.
+        softcap: likewise.
+        causal: likewise.
+        dtype: likewise.
+
+    Returns:
+        [m, H] in `dtype`; -inf with nothing to attend to.
+    """
+    scores = _scores(
+        q,
+        k,
+        softmax_scale=softmax_scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        causal=causal,
+        dtype=dtype,
+    )
+    return scores.logsumexp(dim=-1).T
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    causal: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the scores [H, m, n], -inf where a query does not see a key."""
+    keys = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = torch.einsum("mhd,nhd->hmn", q.to(dtype), keys) * softmax_scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     query_position = torch.arange(k.shape[0] - q.shape[0], k.shape[0], device=q.device)[:, None]
     key_position = torch.arange(k.shape[0], device=q.device)[None, :]
-    visible = key_position <= query_position
+    hidden = torch.zeros_like(scores[0], dtype=torch.bool)
+    if causal:
+        hidden |= key_position > query_position
     if sliding_window is not None:
-        visible &= key_position > query_position - sliding_window
-    scores = scores.masked_fill(~visible, float("-inf"))
-    return torch.einsum("hmn,nhd->mhd", scores.softmax(dim=-1), values)
-
-
-def paged_attention(
-    q: Tensor,
-    kv: Tensor,
-    query_lens: list[int],
-    seq_lens: list[int],
-    block_table: list[list[int]],
-    problem: AttentionProblem,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Attention of packed queries over the paged cache, one sequence after the other.
-
-    Args:
-        q: [T, H, D], the sequences' queries one after the other.
-        kv: [2, N, S, K, D].
-        query_lens: query tokens of each sequence.
-        seq_lens: tokens in the cache of each sequence, its queries included.
-        block_table: block ids of each sequence in order.
-        problem: for its scale, window and softcap.
-        dtype: as in `attention`.
-
-    Returns:
-        [T, H, D] in `dtype`; a sequence without tokens in the cache has rows of 0.
-    """
-    outputs = []
-    row = 0
-    for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_table, strict=True):
-        queries = q[row : row + query_len]
-        row += query_len
-        if seq_len == 0:
-            outputs.append(torch.zeros(queries.shape, dtype=dtype, device=q.device))
-            continue
-        keys, values = (
-            torch.cat([side[block] for block in blocks])[:seq_len] for side in kv.unbind(0)
-        )
-        outputs.append(
-            attention(
-                queries,
-                keys,
-                values,
-                softmax_scale=problem.softmax_scale,
-                sliding_window=problem.sliding_window,
-                softcap=problem.softcap,
-                dtype=dtype,
-            )
-        )
-    return torch.cat(outputs)
+        hidden |= key_position <= query_position - sliding_window
+    return scores.masked_fill(hidden, float("-inf"))
 
 
 def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: list[int]) -> Tensor:

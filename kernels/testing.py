@@ -1,4 +1,4 @@
-"""Paged attention problems with poisoned memory, and the rule for how exact a kernel must be.
+"""Attention problems with poisoned memory, and the rule for how exact a kernel must be.
 
 Shared by tests and benchmarks. Knows the registry's rows only through the door's shapes.
 """
@@ -6,15 +6,20 @@ Shared by tests and benchmarks. Knows the registry's rows only through the door'
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import kernels
 from kernels import reference
-from kernels.plan import AttentionProblem, KernelSpec, PagedBatch, Phase
+from kernels.plan import AttentionProblem, KernelSpec, PackedBatch, PagedBatch, Phase, Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 UNUSED_BLOCK = 1 << 28
 """Fills the block table past a sequence's end: reading it is out of any cache's range."""
@@ -32,38 +37,55 @@ class Layout(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PagedCase:
+class AttentionCase:
     """One step's attention, ready to run.
 
     Attributes:
         problem: what stays the same.
         batch: the sequences.
         q: [T, H, D].
-        kv: [2, N, S, K, D]; NaN in every slot that no sequence has written.
+        kv: as in the door; NaN in every slot that no sequence has written.
         query_lens: query tokens of each sequence.
-        seq_lens: tokens in the cache of each sequence.
-        block_table: block ids of each sequence.
+        seq_lens: keys of each sequence.
     """
 
     problem: AttentionProblem
-    batch: PagedBatch
+    batch: PagedBatch | PackedBatch
     q: Tensor
     kv: Tensor
     query_lens: list[int]
     seq_lens: list[int]
-    block_table: list[list[int]]
+
+    def keys_and_values(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Return a sequence's keys and values, [n, K, D] each."""
+        raise NotImplementedError
 
     def expected(self, dtype: torch.dtype) -> Tensor:
-        """Compute the reference in `dtype`."""
-        return reference.paged_attention(
-            self.q,
-            self.kv,
-            self.query_lens,
-            self.seq_lens,
-            self.block_table,
-            self.problem,
-            dtype,
+        """Compute the reference [T, H, D] in `dtype`."""
+        return torch.cat(
+            [
+                reference.attention(q, k, v, **self._rules(), dtype=dtype)
+                for q, (k, v) in self._sequences()
+            ]
         )
+
+    def expected_lse(self, dtype: torch.dtype) -> Tensor:
+        """Compute the reference's log-sum-exp [T, H] in `dtype`."""
+        return torch.cat(
+            [
+                reference.log_sum_exp(q, k, **self._rules(), dtype=dtype)
+                for q, (k, _) in self._sequences()
+            ]
+        )
+
+    def _sequences(self) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        for seq, q in enumerate(torch.split(self.q, self.query_lens)):
+            yield q, self.keys_and_values(seq)
+
+    def _rules(self) -> dict[str, Any]:
+        problem = self.problem
+        names = ("softmax_scale", "sliding_window", "softcap", "causal")
+        return {name: getattr(problem, name) for name in names}
 
     def run(self, spec: KernelSpec | None = None) -> Tensor:
         """Run it through the door, on the given row or on the registry's choice."""
@@ -71,17 +93,100 @@ class PagedCase:
         if spec is not None:
             arch = kernels.detect(self.q.device)
             selection = kernels.select(self.problem, arch, registry=(spec,))
+        return self.attend(selection)[0]
+
+    def attend(self, selection: Selection | None = None) -> tuple[Tensor, Tensor | None]:
+        """Run it through the door; the second is the log-sum-exp where the problem asks for it."""
         plan = kernels.plan_attention(self.problem, self.batch, selection=selection)
         out = torch.full_like(self.q, float("nan"))
+        lse = None
+        if self.problem.lse:
+            lse = torch.full(self.q.shape[:2], float("nan"), device=self.q.device)
         if self.problem.phase is Phase.DECODE:
-            kernels.decode_attention(self.q, self.kv, plan, out)
+            kernels.decode_attention(self.q, self.kv, plan, out, lse)
         else:
-            kernels.prefill_attention(self.q, self.kv, plan, out)
-        return out
+            kernels.prefill_attention(self.q, self.kv, plan, out, lse)
+        return out, lse
 
     def check(self, out: Tensor) -> None:
         """Compare a kernel's output with the reference by `assert_no_worse_than`."""
         assert_no_worse_than(out, self.expected(truth_dtype(out.dtype)), self.expected(out.dtype))
+
+    def check_lse(self, lse: Tensor) -> None:
+        """Compare a kernel's log-sum-exp with the reference; kernels keep it in float32."""
+        truth = self.expected_lse(torch.float64)
+        torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-4)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCase(AttentionCase):
+    """A case whose keys and values lie in the paged cache, [2, N, S, K, D].
+
+    Attributes:
+        block_table: block ids of each sequence.
+    """
+
+    batch: PagedBatch
+    block_table: list[list[int]]
+
+    def keys_and_values(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Gather a sequence's blocks."""
+        gathered = self.kv[:, self.block_table[seq]].flatten(1, 2)[:, : self.seq_lens[seq]]
+        keys, values = gathered.unbind(0)
+        return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCase(AttentionCase):
+    """A case whose keys and values lie one sequence after the other, [2, T_k, K, D]."""
+
+    batch: PackedBatch
+
+    def keys_and_values(self, seq: int) -> tuple[Tensor, Tensor]:
+        """Slice a sequence out."""
+        start = sum(self.seq_lens[:seq])
+        keys, values = self.kv[:, start : start + self.seq_lens[seq]].unbind(0)
+        return keys, values
+
+
+def make_packed_case(
+    problem: AttentionProblem,
+    query_lens: list[int],
+    seq_lens: list[int],
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> PackedCase:
+    """Make a problem over packed keys and values, with poison before and behind them.
+
+    Args:
+        problem: shapes and dtype; its block size is None.
+        query_lens: query tokens of each sequence.
+        seq_lens: keys of each sequence.
+        seed: of the values.
+        device: of all tensors.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype: torch.dtype = getattr(torch, problem.dtype)
+    keys, margin = sum(seq_lens), 8
+    heads = (problem.num_kv_heads, problem.head_dim)
+    around = torch.full((2, keys + 2 * margin, *heads), float("nan"), dtype=dtype)
+    kv = around[:, margin : margin + keys]
+    kv.copy_(torch.randn(kv.shape, generator=generator))
+    q = torch.randn((sum(query_lens), problem.num_heads, problem.head_dim), generator=generator)
+    batch = PackedBatch(
+        cu_seqlens_q=_offsets(query_lens, device),
+        cu_seqlens_k=_offsets(seq_lens, device),
+        num_tokens=sum(query_lens),
+        max_seqlen_q=max(query_lens),
+        max_seqlen_k=max(seq_lens),
+    )
+    kv = around.to(device)[:, margin : margin + keys]
+    return PackedCase(problem, batch, q.to(device, dtype), kv, query_lens, seq_lens)
+
+
+def _offsets(lengths: list[int], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def make_case(
@@ -104,6 +209,7 @@ def make_case(
         device: of all tensors.
     """
     size = problem.block_size
+    assert size is not None, "a paged case's problem has a block size"
     needed = [-(-length // size) for length in seq_lens]
     tables = _place(needed, layout, random.Random(seed))  # noqa: S311
     num_blocks = 2 + max((block for table in tables for block in table), default=0)
@@ -118,9 +224,8 @@ def make_case(
     shape = (sum(query_lens), problem.num_heads, problem.head_dim)
     width = max(1, *needed)
     padded = [table + [UNUSED_BLOCK] * (width - len(table)) for table in tables]
-    offsets = [sum(query_lens[:index]) for index in range(len(query_lens) + 1)]
     batch = PagedBatch(
-        cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32, device=device),
+        cu_seqlens_q=_offsets(query_lens, device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_table=torch.tensor(padded, dtype=torch.int32, device=device),
         num_tokens=sum(query_lens),

@@ -63,6 +63,37 @@ def test_values_of_one_give_exactly_one():
     torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-12)
 
 
+def test_without_causality_every_query_sees_every_key():
+    q, (k, v) = torch.randn(2, 2, 4), torch.randn(2, 5, 2, 4)
+
+    out = reference.attention(q, k, v, softmax_scale=0.7, causal=False, dtype=torch.float64)
+
+    alone = reference.attention(q[:1], k, v, softmax_scale=0.7, dtype=torch.float64)
+    torch.testing.assert_close(out[:1], alone)
+
+
+def test_rows_with_nothing_to_attend_to_are_zero_with_a_log_sum_exp_of_minus_infinity():
+    q, (k, v) = torch.randn(3, 4, 8), torch.randn(2, 2, 2, 8)
+
+    out = reference.attention(q, k, v, softmax_scale=0.5)
+    lse = reference.log_sum_exp(q, k, softmax_scale=0.5)
+
+    assert torch.equal(out[0], torch.zeros(4, 8))
+    assert torch.equal(lse[0], torch.full((4,), -torch.inf))
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(lse[1:]).all()
+
+
+def test_the_log_sum_exp_equals_a_loop_over_single_numbers():
+    q, k = torch.randn(1, 1, 4), torch.randn(3, 1, 4)
+
+    lse = reference.log_sum_exp(q, k, softmax_scale=0.7, softcap=1.5, dtype=torch.float64)
+
+    scores = [1.5 * math.tanh(0.7 * float(q[0, 0].double() @ key[0].double()) / 1.5) for key in k]
+    wanted = math.log(sum(math.exp(score) for score in scores))
+    assert lse.tolist() == [[pytest.approx(wanted, abs=1e-6)]]
+
+
 def test_rms_norm_equals_its_formula_on_single_numbers():
     x, weight = torch.tensor([[3.0, -4.0]]), torch.tensor([2.0, 0.5])
 
