@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,13 +37,18 @@ def machine_name(device: str) -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout; "-dirty" follows where its code is not what was committed."""
+    """Short hash of the checkout; "-dirty" follows where its code is not what was committed.
+
+    "unknown" for a copy of the tree without its history.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         root = Path(__file__).parent.parent
         return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
 
+    if not (Path(__file__).parent.parent / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
     changes = git("status", "--porcelain", "--", "benchmarks/*.py", "kernels", "model", "server")
     return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if changes.strip() else "")
 
@@ -54,8 +60,11 @@ def write_report(
     *,
     device: str = "cpu",
     plan: dict[str, str] | None = None,
+    folder: Path | None = None,
+    revision: str | None = None,
+    echo: bool = True,
 ) -> Path:
-    """Write `results/<gpu or cpu>-<topic>-<commit>.json` and print the rows as a table.
+    """Write `<gpu or cpu>-<topic>-<commit>.json` and print the rows as a table.
 
     Args:
         topic: names the question.
@@ -63,26 +72,31 @@ def write_report(
         libraries: packages whose version the result depends on.
         device: that was measured, "cpu" or "cuda".
         plan: attention kernel of each phase, and why.
+        folder: to write to; None takes `benchmarks/results`.
+        revision: commit of the code; None asks git.
+        echo: print the rows.
 
     Returns:
         The file written.
     """
     kind = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[1].lower()
+    revision = revision or commit()
+    folder = folder or RESULTS
     record = {
         "topic": topic,
         "machine": machine_name(device),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in libraries},
-        "commit": commit(),
+        "commit": revision,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
         "plan": plan,
         "rows": rows,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{kind}-{topic}-{commit()}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}-{topic}-{revision}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    for row in rows:
+    for row in rows if echo else ():
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     print(path)
     return path

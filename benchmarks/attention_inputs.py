@@ -1,0 +1,245 @@
+"""Inputs for timing attention at full size, and the checks and clocks that go with them.
+
+Everything is made on the device at once: a cache of gigabytes takes milliseconds. Knows nothing of
+which shapes or launch configurations are of interest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import reference
+from kernels.arch import CATALOGUE
+from kernels.plan import (
+    AttentionProblem,
+    LaunchConfig,
+    PackedBatch,
+    PagedBatch,
+    Phase,
+    Selection,
+    TunedLaunch,
+)
+from kernels.registry import REGISTRY
+from kernels.testing import assert_no_worse_than, truth_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.attention_shapes import Shape
+    from kernels.arch import GPUArch
+    from kernels.plan import AttentionPlan, KernelSpec
+
+BLOCK_SIZE = 16
+_CHECKED_ROWS = 64
+_MICRO = 1e6
+_MILLI_TO_MICRO = 1e3
+
+
+class Timing(NamedTuple):
+    """Microseconds of one call: the median, and what 20 % and 80 % of the calls stay below."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One shape's tensors.
+
+    Attributes:
+        shape: what they are for.
+        problem: for the door.
+        batch: for the door.
+        q: [T, H, D].
+        kv: [2, N, S, K, D] paged, [2, T, K, D] packed.
+        out: [T, H, D].
+    """
+
+    shape: Shape
+    problem: AttentionProblem
+    batch: PagedBatch | PackedBatch
+    q: Tensor
+    kv: Tensor
+    out: Tensor
+
+    def plan(self, selection: Selection) -> AttentionPlan:
+        """Plan the step on a forced selection."""
+        return kernels.plan_attention(self.problem, self.batch, selection=selection)
+
+    def run(self, plan: AttentionPlan) -> None:
+        """Write the attention to `out`, through the door."""
+        if self.problem.phase is Phase.DECODE:
+            kernels.decode_attention(self.q, self.kv, plan, self.out)
+        else:
+            kernels.prefill_attention(self.q, self.kv, plan, self.out)
+
+    def keys_and_values(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Gather one sequence's keys and values, each [n, K, D]."""
+        length = self.shape.length
+        if isinstance(self.batch, PackedBatch):
+            rows = slice(sequence * length, (sequence + 1) * length)
+            return self.kv[0, rows], self.kv[1, rows]
+        blocks = self.batch.block_table[sequence].long()
+        return self.kv[0][blocks].flatten(0, 1)[:length], self.kv[1][blocks].flatten(0, 1)[:length]
+
+    def check(self, out: Tensor) -> tuple[float, float]:
+        """Compare some rows of some sequences with the reference, and look at every value.
+
+        Args:
+            out: [T, H, D], NaN where nothing was written.
+
+        Returns:
+            Largest error against the reference in higher precision, of `out` and of plain PyTorch
+            in the same precision.
+
+        Raises:
+            AssertionError: `out` is worse than the tolerance rule allows, or not finite somewhere.
+        """
+        if not bool(torch.isfinite(out).all()):
+            raise AssertionError(f"{int((~torch.isfinite(out)).sum())} values are not finite")
+        ours: list[Tensor] = []
+        truth: list[Tensor] = []
+        plain: list[Tensor] = []
+        for sequence in sorted({0, self.shape.batch // 2, self.shape.batch - 1}):
+            keys, values = self.keys_and_values(sequence)
+            for start, stop in self._checked_rows():
+                first = sequence * self.shape.query_len
+                rows = slice(first + start, first + stop)
+                seen = self.shape.length - self.shape.query_len + stop
+                ours.append(out[rows])
+                for dtype, results in ((truth_dtype(out.dtype), truth), (out.dtype, plain)):
+                    result = reference.attention(
+                        self.q[rows],
+                        keys[:seen],
+                        values[:seen],
+                        softmax_scale=self.problem.softmax_scale,
+                        dtype=dtype,
+                    )
+                    results.append(result)
+        got, exact, same = torch.cat(ours), torch.cat(truth), torch.cat(plain)
+        assert_no_worse_than(got, exact, same)
+        return float((got - exact).abs().max()), float((same - exact).abs().max())
+
+    def _checked_rows(self) -> list[tuple[int, int]]:
+        """First and last query tokens of a sequence, and some from its middle."""
+        total = self.shape.query_len
+        starts = {0, total // 2, max(0, total - _CHECKED_ROWS)}
+        return [(start, min(total, start + _CHECKED_ROWS)) for start in sorted(starts)]
+
+
+def make_inputs(
+    shape: Shape, dtype: str, device: torch.device, *, paged: bool = True, seed: int = 0
+) -> Inputs:
+    """Draw random inputs; a paged cache has blocks of 16 in random order.
+
+    Args:
+        shape: how many of what.
+        dtype: of queries, cache and output.
+        device: of all tensors.
+        paged: keys and values in a paged cache, else packed.
+        seed: of values and block order.
+    """
+    assert paged or shape.phase == "prefill", "a decode reads a paged cache"
+    generator = torch.Generator(device).manual_seed(seed)
+    kind: torch.dtype = getattr(torch, dtype)
+    tokens = shape.batch * shape.query_len
+    steps = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    offsets = steps * shape.query_len
+    batch: PagedBatch | PackedBatch
+    if paged:
+        width = -(-shape.length // BLOCK_SIZE)
+        blocks = shape.batch * width
+        table = torch.randperm(blocks, generator=generator, device=device).to(torch.int32)
+        lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
+        batch = PagedBatch(
+            offsets, lengths, table.view(-1, width), tokens, shape.query_len, shape.length
+        )
+        slots: tuple[int, ...] = (blocks, BLOCK_SIZE)
+    else:
+        batch = PackedBatch(offsets, steps * shape.length, tokens, shape.query_len, shape.length)
+        slots = (shape.batch * shape.length,)
+    kv = torch.empty((2, *slots, shape.hkv, shape.d), dtype=kind, device=device)
+    kv.normal_(generator=generator)
+    q = torch.empty((tokens, shape.hq, shape.d), dtype=kind, device=device)
+    q.normal_(generator=generator)
+    problem = problem_of(shape, dtype, paged=paged)
+    return Inputs(shape, problem, batch, q, kv, torch.full_like(q, float("nan")))
+
+
+def problem_of(shape: Shape, dtype: str, *, paged: bool = True) -> AttentionProblem:
+    """What the door is asked for a shape."""
+    return AttentionProblem(
+        phase=Phase(shape.phase),
+        dtype=dtype,
+        num_heads=shape.hq,
+        num_kv_heads=shape.hkv,
+        head_dim=shape.d,
+        block_size=BLOCK_SIZE if paged else None,
+        softmax_scale=shape.d**-0.5,
+    )
+
+
+def arch_of(device: torch.device) -> GPUArch:
+    """The device; for a dry run on the CPU the architecture that it plays."""
+    return kernels.detect(device) if device.type == "cuda" else CATALOGUE["h100"]
+
+
+def spec_named(name: str) -> KernelSpec:
+    """The registry's row of that name."""
+    return next(spec for spec in REGISTRY if spec.name == name)
+
+
+def forced(spec: KernelSpec, arch: GPUArch, launch: LaunchConfig) -> Selection:
+    """A selection of one row with one launch configuration for any length."""
+    row = TunedLaunch(launch, None, "given by the benchmark", measured=False)
+    return Selection(spec, arch, (row,), f"{spec.name} with a given launch", ())
+
+
+def parse_launch(text: str, base: LaunchConfig) -> LaunchConfig:
+    """Read `block_m=128,num_warps=8`; fields that are not named keep the value of `base`."""
+    changes = dict(item.split("=", 1) for item in text.split(",") if item)
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    if unknown := sorted(set(changes) - known):
+        raise ValueError(f"{', '.join(unknown)}: not a field of a launch; they are {sorted(known)}")
+    values: dict[str, Any] = {
+        # A flag is 0 or 1.
+        name: type(getattr(base, name))(int(value))
+        for name, value in changes.items()
+    }
+    return dataclasses.replace(base, **values)
+
+
+def show_launch(launch: LaunchConfig) -> str:
+    """As in `128x64 w8 s3 p2`: rows x keys of a tile, warps, stages, programs per SM."""
+    text = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
+    text += f" p{launch.programs_per_sm}" if launch.programs_per_sm > 1 else ""
+    return f"{text} one loop" if launch.one_loop else text
+
+
+def time_call(
+    call: Callable[[], object], device: torch.device, *, warmup_ms: int = 25, rep_ms: int = 100
+) -> Timing:
+    """Time one call with cold caches: device events on a GPU, one turn of the host's clock elsewhere.
+
+    Args:
+        call: launches the work.
+        device: that the work runs on.
+        warmup_ms: for as long it runs before.
+        rep_ms: for about as long it is measured.
+    """
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        return Timing(*[(time.perf_counter() - begin) * _MICRO] * 3)
+    from triton.testing import do_bench  # noqa: PLC0415  # a host without a GPU may have no Triton
+
+    times = do_bench(call, warmup=warmup_ms, rep=rep_ms, quantiles=[0.5, 0.2, 0.8])
+    return Timing(*(float(value) * _MILLI_TO_MICRO for value in times))

@@ -1,0 +1,108 @@
+"""Compiles kernels in parallel into Triton's on-disk cache, and reports what the compiler made.
+
+Each worker process launches a kernel on tiny tensors with the launch itself left out, so the GPU stays
+free for timing. What is compiled depends on constants, dtypes and alignment only, which tiny tensors
+share with large ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from benchmarks.attention_inputs import arch_of, forced, make_inputs, spec_named
+from benchmarks.attention_shapes import Shape
+
+if TYPE_CHECKING:
+    from kernels.plan import LaunchConfig
+
+_MAIN_KERNELS = ("prefill", "decode")
+_compiled: list[Any] = []
+"""In a worker: what the compiler returned since the job began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One kernel to compile.
+
+    Attributes:
+        kernel: name of the registry's row.
+        shape: its batch and length do not matter.
+        dtype: of the tensors.
+        paged: keys and values in a paged cache, else packed.
+        launch: tile sizes.
+        device: "cuda", or "cpu" for a dry run that compiles nothing.
+    """
+
+    kernel: str
+    shape: Shape
+    dtype: str
+    paged: bool
+    launch: LaunchConfig
+    device: str = "cuda"
+
+
+class Compiled(NamedTuple):
+    """What became of a job.
+
+    Attributes:
+        job: as given.
+        error: why it cannot run; empty if it can.
+        registers: per thread.
+        spills: 32-bit words per thread that do not fit the registers.
+        shared_bytes: shared memory per thread block.
+    """
+
+    job: Job
+    error: str = ""
+    registers: int = 0
+    spills: int = 0
+    shared_bytes: int = 0
+
+
+def pool(workers: int) -> ProcessPoolExecutor:
+    """Start processes that know how to compile without launching."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare)
+
+
+def compile_job(job: Job) -> Compiled:
+    """Compile one kernel; runs in a worker of `pool`."""
+    _compiled.clear()
+    device = torch.device(job.device)
+    try:
+        if device.type == "cuda":
+            shape = Shape(job.shape.phase, job.shape.hq, job.shape.hkv, job.shape.d, 2, 64)
+            inputs = make_inputs(shape, job.dtype, device, paged=job.paged)
+            selection = forced(spec_named(job.kernel), arch_of(device), job.launch)
+            inputs.run(inputs.plan(selection))
+        mains = [kernel for kernel in _compiled if kernel.name in _MAIN_KERNELS]
+        for kernel in mains:
+            kernel.run  # noqa: B018  # loads the binary, which is when its resources are checked
+        return Compiled(
+            job,
+            registers=max((kernel.n_regs for kernel in mains), default=0),
+            spills=max((kernel.n_spills for kernel in mains), default=0),
+            shared_bytes=max((kernel.metadata.shared for kernel in mains), default=0),
+        )
+    except Exception as error:  # noqa: BLE001  # a configuration that does not compile is a result
+        lines = str(error).strip().splitlines() or [""]
+        return Compiled(job, error=f"{type(error).__name__}: {lines[0]}")
+
+
+def _prepare() -> None:
+    """Make every launch of this process stop after compiling."""
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415  # only where there is a GPU
+
+    launch = JITFunction.run
+
+    def compile_only(*args: object, **options: object) -> object:
+        kernel = launch(*args, **options | {"warmup": True})
+        _compiled.append(kernel)
+        return kernel
+
+    JITFunction.run = compile_only

@@ -1,0 +1,90 @@
+"""Which launch configurations are worth trying: the grids of `benchmarks.tune_attention`.
+
+Pure: knows shapes, sizes and limits, no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.attention_shapes import ELEMENT_BYTES
+from kernels.plan import LaunchConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kernels.arch import GPUArch
+
+PROGRAMS_PER_SM = (1, 2, 3, 4, 6, 8)
+"""Tried on the best decode configurations of a row; they change no code, so none is compiled."""
+_ACCUMULATOR_REGISTERS = 160
+"""Most 32-bit words of output per thread; the scores and their exponentials need the rest of 255."""
+_PREFILL_ROWS, _PREFILL_KEYS = (64, 128), (32, 64, 128)
+_DECODE_ROWS, _DECODE_KEYS = (16,), (16, 32, 64, 128)
+
+
+def candidates(
+    kernel: str, head_dim: int, dtype: str, arch: GPUArch, skip: Iterable[dict[str, Any]] = ()
+) -> list[LaunchConfig]:
+    """List the built-in grid of a kernel, without what cannot fit or is known to be bad.
+
+    Args:
+        kernel: name of the registry's row.
+        head_dim: D.
+        dtype: of the tensors.
+        arch: for its shared memory.
+        skip: records as from a file; a configuration is left out if all that a record says is true
+            of it: "kernel", "head_dim", "dtype" or a field of the launch.
+    """
+    decode = "decode" in kernel
+    launches = (
+        [
+            LaunchConfig(m, n, warps, stages, 2)
+            for m, n, warps, stages in itertools.product(
+                _DECODE_ROWS, _DECODE_KEYS, (1, 2, 4, 8), (1, 2, 3, 4, 5)
+            )
+        ]
+        if decode
+        else [
+            LaunchConfig(m, n, warps, stages, one_loop=one_loop)
+            for one_loop, m, n, warps, stages in itertools.product(
+                (False, True), _PREFILL_ROWS, _PREFILL_KEYS, (4, 8), (1, 2, 3, 4)
+            )
+        ]
+    )
+    facts = {"kernel": kernel, "head_dim": head_dim, "dtype": dtype}
+    records = list(skip)
+    return [
+        launch
+        for launch in launches
+        if _fits(launch, head_dim, dtype, arch) and not _skipped(launch, facts, records)
+    ]
+
+
+def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> bool:
+    size = ELEMENT_BYTES[dtype]
+    tile = launch.block_n * head_dim * size
+    # One stage means no pipeline, and so no copy in shared memory to wait for.
+    shared = 2 * tile * launch.num_stages if launch.num_stages > 1 else 2 * tile
+    threads = 32 * launch.num_warps
+    accumulator = launch.block_m * head_dim / threads
+    scores = launch.block_m * launch.block_n / threads
+    keys = launch.block_n * head_dim * size / 4 / threads
+    return (
+        shared <= arch.shared_memory_bytes
+        and accumulator <= _ACCUMULATOR_REGISTERS
+        and accumulator + scores <= 1.5 * _ACCUMULATOR_REGISTERS
+        and (keys <= _ACCUMULATOR_REGISTERS or launch.block_m >= 64)
+        # Fewer than a warp's worth of keys per warp repeats work between warps.
+        and (launch.block_m >= 64 or launch.block_n >= 8 * launch.num_warps)
+    )
+
+
+def _skipped(launch: LaunchConfig, facts: dict[str, Any], records: list[dict[str, Any]]) -> bool:
+    known = facts | dataclasses.asdict(launch)
+    return any(
+        all(known[key] == value for key, value in record.items() if key in known)
+        for record in records
+    )
