@@ -1,0 +1,151 @@
+"""Triton's interpreter made fit for our kernels: Triton 3.6 on NumPy 2.4 and bfloat16.
+
+`load` has to come before anything else imports Triton, since a function is interpreted or compiled as
+was asked when it was decorated; `tests/conftest.py` calls it. Knows nothing of our kernels' contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+
+_VARIABLE = "TRITON_INTERPRET"
+_MODULES = (
+    "kernels.attention.portable_prefill",
+    "kernels.attention.portable_decode",
+    "kernels.attention.portable_write_kv",
+    "triton.experimental.gluon",  # Triton imports it at the first launch, too late
+)
+
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() or not HAS_TRITON,
+    reason="the interpreter is for hosts without a GPU, and for those that Triton is built for",
+)
+
+
+def load() -> None:
+    """Import Triton and our kernels so that they are interpreted; not where something else did before.
+
+    The environment is as before afterwards, for processes that are started from this one.
+    """
+    if not HAS_TRITON or "triton" in sys.modules:
+        return
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "1"
+    try:
+        for name in _MODULES:
+            importlib.import_module(name)
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+    _repair()
+
+
+def is_loaded() -> bool:
+    """Whether our kernels run in the interpreter in this process."""
+    module = sys.modules.get("kernels.attention.portable_prefill")
+    return module is not None and type(module.prefill).__name__ == "InterpretedFunction"
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """Let `torch.empty` return NaN and the largest integers: what kernels keep to themselves."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=before)
+
+
+def untouched_memory(shape, dtype):
+    """Return a tensor too large to fill: virtual memory of which only what is used becomes real."""
+    torch.use_deterministic_algorithms(mode=False)
+    try:
+        return torch.empty(shape, dtype=dtype)
+    finally:
+        torch.use_deterministic_algorithms(mode=True)
+
+
+def _repair() -> None:
+    """Replace what is wrong in the interpreter; each with what it does without."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot, launch = builder.cast_impl, builder.create_dot, interpreter.GridExecutor.__call__
+    patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    inside = False
+
+    def widen(bits):
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+
+    def narrow(values):
+        bits = values.view(np.uint32)
+        nearest_even = ((bits >> 16) & 1) + 0x7FFF
+        rounded = ((bits + nearest_even) >> 16).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+    def repaired_patch(tensor, scope):
+        """A loop whose bounds are known at run time fails: NumPy 2.4 makes no int of [n]."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def repaired_cast(self, src, dst_type):
+        """Float32 is cut to bfloat16, where hardware rounds to nearest even."""
+        pair = (src.dtype.scalar, dst_type.scalar)
+        if pair == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(widen(src.data), tl.float32)
+        if pair == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(narrow(src.data), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    def repaired_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        """Products of bfloat16 are those of the bit patterns as integers."""
+        a, b = (
+            repaired_cast(self, x, tl.float32) if x.dtype.scalar is tl.bfloat16 else x
+            for x in (a, b)
+        )
+        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    def quiet_launch(self, *args, **named):
+        """NumPy warns of overflows, and of arithmetic on what lies in rows that nobody wrote."""
+        nonlocal inside
+        try:
+            with np.errstate(over="ignore", invalid="ignore"), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "All-NaN slice")
+                return launch(self, *args, **named)
+        finally:
+            inside = False
+
+    def patch_once(fn):
+        """Every call of a device function patches the language anew: a third of all time."""
+        nonlocal inside
+        if inside:
+            return None
+        scope = patch(fn)
+        interpreter._patch_builtin(tl.core, interpreter.interpreter_builder, scope)
+        interpreter._patch_lang_core(tl.core, scope)
+        inside = True
+        return scope
+
+    interpreter._patch_lang, interpreter._patch_lang_tensor = patch_once, repaired_patch
+    builder.cast_impl = repaired_cast
+    for name in ("create_fp_ext", "create_fp_trunc"):
+        setattr(builder, name, repaired_cast)
+    builder.create_dot = repaired_dot
+    interpreter.GridExecutor.__call__ = quiet_launch
+    # Arguments are on the host already, and are copied onto themselves: all pages of a huge cache.
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
