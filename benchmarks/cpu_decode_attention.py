@@ -40,9 +40,10 @@ below 10, a contended one above 200."""
 def naive_decode(case: PagedCase) -> Callable[[], object]:
     """Gather whole blocks into a padded batch, mask the rest, let SDPA share the heads."""
     longest = max(case.seq_lens)
-    blocks = -(-longest // case.problem.block_size)
+    block_size = case.kv.shape[2]
+    blocks = -(-longest // block_size)
     table = case.batch.block_table[:, :blocks].clamp(max=case.kv.shape[1] - 1).long()
-    visible = torch.arange(blocks * case.problem.block_size)[None] < case.batch.seq_lens[:, None]
+    visible = torch.arange(blocks * block_size)[None] < case.batch.seq_lens[:, None]
     mask = visible[:, None, None]
     unseen = ~visible[..., None, None]
     out = torch.empty_like(case.q)
