@@ -120,9 +120,13 @@ def attend_tiles(
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         exists = key < num_keys
-        slot = key.to(tl.int64)
-        if PAGED:
-            slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        # Slots are 32 bits wide by the cache's contract; elements are not.
+        slot = key
+        if PAGED and BLOCK_N % BLOCK_SIZE == 0:
+            slot = block * BLOCK_SIZE + tl.arange(0, BLOCK_N) % BLOCK_SIZE  # the same for all tiles
+        elif PAGED:
+            slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        slot = slot.to(tl.int64)
         # Read a tile ahead: keys whose address waits for a load cannot be fetched as early.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
         k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
