@@ -57,6 +57,8 @@ class GPUArch:
 
     def peak_tflops(self, dtype: str) -> float:
         """Return the peak for a dtype by its name, 10^12 operations per second; 0 if not known."""
+        if dtype == "bfloat16" and not self.has_bfloat16:
+            return 0.0
         return self.float32_tflops if dtype == "float32" else self.half_tflops
 
     def __str__(self) -> str:
