@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from model.logprobs import log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
+from model.transfer import upload
 
 # Candidates of a filtered row that are looked at first: sorting a whole vocabulary costs far more, and nucleus and
 # top_k rarely reach further. Rows that do are found by the last candidate still being kept, and drawn again.
@@ -35,7 +37,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     finite = logits.gather(1, tokens[:, None])[:, 0].isfinite()
     exact = torch.ones_like(finite)
     for group in _groups(rows):
-        at = torch.tensor(group, device=logits.device)
+        at = _indices(group, logits.device)
         chosen, group_finite, exact[at] = _choose(
             logits[at], [rows[i] for i in group], NUM_CANDIDATES
         )
@@ -44,7 +46,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     table = _to_host(logits, rows, tokens, finite, exact)
     again = [i for i, values in enumerate(table) if values[1] and not values[2]]
     if again:
-        at = torch.tensor(again, device=logits.device)
+        at = _indices(again, logits.device)
         group_rows = [rows[i] for i in again]
         chosen, finite, exact = _choose(logits[at], group_rows, logits.shape[1])
         redrawn = _to_host(logits[at], group_rows, chosen, finite, exact)
@@ -62,6 +64,10 @@ def _groups(rows: Sequence[SamplingRow]) -> list[list[int]]:
         elif not row.is_argmax:
             groups[0].append(i)
     return [group for group in groups if group]
+
+
+def _indices(rows: list[int], device: torch.device) -> Tensor:
+    return upload([np.array(rows, np.int64)], device)[0]
 
 
 def _choose(
@@ -156,7 +162,7 @@ def _scatter_table(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return (rows [n], ids [n]) int64 and amounts [n] float32 on the device of `logits` [R, V]."""
     inside = [entry for entry in entries if 0 <= entry[1] < logits.shape[1]]
-    table = torch.tensor(inside, dtype=torch.float64).reshape(-1, 3).to(logits.device)
+    (table,) = upload([np.array(inside, np.float64).reshape(-1, 3)], logits.device)
     return (table[:, 0].long(), table[:, 1].long()), table[:, 2].float()
 
 
@@ -205,7 +211,7 @@ def draw(logits: Tensor, rows: Sequence[SamplingRow], num_candidates: int) -> tu
 
 def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ...]:
     """Return what `draw` needs of the rows, each [R, 1] float64, in one transfer."""
-    table = torch.tensor(
+    table = np.array(
         [
             (
                 uniform(row.seed, row.position),
@@ -218,9 +224,9 @@ def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ..
             )
             for row in rows
         ],
-        dtype=torch.float64,
+        np.float64,
     )
-    return table.to(logits.device)[:, :, None].unbind(1)
+    return upload([table], logits.device)[0][:, :, None].unbind(1)
 
 
 def _invert(weights: Tensor, u: Tensor) -> Tensor:

@@ -8,19 +8,21 @@ Tokens lie packed, decode rows first, then the prefill chunks one after the othe
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from kernels import PagedBatch
+from model.transfer import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
+    import torch
 
+    from model.transfer import HostArray
     from server.engine.scheduler import ScheduledSequence, SchedulerOutput
 
 
@@ -71,19 +73,46 @@ def build_batch(output: SchedulerOutput, block_size: int, device: torch.device) 
         slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
         if s.samples:
             last_rows.append(len(ids) - 1)
-    return ModelInput(
-        input_ids=_tensor(ids, np.int64, device),
-        positions=_tensor(positions, np.int64, device),
-        slot_mapping=_tensor(slots, np.int32, device),
-        decode=_paged_batch(output.decode, block_size, device),
-        prefill=_paged_batch(output.prefill, block_size, device),
-        last_rows=_tensor(last_rows, np.int64, device),
+    groups = [_host_batch(group, block_size) for group in (output.decode, output.prefill)]
+    tensors = iter(
+        upload(
+            [
+                np.array(ids, np.int64),
+                np.array(positions, np.int64),
+                np.array(last_rows, np.int64),
+                np.array(slots, np.int32),
+                *(array for group in groups if group is not None for array in group.arrays),
+            ],
+            device,
+        )
     )
+    input_ids, position_ids, last, slot_mapping = itertools.islice(tensors, 4)
+    decode, prefill = (None if group is None else group.on_device(tensors) for group in groups)
+    return ModelInput(input_ids, position_ids, slot_mapping, decode, prefill, last)
 
 
-def _paged_batch(
-    scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device
-) -> PagedBatch | None:
+class _HostBatch(NamedTuple):
+    """A `PagedBatch` whose tensors, cu_seqlens_q, seq_lens and block_table, are still arrays."""
+
+    arrays: tuple[HostArray, HostArray, HostArray]
+    num_tokens: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    def on_device(self, tensors: Iterator[torch.Tensor]) -> PagedBatch:
+        """Take the three tensors that `arrays` became."""
+        cu_seqlens_q, seq_lens, block_table = itertools.islice(tensors, 3)
+        return PagedBatch(
+            cu_seqlens_q,
+            seq_lens,
+            block_table,
+            num_tokens=self.num_tokens,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+        )
+
+
+def _host_batch(scheduled: Sequence[ScheduledSequence], block_size: int) -> _HostBatch | None:
     if not scheduled:
         return None
     lengths = [s.start + s.num_tokens for s in scheduled]
@@ -96,18 +125,9 @@ def _paged_batch(
         blocks = s.sequence.block_table[:width]
         row[: len(blocks)] = blocks
         cu_seqlens.append(cu_seqlens[-1] + s.num_tokens)
-    return PagedBatch(
-        cu_seqlens_q=_tensor(cu_seqlens, np.int32, device),
-        seq_lens=_tensor(lengths, np.int32, device),
-        block_table=torch.from_numpy(table).to(device),
+    return _HostBatch(
+        (np.array(cu_seqlens, np.int32), np.array(lengths, np.int32), table),
         num_tokens=cu_seqlens[-1],
         max_seqlen_q=max(s.num_tokens for s in scheduled),
         max_seqlen_k=max_seqlen_k,
     )
-
-
-def _tensor(
-    values: list[int], dtype: type[np.int32 | np.int64], device: torch.device
-) -> torch.Tensor:
-    array: NDArray[np.int32 | np.int64] = np.array(values, dtype)
-    return torch.from_numpy(array).to(device)

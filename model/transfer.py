@@ -1,0 +1,84 @@
+"""Brings a step's small arrays from the host to a device, all in one copy and without waiting for it.
+
+Knows bytes, not what the arrays mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+HostArray: TypeAlias = NDArray[Any]
+
+# A kernel is compiled for pointers that are multiples of 16 bytes, and once more for those that are not.
+_ALIGNMENT: Final = 16
+
+
+def upload(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
+    """Copy arrays to a device.
+
+    A copy from ordinary memory makes the host wait for everything the device still has to do; one
+    from page-locked memory is queued like a kernel.
+
+    Args:
+        arrays: any shapes, of dtypes that PyTorch has; contiguous. On a CPU the tensors share their memory.
+        device: where to.
+
+    Returns:
+        A tensor for each array, of its shape and dtype; on a GPU, parts of one buffer.
+    """
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    host = torch.empty(_packed_size(arrays), dtype=torch.uint8, pin_memory=True)
+    pack(arrays, host)
+    # The host allocator hands the buffer out again only after the copy has been made.
+    return unpack(arrays, host.to(device, non_blocking=True))
+
+
+def pack(arrays: Sequence[HostArray], buffer: Tensor) -> None:
+    """Lay arrays one after the other, each at a multiple of 16 bytes.
+
+    Args:
+        arrays: as for `upload`.
+        buffer: [bytes] uint8 on the host, large enough.
+    """
+    target = buffer.numpy()
+    for array, start in zip(arrays, _offsets(arrays), strict=True):
+        target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+
+
+def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
+    """Find the arrays that `pack` laid down.
+
+    Args:
+        arrays: those given to `pack`, for their shapes and dtypes.
+        buffer: [bytes] uint8, a copy of what was packed, on any device.
+
+    Returns:
+        Views of the buffer.
+    """
+    return [
+        buffer[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
+        for array, start in zip(arrays, _offsets(arrays), strict=True)
+    ]
+
+
+def _offsets(arrays: Sequence[HostArray]) -> list[int]:
+    sizes = (_aligned(array.nbytes) for array in arrays)
+    return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+
+def _packed_size(arrays: Sequence[HostArray]) -> int:
+    return sum(_aligned(array.nbytes) for array in arrays)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
