@@ -44,6 +44,8 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
             _logger.warning(
                 "float16 on a CPU is correct but slow: batches take 3 to 6 times as long as bfloat16"
             )
+        if requested == "bfloat16" and device.type == "cuda" and not _gpu_has_bfloat16():
+            _logger.warning("this GPU emulates bfloat16, which is slow: float16 is faster")
         return _torch_dtype(requested)
     if device.type == "cpu":
         large = config.num_parameters > _LARGE_PARAMETERS
@@ -51,11 +53,16 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
         return torch.bfloat16 if use_bfloat16 else torch.float32
     if config.dtype == "float16":
         return torch.float16
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if _gpu_has_bfloat16() else torch.float16
 
 
 def _torch_dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _gpu_has_bfloat16() -> bool:
+    # Unless told otherwise, PyTorch counts GPUs that only emulate it, such as Turing.
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def _has_bfloat16_instructions() -> bool:

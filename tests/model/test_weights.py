@@ -362,9 +362,22 @@ def test_a_cpu_serves_in_bfloat16_only_large_checkpoints_of_that_dtype(
     ],
 )
 def test_a_gpu_serves_in_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bfloat16)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: has_bfloat16 or including_emulation,
+    )
 
     assert resolve_dtype("auto", config_of(2, dtype), "cuda") is chosen
+
+
+def test_bfloat16_on_a_gpu_that_only_emulates_it_is_taken_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+
+    assert resolve_dtype("bfloat16", config_of(2, "bfloat16"), "cuda") is torch.bfloat16
+    assert "float16 is faster" in caplog.text
 
 
 def test_an_explicit_dtype_is_taken_as_it_is():
