@@ -55,6 +55,16 @@ class DecoderLM(nn.Module):
         )
         self._ops: list[LayerOps] | None = None
         self._packed_head: Linear | None = None
+        self._positions_reserved = False
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Allocate now what positions below `num_positions` need; a cached pass computes no others.
+
+        Without it a pass reserves all that its cache has room for.
+        """
+        parameter = self.embed_tokens
+        self.rope.reserve(num_positions, parameter.dtype, parameter.device)
+        self._positions_reserved = True
 
     def forward(
         self,
@@ -82,8 +92,9 @@ class DecoderLM(nn.Module):
             rope = self.rope.dense(positions, hidden.dtype)
             ops = self._ops if self.is_packed else None
             return self._run_layers(hidden, rope, self._dense_attention, ops or self._plain_ops())
-        capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
-        self.rope.reserve(capacity, hidden.dtype, hidden.device)
+        if not self._positions_reserved:
+            capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
+            self.rope.reserve(capacity, hidden.dtype, hidden.device)
         attention = PagedAttention(self.config, kv_cache, metadata)
         if self._ops is None:
             self._ops = self._plain_ops()

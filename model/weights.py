@@ -133,7 +133,7 @@ def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     num_bytes = config.num_parameters * dtype.itemsize
     wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {dtype} on {device}"
     # Linux promises more memory than there is and kills whoever uses it: ask first.
-    if device.type == "cpu" and num_bytes > (free := free_bytes(device)):
+    if num_bytes > (free := free_bytes(device)):
         raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
         model = DecoderLM(config, dtype, device)

@@ -154,6 +154,7 @@ def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
         kv_cache_tokens=settings.kv_cache_tokens,
+        kv_cache_gib=settings.kv_cache_gib,
         enable_prefix_caching=settings.enable_prefix_caching,
         cpu_threads=settings.cpu_threads,
         log_level=settings.log_level,

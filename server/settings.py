@@ -64,7 +64,16 @@ class Settings(BaseSettings):
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_tokens: int | None = Field(
-        None, ge=1, description="tokens that the KV cache holds; default: what free memory allows"
+        None,
+        ge=1,
+        description="tokens that the KV cache holds; default: all that --max-num-seqs requests could fill, and at "
+        "most 80 % of a GPU's free memory or 25 % of a CPU's",
+    )
+    kv_cache_gib: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="size of the KV cache in GiB, instead of --kv-cache-tokens",
     )
     enable_prefix_caching: bool = Field(
         True, description="keep computed blocks for later prompts with the same beginning"
@@ -98,6 +107,17 @@ class Settings(BaseSettings):
                 "--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}: "
                 "every running sequence needs a token of each step",
                 {"tokens": budget, "sequences": self.max_num_seqs},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kv_cache_has_one_size(self) -> Self:
+        if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
+            raise PydanticCustomError(
+                "kv_cache",
+                "--kv-cache-tokens {tokens} and --kv-cache-gib {gib} both give the size of the KV cache: "
+                "leave one out",
+                {"tokens": self.kv_cache_tokens, "gib": self.kv_cache_gib},
             )
         return self
 

@@ -86,7 +86,7 @@ class Engine:
         except Exception as error:
             log.exception("a step failed; its sequences end with an error")
             self._publish(self._fail(output), started, {})
-            if self._runner.is_fatal(error):
+            if not self._runner.recover(error):
                 raise  # the process ends, and the front end starts another one
             return
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels import Phase, detect, select
+from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import SamplingRow, TokenHistory
 from server.engine.batch import build_batch
-from server.engine.request import GenerateRequest, SamplingParams
-from server.engine.scheduler import ScheduledSequence, SchedulerOutput
-from server.engine.sequence import Sequence
+from server.engine.warm_up import crowds, first_steps, largest_step
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
+    from model.metadata import AttentionMetadata
     from model.sampling import SampledToken
+    from server.engine.batch import ModelInput
+    from server.engine.scheduler import SchedulerConfig
+    from server.engine.sequence import Sequence
+    from server.engine.step import ScheduledSequence, SchedulerOutput
 
 # Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
 _PROMPT_LOGPROB_ROWS = 256
+_CPU_WARM_UP_TOKENS = 65
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +68,33 @@ class ModelRunner:
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}
 
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self._kv_cache.num_blocks * self._kv_cache.block_size
+
     def forget(self, request_id: int) -> None:
         """Drop what is kept for a sequence that ended; an unknown id is ignored."""
         self._rows.pop(request_id, None)
 
-    def is_fatal(self, error: Exception) -> bool:
-        """Whether no later step can succeed: an illegal access leaves a CUDA context unusable."""
-        return isinstance(error, torch.AcceleratorError)
+    def recover(self, error: Exception) -> bool:
+        """Bring the device back to work after a step that raised.
+
+        Returns:
+            Whether later steps can succeed: an illegal access leaves a CUDA context unusable.
+        """
+        if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
+            release_cached(self._device)
+        elif isinstance(error, torch.AcceleratorError):
+            return False
+        if self._device.type == "cuda":
+            # Triton's errors have no type of their own, and a broken context reports itself only when asked.
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError:
+                return False
+        return True
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -76,10 +104,7 @@ class ModelRunner:
             output: at least one scheduled sequence; its blocks are reserved.
         """
         scheduled = (*output.decode, *output.prefill)
-        batch = build_batch(output, self._kv_cache.block_size, self._device)
-        metadata = self._model.attention_metadata(
-            batch.slot_mapping, self._kv_cache.block_size, batch.decode, batch.prefill
-        )
+        batch, metadata = self._prepare(output)
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
         rows = [self._sampling_row(s.sequence) for s in scheduled if s.samples]
         sampled: list[SampledToken] = []
@@ -88,38 +113,37 @@ class ModelRunner:
             sampled = self._sampler.forward(self._model.logits(last), rows)
         return StepResult(sampled, self._prompt_logprobs(scheduled, hidden))
 
-    def warm_up(self, max_num_batched_tokens: int, max_total_tokens: int) -> None:
-        """Run a prompt and one more token, so that no request pays for the libraries' first use.
+    def warm_up(self, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
+        """Compute invented steps, so that no request pays for what is made at the first use.
 
-        The keys and values go to block 0 onwards and are overwritten by the first sequence there.
+        The keys and values go to block 0 and are overwritten by the first sequence there.
 
         Args:
-            max_num_batched_tokens: of a step.
-            max_total_tokens: of a sequence, at least 2.
+            limits: of a step.
+            say: told how far it is.
         """
-        length = max(1, min(max_num_batched_tokens, max_total_tokens - 1, 64))
-        sequence = Sequence(
-            GenerateRequest(
-                request_id=0,
-                prompt_token_ids=[0] * (length + 1),
-                sampling=SamplingParams(max_new_tokens=1),
-            )
+        block_size = self._kv_cache.block_size
+        lengths = self._distinct_lengths(limits.max_model_len)
+        for number, length in enumerate(lengths, start=1):
+            say(f"warming up, {number} of {len(lengths)}")
+            for output in first_steps(length, limits, block_size):
+                self._compute_invented(output)
+            if self._device.type == "cuda":
+                for output in crowds(length, limits, block_size):
+                    self._plan(output)
+        if self._device.type == "cuda":
+            self.compute_largest_step(limits)
+
+    def compute_largest_step(self, limits: SchedulerConfig) -> None:
+        """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""
+        block_size, arch = self._kv_cache.block_size, detect(self._device)
+        problems = (self._model.attention_problem(phase, block_size) for phase in Phase)
+        length = min(limits.max_model_len, limits.max_num_batched_tokens)
+        if any(select(problem, arch).spec.launch is None for problem in problems):
+            length = limits.max_model_len  # PyTorch's rows copy keys and values, ours do not
+        self._compute_invented(
+            largest_step(max(2, length), limits, self._model.config.vocab_size, block_size)
         )
-        sequence.block_table = list(range(-(-(length + 1) // self._kv_cache.block_size)))
-        chunk = (ScheduledSequence(sequence, 0, length, samples=True),)
-        token = (ScheduledSequence(sequence, length, 1, samples=True),)
-        for decode, prefill in (((), chunk), (token, ())):
-            self.execute(
-                SchedulerOutput(
-                    step=0,
-                    decode=decode,
-                    prefill=prefill,
-                    num_tokens=length if prefill else 1,
-                    first_scheduled=(),
-                    preempted=(),
-                )
-            )
-        self.forget(sequence.request_id)
 
     def describe_plan(self) -> dict[str, str]:
         """Name the attention kernel of each phase, and why it was chosen."""
@@ -130,6 +154,35 @@ class ModelRunner:
             ).why
             for phase in Phase
         }
+
+    def _prepare(self, output: SchedulerOutput) -> tuple[ModelInput, AttentionMetadata]:
+        """Lay out a step and plan its attention; on a GPU both are queued, not waited for."""
+        batch = build_batch(output, self._kv_cache.block_size, self._device)
+        metadata = self._model.attention_metadata(
+            batch.slot_mapping, self._kv_cache.block_size, batch.decode, batch.prefill
+        )
+        return batch, metadata
+
+    @torch.inference_mode()
+    def _plan(self, output: SchedulerOutput) -> None:
+        self._prepare(output)
+
+    def _compute_invented(self, output: SchedulerOutput) -> None:
+        self.execute(output)
+        for scheduled in (*output.decode, *output.prefill):
+            self.forget(scheduled.sequence.request_id)
+
+    def _distinct_lengths(self, longest: int) -> list[int]:
+        """Lengths of sequences, one for each choice of tile sizes that the kernels have, at most `longest`."""
+        arch = detect(self._device)
+        if arch.is_cpu:
+            return [min(longest, _CPU_WARM_UP_TOKENS)]
+        lengths = {longest}
+        for phase in Phase:
+            problem = self._model.attention_problem(phase, self._kv_cache.block_size)
+            bounds = (row.max_seqlen_k for row in select(problem, arch).launches)
+            lengths.update(min(longest, max(2, bound)) for bound in bounds if bound is not None)
+        return sorted(lengths)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
         """What the sampler needs for a sequence's next token; kept and brought up to date."""

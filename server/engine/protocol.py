@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: tokens computed in one step, over all sequences; None chooses by device.
         block_size: tokens in a block of the KV cache.
         kv_cache_tokens: tokens the KV cache holds; None derives it from the memory that is free.
+        kv_cache_gib: the same as a size in GiB; at most one of the two is given.
         enable_prefix_caching: whether finished blocks are kept for prompts with the same beginning.
         cpu_threads: threads of a forward pass on the CPU; None takes PyTorch's choice.
         log_level: name of a logging level.
@@ -51,6 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_tokens: int | None = None
+    kv_cache_gib: float | None = None
     enable_prefix_caching: bool = True
     cpu_threads: int | None = None
     log_level: str = "info"

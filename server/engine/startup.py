@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from kernels import KernelError
 from model.config import ModelConfig
 from model.errors import ModelError
-from model.kv_cache import KVCache, bytes_per_token
 from model.weights import load_model, resolve_dtype
 from server.engine.block_manager import BlockManager
+from server.engine.device_errors import explain
 from server.engine.engine import Engine
-from server.engine.memory import NotEnoughMemoryError, kv_cache_blocks
-from server.engine.model_runner import ModelRunner
-from server.engine.protocol import EngineConfig, EngineInfo, StartupPhase
+from server.engine.memory import NotEnoughMemoryError
+from server.engine.phases import Phases
+from server.engine.protocol import EngineConfig, EngineInfo
+from server.engine.runner_start import start_runner
 from server.engine.scheduler import Scheduler, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -42,34 +43,10 @@ _CPU_CONTIGUITY_RESERVE = 0.2
 # Tokens of a step, at most, where the operator does not say: a step in which a long prompt is computed
 # is what the other streams wait for, and a CPU takes longer for it.
 _DEFAULT_BUDGET = {"cpu": 512, "cuda": 2048}
-_FEWEST_TOKENS = 2
 
 
 class StartupError(Exception):
     """The engine cannot start for a reason that the operator can mend; the text says which."""
-
-
-class _Phases:
-    """Announces each phase to the front end and notes how long it took."""
-
-    def __init__(self, channel: EngineChannel) -> None:
-        self.seconds: dict[str, float] = {}
-        self._channel = channel
-        self._said = 0.0
-
-    def say(self, progress: str) -> None:
-        """Tell the front end how far the phase is, at most once a second."""
-        if time.monotonic() - self._said > 1.0:
-            self._said = time.monotonic()
-            self._channel.send(StartupPhase(progress))
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self._channel.send(StartupPhase(name))
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-        log.info("%-28s %6.2f s", name, self.seconds[name])
 
 
 def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
@@ -78,7 +55,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     Raises:
         StartupError: the configuration, the checkpoint or the machine does not allow it.
     """
-    phases = _Phases(channel)
+    phases = Phases(channel)
     try:
         with phases("reading the configuration"):
             model_config = ModelConfig.from_folder(Path(config.model_path))
@@ -90,21 +67,16 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             model = load_model(
                 Path(config.model_path), model_config, dtype, device, config.load_format, progress
             )
-        with phases("allocating the KV cache"):
-            kv_cache = _kv_cache(config, model_config, limits, dtype, device)
-            max_total_tokens = min(limits.max_model_len, kv_cache.num_blocks * config.block_size)
-            if max_total_tokens < _FEWEST_TOKENS:
-                raise StartupError(
-                    f"a KV cache of {max_total_tokens} token cannot hold a prompt and an answer; "
-                    f"--kv-cache-tokens must be at least {_FEWEST_TOKENS}"
-                )
-        with phases("warming up"):
-            runner = ModelRunner(model, kv_cache)
-            runner.warm_up(limits.max_num_batched_tokens, max_total_tokens)
-    except (ModelError, NotEnoughMemoryError) as error:
+        runner, max_total_tokens = start_runner(model, config, limits, phases)
+    except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
         raise StartupError(str(error)) from error
+    except Exception as error:
+        # A driver, a library and a compiler take part: what they raise is for the operator to mend, if anyone.
+        log.exception("%s failed", phases.current)
+        raise StartupError(explain(error, phases.current)) from error
+    num_blocks = runner.num_cache_tokens // config.block_size
     blocks = BlockManager(
-        kv_cache.num_blocks,
+        num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
@@ -119,7 +91,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         block_size=config.block_size,
-        num_blocks=kv_cache.num_blocks,
+        num_blocks=num_blocks,
         num_parameters=model_config.num_parameters,
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
@@ -131,7 +103,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         info.num_parameters / 1e6,
         info.dtype,
         info.device,
-        kv_cache.num_blocks * config.block_size,
+        runner.num_cache_tokens,
     )
     return Engine(Scheduler(limits, blocks), runner, channel, info)
 
@@ -145,33 +117,6 @@ def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> S
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=_max_model_len(config.max_model_len, model.max_context),
-    )
-
-
-def _kv_cache(
-    config: EngineConfig,
-    model: ModelConfig,
-    limits: SchedulerConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KVCache:
-    num_blocks = kv_cache_blocks(
-        requested_tokens=config.kv_cache_tokens,
-        useful_tokens=limits.max_num_seqs * limits.max_model_len,
-        block_size=config.block_size,
-        bytes_per_token=bytes_per_token(
-            model.num_layers, model.num_kv_heads, model.head_dim, dtype
-        ),
-        device=device,
-    )
-    return KVCache(
-        model.num_layers,
-        num_blocks,
-        config.block_size,
-        model.num_kv_heads,
-        model.head_dim,
-        dtype,
-        device,
     )
 
 
@@ -199,7 +144,7 @@ def _set_threads(requested: int | None) -> None:
 
 
 @contextmanager
-def _weights_progress(phases: _Phases) -> Iterator[Callable[[int, int], None]]:
+def _weights_progress(phases: Phases) -> Iterator[Callable[[int, int], None]]:
     """Shows the bytes loaded: a bar where a person watches, the phase for everybody else."""
     with tqdm(
         unit="B", unit_scale=True, desc="weights", leave=False, disable=not sys.stderr.isatty()

@@ -123,6 +123,9 @@ def test_an_unsupported_architecture_is_refused_by_name_and_supported_ones_are_l
         ("--port=70000", ["--port", "TESSERA_PORT", "70000", "65535"]),
         ("--max-num-seqs=-1", ["--max-num-seqs", "-1", "1"]),
         ("--dtype=float8", ["--dtype", "float8", "bfloat16"]),
+        ("--kv-cache-gib=-1", ["--kv-cache-gib", "TESSERA_KV_CACHE_GIB", "-1", "greater than 0"]),
+        ("--kv-cache-gib=nan", ["--kv-cache-gib", "finite"]),
+        ("--kv-cache-tokens=0", ["--kv-cache-tokens", "0", "1"]),
         ("--max-num-batched-tokens=8", ["--max-num-batched-tokens", "8", "--max-num-seqs", "64"]),
     ],
 )
@@ -142,11 +145,28 @@ def test_a_context_longer_than_the_models_own_is_refused_with_both_numbers():
     assert "own limit of" in line
 
 
-def test_a_kv_cache_larger_than_memory_is_refused_with_both_sizes():
-    status, line = serve("--kv-cache-tokens=10000000000", "--port=0", "--device=cpu")
+def test_two_sizes_of_the_kv_cache_are_one_too_many():
+    status, line = serve("--kv-cache-tokens=64", "--kv-cache-gib=1")
+
+    assert status == 2
+    for word in ("--kv-cache-tokens 64", "--kv-cache-gib 1", "leave one out"):
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--kv-cache-tokens=10000000000", ["10000000000 tokens", "MiB can be used"]),
+        ("--kv-cache-gib=1000000", ["1e+06 GiB", "MiB can be used"]),
+        ("--kv-cache-gib=1e-9", ["--kv-cache-gib 1e-09", "one block"]),
+    ],
+)
+def test_a_kv_cache_that_cannot_be_is_refused_with_both_sizes(argument, words):
+    status, line = serve(argument, "--port=0", "--device=cpu")
 
     assert status == 1
-    assert "MiB" in line
+    for word in words:
+        assert word in line
 
 
 def test_help_explains_every_setting():

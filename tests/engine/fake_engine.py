@@ -66,8 +66,8 @@ class ArithmeticRunner:
     def forget(self, request_id):
         pass
 
-    def is_fatal(self, error):
-        return "fatal" in str(error)
+    def recover(self, error):
+        return "fatal" not in str(error)
 
 
 def make_info(config, num_blocks):
