@@ -1,4 +1,4 @@
-"""Drives a DecoderLM over a paged cache as an engine would, for tests."""
+"""Drives a DecoderLM over a paged cache as an engine would, for tests, on the model's device."""
 
 import random
 
@@ -16,6 +16,7 @@ class PagedDriver:
     def __init__(self, model, num_blocks=160):
         config = model.config
         self.model = model
+        self.device = model.embed_tokens.device
         self.cache = KVCache(
             config.num_layers,
             num_blocks,
@@ -23,7 +24,7 @@ class PagedDriver:
             config.num_kv_heads,
             config.head_dim,
             model.embed_tokens.dtype,
-            "cpu",
+            self.device,
         )
         for layer in self.cache.layers:
             layer.fill_(float("nan"))
@@ -52,13 +53,14 @@ class PagedDriver:
             ids += tokens
             self._lengths[name] = start + len(tokens)
         metadata = self.model.attention_metadata(
-            torch.tensor(slots, dtype=torch.int32),
+            self._ints(slots),
             BLOCK_SIZE,
             self._batch(ordered[:num_decode]),
             self._batch(ordered[num_decode:]),
         )
         with torch.inference_mode():
-            hidden = self.model(torch.tensor(ids), torch.tensor(positions), self.cache, metadata)
+            tokens, at = (torch.tensor(x, device=self.device) for x in (ids, positions))
+            hidden = self.model(tokens, at, self.cache, metadata)
             logits = self.model.logits(hidden)
         parts = logits.split([len(tokens) for _, tokens in ordered])
         return {name: part for (name, _), part in zip(ordered, parts, strict=True)}
@@ -71,15 +73,16 @@ class PagedDriver:
         width = max(map(len, tables))
         seq_lens = [self._lengths[name] for name, _ in ordered]
         return PagedBatch(
-            cu_seqlens_q=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int(),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table=torch.tensor(
-                [table + [0] * (width - len(table)) for table in tables], dtype=torch.int32
-            ),
+            cu_seqlens_q=self._ints([0, *lengths]).cumsum(0).int(),
+            seq_lens=self._ints(seq_lens),
+            block_table=self._ints([table + [0] * (width - len(table)) for table in tables]),
             num_tokens=sum(lengths),
             max_seqlen_q=max(lengths),
             max_seqlen_k=max(seq_lens),
         )
+
+    def _ints(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
 def logits_in_chunks(model, tokens, chunk):
