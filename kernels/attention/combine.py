@@ -21,7 +21,6 @@ def combine_columns(
     num_parts,
     part_step,
     column,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     D: tl.constexpr,
@@ -30,15 +29,15 @@ def combine_columns(
     """Merge some columns of all parts of one tile.
 
     Args:
-        partial_out: [parts, BLOCK_M, D] float32, each divided by its own sum.
-        partial_lse: [parts, BLOCK_M] float32 in units of log2; -inf for a part that saw nothing.
+        partial_out: [parts, ROWS, D] float32, each divided by its own sum.
+        partial_lse: [parts, ROWS] float32 in units of log2; -inf for a part that saw nothing.
         first_part: index of the tile's first part.
         num_parts: of the tile.
         part_step: between the indices of its parts.
         column: the first column.
 
     Returns:
-        ([ROWS, COLUMNS], [ROWS]): merged output of the first ROWS rows and its log-sum-exp.
+        ([ROWS, COLUMNS], [ROWS]): merged output and its log-sum-exp.
     """
     rows = tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
@@ -48,7 +47,7 @@ def combine_columns(
     for start in range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         exists = part < num_parts
-        line = (first_part + part * part_step).to(tl.int64)[:, None] * BLOCK_M + rows[None, :]
+        line = (first_part + part * part_step).to(tl.int64)[:, None] * ROWS + rows[None, :]
         # Other programs wrote these, so the first-level cache is passed by.
         lse = tl.load(
             partial_lse + line, mask=exists[:, None], other=-float("inf"), cache_modifier=".cg"

@@ -184,7 +184,8 @@ def decode(
             tl.store(lse + out_row, log_sum * LN_2, mask=exists)
         return
 
-    line = program.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Rows that exist are fewer than MERGE_ROWS, which is smaller than a tile where heads are few.
+    line = program.to(tl.int64) * MERGE_ROWS + tl.arange(0, BLOCK_M)
     store_rows(partial_out, line * D, exists, acc1, acc2, D1, D2)
     tl.store(partial_lse + line, log_sum, mask=exists)
     # All of this program's stores, by all of its threads, come before its arrival is counted.
@@ -201,7 +202,7 @@ def decode(
     first_part = program - number * TILES
     result, log_sum = combine_columns(
         partial_out, partial_lse, first_part, count, TILES, 0,
-        BLOCK_M, MERGE_ROWS, D1, D, MERGE_PARTS,
+        MERGE_ROWS, D1, D, MERGE_PARTS,
     )  # fmt: skip
     columns = tl.arange(0, D1)
     tl.store(
@@ -214,7 +215,7 @@ def decode(
     if D2 > 0:
         result, log_sum = combine_columns(
             partial_out, partial_lse, first_part, count, TILES, D1,
-            BLOCK_M, MERGE_ROWS, D2, D, MERGE_PARTS,
+            MERGE_ROWS, D2, D, MERGE_PARTS,
         )  # fmt: skip
         columns = D1 + tl.arange(0, D2)
         tl.store(
@@ -257,13 +258,13 @@ class PortableDecode:
             BLOCK_B=triton.next_power_of_2(batch.num_seqs),
             num_warps=1,
         )
-        lines = (most * tiles, launch.block_m)
+        merge_rows = min(launch.block_m, triton.next_power_of_2(rows))
+        lines = (most * tiles, merge_rows)
         self._partial_out = torch.empty((*lines, problem.head_dim), device=device)
         self._partial_lse = torch.empty(lines, device=device)
         self._table = batch.block_table
         self._grid = (most * tiles,)
         d1, d2 = split_head_dim(problem.head_dim)
-        merge_rows = min(launch.block_m, triton.next_power_of_2(rows))
         self._problem = problem
         self._constants = {
             "HEADS": problem.num_heads,
