@@ -1,0 +1,244 @@
+"""What must be true of the kernels to the last bit: repeats, batches, graphs, layouts, masks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import kernels
+from kernels.plan import AttentionProblem, Phase
+from kernels.testing import Layout
+from tests.gpu.attention_cases import (
+    COMBINATIONS,
+    DEVICE,
+    attend,
+    make,
+    make_problem,
+    one_sequence,
+    rows,
+    run,
+    selection_of,
+)
+
+PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
+DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))
+BOTH = pytest.mark.parametrize("row", [*rows(Phase.PREFILL), *rows(Phase.DECODE)])
+REPEATS = 1000
+NEIGHBOURS = (2, 17, 256)
+LONG = 5000
+"""Tokens of the sequence whose bits are compared: more than two batch invariant splits."""
+
+
+def bfloat16_problem(phase, **features):
+    return make_problem(phase, ("bfloat16", 8, 2, 128, 16, features))
+
+
+def queries_of(phase, count, most):
+    """Query lengths of `count` sequences: 1 in a decode, ragged up to `most` in a prefill."""
+    if phase is Phase.DECODE:
+        return [1] * count
+    return [1 + (37 * index) % most for index in range(count)]
+
+
+def ragged(count, most):
+    return [1 + (7919 * index + 41) % most for index in range(count)]
+
+
+@BOTH
+def test_a_thousand_repeats_give_the_same_bits(row):
+    problem = bfloat16_problem(row.phase, lse=True)
+    queries = queries_of(row.phase, 60, 150)
+    case = make(
+        problem, queries, [max(pair) for pair in zip(queries, ragged(60, 3000), strict=True)]
+    )
+    plan = kernels.plan_attention(problem, case.batch, selection=selection_of(row, problem))
+    call = kernels.decode_attention if row.phase is Phase.DECODE else kernels.prefill_attention
+    results = []
+    differences = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(REPEATS):
+        out = torch.full_like(case.q, float("nan"))
+        lse = torch.full(case.q.shape[:2], float("nan"), device=DEVICE)
+        call(case.q, case.kv, plan, out, lse)
+        results = results or [out, lse]
+        # Added up on the device, so that launches follow each other closely.
+        differences += (out != results[0]).sum() + (lse != results[1]).sum()
+
+    assert int(differences) == 0
+
+
+@DECODE
+def test_a_thousand_repeats_of_one_sequence_split_over_the_gpu_give_the_same_bits(row):
+    case = make(bfloat16_problem(Phase.DECODE), [1], [16384])
+    selection = selection_of(row, case.problem)
+    first = attend(case.problem, case.batch, case.q, case.kv, selection)
+    plan = kernels.plan_attention(case.problem, case.batch, selection=selection)
+    differences = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(REPEATS):
+        out = torch.full_like(case.q, float("nan"))
+        kernels.decode_attention(case.q, case.kv, plan, out)
+        differences += (out != first).sum()
+
+    assert int(differences) == 0
+
+
+@BOTH
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0], ids=["first", "between", "last"])
+def test_a_batch_invariant_result_is_the_same_alone_and_among_neighbours(row, place):
+    problem = bfloat16_problem(row.phase, batch_invariant=True)
+    selection = selection_of(row, problem)
+    for count in NEIGHBOURS:
+        index = int(place * count)
+        queries = queries_of(row.phase, count, 40)
+        lengths = [
+            max(pair)
+            for pair in zip(queries, ragged(count, 9000 if count < 100 else 2500), strict=True)
+        ]
+        queries.insert(index, 1 if row.phase is Phase.DECODE else 130)
+        lengths.insert(index, LONG)
+        case = make(problem, queries, lengths, seed=count)
+        among = attend(problem, case.batch, case.q, case.kv, selection)
+        batch, q = one_sequence(case, index)
+        first = sum(queries[:index])
+
+        alone = attend(problem, batch, q, case.kv, selection)
+
+        assert torch.equal(alone, among[first : first + queries[index]])
+
+
+@BOTH
+@pytest.mark.parametrize("combination", [COMBINATIONS[1], COMBINATIONS[2]], ids=["48", "16"])
+def test_the_place_of_blocks_in_the_cache_does_not_change_a_bit(row, combination):
+    problem = make_problem(row.phase, combination)
+    queries = queries_of(row.phase, 5, 150)
+    outs = [
+        run(row, make(problem, queries, [200, 1000, 333, 160, 149], layout=layout))[0]
+        for layout in Layout
+    ]
+
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_values_of_one_come_out_as_one(row, dtype):
+    problem = make_problem(row.phase, (dtype, 8, 2, 128, 16, {}))
+    queries = queries_of(row.phase, 6, 120)
+    case = make(problem, queries, [1, 100, 3000, 129, 160, 800])
+    case.kv[1].masked_fill_(~case.kv[1].isnan(), 1.0)
+    out = run(row, case)[0]
+
+    # Half precision rounds the sums' last bits away.
+    slack = 1e-6 if dtype == "float32" else 0.0
+    assert float((out - 1).abs().max()) <= slack
+
+
+@BOTH
+def test_rows_with_nothing_to_attend_to_are_zero_with_an_infinite_log_sum_exp(row):
+    problem = bfloat16_problem(row.phase, lse=True)
+    if row.phase is Phase.DECODE:
+        case, empty = make(problem, [1, 1, 1], [0, 300, 0]), [0, 2]
+    else:
+        # Aligned to the bottom right, the first 9 of 10 queries come before the only key.
+        case, empty = make(problem, [10, 5, 3], [1, 0, 3]), [*range(9), *range(10, 15)]
+    out, lse = run(row, case)
+    full = [index for index in range(case.q.shape[0]) if index not in empty]
+
+    assert torch.equal(out[empty], torch.zeros_like(out[empty]))
+    assert bool((lse[empty] == float("-inf")).all())
+    assert bool(torch.isfinite(lse[full]).all())
+    assert bool((out[full] != 0).any(-1).all())
+
+
+@PREFILL
+def test_queries_between_other_heads_are_read_in_place(row):
+    case = make(bfloat16_problem(Phase.PREFILL), [100, 30], [500, 30])
+    wide = torch.full((130, 12, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    wide[:, :8] = case.q
+    selection = selection_of(row, case.problem)
+    out = torch.full_like(case.q, float("nan"))
+
+    attend(case.problem, case.batch, wide[:, :8], case.kv, selection, out)
+
+    assert torch.equal(out, attend(case.problem, case.batch, case.q, case.kv, selection))
+
+
+@BOTH
+def test_rows_that_pad_the_step_are_left_alone(row):
+    case = make(bfloat16_problem(row.phase), [1, 1], [40, 300])
+    padded = dataclasses.replace(case.batch, num_tokens=8)
+    q = torch.full((8, 8, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    q[:2] = case.q
+    out = torch.full_like(q, 7.0)
+    selection = selection_of(row, case.problem)
+
+    attend(case.problem, padded, q, case.kv, selection, out)
+
+    assert torch.equal(out[:2], attend(case.problem, case.batch, case.q, case.kv, selection))
+    assert bool((out[2:] == 7.0).all())
+
+
+class Captured:
+    """A step captured in a CUDA graph, planned inside it or before."""
+
+    def __init__(self, problem: AttentionProblem, batch, q, kv, selection, *, plan_inside) -> None:
+        self.out = torch.full_like(q, float("nan"))
+        attend(problem, batch, q, kv, selection)  # compiles
+        torch.cuda.synchronize()
+        plan = None
+        if not plan_inside:
+            plan = kernels.plan_attention(problem, batch, selection=selection)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            if plan is None:
+                plan = kernels.plan_attention(problem, batch, selection=selection)
+            if problem.phase is Phase.DECODE:
+                kernels.decode_attention(q, kv, plan, self.out)
+            else:
+                kernels.prefill_attention(q, kv, plan, self.out)
+        self._plan = plan  # its buffers are the graph's
+
+    def replay(self) -> torch.Tensor:
+        self.out.fill_(float("nan"))
+        self._graph.replay()
+        return self.out
+
+
+@DECODE
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_replayed_decode_follows_lengths_and_blocks_that_changed(row, batch_invariant):
+    problem = bfloat16_problem(Phase.DECODE, batch_invariant=batch_invariant)
+    selection = selection_of(row, problem)
+    lengths = [4096, 1, 700, 2048, 33, 0]
+    case = make(problem, [1] * 6, lengths)
+    graph = Captured(problem, case.batch, case.q, case.kv, selection, plan_inside=True)
+    for changed in (lengths, [5, 1, 1, 2, 7, 0], [4096, 1, 64, 2000, 1, 0], [0] * 6, lengths):
+        case.batch.seq_lens.copy_(torch.tensor(changed, dtype=torch.int32))
+        case.q.copy_(case.q.roll(1, 0))
+
+        replayed = graph.replay().clone()
+
+        eager = attend(problem, case.batch, case.q, case.kv, selection)
+        assert torch.equal(replayed, eager)
+    order = torch.tensor([3, 1, 2, 0, 4, 5], device=DEVICE)
+    case.batch.block_table.copy_(case.batch.block_table[order])
+    case.batch.seq_lens.copy_(case.batch.seq_lens[order])
+
+    assert torch.equal(graph.replay(), attend(problem, case.batch, case.q, case.kv, selection))
+
+
+@BOTH
+def test_a_replay_of_a_step_planned_before_the_capture_follows_its_tensors(row):
+    problem = bfloat16_problem(row.phase)
+    selection = selection_of(row, problem)
+    case = make(problem, queries_of(row.phase, 4, 90), [3000, 100, 500, 1000])
+    graph = Captured(problem, case.batch, case.q, case.kv, selection, plan_inside=False)
+    for _ in range(3):
+        case.q.copy_(case.q.roll(1, 0))
+        case.kv.mul_(-1.0)
+
+        replayed = graph.replay().clone()
+
+        assert torch.equal(replayed, attend(problem, case.batch, case.q, case.kv, selection))

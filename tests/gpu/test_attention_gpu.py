@@ -1,0 +1,167 @@
+"""The attention kernels on the GPU agree with the reference, over poisoned memory.
+
+About 50 compilations of a kernel, 1 to 4 seconds each when the compiler's cache is cold.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels
+from kernels import reference
+from kernels.plan import Phase
+from kernels.registry import REGISTRY
+from tests.gpu.attention_cases import (
+    COMBINATIONS,
+    DEVICE,
+    LONG_COMBINATIONS,
+    LONG_LENGTHS,
+    LONG_PAIRS,
+    NON_CAUSAL_COMBINATIONS,
+    PACKED_COMBINATIONS,
+    SEVERAL_QUERIES_COMBINATIONS,
+    SHORT_PAIRS,
+    around_block_boundaries,
+    judge,
+    make,
+    make_problem,
+    named,
+    rows,
+    run,
+)
+
+PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
+DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))
+
+
+def split_pairs(pairs):
+    queries, keys = zip(*pairs, strict=True)
+    return list(queries), list(keys)
+
+
+@PREFILL
+@pytest.mark.parametrize("combination", named([*COMBINATIONS, *NON_CAUSAL_COMBINATIONS]))
+def test_prefill_agrees_over_ragged_queries_and_keys(row, combination):
+    case = make(make_problem(Phase.PREFILL, combination), *split_pairs(SHORT_PAIRS))
+
+    judge(case, *run(row, case))
+
+
+@PREFILL
+@pytest.mark.parametrize("combination", named(LONG_COMBINATIONS))
+def test_prefill_agrees_over_long_sequences(row, combination):
+    case = make(make_problem(Phase.PREFILL, combination), *split_pairs(LONG_PAIRS))
+
+    judge(case, *run(row, case))
+
+
+@PREFILL
+@pytest.mark.parametrize("combination", named(PACKED_COMBINATIONS))
+def test_prefill_agrees_over_packed_keys_and_values(row, combination):
+    case = make(make_problem(Phase.PREFILL, combination), *split_pairs(SHORT_PAIRS))
+
+    judge(case, *run(row, case))
+
+
+@PREFILL
+@pytest.mark.parametrize("combination", named([COMBINATIONS[1], COMBINATIONS[2]]))
+def test_prefill_agrees_around_block_and_tile_boundaries(row, combination):
+    lengths = around_block_boundaries(combination[4])
+    case = make(make_problem(Phase.PREFILL, combination), lengths, lengths)
+
+    judge(case, *run(row, case))
+
+
+@PREFILL
+def test_prefill_agrees_where_a_chunk_follows_a_cached_history(row):
+    problem = make_problem(Phase.PREFILL, COMBINATIONS[2])
+    case = make(problem, [1, 16, 100, 128, 256, 257], [1000, 16, 777, 2048, 4000, 300])
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_decode_agrees_around_block_and_tile_boundaries(row, combination):
+    lengths = [0, *around_block_boundaries(combination[4]), 500, 1000]
+    case = make(make_problem(Phase.DECODE, combination), [1] * len(lengths), lengths)
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("combination", named(LONG_COMBINATIONS))
+def test_decode_agrees_for_long_beside_short_sequences(row, combination):
+    problem = make_problem(Phase.DECODE, combination)
+    case = make(problem, [1] * len(LONG_LENGTHS), LONG_LENGTHS)
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("length", [1, 63, 1025, 16384, 32767])
+def test_decode_agrees_for_a_single_sequence_split_over_the_whole_gpu(row, length):
+    case = make(make_problem(Phase.DECODE, COMBINATIONS[2]), [1], [length])
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+def test_decode_agrees_for_a_large_ragged_batch(row):
+    lengths = [1 + (index * 7919) % 1500 for index in range(256)]
+    case = make(make_problem(Phase.DECODE, COMBINATIONS[0]), [1] * 256, lengths)
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("combination", named(SEVERAL_QUERIES_COMBINATIONS))
+def test_decode_agrees_with_several_queries_per_sequence(row, combination):
+    most = combination[5]["max_query_tokens"]
+    queries = [most, 1, 2, most, most - 1, 1, most, most]
+    case = make(
+        make_problem(Phase.DECODE, combination), queries, [most, 1, 2, 100, 513, 16, 4097, 2048]
+    )
+
+    judge(case, *run(row, case))
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[1], COMBINATIONS[13]]))
+def test_the_fallback_rows_agree_on_a_gpu_too(phase, combination):
+    row = next(row for row in REGISTRY if row.phase is phase and row.cpu)
+    queries = [1] * 5 if phase is Phase.DECODE else [1, 16, 100, 30, 257]
+    case = make(make_problem(phase, combination), queries, [1, 40, 100, 700, 1025])
+
+    judge(case, *run(row, case))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "block_size"),
+    [
+        (torch.bfloat16, 8, 128, 16),
+        (torch.float16, 3, 80, 48),
+        (torch.float32, 1, 256, 64),
+        (torch.bfloat16, 2, 96, 256),
+    ],
+)
+def test_writes_land_in_their_slots_and_nowhere_else(
+    dtype, heads, head_dim, block_size, index_dtype
+):
+    tokens, blocks = 300, 40
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    kv = torch.full((2, blocks, block_size, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    # As the model has them: keys and values are slices of one projection.
+    fused = torch.randn(
+        (tokens, 3 * heads, head_dim), generator=generator, dtype=dtype, device=DEVICE
+    )
+    k, v = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
+    slots = torch.randperm(blocks * block_size, generator=generator, device=DEVICE)[:tokens]
+    slots[::7] = -1
+    expected = reference.write_kv(k, v, kv, slots.tolist())
+
+    kernels.write_kv(k, v, kv, slots.to(index_dtype))
+
+    assert torch.equal(kv, expected)
