@@ -180,7 +180,8 @@ def main() -> None:
     rows += [{"metric": "ratio", "contender": k, "value": round(v, 3)} for k, v in ratios.items()]
     rows.append({"model": "bundled", "metric": "ready_s", "value": round(ready_seconds, 2)})
     libraries = ("torch", "transformers", "tokenizers")
-    write_report("cpu", rows, libraries, plan=engine.engine.info.plan)
+    plan = {phase.phase: phase.why for phase in engine.engine.info.plan.phases}
+    write_report("cpu", rows, libraries, plan=plan)
 
 
 if __name__ == "__main__":

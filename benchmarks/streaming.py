@@ -26,6 +26,7 @@ from benchmarks.report import write_report
 from model.hub import resolve
 from model.tokenizer import Tokenizer
 from server.engine.client import RequestStream
+from server.engine.plan_report import PlanReport
 from server.engine.protocol import EngineInfo, EngineState, EngineStats
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
 from server.http.app import create_app
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _BODY = b'{"inputs": "def", "parameters": {"details": true}}'
 _WAITING = (1, 4, 8)
+_NO_PLAN = PlanReport(
+    arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
+    peak_tflops=0.0, dtype="none", num_heads=1, num_kv_heads=1, head_dim=1, block_size=1, phases=[],
+)  # fmt: skip
 
 
 class _Engine:
@@ -52,7 +57,7 @@ class _Engine:
         self.info = EngineInfo(
             model_id="none", device="cpu", dtype="none", vocab_size=vocab_size,
             max_model_len=length, max_total_tokens=length, max_num_seqs=1, block_size=1,
-            max_num_batched_tokens=1, num_blocks=1, num_parameters=0, plan={},
+            max_num_batched_tokens=1, num_blocks=1, num_parameters=0, plan=_NO_PLAN,
             startup_seconds={}, versions={},
         )  # fmt: skip
 

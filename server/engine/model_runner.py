@@ -6,6 +6,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from kernels import Phase, detect, select
@@ -13,6 +14,8 @@ from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import SamplingRow, TokenHistory
 from server.engine.batch import build_batch
+from server.engine.model_plan import explain_model
+from server.engine.plan_report import PlanReport
 from server.engine.warm_up import crowds, first_steps, largest_step
 
 if TYPE_CHECKING:
@@ -145,15 +148,10 @@ class ModelRunner:
             largest_step(max(2, length), limits, self._model.config.vocab_size, block_size)
         )
 
-    def describe_plan(self) -> dict[str, str]:
-        """Name the attention kernel of each phase, and why it was chosen."""
-        arch = detect(self._device)
-        return {
-            phase.value: select(
-                self._model.attention_problem(phase, self._kv_cache.block_size), arch
-            ).why
-            for phase in Phase
-        }
+    def describe_plan(self) -> PlanReport:
+        """Tell which attention kernels run, how they are launched, and why."""
+        plan = explain_model(self._model, self._kv_cache.block_size, detect(self._device))
+        return msgspec.convert(plan, PlanReport, from_attributes=True)
 
     def _prepare(self, output: SchedulerOutput) -> tuple[ModelInput, AttentionMetadata]:
         """Lay out a step and plan its attention; on a GPU both are queued, not waited for."""

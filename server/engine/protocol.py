@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from server.engine.plan_report import PlanReport
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
 
 
@@ -65,7 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: tokens of prompt and output together that the model takes.
         max_total_tokens: the smaller of `max_model_len` and what the KV cache holds: the limit of one request.
         num_blocks: blocks of `block_size` tokens in the KV cache.
-        plan: attention kernel chosen for each phase, and why.
+        plan: attention kernels that run, and why.
         startup_seconds: seconds of each start-up phase, in order.
         versions: of the libraries the result depends on.
     """
@@ -81,7 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     num_parameters: int
-    plan: dict[str, str]
+    plan: PlanReport
     startup_seconds: dict[str, float]
     versions: dict[str, str]
 

@@ -105,6 +105,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         info.device,
         runner.num_cache_tokens,
     )
+    log.info("%s; GET /plan says why", info.plan)
     return Engine(Scheduler(limits, blocks), runner, channel, info)
 
 

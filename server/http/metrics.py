@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from server.engine.client import EngineClient
+    from server.engine.plan_report import PlanReport
     from server.engine.protocol import EngineStats
     from server.http.config import HTTPConfig
 
@@ -135,6 +136,12 @@ ENGINE_STATE = Spec(
 )
 BUILD = Spec("tessera_build", InfoMetricFamily, "What is served, and by which version.")
 CACHE_CONFIG = Spec("tessera_cache_config", InfoMetricFamily, "Size of the KV cache.")
+ATTENTION_PLAN = Spec(
+    "tessera_attention_plan",
+    InfoMetricFamily,
+    "Attention kernel of each phase; GET /plan says why.",
+    ("phase", "sliding_window", "kernel", "arch"),
+)
 
 _ENGINE_GAUGES: tuple[tuple[Spec, Callable[[EngineStats], float]], ...] = (
     (
@@ -213,6 +220,7 @@ SPECS: tuple[Spec, ...] = (
     ENGINE_STATE,
     BUILD,
     CACHE_CONFIG,
+    ATTENTION_PLAN,
 )
 
 
@@ -353,7 +361,16 @@ class Metrics(Collector):
             build |= {"dtype": info.dtype, "device": info.device}
             cache = {"block_size": str(info.block_size), "num_blocks": str(info.num_blocks)}
             yield _family(CACHE_CONFIG, cache)
+            yield _attention_plan(info.plan)
         yield _family(BUILD, build)
+
+
+def _attention_plan(plan: PlanReport) -> Metric:
+    family = _family(ATTENTION_PLAN)
+    for chosen in plan.phases:
+        window = "none" if chosen.sliding_window is None else str(chosen.sliding_window)
+        family.add_metric([chosen.phase, window, chosen.kernel, plan.arch], {})
+    return family  # type: ignore[no-any-return]
 
 
 def _family(spec: Spec, value: object = None) -> Any:  # noqa: ANN401 - the families share no `add_metric`

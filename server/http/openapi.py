@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from server import errors
+from server.engine.plan_report import PlanReport
 from server.http.schemas import replies
 from server.http.schemas.generate import GenerateBody
 
@@ -25,6 +26,7 @@ _REPLIES = (
     replies.GenerateReply,
     replies.HealthReply,
     replies.InfoReply,
+    PlanReport,
     replies.PromptSpan,
     replies.StreamEvent,
 )

@@ -27,6 +27,7 @@ from server.engine.protocol import (
     StartupPhase,
 )
 from server.engine.scheduler import Scheduler, SchedulerConfig
+from tests.plans import PLAN
 
 VOCAB_SIZE = 1000
 
@@ -83,7 +84,7 @@ def make_info(config, num_blocks):
         block_size=config.block_size,
         num_blocks=num_blocks,
         num_parameters=0,
-        plan={},
+        plan=PLAN,
         startup_seconds={},
         versions={},
     )

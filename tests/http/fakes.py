@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from server.engine.client import EngineUnavailableError, RequestStream
 from server.engine.protocol import EngineInfo, EngineState, EngineStats
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
+from tests.plans import PLAN
 
 INFO = EngineInfo(
     model_id="fake",
@@ -26,7 +27,7 @@ INFO = EngineInfo(
     block_size=16,
     num_blocks=64,
     num_parameters=1,
-    plan={},
+    plan=PLAN,
     startup_seconds={},
     versions={},
 )

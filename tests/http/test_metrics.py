@@ -131,6 +131,32 @@ async def test_the_engines_numbers_are_read_when_scraped(engine, scrape):
     assert samples["tessera_engine_steps_total",] == 9
 
 
+async def test_the_attention_plan_is_told_by_phase_and_window(scrape):
+    samples = await scrape()
+
+    plans = [
+        {**dict(key[1:]), "value": value}
+        for key, value in samples.items()
+        if key[0] == "tessera_attention_plan_info"
+    ]
+    assert plans == [
+        {"arch": "h100", "kernel": kernel, "phase": phase, "sliding_window": window, "value": 1}
+        for phase, window, kernel in (
+            ("prefill", "none", "torch_prefill"),
+            ("decode", "none", "portable_decode"),
+            ("decode", "4096", "portable_decode"),
+        )
+    ]
+
+
+async def test_no_plan_is_told_before_the_engine_has_one(engine, scrape):
+    engine.info = None
+
+    samples = await scrape()
+
+    assert not [key for key in samples if key[0] == "tessera_attention_plan_info"]
+
+
 async def test_the_engines_state_is_told(engine, scrape):
     engine.state, engine.restarts, engine.info = EngineState.RESTARTING, 2, None
 

@@ -5,10 +5,12 @@ import json
 import msgspec
 import pytest
 
+from server.engine.plan_report import PlanReport
 from server.engine.protocol import EngineState
 from server.http.schemas.generate import GenerateBody, GenerateParameters
 from server.http.schemas.replies import InfoReply
 from tests.http.fakes import EOS_ID
+from tests.plans import PLAN
 
 pytestmark = pytest.mark.anyio
 
@@ -62,6 +64,25 @@ async def test_info_names_the_model_and_every_limit(client):
     assert (info.max_concurrent_requests, info.max_best_of, info.max_stop_sequences) == (128, 2, 4)
     assert info.router == "tessera"
     assert set(response.json()) == set(InfoReply.__struct_fields__)
+
+
+async def test_the_plan_is_what_the_engine_reported(client):
+    response = await client.get("/plan")
+
+    assert response.status_code == 200
+    assert msgspec.json.decode(response.content, type=PlanReport) == PLAN
+    assert response.json()["phases"][0]["refused"] == [
+        {"kernel": "portable_prefill", "reasons": ["no head_dim 7"]}
+    ]
+
+
+async def test_without_an_engine_there_is_no_plan(client, engine):
+    engine.state, engine.info = EngineState.STARTING, None
+
+    response = await client.get("/plan")
+
+    assert response.status_code == 503
+    assert response.json()["error_type"] == "unavailable"
 
 
 async def test_tokenize_tells_the_characters_of_each_token(client, tokenizer):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from server import errors
+from server.engine import plan_report
 from server.engine.protocol import EngineState
 from server.http.metrics import SPECS, Endpoint, Outcome
 from server.http.schemas import replies
@@ -30,7 +31,8 @@ def test_every_request_field_is_described(model):
 
 
 def test_every_reply_field_is_described():
-    records = [r for r in vars(replies).values() if hasattr(r, "__struct_fields__")]
+    values = (*vars(replies).values(), *vars(plan_report).values())
+    records = [value for value in values if hasattr(value, "__struct_fields__")]
     fields = {field for record in records for field in record.__struct_fields__}
 
     assert fields <= NAMED

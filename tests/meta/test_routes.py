@@ -18,6 +18,7 @@ ROUTES = {
     "/metrics": {"GET"},
     "/openapi.json": {"GET", "HEAD"},
     "/ping": {"GET", "HEAD"},
+    "/plan": {"GET"},
     "/tokenize": {"POST"},
 }
 

@@ -1,4 +1,4 @@
-"""Routes that tell about the service: its model and limits, and whether it can serve."""
+"""Routes that tell about the service: model, limits, attention kernels, and whether it can serve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
+from server.engine.plan_report import PlanReport
 from server.engine.protocol import EngineState
 from server.errors import UnavailableError
 from server.http.openapi import describe_error, describe_route
@@ -21,18 +22,24 @@ _UNAVAILABLE = 503
 
 
 def install(app: FastAPI, context: AppContext) -> None:
-    """Add the routes /info, /health, /health/live, /ping and GET /."""
+    """Add the routes /info, /plan, /health, /health/live, /ping and GET /."""
     health = describe_route(reply=HealthReply)
     health["responses"][_UNAVAILABLE] = {
         "description": "Requests are not served; `phase` tells what the engine is doing.",
         "content": health["responses"][200]["content"],
     }
     info = describe_route(reply=InfoReply)
-    info["responses"][_UNAVAILABLE] = describe_error(UnavailableError)
+    plan = describe_route(reply=PlanReport)
+    for route in (info, plan):
+        route["responses"][_UNAVAILABLE] = describe_error(UnavailableError)
 
     async def read_info() -> Response:
         """Tell the model that is served, and the limits of a request."""
         return json_reply(_info(context))
+
+    async def read_plan() -> Response:
+        """Tell which attention kernels run here, how they are launched, and why."""
+        return json_reply(context.engine_info().plan)
 
     async def read_health() -> Response:
         """Tell whether requests are served: the readiness probe."""
@@ -43,6 +50,7 @@ def install(app: FastAPI, context: AppContext) -> None:
         return _health(context, healthy=context.client.state is not EngineState.STOPPED)
 
     app.add_api_route("/info", read_info, methods=["GET"], **info)
+    app.add_api_route("/plan", read_plan, methods=["GET"], **plan)
     for path in ("/", "/health", "/ping"):
         app.add_api_route(path, read_health, methods=["GET"], **health)
         app.add_api_route(path, read_health, methods=["HEAD"], include_in_schema=False)

@@ -1,0 +1,32 @@
+"""Asks the kernels how they would attend for a model. Knows the model's shape, not its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernels import Phase
+from kernels.explain import Explanation, explain
+
+if TYPE_CHECKING:
+    from kernels import GPUArch
+    from model.decoder import DecoderLM
+
+
+def explain_model(model: DecoderLM, block_size: int, arch: GPUArch) -> Explanation:
+    """Explain the attention of every phase and kind of layer.
+
+    Args:
+        model: on any device; a model on `meta` has no weights and will do.
+        block_size: tokens of a block of the KV cache.
+        arch: where it would run.
+
+    Raises:
+        NoKernelError: no kernel takes the model's attention there; lists every reason.
+    """
+    kinds = (False, True) if model.config.mixes_attention else (False,)
+    problems = [
+        model.attention_problem(phase, block_size, sliding=sliding)
+        for sliding in kinds
+        for phase in Phase
+    ]
+    return explain(problems, arch, model.config.max_context)
