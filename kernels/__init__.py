@@ -142,7 +142,9 @@ def plan_attention(
 def _check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> None:
     """Compare the batch with itself and the problem, without reading anything back from a GPU."""
     num_seqs = batch.num_seqs
-    expected = {"cu_seqlens_q": (batch.cu_seqlens_q, (num_seqs + 1,))}
+    expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "cu_seqlens_q": (batch.cu_seqlens_q, (num_seqs + 1,))
+    }
     if isinstance(batch, PagedBatch):
         if problem.block_size is None:
             raise ShapeError("the batch is paged; the problem has no block_size")

@@ -5,8 +5,6 @@ A device function in Triton: the program that finishes last among those of one t
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """
 
-# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
-
 from __future__ import annotations
 
 import triton
@@ -43,7 +41,7 @@ def combine_columns(
     columns = column + tl.arange(0, COLUMNS)
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     m = tl.full([ROWS], -float("inf"), dtype=tl.float32)
-    l = tl.zeros([ROWS], dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
     for start in range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         exists = part < num_parts
@@ -63,10 +61,10 @@ def combine_columns(
         weight = tl.exp2(lse - base[None, :])
         fade = tl.exp2(m - base)
         acc = acc * fade[:, None] + tl.sum(out * weight[:, :, None], 0)
-        l = l * fade + tl.sum(weight, 0)
+        total = total * fade + tl.sum(weight, 0)
         m = new_m
-    saw_nothing = l == 0.0
-    l = tl.where(saw_nothing, 1.0, l)
-    inverse = tl.where(saw_nothing, 0.0, 1.0 / l)
-    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(l))
+    saw_nothing = total == 0.0
+    total = tl.where(saw_nothing, 1.0, total)
+    inverse = tl.where(saw_nothing, 0.0, 1.0 / total)
+    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(total))
     return acc * inverse[:, None], lse

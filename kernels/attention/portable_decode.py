@@ -11,8 +11,6 @@ captured graph needs to know them:
 Source: Dao et al., "Flash-Decoding", 2023; the last block merging as in Osama et al., "Stream-K", 2023.
 """
 
-# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -164,7 +162,7 @@ def decode(
     lowest = history + tl.minimum(first_row // GROUP, q_len - 1)
     highest = history + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
     stride: tl.constexpr = KV_HEADS * D
-    acc1, acc2, m, l = attend(
+    acc1, acc2, m, total = attend(
         q_tile,
         k + kv_head * D,
         v + kv_head * D,
@@ -173,7 +171,7 @@ def decode(
         stride, stride, scale, window, softcap,
         True, True, WINDOW, SOFTCAP, True, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
     )  # fmt: skip
-    acc1, acc2, log_sum = normalise(acc1, acc2, m, l)
+    acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
     out_row = q_row * HEADS + head
     if count == 1:
         store_rows(

@@ -8,8 +8,6 @@ Source: Dao, "FlashAttention-2", 2023 for the loop; packing the query heads that
 into one tile as in Shah et al., "FlashAttention-3", 2024.
 """
 
-# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -141,7 +139,7 @@ def prefill(
     begin = 0
     if WINDOW:
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
-    acc1, acc2, m, l = attend(
+    acc1, acc2, m, total = attend(
         q_tile,
         k + k_start.to(tl.int64) * k_stride + kv_head * k_head_stride,
         v + k_start.to(tl.int64) * v_stride + kv_head * v_head_stride,
@@ -150,7 +148,7 @@ def prefill(
         k_stride, v_stride, scale, window, softcap,
         PAGED, CAUSAL, WINDOW, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
     )  # fmt: skip
-    acc1, acc2, log_sum = normalise(acc1, acc2, m, l)
+    acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
     out_row = q_row * HEADS + head
     store_rows(
         out, out_row * (D1 + D2), exists,
@@ -172,14 +170,19 @@ class PortablePrefill:
         # Tiles are counted per sequence: each may end with a partial one.
         most = batch.num_tokens * group // launch.block_m + num_seqs
         self._tiles = torch.empty((most, _TILE_FIELDS.value), dtype=torch.int32, device=device)
-        paged = isinstance(batch, PagedBatch)
-        self._table = batch.block_table if paged else self._tiles
         cu_seqlens_q = batch.cu_seqlens_q
+        if isinstance(batch, PagedBatch):
+            self._table = batch.block_table
+            seq_lens, cu_seqlens_k = batch.seq_lens, cu_seqlens_q
+        else:
+            self._table = self._tiles  # never read
+            seq_lens, cu_seqlens_k = cu_seqlens_q, batch.cu_seqlens_k
+        paged = isinstance(batch, PagedBatch)
         list_tiles[(most,)](
             self._tiles,
             cu_seqlens_q,
-            batch.seq_lens if paged else cu_seqlens_q,
-            cu_seqlens_q if paged else batch.cu_seqlens_k,
+            seq_lens,
+            cu_seqlens_k,
             num_seqs,
             GROUP=group,
             PAGED=paged,

@@ -3,8 +3,6 @@
 Knows slots, not blocks or sequences.
 """
 
-# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

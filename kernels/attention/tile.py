@@ -9,13 +9,11 @@ Device functions in Triton, inlined into the kernels of `portable_prefill` and `
               because a tile's edges must be powers of two and padding 80 to 128 would waste a third
 
 Scores are kept in units of log2, since the hardware's exponential is to base 2: m is the running
-maximum of score * log2(e), l the running sum of exp2(score - m).
+maximum of score * log2(e), total the running sum of exp2(score - m).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
 "FlashAttention-2", 2023.
 """
-
-# ruff: noqa: ANN001, ANN202  # Triton's tensors and constants have no types to name
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ def attend_tiles(
     D2: tl.constexpr,
 ):
     """Attend to the key tiles from begin to end; unmasked, every row sees every key in them."""
-    acc1, acc2, m, l = state
+    acc1, acc2, m, total = state
     q1, q2 = q
     key = begin + tl.arange(0, BLOCK_N)
     block = load_blocks(table, key, num_keys, BLOCK_SIZE, PAGED)
@@ -150,7 +148,7 @@ def attend_tiles(
         base = tl.where(new_m == -float("inf"), 0.0, new_m) if MASK else new_m
         p = tl.exp2(scores * factor - base[:, None])
         fade = tl.exp2(m - base)
-        l = l * fade + tl.sum(p, 1)
+        total = total * fade + tl.sum(p, 1)
         m = new_m
         # The values of keys that do not exist are 0, not what lies there: 0 * NaN is NaN.
         v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
@@ -158,7 +156,7 @@ def attend_tiles(
         acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
         if D2 > 0:
             acc2 = tl.dot(p, v2, acc2 * fade[:, None], input_precision="ieee")
-    return acc1, acc2, m, l
+    return acc1, acc2, m, total
 
 
 @triton.jit
@@ -216,13 +214,13 @@ def attend(
         softcap: cap of the scores.
 
     Returns:
-        (acc1 [BLOCK_M, D1], acc2 [BLOCK_M, D2], m [BLOCK_M], l [BLOCK_M]), not yet divided by l.
+        (acc1 [BLOCK_M, D1], acc2 [BLOCK_M, D2], m [BLOCK_M], total [BLOCK_M]), not yet divided by total.
     """
     acc1 = tl.zeros([BLOCK_M, D1], dtype=tl.float32)
     acc2 = tl.zeros([BLOCK_M, D2 if D2 > 0 else 1], dtype=tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
-    l = tl.zeros([BLOCK_M], dtype=tl.float32)
-    state = (acc1, acc2, m, l)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    state = (acc1, acc2, m, total)
     if ONE_LOOP:
         return attend_tiles(
             state, q, k_base, v_base, table, begin, end, num_keys, last_seen,
@@ -254,14 +252,14 @@ def attend(
 
 
 @triton.jit
-def normalise(acc1, acc2, m, l):
+def normalise(acc1, acc2, m, total):
     """Divide by the sums; rows that saw nothing become 0 with a log-sum-exp of -inf.
 
     Returns:
         The two parts of the output and the log-sum-exp in units of log2.
     """
-    saw_nothing = l == 0.0
-    l = tl.where(saw_nothing, 1.0, l)
-    inverse = tl.where(saw_nothing, 0.0, 1.0 / l)
-    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(l))
+    saw_nothing = total == 0.0
+    total = tl.where(saw_nothing, 1.0, total)
+    inverse = tl.where(saw_nothing, 0.0, 1.0 / total)
+    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(total))
     return acc1 * inverse[:, None], acc2 * inverse[:, None], lse

@@ -5,7 +5,6 @@ Knows slots, not blocks or sequences.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
