@@ -47,6 +47,10 @@ def pytest_terminal_summary(terminalreporter, config):
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     terminalreporter.section("gpu tests")
+    for report in (r for reports in terminalreporter.stats.values() for r in reports):
+        for name, value in getattr(report, "user_properties", ()):
+            if name == "proof" and getattr(report, "when", "") == "call":
+                terminalreporter.write_line(f"{report.outcome}: {value}")
     terminalreporter.write_line(f"{len(_ran)} of {len(_selected)} gpu tests ran on {device}")
     if _all_skipped(config):
         terminalreporter.write_line(

@@ -1,0 +1,163 @@
+"""`tessera serve` on the GPU over HTTP: many requests at once, real shapes, two services on one card."""
+
+import concurrent.futures
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Service
+from tests.gpu.python_headers import HEADERS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+START_SECONDS = 180.0
+OUR_KERNELS = {"prefill": "portable_prefill", "decode": "portable_decode"}
+
+
+@pytest.fixture(scope="module")
+def services():
+    """Starts services on the GPU and ends all but the bundled model's before the next one."""
+    running = {}
+
+    def start(*arguments, keep=()):
+        for key in [key for key in running if key not in {(), arguments, *keep}]:
+            running.pop(key).stop()
+        if arguments not in running:
+            running[arguments] = Service(["--device=cuda", *arguments])
+        return running[arguments]
+
+    yield start
+    for service in running.values():
+        service.stop()
+
+
+def shape(name):
+    return (f"--model={SHAPES / name}", "--load-format=dummy")
+
+
+def ready(service):
+    service.wait_until_healthy(START_SECONDS)
+    return time.monotonic() - service.started
+
+
+def answer(service, prompts, num_tokens):
+    """All prompts at once; returns the replies and the seconds they took together."""
+    limits = httpx.Limits(max_connections=len(prompts))
+    with (
+        httpx.Client(base_url=service.url, timeout=120, limits=limits) as client,
+        concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool,
+    ):
+
+        def ask(prompt):
+            parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "details": True}
+            return client.post("/generate", json={"inputs": prompt, "parameters": parameters})
+
+        start = time.perf_counter()
+        replies = list(pool.map(ask, prompts))
+        return replies, time.perf_counter() - start
+
+
+def assert_answered(replies, num_tokens):
+    assert {reply.status_code for reply in replies} == {200}, [reply.text for reply in replies][:2]
+    counts = {reply.json()["details"]["generated_tokens"] for reply in replies}
+    assert counts == {num_tokens}
+
+
+def assert_idle(service):
+    deadline = time.monotonic() + 5
+    while service.metric("tessera_kv_blocks_free") != service.metric("tessera_kv_blocks"):
+        assert time.monotonic() < deadline, "blocks are still held"
+        time.sleep(0.05)
+
+
+def kernels(service):
+    plan = httpx.get(f"{service.url}/plan").json()
+    return {phase["phase"]: phase["kernel"] for phase in plan["phases"]}
+
+
+PROMPTS = [f"{HEADERS[i % len(HEADERS)]}# {i}\n" for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "num_prompts"),
+    [
+        ("bundled model", (), 64),
+        ("qwen3-0.6b", shape("qwen3-0.6b"), 64),
+        ("llama-3.2-1b", shape("llama-3.2-1b"), 16),
+        ("llama-3.1-8b", shape("llama-3.1-8b"), 16),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_requests_that_come_together_are_all_answered_by_our_kernels(
+    services, record_property, name, arguments, num_prompts
+):
+    service = services(*arguments)
+    seconds = ready(service)
+    replies, took = answer(service, PROMPTS[:num_prompts], 64)
+
+    assert_answered(replies, 64)
+    assert kernels(service) == OUR_KERNELS
+    assert_idle(service)
+    blocks, info = service.metric("tessera_kv_blocks"), httpx.get(f"{service.url}/info").json()
+    record_property(
+        "proof",
+        f"HTTP, {name} ({info['model_dtype']}): {num_prompts} of {num_prompts} concurrent /generate answered, 64 "
+        f"tokens each in {took:.2f} s together; ready after {seconds:.1f} s; {blocks:.0f} KV blocks",
+    )
+
+
+def test_two_services_start_together_on_one_gpu(services, record_property):
+    first_arguments, second_arguments = (
+        shape("qwen3-0.6b"),
+        (*shape("qwen3-0.6b"), "--block-size=32"),
+    )
+    first = services(*first_arguments)
+    second = services(*second_arguments, keep=[first_arguments])
+    seconds = max(ready(first), ready(second))
+
+    tokens = []
+    for service, block_size in ((first, 16), (second, 32)):
+        replies, _ = answer(service, PROMPTS[:16], 32)
+        assert_answered(replies, 32)
+        tokens.append(int(service.metric("tessera_kv_blocks")) * block_size)
+    record_property(
+        "proof",
+        f"two services of qwen3-0.6b at once: both ready after {seconds:.1f} s, KV caches of {tokens[0]} and "
+        f"{tokens[1]} tokens",
+    )
+
+
+def serve(*arguments, environment=os.environ):
+    """Run `tessera serve` to its end; returns its status and its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "server.main", "serve", "--port=0", "--device=cuda", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+def test_a_cache_larger_than_the_gpu_is_refused_with_both_sizes():
+    status, line = serve("--kv-cache-gib=10000")
+
+    assert status == 1
+    for words in ("10000 GiB", "10240000 MiB", "MiB can be used", "GiB free on cuda"):
+        assert words in line
+
+
+def test_a_start_without_a_c_compiler_names_what_to_install(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    status, line = serve(environment=environment)
+
+    assert status == 1
+    assert "apt-get install gcc" in line
