@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+_BOOKKEEPING = ("--out", "--commit")
+"""Options that say where a result goes and what it is called, each with a value."""
 
 
 def machine_name(device: str) -> str:
@@ -59,10 +61,10 @@ def write_report(
     libraries: tuple[str, ...] = ("torch",),
     *,
     device: str = "cpu",
-    plan: dict[str, str] | None = None,
     folder: Path | None = None,
     revision: str | None = None,
     echo: bool = True,
+    extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write `<gpu or cpu>-<topic>-<commit>.json` and print the rows as a table.
 
@@ -71,10 +73,10 @@ def write_report(
         rows: one flat record per measurement.
         libraries: packages whose version the result depends on.
         device: that was measured, "cpu" or "cuda".
-        plan: attention kernel of each phase, and why.
         folder: to write to; None takes `benchmarks/results`.
         revision: commit of the code; None asks git.
         echo: print the rows.
+        extra: further entries beside the rows, as ceilings.
 
     Returns:
         The file written.
@@ -89,8 +91,8 @@ def write_report(
         | {name: importlib.metadata.version(name) for name in libraries},
         "commit": revision,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m", _module_name(), *sys.argv[1:]]),
-        "plan": plan,
+        "command": _command(),
+        **(extra or {}),
         "rows": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +104,12 @@ def write_report(
     return path
 
 
-def _module_name() -> str:
+def _command() -> str:
+    """What was measured, as a command; where the result went is left out."""
     script = Path(sys.argv[0])
-    return f"{script.parent.name}.{script.stem}"
+    words = sys.argv[1:]
+    for option in _BOOKKEEPING:
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
+    return " ".join(["python -m", f"{script.parent.name}.{script.stem}", *words])

@@ -1,0 +1,303 @@
+"""How fast are our attention kernels beside PyTorch's, and beside what others were measured to reach?
+
+Every row is checked on the inputs it is timed on: the whole output for values that were never written,
+some rows of it against a float32 reference. Prefill reads packed and paged keys and stands beside SDPA's
+cuDNN and flash backends in the same run. A decode has no peer in PyTorch: its figures are the microseconds
+that FA3 and FlashInfer took elsewhere, and the share of the bandwidth that a copy reaches here. The time of
+a call is that of one layer: the plan, made once per step, is timed by itself.
+
+    python -m benchmarks.attention [--phase prefill] [--rows quick] [--launch block_m=128,num_warps=8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kernels
+from benchmarks import precompile
+from benchmarks.attention_inputs import (
+    arch_of,
+    forced,
+    make_inputs,
+    parse_launch,
+    problem_of,
+    spec_named,
+    time_call,
+)
+from benchmarks.attention_report import Ceilings, decode_table, prefill_table
+from benchmarks.attention_shapes import DECODE, PEERS_SOURCE, PREFILL, TINY, Shape
+from benchmarks.report import write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from benchmarks.attention_inputs import Inputs
+    from kernels.plan import AttentionProblem, Selection
+
+_QUICK = {
+    ("prefill", 32, 512),
+    ("prefill", 4, 4096),
+    ("prefill", 1, 16384),
+    ("decode", 1, 1024),
+    ("decode", 1, 16384),
+    ("decode", 32, 4096),
+    ("decode", 256, 1024),
+}
+_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+_GEMM_SIZE = 8192
+_COPY_BYTES = 4 << 30
+_NEAR_PEER = 1e-2
+"""Largest relative difference from cuDNN's output: both round to bf16 along the way."""
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Time the largest matrix product and copy that anything here could hope to match."""
+    if device.type != "cuda":
+        return Ceilings(1.0, 1.0)
+    a, b = torch.randn((2, _GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
+    gemm = time_call(lambda: a @ b, device).median
+    source = torch.randint(0, 255, (_COPY_BYTES,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = time_call(lambda: target.copy_(source), device).median
+    return Ceilings(2 * _GEMM_SIZE**3 / gemm / 1e6, 2 * _COPY_BYTES / copy / 1e3)
+
+
+def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespace) -> Selection:
+    """What the registry chooses, or the row and the launch that the command line names."""
+    arch = arch_of(torch.device(arguments.device))
+    registry = (spec_named(arguments.kernel),) if arguments.kernel else None
+    selection = (
+        kernels.select(problem, arch)
+        if registry is None
+        else kernels.select(problem, arch, registry=registry)
+    )
+    if not arguments.launch or not selection.launches:
+        return selection
+    launch = parse_launch(arguments.launch, selection.launch_for(shape.length))
+    return forced(selection.spec, arch, launch)
+
+
+def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> None:
+    """Fill the compiler's cache in parallel; what fails here is reported when it is run."""
+    if arguments.device != "cuda":
+        return
+    jobs = {}
+    for shape, paged in shapes:
+        selection = choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments)
+        if selection.launches:
+            launch = selection.launch_for(shape.length)
+            job = precompile.Job(selection.spec.name, shape, arguments.dtype, paged, launch)
+            jobs[selection.spec.name, shape.heads, paged, launch] = job
+    with precompile.pool(max(1, min(len(jobs), arguments.workers))) as workers:
+        try:
+            for result in workers.map(precompile.compile_job, jobs.values()):
+                if result.error or result.spills:
+                    print(f"{result.job}: {result.error or f'spills {result.spills} words'}")
+        except BrokenProcessPool:
+            print("a compiler process died")
+
+
+def sdpa(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], bool] | None:
+    """PyTorch's attention over packed inputs, to be called under `sdpa_kernel(backend)`.
+
+    Returns:
+        The call and whether each query head has a copy of its keys, where the backend cannot share
+        them; None if it refuses both.
+    """
+    shape = inputs.shape
+    q = inputs.q.view(shape.batch, shape.length, shape.hq, shape.d).transpose(1, 2)
+    k, v = (
+        side.view(shape.batch, shape.length, shape.hkv, shape.d).transpose(1, 2)
+        for side in inputs.kv
+    )
+    for copied in (False, True):
+        if copied:
+            k, v = (side.repeat_interleave(shape.hq // shape.hkv, 1) for side in (k, v))
+        call = functools.partial(
+            functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=not copied
+        )
+        try:
+            with sdpa_kernel(backend):
+                call()
+        except RuntimeError as error:
+            print(f"{shape}: {backend.name}: {str(error).splitlines()[0]}")
+            continue
+        return call, copied
+    return None
+
+
+def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, Any]:
+    """TFLOP/s of SDPA's backends on the inputs that `out` was computed from, as a record's entries.
+
+    Raises:
+        AssertionError: a backend's output is not near `out`.
+    """
+    figures: dict[str, float] = {}
+    copies: list[str] = []
+    for name, backend in _BACKENDS.items():
+        found = sdpa(inputs, backend)
+        if found is None:
+            continue
+        call, copied = found
+        with sdpa_kernel(backend):
+            theirs = call().transpose(1, 2).reshape(out.shape)
+            difference = float((theirs - out).norm() / theirs.norm())
+            if not difference <= _NEAR_PEER:
+                raise AssertionError(f"{inputs.shape}: {difference:.2g} away from {name}'s output")
+            timing = time_call(call, device)
+        figures[name] = _four_digits(inputs.shape.flops / timing.median / 1e6)
+        copies += [name] if copied else []
+    return {"peer_tflops": figures} | ({"peers_with_copied_heads": copies} if copies else {})
+
+
+def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check and time one shape; a record without what depends on other rows."""
+    device = torch.device(arguments.device)
+    inputs = make_inputs(shape, arguments.dtype, device, paged=paged)
+    selection = choose(inputs.problem, shape, arguments)
+    plan = inputs.plan(selection)
+    inputs.run(plan)
+    error, plain = inputs.check(inputs.out)
+    timing = time_call(lambda: inputs.run(plan), device)
+    planning = time_call(lambda: inputs.plan(selection), device, warmup_ms=5, rep_ms=20)
+    prefill = shape.phase == "prefill"
+    record: dict[str, Any] = {
+        "phase": shape.phase,
+        "hq": shape.hq,
+        "hkv": shape.hkv,
+        "d": shape.d,
+        "batch": shape.batch,
+        "seqlen" if prefill else "context": shape.length,
+        "dtype": arguments.dtype,
+        "kernel": selection.spec.name,
+        "paged": paged,
+        "us": round(timing.median, 2),
+        "us_p20_p80": [round(timing.low, 2), round(timing.high, 2)],
+        "plan_us": round(planning.median, 2),
+        "error": _four_digits(error),
+        "error_of_plain_pytorch": _four_digits(plain),
+    }
+    if selection.launches:
+        record["launch"] = dataclasses.asdict(selection.launch_for(shape.length))
+    if prefill:
+        record["tflops"] = _four_digits(shape.flops / timing.median / 1e6)
+        if not paged:
+            record |= time_peers(inputs, inputs.out, device)
+    else:
+        record["gbs"] = _four_digits(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
+    return record
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def measure_all(
+    shapes: list[tuple[Shape, bool]], ceilings: Ceilings, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure row after row and add what it means beside ceilings and peers."""
+    rows: list[dict[str, Any]] = []
+    in_run: dict[Shape, dict[str, float]] = {}
+    for shape, paged in shapes:
+        record = measure(shape, paged=paged, arguments=arguments)
+        if shape.phase == "prefill":
+            in_run.setdefault(shape, record.get("peer_tflops", {}))
+            record["peer_tflops"] = in_run[shape]
+            record["peer_tflops_elsewhere"] = dict(shape.peers)
+            record["share_of_ceiling"] = round(record["tflops"] / ceilings.gemm_tflops, 3)
+            ours = record["tflops"]
+        else:
+            record["peer_us_elsewhere"] = dict(shape.peers)
+            record["share_of_ceiling"] = round(record["gbs"] / ceilings.copy_gbs, 3)
+            ours = record["us"]
+        if shape.bar is not None:
+            record["ratio_to_best_peer"] = round(ours / shape.bar, 3)
+        rows.append(record)
+        print(f"{shape} {'paged' if paged else 'packed'}: {record['us']} us", flush=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return rows
+
+
+def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
+    """The rows to measure, each with whether its keys are paged."""
+    shapes = TINY if arguments.rows == "tiny" else (*PREFILL, *DECODE)
+    if arguments.rows == "quick":
+        shapes = tuple(
+            shape
+            for shape in shapes
+            if (shape.hq, shape.d) == (32, 128)
+            and (shape.phase, shape.batch, shape.length) in _QUICK
+        )
+    return [
+        (shape, paged)
+        for shape in shapes
+        if arguments.phase in (shape.phase, "both")
+        for paged in ((False, True) if shape.phase == "prefill" else (True,))
+    ]
+
+
+def _plans(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> dict[str, str]:
+    """Why each phase is solved by the kernel that solves it."""
+    return {
+        shape.phase: choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments).why
+        for shape, paged in shapes
+    }
+
+
+def main() -> None:
+    """Parse the arguments, measure, write the result, print the short tables last."""
+    arguments = _arguments()
+    begin = time.monotonic()
+    device = torch.device(arguments.device)
+    shapes = shapes_of(arguments)
+    with torch.inference_mode():
+        compile_ahead(shapes, arguments)
+        ceilings = measure_ceilings(device)
+        rows = measure_all(shapes, ceilings, arguments)
+    write_report(
+        "attention",
+        rows,
+        ("torch", "triton"),
+        device=arguments.device,
+        folder=arguments.out,
+        revision=arguments.commit,
+        echo=False,
+        extra={
+            "plan": _plans(shapes, arguments),
+            "ceilings": dataclasses.asdict(ceilings),
+            "peers_elsewhere": PEERS_SOURCE,
+        },
+    )
+    print("\n".join([*prefill_table(rows, ceilings), *decode_table(rows, ceilings)]))
+    print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
+    parser.add_argument("--rows", choices=("all", "quick", "tiny"), default="all")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--kernel", help="registry row; default the registry's choice")
+    parser.add_argument("--launch", help="fields of the launch, as block_m=128,num_warps=8")
+    parser.add_argument("--workers", type=int, default=8, help="compiler processes")
+    parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--commit", help="of the code, where there is no .git")
+    parser.add_argument("--device", default="cuda", help="cpu: dry run in Triton's interpreter")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

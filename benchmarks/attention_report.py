@@ -1,0 +1,119 @@
+"""The attention benchmark's rows as text: short tables for a terminal, markdown for the documents.
+
+Pure: rows as in the result file in, lines out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    Row = dict[str, Any]
+
+DECODE_LIMIT = 1.15
+"""A decode may take this much longer than the better of FA3 and FlashInfer."""
+PREFILL_LIMIT = 0.6
+"""The share of the best peer's TFLOP/s that a portable prefill has to reach from 4096 tokens on."""
+_LONG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the same GPU reached in the same run on work that has nothing else to do.
+
+    Attributes:
+        gemm_tflops: bf16 matrix product of 8192 x 8192 x 8192, TFLOP/s.
+        copy_gbs: copy of 4 GiB, read plus written, GB/s.
+    """
+
+    gemm_tflops: float
+    copy_gbs: float
+
+
+def prefill_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
+    """TFLOP/s of the prefill rows, then how they stand to the limits; nothing without rows."""
+    pairs = prefill_pairs(rows)
+    if not pairs:
+        return []
+    lines = [
+        f"prefill, TFLOP/s; a matrix product here reaches {ceilings.gemm_tflops:.0f}; "
+        "here: cudnn, fa2; elsewhere: best",
+        f"{'heads':>10} {'batch':>9} {'packed':>7} {'paged':>7} {'cudnn':>7} {'fa2':>7} "
+        f"{'best':>7} {'packed/best':>11} {'paged/best':>10}",
+    ]
+    for packed, paged in pairs:
+        here, best = packed["peer_tflops"], best_prefill(packed)
+        lines.append(
+            f"{_heads(packed):>10} {_size(packed):>9} {packed['tflops']:7.0f} {paged['tflops']:7.0f} "
+            f"{here.get('cudnn', 0):7.0f} {here.get('fa2', 0):7.0f} {best:7.0f} "
+            f"{packed['tflops'] / best:11.2f} {paged['tflops'] / best:10.2f}"
+        )
+    for name, index in (("packed", 0), ("paged", 1)):
+        mine = [(pair[index], best_prefill(pair[0])) for pair in pairs]
+        long = [row["tflops"] / best for row, best in mine if row["seqlen"] >= _LONG]
+        above = [row["tflops"] > fa2(pair[0]) for (row, _), pair in zip(mine, pairs, strict=True)]
+        lines.append(
+            f"{name}: at least {PREFILL_LIMIT:.0%} of the best from {_LONG} tokens on in "
+            f"{sum(share >= PREFILL_LIMIT for share in long)} of {len(long)} rows; "
+            f"above FA2 in {sum(above)} of {len(above)}"
+        )
+    return lines
+
+
+def decode_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
+    """Microseconds of the decode rows, then how they stand to the limits; nothing without rows."""
+    mine = [row for row in rows if row["phase"] == "decode"]
+    if not mine:
+        return []
+    lines = [
+        f"decode, us; a copy here reaches {ceilings.copy_gbs:.0f} GB/s; elsewhere: fa3, flashinfer",
+        f"{'heads':>10} {'batch':>10} {'us':>8} {'GB/s':>6} {'share':>6} {'fa3':>7} {'flashi.':>7} "
+        f"{'ratio':>6}",
+    ]
+    for row in mine:
+        peers = row["peer_us_elsewhere"]
+        lines.append(
+            f"{_heads(row):>10} {_size(row):>10} {row['us']:8.1f} {row['gbs']:6.0f} "
+            f"{row['share_of_ceiling']:6.0%} {peers.get('fa3', 0):7.1f} "
+            f"{peers.get('flashinfer', 0):7.1f} {row.get('ratio_to_best_peer', 0):6.2f}"
+        )
+    ratios = [row["ratio_to_best_peer"] for row in mine if "ratio_to_best_peer" in row]
+    lines.append(
+        f"at most {DECODE_LIMIT}x the better peer in {sum(r <= DECODE_LIMIT for r in ratios)} of "
+        f"{len(ratios)} rows, faster in {sum(r < 1 for r in ratios)}"
+    )
+    return lines
+
+
+def prefill_pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """The prefill rows by shape, packed and paged; one stands for both where the other is missing."""
+    found: dict[tuple[str, str], dict[bool, Row]] = {}
+    for row in rows:
+        if row["phase"] == "prefill":
+            found.setdefault((_heads(row), _size(row)), {})[row["paged"]] = row
+    return [
+        (pair[min(pair)], pair[max(pair)])  # False, packed, comes before True
+        for pair in found.values()
+    ]
+
+
+def best_prefill(row: Row) -> float:
+    """The highest TFLOP/s of any peer elsewhere; of those here where no table has the shape."""
+    peers = row["peer_tflops_elsewhere"] or row["peer_tflops"] or {"none": row["tflops"]}
+    return float(max(peers.values()))
+
+
+def fa2(row: Row) -> float:
+    """FA2's TFLOP/s, the higher of here and elsewhere."""
+    return float(max(row["peer_tflops"].get("fa2", 0), row["peer_tflops_elsewhere"].get("fa2", 0)))
+
+
+def _heads(row: Row) -> str:
+    return f"{row['hq']}/{row['hkv']}/{row['d']}"
+
+
+def _size(row: Row) -> str:
+    return f"{row['batch']}x{row.get('seqlen', row.get('context'))}"
