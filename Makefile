@@ -30,11 +30,12 @@ serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 test: dev ## Run the tests that need no GPU
 	$(BIN)/python -m pytest
 
-check: dev ## Lint, types, import contracts
+check: dev ## Lint, types, import contracts, the Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
 format: dev ## Apply the formatter and the safe fixes
 	$(BIN)/ruff format .
