@@ -51,9 +51,14 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
         large = config.num_parameters > _LARGE_PARAMETERS
         use_bfloat16 = config.dtype == "bfloat16" and large and _has_bfloat16_instructions()
         return torch.bfloat16 if use_bfloat16 else torch.float32
-    if config.dtype == "float16":
+    return gpu_dtype(config, has_bfloat16=_gpu_has_bfloat16())
+
+
+def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:
+    """Choose the dtype on a GPU, which need not be there: what "auto" means in `resolve_dtype`."""
+    if config.dtype == "float16" or not has_bfloat16:
         return torch.float16
-    return torch.bfloat16 if _gpu_has_bfloat16() else torch.float16
+    return torch.bfloat16
 
 
 def _torch_dtype(name: str) -> torch.dtype:

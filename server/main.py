@@ -44,9 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=about["Version"])
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
+    commands.add_parser(
+        "plan", help="show which attention kernels a GPU would run, and why", add_help=False
+    )
     command, rest = parser.parse_known_args(arguments)
     if command.command == "serve":
         serve(_read_settings(rest))
+    else:
+        # Imported here: it imports PyTorch, which `serve` leaves to the engine process.
+        from server import plan_command  # noqa: PLC0415
+
+        options, rest = plan_command.read_options(rest)
+        plan_command.plan(options, _read_settings(rest, "plan"))
 
 
 def serve(settings: Settings) -> None:
@@ -161,10 +170,10 @@ def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:
     )
 
 
-def _read_settings(arguments: list[str]) -> Settings:
+def _read_settings(arguments: list[str], command: str = "serve") -> Settings:
     """Flags over environment over defaults; exits with status 2 and the limit where a value is wrong."""
     try:
-        return Settings(_cli_parse_args=arguments)
+        return Settings(_cli_parse_args=arguments, _cli_prog_name=f"tessera {command}")
     except ValidationError as error:
         for problem in error.errors():
             message = problem["msg"]
@@ -172,7 +181,7 @@ def _read_settings(arguments: list[str]) -> Settings:
                 field = str(problem["loc"][0])
                 names = f"{flag(field)} (or {environment_variable(field)})"
                 message = f"{names} is {problem['input']!r}: {message}"
-            print(f"tessera serve: error: {message}", file=sys.stderr)
+            print(f"tessera {command}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

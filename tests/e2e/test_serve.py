@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -55,6 +57,17 @@ def test_a_function_header_is_completed_with_python(bundled_service):
     assert completion.startswith("    ")
     # None: valid Python so far, but not complete; anything else than Python raises SyntaxError.
     assert codeop.compile_command(prompt + completion) is None
+
+
+def test_the_service_and_the_plan_command_tell_the_same_plan(bundled_service):
+    command = [sys.executable, "-m", "server.main", "plan", "--device=cpu", "--json"]
+    told = subprocess.run(command, check=True, capture_output=True).stdout
+
+    plan = httpx.get(f"{bundled_service.url}/plan").json()
+
+    assert plan == json.loads(told)
+    assert [phase["kernel"] for phase in plan["phases"]] == ["torch_prefill", "torch_decode"]
+    assert bundled_service.metric("tessera_attention_plan_info") == 1
 
 
 def test_a_stream_gives_the_same_text_as_a_plain_reply(bundled_service):

@@ -1,0 +1,100 @@
+"""`tessera plan`: which attention kernels would run for a model on a GPU, here or elsewhere, and why.
+
+Knows no service. Imports PyTorch, so `server.main` imports it for this command alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from kernels import KernelError, detect
+from kernels.arch import CATALOGUE
+from kernels.explain_text import render
+from model.config import ModelConfig
+from model.decoder import DecoderLM
+from model.dtypes import gpu_dtype, resolve_dtype
+from model.errors import ModelError
+from model.hub import resolve
+from server.engine.model_plan import explain_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels import GPUArch
+    from kernels.explain import Explanation
+    from server.settings import Settings
+
+_SETTINGS = "--model, --revision, --device, --dtype and --block-size"
+
+
+def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read this command's own flags.
+
+    Args:
+        arguments: after `tessera plan`.
+
+    Returns:
+        `arch`, a key of the catalogue or None, and `json`; the other arguments, which are settings.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tessera plan",
+        description="Show which attention kernels run for a model on a GPU, how they are launched, and why.",
+        epilog=f"The flags of `tessera serve` are taken too; {_SETTINGS} decide the plan.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--arch", choices=list(CATALOGUE), help="a known processor; default: what is found here"
+    )
+    parser.add_argument("--json", action="store_true", help="print what GET /plan answers")
+    return parser.parse_known_args(arguments)
+
+
+def plan(options: argparse.Namespace, settings: Settings) -> None:
+    """Print the plan; exits with status 1 where there is none for this model.
+
+    Args:
+        options: from `read_options`.
+        settings: of the service that is planned.
+    """
+    arch = _find_arch(options.arch, settings.device)
+    try:
+        explanation = explain_settings(settings, arch)
+    except (ModelError, KernelError) as error:
+        print(f"tessera plan: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode())
+    else:
+        print(render(explanation, settings.model))
+
+
+def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
+    """Explain the attention of a service with these settings on a processor.
+
+    Raises:
+        ModelError: the model is not there or not supported.
+        NoKernelError: no kernel takes its attention; lists every reason.
+    """
+    config = ModelConfig.from_folder(resolve(settings.model, settings.revision))
+    model = DecoderLM(config, _dtype(settings.dtype, config, arch), "meta")
+    return explain_model(model, settings.block_size, arch)
+
+
+def _find_arch(key: str | None, device: str) -> GPUArch:
+    if key is not None:
+        return CATALOGUE[key]
+    return detect("cpu" if device == "cpu" else None)
+
+
+def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:
+    if arch.is_cpu:
+        return resolve_dtype(requested, config, "cpu")
+    if requested == "auto":
+        return gpu_dtype(config, has_bfloat16=arch.has_bfloat16)
+    dtype: torch.dtype = getattr(torch, requested)
+    return dtype
