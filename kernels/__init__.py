@@ -88,9 +88,12 @@ def select(
 
 @functools.lru_cache(maxsize=256)
 def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
-    """Choose once per problem, and say so once: a GPU's fallback is a warning with its reasons."""
+    """Choose once per problem, and say so once: a GPU's fallback is a warning with its reasons.
+
+    What was to be expected is for debugging; a service says it in a line of its own.
+    """
     selection = select(problem, arch)
-    level = logging.INFO if arch.is_cpu or not selection.spec.cpu else logging.WARNING
+    level = logging.DEBUG if arch.is_cpu or not selection.spec.cpu else logging.WARNING
     refused = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
     _logger.log(level, "attention kernel: %s; rows refused: %s", selection.why, refused)
     return selection

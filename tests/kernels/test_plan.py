@@ -287,10 +287,10 @@ def decode_batch():
 
 
 @pytest.mark.parametrize(
-    ("arch", "level"), [("cpu", logging.INFO), ("t4", logging.WARNING)], ids=["cpu", "t4"]
+    ("arch", "level"), [("cpu", logging.DEBUG), ("t4", logging.WARNING)], ids=["cpu", "t4"]
 )
 def test_the_choice_is_logged_once_and_a_gpu_fallback_is_a_warning(caplog, arch, level):
-    caplog.set_level(logging.INFO, logger="kernels")
+    caplog.set_level(logging.DEBUG, logger="kernels")
     kernels._select_once.cache_clear()
 
     for _ in range(3):
