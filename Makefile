@@ -5,7 +5,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve test check format docs bench clean
+.PHONY: help setup dev serve test test-gpu check format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 
 test: dev ## Run the tests that need no GPU
 	$(BIN)/python -m pytest
+
+test-gpu: dev ## Run the tests that need a CUDA device; fails where it has none
+	$(BIN)/python -m pytest tests -m gpu
 
 check: dev ## Lint, types, import contracts, the Dockerfile
 	$(BIN)/ruff check .

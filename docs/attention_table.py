@@ -1,0 +1,118 @@
+"""The measured tables of docs/kernels.md, made from the newest committed result of each phase.
+
+Knows the result files of `benchmarks.attention` and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attention_report import best_prefill, fa2, prefill_pairs
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+_NOTHING = "Nothing has been measured on a GPU yet: `python -m benchmarks.attention`."
+
+
+def attention_table(folder: Path = RESULTS) -> str:
+    """Markdown: prefill and decode beside their peers, each with where it was measured.
+
+    Args:
+        folder: of the result files.
+    """
+    parts = []
+    for phase, table in (("prefill", _prefill), ("decode", _decode)):
+        result = _newest(folder, phase)
+        if result is not None:
+            parts.append(table(result) + _source(result))
+    return "\n".join("\n".join(part) for part in parts) if parts else _NOTHING
+
+
+def _newest(folder: Path, phase: str) -> dict[str, Any] | None:
+    """The newest GPU result of `benchmarks.attention` with rows of a phase."""
+    found = [json.loads(path.read_text()) for path in folder.glob("*-attention-*.json")]
+    results: list[dict[str, Any]] = [
+        result
+        for result in found
+        if result["topic"] == "attention"
+        and "ceilings" in result
+        and any(row.get("phase") == phase for row in result["rows"])
+    ]
+    return max(results, key=lambda result: str(result["date"]), default=None)
+
+
+def _prefill(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "Prefill, causal, TFLOP/s. cuDNN and FA2 are PyTorch's SDPA in the same run; FA3, FlashInfer and the best of",
+        "all were measured elsewhere.",
+        "",
+        "| heads H/K/D | batch x tokens | packed | paged | of a GEMM | cuDNN | FA2 | FA3 | FlashInfer | best "
+        "| packed / best | paged / best | packed / FA2 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for packed, paged in prefill_pairs(result["rows"]):
+        here, elsewhere, best = (
+            packed["peer_tflops"],
+            packed["peer_tflops_elsewhere"],
+            best_prefill(packed),
+        )
+        ours = (packed["tflops"], paged["tflops"])
+        cells = [
+            _heads(packed),
+            f"{packed['batch']} x {packed['seqlen']}",
+            *(f"**{value:.0f}**" for value in ours),
+            f"{packed['share_of_ceiling']:.0%}",
+            *(_figure(here.get(name), 0) for name in ("cudnn", "fa2")),
+            *(_figure(elsewhere.get(name), 0) for name in ("fa3", "flashinfer")),
+            f"{best:.0f}",
+            *(f"{value / best:.2f}" for value in ours),
+            f"{ours[0] / fa2(packed):.2f}" if fa2(packed) else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _decode(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "Decode over the paged cache, microseconds. The share is that of the bandwidth that a copy reaches on the same",
+        "GPU, for reading every key and value once; FA3 and FlashInfer were measured elsewhere.",
+        "",
+        "| heads H/K/D | batch x context | us | GB/s | share | FA3 | FlashInfer | ours / better |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        if row["phase"] != "decode":
+            continue
+        peers = row["peer_us_elsewhere"]
+        cells = [
+            _heads(row),
+            f"{row['batch']} x {row['context']}",
+            f"**{row['us']:.1f}**",
+            f"{row['gbs']:.0f}",
+            f"{row['share_of_ceiling']:.0%}",
+            *(_figure(peers.get(name), 1) for name in ("fa3", "flashinfer")),
+            _figure(row.get("ratio_to_best_peer"), 2),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _source(result: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    ceilings = result["ceilings"]
+    return [
+        "",
+        f"{result['machine']}; {versions}; commit {result['commit']}, {result['date'][:10]}; "
+        f"`{result['command']}`. Ceilings in the same run: {ceilings['gemm_tflops']:.0f} TFLOP/s of a bf16 GEMM, "
+        f"{ceilings['copy_gbs']:.0f} GB/s of a copy. Elsewhere: {result['peers_elsewhere']}.",
+        "",
+    ]
+
+
+def _heads(row: dict[str, Any]) -> str:
+    return f"{row['hq']}/{row['hkv']}/{row['d']}"
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,33 @@
+"""A run that asked for GPU tests and skipped them all is a failure, not a pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_pytest(*arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests would run")
+def test_gpu_tests_that_were_all_skipped_fail_the_run_and_say_why():
+    done = run_pytest("tests/gpu/test_attention_errors_gpu.py", "-m", "gpu")
+
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "gpu tests ran on no CUDA device" in done.stdout
+    assert "FAILED: gpu tests were asked for and not one ran" in done.stdout
+
+
+def test_gpu_tests_are_left_out_of_an_ordinary_run():
+    done = run_pytest("tests/gpu/test_attention_errors_gpu.py")
+
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "gpu tests ran" not in done.stdout
