@@ -112,6 +112,14 @@ def test_a_sliding_window_agrees_with_the_reference(phase, window):
 
 
 @pytest.mark.parametrize("phase", PHASES)
+def test_a_window_that_begins_or_ends_beside_a_tile_agrees_with_the_reference(phase):
+    lengths = [71, 72, 73, 74, 103, 104, 105, 106]
+    case = make_case(problem(phase, sliding_window=40), [1] * len(lengths), lengths)
+
+    check(case)
+
+
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_softcap_and_scale_agree_with_the_reference(phase, window, dtype):
@@ -245,16 +253,15 @@ def test_rows_that_pad_a_step_and_bounds_above_the_lengths_change_nothing(phase)
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_plan_serves_every_layer_of_its_step(phase):
-    case = make_case(problem(phase), queries(phase, 40, 20), [170, 45])
-    plan = kernels.plan_attention(case.problem, case.batch, selection=select(phase))
-    outs = torch.empty(3, *case.q.shape, dtype=torch.float16)
+    layers = [
+        make_case(problem(phase), queries(phase, 40, 20), [170, 45], seed=seed) for seed in range(3)
+    ]
+    plan = kernels.plan_attention(layers[0].problem, layers[0].batch, selection=select(phase))
 
-    for out in outs:
-        plan.run(case.q, case.kv, out)
-
-    case.check(outs[0])
-    assert torch.equal(outs[1], outs[0])
-    assert torch.equal(outs[2], outs[0])
+    for layer in layers:
+        out = torch.empty_like(layer.q)
+        plan.run(layer.q, layer.kv, out)
+        layer.check(out)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -283,24 +290,30 @@ def test_a_batch_invariant_result_is_bitwise_that_of_the_sequence_alone(phase, m
 @pytest.mark.parametrize("phase", PHASES)
 def test_blocks_past_two_to_the_thirty_one_elements_are_read_right(phase):
     small = make_case(problem(phase, "bfloat16", 2, 2, 64), [1], [40])
-    blocks = 2**31 // (2 * 16 * 2 * 64) + 8
-    kv = triton_interpreter.untouched_memory((2, blocks, 16, 2, 64), torch.bfloat16)
-    table = [blocks - 4, blocks - 3, blocks - 2]
+    blocks = 2**31 // (16 * 2 * 64) + 16
+    kv = triton_interpreter.huge_cache(blocks, 16, 2, 64)
+    table = [blocks - 4, blocks - 8, blocks - 6]
     for here, there in zip(small.block_table[0], table, strict=True):
         kv[:, there] = small.kv[:, here]
     batch = dataclasses.replace(small.batch, block_table=torch.tensor([table], dtype=torch.int32))
-    moved = dataclasses.replace(small, kv=kv, block_table=[table], batch=batch)
+    # Past the door, which would refuse a cache that is not contiguous.
+    plan = kernels.plan_attention(small.problem, batch, selection=select(phase))
+    out = torch.empty_like(small.q)
 
-    assert torch.equal(check(moved), check(small))
+    plan.run(small.q, kv, out)
+
+    assert torch.equal(out, check(small))
 
 
-def test_strides_past_two_to_the_thirty_one_elements_are_read_right():
-    # Two tokens four gigabytes apart, their queries, keys and values beside each other.
-    small = make_packed_case(problem(Phase.PREFILL, "bfloat16", 2, 1, block_size=None), [2], [2])
-    far = 2**31 + 16
-    memory = triton_interpreter.untouched_memory((far + 256,), torch.bfloat16)
-    q = memory.as_strided((2, 2, 64), (far, 64, 1))
-    kv = memory.as_strided((2, 2, 1, 64), (64, far, 64, 1), 128)
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [3]], ids=["three sequences", "one sequence"])
+def test_packed_tokens_past_two_to_the_thirty_one_elements_are_read_right(lengths):
+    # Three tokens two gigabytes apart: every stride fits 32 bits, the last token's offset does not.
+    asked = problem(Phase.PREFILL, "bfloat16", 2, 1, block_size=None)
+    small = make_packed_case(asked, lengths, lengths)
+    far = 2**30 + 16
+    memory = triton_interpreter.untouched_memory((2 * far + 256,), torch.bfloat16)
+    q = memory.as_strided((3, 2, 64), (far, 64, 1))
+    kv = memory.as_strided((2, 3, 1, 64), (64, far, 64, 1), 128)
     q.copy_(small.q)
     kv.copy_(small.kv)
 

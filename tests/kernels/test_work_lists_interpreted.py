@@ -155,8 +155,8 @@ def test_the_scatter_takes_any_strides_of_tokens_and_heads():
 def test_the_scatter_writes_past_two_to_the_thirty_one_elements():
     from kernels.attention.portable_write_kv import write_kv
 
-    blocks = 2**31 // (2 * 16 * 2 * 64) + 8
-    kv = triton_interpreter.untouched_memory((2, blocks, 16, 2, 64), torch.bfloat16)
+    blocks = 2**31 // (16 * 2 * 64) + 8
+    kv = triton_interpreter.huge_cache(blocks, 16, 2, 64)
     k, v = torch.randn(2, 1, 2, 64, dtype=torch.bfloat16)
 
     write_kv(k, v, kv, torch.tensor([16 * blocks - 3], dtype=torch.int32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import warnings
@@ -76,6 +77,17 @@ def untouched_memory(shape, dtype):
         return torch.empty(shape, dtype=dtype)
     finally:
         torch.use_deterministic_algorithms(mode=True)
+
+
+def huge_cache(num_blocks, *block):
+    """Return a paged cache [2, num_blocks, *block] whose value block i lies where key block i + 1 does.
+
+    So each side passes 2^31 elements in half the memory; use every other block.
+    """
+    size = math.prod(block)
+    memory = untouched_memory(((num_blocks + 1) * size,), torch.bfloat16)
+    inner = torch.empty(block, device="meta").stride()
+    return memory.as_strided((2, num_blocks, *block), (size, size, *inner))
 
 
 def _repair() -> None:
