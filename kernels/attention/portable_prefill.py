@@ -135,7 +135,8 @@ def prefill(
     highest = history + last_token
     # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
     last_seen = tl.minimum(history + token, highest)
-    end = tl.minimum(highest + 1, num_keys) if CAUSAL else num_keys
+    # Queries that outnumber the keys leave the first ones nothing to see.
+    end = tl.maximum(tl.minimum(highest + 1, num_keys), 0) if CAUSAL else num_keys
     begin = 0
     if WINDOW:
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N

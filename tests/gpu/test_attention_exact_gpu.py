@@ -130,8 +130,8 @@ def test_values_of_one_come_out_as_one(row, dtype):
     case.kv[1].masked_fill_(~case.kv[1].isnan(), 1.0)
     out = run(row, case)[0]
 
-    # Half precision rounds the sums' last bits away.
-    slack = 1e-6 if dtype == "float32" else 0.0
+    # Two sums of up to 3000 terms in different orders; half precision rounds their last bits away.
+    slack = 1e-5 if dtype == "float32" else 0.0
     assert float((out - 1).abs().max()) <= slack
 
 
