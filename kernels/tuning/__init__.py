@@ -1,11 +1,12 @@
 """Launch configurations per architecture: tables of data, each row with its provenance.
 
 A table is `sm_<compute capability>.json`; its rows name kernel, dtypes, head dims and the longest
-sequence they are for. Knows nothing of how a row was found.
+sequence they are for. Knows nothing of how a row was found; `check` knows what a table must hold.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -25,31 +26,55 @@ def tuned_launches(
 ) -> tuple[TunedLaunch, ...]:
     """Look up a row's tile sizes for a problem, by ascending length.
 
-    Falls back to the row's own safe default where the architecture's table has no row. A batch
-    invariant problem gets the one configuration for any length.
+    An architecture without a table of its own takes the nearest older one of its generation; what no
+    table has a row for gets the registry row's own safe default. Both say so. A batch invariant
+    problem gets the one configuration for any length.
     """
     assert spec.launch is not None
-    found = [
-        _launch(row)
-        for row in table(arch.sm)
-        if row["kernel"] == spec.name
-        and problem.dtype in row["dtypes"]
-        and problem.head_dim in row["head_dims"]
-    ]
+    source = table_for(arch.sm)
+    found = []
+    if source is not None:
+        found = [
+            _launch(row, source, arch.sm)
+            for row in table(source)
+            if row["kernel"] == spec.name
+            and problem.dtype in row["dtypes"]
+            and problem.head_dim in row["head_dims"]
+        ]
     found.sort(key=lambda row: (row.max_seqlen_k is None, row.max_seqlen_k or 0))
     if not found or found[-1].max_seqlen_k is not None:
-        found.append(TunedLaunch(spec.launch, None, "safe default of the kernel's row", False))
+        default = f"safe default of {spec.name}: no table has this head dim and dtype"
+        if source is None:
+            default = f"safe default of {spec.name}: sm_{arch.sm} has no table"
+        found.append(TunedLaunch(spec.launch, None, default, measured=False))
     return tuple(found[-1:] if problem.batch_invariant else found)
+
+
+def table_for(sm: int) -> int | None:
+    """Name the table for a compute capability: its own, else the nearest lower one of its major number.
+
+    Code for the lower one runs on the higher one, and its shared memory is no larger.
+    """
+    same_major = [known for known in tables() if known // 10 == sm // 10 and known <= sm]
+    return max(same_major, default=None)
+
+
+@functools.cache
+def tables() -> tuple[int, ...]:
+    """List the compute capabilities that have a table."""
+    return tuple(sorted(int(path.stem.removeprefix("sm_")) for path in _FOLDER.glob("sm_*.json")))
 
 
 @functools.cache
 def table(sm: int) -> tuple[dict[str, Any], ...]:
-    """Read the rows for a compute capability; empty where it has no table."""
-    path = _FOLDER / f"sm_{sm}.json"
-    return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
+    """Read the rows of one of `tables()`."""
+    return tuple(json.loads((_FOLDER / f"sm_{sm}.json").read_text())["rows"])
 
 
-def _launch(row: dict[str, Any]) -> TunedLaunch:
-    return TunedLaunch(
-        LaunchConfig(**row["launch"]), row["max_seqlen_k"], row["provenance"], row["measured"]
-    )
+def _launch(row: dict[str, Any], source: int, sm: int) -> TunedLaunch:
+    launch = LaunchConfig(**row["launch"])
+    tuned = TunedLaunch(launch, row["max_seqlen_k"], row["provenance"], row["measured"])
+    if source == sm:
+        return tuned
+    borrowed = f"table of sm_{source}, sm_{sm} has none; {tuned.provenance}"
+    return dataclasses.replace(tuned, provenance=borrowed, measured=False)

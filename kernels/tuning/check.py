@@ -1,0 +1,138 @@
+"""What a table of launch configurations must hold. Tests run it; so may whatever writes a table.
+
+Knows the registry and the catalogue's shared memory limits, nothing of speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from kernels.arch import CATALOGUE
+from kernels.plan import DTYPES, LaunchConfig
+from kernels.registry import REGISTRY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kernels.plan import KernelSpec
+
+_FIELDS = {"kernel", "dtypes", "head_dims", "max_seqlen_k", "launch", "provenance", "measured"}
+_LAUNCH_FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
+_NEEDED = {n for n, field in _LAUNCH_FIELDS.items() if field.default is dataclasses.MISSING}
+_SMALLEST_TILE = 16
+"""Edge of the smallest tile that tensor cores multiply. Source: Triton's `tl.dot`."""
+
+
+def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """List what is wrong with a table; empty where nothing is.
+
+    Args:
+        sm: compute capability that the table is for.
+        rows: as in its file.
+    """
+    limits = [arch.shared_memory_bytes for arch in CATALOGUE.values() if arch.sm == sm]
+    if not limits:
+        return [f"sm_{sm} is no GPU of the catalogue"]
+    specs = {spec.name: spec for spec in REGISTRY if spec.launch and _runs_on(spec, sm)}
+    found: list[str] = []
+    sound = []
+    for number, row in enumerate(rows):
+        wrong = list(_row_mistakes(row, specs, min(limits)))
+        found += [f"row {number}: {text}" for text in wrong]
+        if not wrong:
+            sound.append(row)
+    # What a broken row was for cannot be told, so only a table of sound rows is searched for gaps.
+    return found or [*_repeated(sound), *_missing(sound, specs)]
+
+
+def shared_memory_estimate(launch: LaunchConfig, dtype: str, head_dim: int) -> int:
+    """Bytes of the tiles of keys and values on their way while another is computed with.
+
+    The compiler adds to this; what it needs in the end is tested by compiling.
+    """
+    element = 4 if dtype == "float32" else 2
+    return max(1, launch.num_stages - 1) * launch.block_n * head_dim * 2 * element
+
+
+def _runs_on(spec: KernelSpec, sm: int) -> bool:
+    return spec.sm is not None and spec.sm[0] <= sm <= spec.sm[1]
+
+
+def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int) -> Iterator[str]:
+    if set(row) != _FIELDS:
+        yield f"has the keys {sorted(row)}; expected {sorted(_FIELDS)}"
+        return
+    if not _NEEDED <= set(row["launch"]) <= set(_LAUNCH_FIELDS):
+        yield f"launch has the keys {sorted(row['launch'])}; needs {sorted(_NEEDED)} of {sorted(_LAUNCH_FIELDS)}"
+        return
+    spec = specs.get(row["kernel"])
+    if spec is None:
+        yield f"kernel {row['kernel']!r} is none of {', '.join(specs)}"
+        return
+    if not row["dtypes"] or not set(row["dtypes"]) <= spec.dtypes:
+        yield f"dtypes {row['dtypes']} are not among {', '.join(DTYPES)}"
+    elif not row["head_dims"] or not set(row["head_dims"]) <= (spec.head_dims or set()):
+        yield f"head_dims {row['head_dims']} are not among {sorted(spec.head_dims or ())}"
+    elif wrong := list(_launch_mistakes(row["launch"])):
+        yield from wrong
+    else:
+        launch = LaunchConfig(**row["launch"])
+        for dtype in row["dtypes"]:
+            needed = shared_memory_estimate(launch, dtype, max(row["head_dims"]))
+            if needed > limit:
+                yield f"needs about {needed} bytes of shared memory in {dtype}; the limit is {limit}"
+    length = row["max_seqlen_k"]
+    if length is not None and not (_is_count(length) and length >= 1):
+        yield f"max_seqlen_k is {length!r}; it must be null or at least 1"
+    if not isinstance(row["measured"], bool):
+        yield f"measured is {row['measured']!r}; it must be true or false"
+    if not isinstance(row["provenance"], str) or not row["provenance"].strip():
+        yield f"provenance is {row['provenance']!r}; it must say where the numbers come from"
+
+
+def _launch_mistakes(launch: dict[str, Any]) -> Iterator[str]:
+    for name, least, most in (
+        ("block_m", _SMALLEST_TILE, 256),
+        ("block_n", _SMALLEST_TILE, 256),
+        ("num_warps", 1, 16),
+    ):
+        value = launch[name]
+        if not _is_count(value) or not least <= value <= most or value.bit_count() != 1:
+            yield f"{name} is {value!r}; it must be a power of two from {least} to {most}"
+    for name, most in (("num_stages", 8), ("programs_per_sm", 32)):
+        value = launch.get(name, 1)
+        if not _is_count(value) or not 1 <= value <= most:
+            yield f"{name} is {value!r}; it must be from 1 to {most}"
+    if not isinstance(one_loop := launch.get("one_loop", False), bool):
+        yield f"one_loop is {one_loop!r}; it must be true or false"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _repeated(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    seen = set()
+    for row in rows:
+        for key in _cases(row):
+            if (case := (*key, row["max_seqlen_k"])) in seen:
+                yield f"{_name(key)}: two rows with max_seqlen_k {row['max_seqlen_k']}"
+            seen.add(case)
+
+
+def _missing(rows: Sequence[dict[str, Any]], specs: dict[str, KernelSpec]) -> Iterator[str]:
+    covered = {key for row in rows if row["max_seqlen_k"] is None for key in _cases(row)}
+    for spec in specs.values():
+        for dtype in sorted(spec.dtypes):
+            for head_dim in sorted(spec.head_dims or ()):
+                if (key := (spec.name, dtype, head_dim)) not in covered:
+                    yield f"{_name(key)}: no row for any length (max_seqlen_k null)"
+
+
+def _cases(row: dict[str, Any]) -> list[tuple[str, str, int]]:
+    return [(row["kernel"], dtype, dim) for dtype in row["dtypes"] for dim in row["head_dims"]]
+
+
+def _name(key: tuple[str, str, int]) -> str:
+    return f"{key[0]} {key[1]} head_dim {key[2]}"

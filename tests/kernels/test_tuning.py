@@ -1,0 +1,217 @@
+"""The tables of launch configurations: complete, within limits, and chosen by the right architecture."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+
+from kernels import tuning
+from kernels.arch import CATALOGUE
+from kernels.plan import DTYPES, AttentionProblem, LaunchConfig, Phase
+from kernels.registry import REGISTRY
+from kernels.tuning import table, table_for, tables, tuned_launches
+from kernels.tuning.check import mistakes, shared_memory_estimate
+
+TRITON_ROWS = [row for row in REGISTRY if row.launch]
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+SMALL = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 1, "programs_per_sm": 2}
+
+
+def problem(phase, dtype="bfloat16", **more):
+    fields = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 16} | more
+    return AttentionProblem(phase=phase, dtype=dtype, softmax_scale=0.1, **fields)
+
+
+def gpu(sm):
+    return dataclasses.replace(CATALOGUE["h100"], sm=sm)
+
+
+@pytest.mark.parametrize("sm", tables())
+def test_a_committed_table_has_no_mistakes(sm):
+    assert mistakes(sm, table(sm)) == []
+
+
+def test_every_gpu_of_the_catalogue_that_our_kernels_run_on_has_a_table_of_its_own():
+    wanted = {arch.sm for arch in CATALOGUE.values() if arch.sm >= 80}
+
+    assert wanted == set(tables())
+
+
+@pytest.mark.parametrize("spec", TRITON_ROWS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("arch", [a for a in CATALOGUE.values() if a.sm >= 80], ids=lambda a: a.key)
+def test_every_head_dim_and_dtype_finds_a_row_for_any_length(spec, arch):
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            launches = tuned_launches(spec, problem(spec.phase, dtype, head_dim=head_dim), arch)
+
+            assert launches[-1].max_seqlen_k is None
+            assert "safe default" not in launches[-1].provenance
+
+
+@pytest.mark.parametrize(
+    ("sm", "source"),
+    [
+        (80, 80),
+        (86, 86),
+        (87, 86),
+        (89, 89),
+        (90, 90),
+        (100, 100),
+        (103, 100),
+        (120, 120),
+        (121, 120),
+    ],
+)
+def test_an_architecture_takes_its_own_table_or_the_nearest_older_one_of_its_generation(sm, source):
+    assert table_for(sm) == source
+
+
+@pytest.mark.parametrize("sm", [75, 110, 129 + 10])
+def test_a_generation_without_a_table_has_none(sm):
+    assert table_for(sm) is None
+
+
+def test_a_borrowed_row_says_so_and_counts_as_not_measured(monkeypatch):
+    row = sound_table()[0] | {"measured": True, "provenance": "timed there"}
+    monkeypatch.setattr(tuning, "table", lambda sm: (row,))
+
+    own, borrowed = (
+        tuned_launches(REGISTRY[0], problem(Phase.PREFILL, head_dim=32), gpu(sm))[0]
+        for sm in (86, 87)
+    )
+
+    assert (own.provenance, own.measured) == ("timed there", True)
+    assert borrowed.provenance == "table of sm_86, sm_87 has none; timed there"
+    assert not borrowed.measured
+
+
+def test_what_no_table_knows_gets_the_safe_default_of_its_row_and_says_so(monkeypatch):
+    spec = TRITON_ROWS[0]
+    (without_table,) = tuned_launches(spec, problem(spec.phase), gpu(110))
+    monkeypatch.setattr(tuning, "table", lambda sm: ())
+    (without_row,) = tuned_launches(spec, problem(spec.phase), gpu(90))
+
+    assert without_table.launch == without_row.launch == spec.launch
+    assert without_table.provenance == "safe default of portable_prefill: sm_110 has no table"
+    assert "no table has this head dim and dtype" in without_row.provenance
+
+
+def test_rows_come_by_ascending_length_and_a_batch_invariant_problem_gets_the_last(monkeypatch):
+    long, short = (
+        sound_table()[0] | {"max_seqlen_k": length, "provenance": str(length)}
+        for length in (None, 512)
+    )
+    monkeypatch.setattr(tuning, "table", lambda sm: (long, short))
+    asked = problem(Phase.PREFILL, head_dim=32)
+    invariant = dataclasses.replace(asked, batch_invariant=True)
+
+    launches = tuned_launches(REGISTRY[0], asked, gpu(90))
+
+    assert [row.max_seqlen_k for row in launches] == [512, None]
+    assert tuned_launches(REGISTRY[0], invariant, gpu(90)) == launches[-1:]
+
+
+def sound_table():
+    """A table in which `mistakes` finds nothing."""
+    return [
+        {
+            "kernel": spec.name,
+            "dtypes": list(DTYPES),
+            "head_dims": list(HEAD_DIMS),
+            "max_seqlen_k": None,
+            "launch": dict(SMALL),
+            "provenance": "a test",
+            "measured": False,
+        }
+        for spec in TRITON_ROWS
+    ]
+
+
+def test_a_sound_table_has_no_mistakes():
+    assert mistakes(86, sound_table()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel": "hopper"}, "row 0: kernel 'hopper' is none of portable_prefill"),
+        ({"kernel": "torch_prefill"}, "kernel 'torch_prefill' is none of"),
+        ({"dtypes": ["int8"]}, "dtypes ['int8'] are not among float32"),
+        ({"dtypes": []}, "dtypes [] are not among"),
+        ({"head_dims": [100]}, "head_dims [100] are not among [32, 64,"),
+        ({"head_dims": []}, "head_dims [] are not among"),
+        ({"max_seqlen_k": 0}, "max_seqlen_k is 0; it must be null or at least 1"),
+        ({"max_seqlen_k": "all"}, "max_seqlen_k is 'all'"),
+        ({"measured": 1}, "measured is 1; it must be true or false"),
+        ({"provenance": " "}, "provenance is ' '; it must say where"),
+        ({"block_m": 48}, "block_m is 48; it must be a power of two from 16 to 256"),
+        ({"block_n": 8}, "block_n is 8; it must be a power of two from 16"),
+        ({"block_m": 64.0}, "block_m is 64.0"),
+        ({"num_warps": 6}, "num_warps is 6; it must be a power of two from 1 to 16"),
+        ({"num_stages": 0}, "num_stages is 0; it must be from 1 to 8"),
+        ({"programs_per_sm": True}, "programs_per_sm is True"),
+        ({"launch": dict(SMALL, one_loop=0)}, "one_loop is 0; it must be true or false"),
+        ({"launch": dict(SMALL, blocks=0)}, "launch has the keys"),
+        (
+            {"block_n": 128, "num_stages": 3},
+            "needs about 524288 bytes of shared memory in float32; the limit is 101376",
+        ),
+        ({"note": "x"}, "has the keys"),
+    ],
+    ids=str,
+)
+def test_a_broken_row_is_named_with_its_value_and_the_limit(changes, message):
+    rows = sound_table()
+    for key, value in changes.items():
+        (rows[0]["launch"] if key in rows[0]["launch"] else rows[0])[key] = value
+
+    assert any(message in text for text in mistakes(86, rows)), mistakes(86, rows)
+
+
+def test_a_missing_field_is_named():
+    rows = sound_table()
+    del rows[1]["launch"]["num_warps"]
+
+    assert mistakes(86, rows)[0].startswith("row 1: launch has the keys")
+
+
+def test_a_field_with_a_default_may_be_left_out():
+    rows = sound_table()
+    del rows[1]["launch"]["programs_per_sm"]
+
+    assert mistakes(86, rows) == []
+
+
+def test_two_rows_for_the_same_case_are_one_too_many():
+    rows = sound_table()
+    rows.append(copy.deepcopy(rows[0]) | {"head_dims": [64], "dtypes": ["float16"]})
+
+    assert mistakes(86, rows) == [
+        "portable_prefill float16 head_dim 64: two rows with max_seqlen_k None"
+    ]
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_seqlen_k": 4096}, {"head_dims": [32]}, {"dtypes": ["float32"]}]
+)
+def test_a_case_without_a_row_for_any_length_is_missing(change):
+    rows = sound_table()
+    rows[1] |= change
+
+    found = mistakes(86, rows)
+
+    assert found
+    assert all(text.endswith("no row for any length (max_seqlen_k null)") for text in found)
+
+
+def test_a_table_for_no_known_gpu_is_refused():
+    assert mistakes(87, sound_table()) == ["sm_87 is no GPU of the catalogue"]
+
+
+def test_shared_memory_is_estimated_from_the_tiles_in_flight():
+    launch = LaunchConfig(128, 64, 8, 3)
+
+    assert shared_memory_estimate(launch, "bfloat16", 128) == 2 * 64 * 128 * 2 * 2
+    assert shared_memory_estimate(launch, "float32", 128) == 2 * 2 * 64 * 128 * 2 * 2
