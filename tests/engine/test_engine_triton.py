@@ -1,0 +1,63 @@
+"""The whole engine on our Triton kernels, interpreted on the CPU as if it were a GPU."""
+
+import random
+
+import pytest
+
+import kernels
+import model.attention
+import server.engine.model_runner
+from kernels.arch import CATALOGUE
+from server.engine.local import LocalEngine
+from server.engine.protocol import EngineConfig
+from server.engine.scheduler import SchedulerConfig
+from server.engine.warm_up import crowds
+from tests.engine.test_engine_model import greedy, random_prompt, tokens
+from tests.kernels.triton_interpreter import interpreted, is_loaded
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+pytestmark = interpreted
+
+LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Chooses and launches the kernels of a GPU, with tensors of the CPU."""
+    assert is_loaded()
+    from kernels.attention.portable_write_kv import write_kv
+
+    gpu = CATALOGUE["h100"]
+    monkeypatch.setattr(kernels, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(server.engine.model_runner, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(model.attention, "write_kv", write_kv)
+
+
+def config(folder):
+    return EngineConfig(
+        model_path=str(folder),
+        model_id="tiny",
+        device="cpu",
+        dtype="float32",
+        kv_cache_tokens=256,
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.max_model_len,
+    )
+
+
+def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(request, tmp_path):
+    folder = write_tiny_checkpoint(tmp_path, head_dim=32)
+    rng = random.Random(1)
+    asked = [greedy(i, random_prompt(rng, 10, 40), 4) for i in range(3)]
+    expected = [tokens(events) for events in LocalEngine(config(folder)).generate(asked)]
+    request.getfixturevalue("as_on_a_gpu")
+    engine = LocalEngine(config(folder))
+
+    assert [tokens(events) for events in engine.generate(asked)] == expected
+
+    runner = engine.engine._runner
+    assert runner._distinct_lengths(128)[-1] == 128
+    for output in crowds(128, LIMITS, 16):
+        runner._plan(output)
+    runner.compute_largest_step(LIMITS)
