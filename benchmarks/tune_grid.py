@@ -23,6 +23,10 @@ _ACCUMULATOR_REGISTERS = 160
 """Most 32-bit words of output per thread; the scores and their exponentials need the rest of 255."""
 _PREFILL_ROWS, _PREFILL_KEYS = (64, 128), (32, 64, 128)
 _DECODE_ROWS, _DECODE_KEYS = (16,), (16, 32, 64, 128)
+_FLOAT32_ROWS, _FLOAT32_KEYS = (16, 32, 64), (16, 32, 64)
+_UNROLLED = 4096
+"""Most multiplications per thread of a float32 product, which no tensor core takes: the compiler writes
+out each, and takes 10 seconds for 2048."""
 
 
 def candidates(
@@ -50,7 +54,11 @@ def candidates(
         else [
             LaunchConfig(m, n, warps, stages, one_loop=one_loop)
             for one_loop, m, n, warps, stages in itertools.product(
-                (False, True), _PREFILL_ROWS, _PREFILL_KEYS, (4, 8), (1, 2, 3, 4)
+                (False, True),
+                _FLOAT32_ROWS if dtype == "float32" else _PREFILL_ROWS,
+                _FLOAT32_KEYS if dtype == "float32" else _PREFILL_KEYS,
+                (4, 8),
+                (1, 2) if dtype == "float32" else (1, 2, 3, 4),
             )
         ]
     )
@@ -65,6 +73,9 @@ def candidates(
 
 def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> bool:
     size = ELEMENT_BYTES[dtype]
+    unrolled = launch.block_m * launch.block_n * head_dim / (32 * launch.num_warps)
+    if dtype == "float32" and unrolled > _UNROLLED:
+        return False
     tile = launch.block_n * head_dim * size
     # One stage means no pipeline, and so no copy in shared memory to wait for.
     shared = 2 * tile * launch.num_stages if launch.num_stages > 1 else 2 * tile

@@ -43,7 +43,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if not _selected:
+    if not _selected or config.option.collectonly:
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     terminalreporter.section("gpu tests")
