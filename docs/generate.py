@@ -9,9 +9,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from docs.attention_table import attention_table
+from kernels.arch import CATALOGUE
+from kernels.explain_text import render
+from server.plan_command import explain_settings
 from server.settings import Settings, environment_variable, flag
 
 ROOT = Path(__file__).parent.parent
+
+# Whatever the environment says: the documents show the service as it comes.
+_DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
 
 def settings_page() -> str:
@@ -60,18 +67,40 @@ def cpu_table() -> str:
     return "\n".join(lines)
 
 
+def plans() -> str:
+    """The attention plan of the bundled model on every known processor."""
+    settings = Settings(_cli_parse_args=False, **_DEFAULTS)
+    return "\n".join(
+        f"`tessera plan --arch {key}`\n\n```text\n{render(explain_settings(settings, arch), settings.model)}\n```\n"
+        for key, arch in CATALOGUE.items()
+    )
+
+
+def fill(text: str, marker: str, content: str) -> str:
+    """Put content between a document's `<!-- marker: ... -->` and the next `<!-- end -->`."""
+    before, found, rest = text.partition(f"<!-- {marker}:")
+    comment, closed, rest = rest.partition("-->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (found and closed and end):
+        raise ValueError(f"no marker {marker} with an end")
+    return f"{before}<!-- {marker}:{comment}-->\n{content.strip()}\n{end}{after}"
+
+
 def readme() -> str:
     """README.md with its table up to date."""
-    text = (ROOT / "README.md").read_text()
-    before, _, rest = text.partition("<!-- cpu-table")
-    marker, _, rest = rest.partition("-->\n")
-    _, _, after = rest.partition("<!-- end -->")
-    return f"{before}<!-- cpu-table{marker}-->\n{cpu_table()}\n<!-- end -->{after}"
+    return fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table())
+
+
+def kernels_page() -> str:
+    """docs/kernels.md with its measurements and plans up to date."""
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    return fill(fill(text, "attention-table", attention_table()), "plans", plans())
 
 
 def main() -> None:
     """Write all generated parts."""
     (ROOT / "docs" / "settings.md").write_text(settings_page())
+    (ROOT / "docs" / "kernels.md").write_text(kernels_page())
     (ROOT / "README.md").write_text(readme())
 
 
