@@ -1,0 +1,341 @@
+"""The image, the composition and the scrape configuration keep their promises, and agree with the code."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import tomllib
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import healthcheck
+from server.engine import client
+from server.http import serving
+from server.settings import Settings, environment_variable
+from tests.meta.test_routes import ROUTES
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+SERVICES = COMPOSE["services"]
+TARGETS = ["cpu", "gpu"]
+EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - nothing is bound to it here
+SETTINGS = {environment_variable(field): field for field in Settings.model_fields}
+
+
+@dataclass(frozen=True)
+class Stage:
+    base: str
+    name: str
+    instructions: list[tuple[str, str]]
+
+
+def stages():
+    text = re.sub(r"^\s*#.*\n", "", DOCKERFILE, flags=re.MULTILINE)
+    found = []
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        if not line.strip():
+            continue
+        word, rest = line.split(maxsplit=1)
+        if word == "FROM":
+            base, _, name = rest.split()
+            found.append(Stage(base, name, []))
+        elif found:
+            found[-1].instructions.append((word, rest.strip()))
+    return {stage.name: stage for stage in found}
+
+
+STAGES = stages()
+
+
+def instructions(target, word):
+    """What an image has of one instruction, inherited ones first."""
+    stage = STAGES[target]
+    inherited = instructions(stage.base, word) if stage.base in STAGES else []
+    return inherited + [rest for name, rest in stage.instructions if name == word]
+
+
+def environment(target):
+    pairs = shlex.split(" ".join(instructions(target, "ENV")))
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def context_sources(stage):
+    copies = [rest.split() for word, rest in stage.instructions if word == "COPY"]
+    return [source for copy in copies if not copy[0].startswith("--from") for source in copy[:-1]]
+
+
+# The Dockerfile.
+
+
+def test_the_last_target_and_so_the_default_one_is_for_machines_without_a_gpu():
+    assert set(TARGETS) <= set(STAGES)
+    assert list(STAGES)[-1] == "cpu"
+
+
+def test_everything_stands_on_one_base_image_that_an_argument_names():
+    bases = {stage.base for stage in STAGES.values()} - set(STAGES)
+
+    assert bases == {"${BASE_IMAGE}"}
+    assert re.search(r"^ARG BASE_IMAGE=python:3\.\d+-\S+$", DOCKERFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_as_a_user_without_rights(target):
+    user, group = instructions(target, "USER")[-1].split(":")
+
+    assert int(user) > 1000
+    assert int(group) > 1000
+    assert STAGES[target].instructions[-1][0] == "LABEL", "an instruction after USER runs as it"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_service_gets_the_signals_since_no_shell_stands_before_it(target):
+    assert json.loads(instructions(target, "ENTRYPOINT")[-1]) == ["tessera", "serve"]
+    assert instructions(target, "STOPSIGNAL") == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_checks_its_health_with_what_it_has(target):
+    options, command = instructions(target, "HEALTHCHECK")[-1].split(" CMD ")
+    script = json.loads(command)[-1]
+    limit = int(re.search(r"--timeout=(\d+)s", options)[1])
+
+    assert f"deploy/healthcheck.py {script}" in instructions(target, "COPY")
+    assert limit > healthcheck._TIMEOUT_SECONDS
+    assert not re.search(r"\b(curl|wget)\b", DOCKERFILE)
+
+
+def test_the_c_compiler_is_where_triton_compiles_at_run_time_and_nowhere_else():
+    assert any(" gcc libc6-dev" in run for run in instructions("gpu", "RUN"))
+    assert not any("gcc" in run for run in instructions("cpu", "RUN"))
+
+
+@pytest.mark.parametrize("name", ["venv-cpu", "venv-gpu"])
+def test_a_change_of_the_source_installs_no_dependency_again(name):
+    assert context_sources(STAGES["requirements"]) == ["pyproject.toml"]
+    while name in STAGES:
+        assert context_sources(STAGES[name]) == []
+        name = STAGES[name].base
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_has_only_settings_that_exist_with_values_that_are_allowed(target):
+    settings = {k: v for k, v in environment(target).items() if k.startswith("TESSERA_")}
+
+    assert set(settings) <= set(SETTINGS)
+    read = Settings(_cli_parse_args=[], **{SETTINGS[k]: v for k, v in settings.items()})
+    assert read.host == EVERY_ADDRESS
+    assert [str(read.port)] == instructions(target, "EXPOSE")
+    assert read.device == {"cpu": "cpu", "gpu": "cuda"}[target]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_labels_tell_what_the_image_is(target):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    labels = dict(
+        pair.split("=", 1) for pair in shlex.split(" ".join(instructions(target, "LABEL")))
+    )
+
+    assert labels["org.opencontainers.image.version"] == project["version"]
+    assert labels["org.opencontainers.image.licenses"] == project["license"]
+    assert labels["org.opencontainers.image.description"].startswith("A text-generation server")
+
+
+def test_what_is_copied_exists_and_is_not_ignored():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = {line[1:] for line in lines if line.startswith("!")}
+    sources = {source for stage in STAGES.values() for source in context_sources(stage)}
+
+    assert "*" in lines
+    assert sources == allowed
+    assert all((ROOT / source).exists() for source in sources)
+
+
+# The health check.
+
+
+@pytest.fixture
+def serve():
+    """Starts a fake service with a status for /health; returns its port."""
+    servers = []
+
+    def start(status):
+        class Health(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status if self.path == "/health" else 404)
+                self.end_headers()
+                self.wfile.write(b'{"state":"ready"}')
+
+            def log_message(self, *_):
+                pass
+
+        server = HTTPServer(("127.0.0.1", 0), Health)
+        servers.append((server, threading.Thread(target=server.serve_forever, args=(0.01,))))
+        servers[-1][1].start()
+        return server.server_address[1]
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def check(**variables):
+    return subprocess.run(
+        [sys.executable, ROOT / "deploy/healthcheck.py"],
+        check=False,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_health_check_passes_while_the_service_on_the_configured_port_is_ready(serve):
+    done = check(TESSERA_PORT=str(serve(200)), TESSERA_HOST=EVERY_ADDRESS)
+
+    assert (done.returncode, done.stdout) == (0, '200 {"state":"ready"}\n')
+
+
+def test_the_health_check_fails_while_the_service_is_not_ready_and_repeats_its_words(serve):
+    done = check(TESSERA_PORT=str(serve(503)))
+
+    assert (done.returncode, done.stdout) == (1, '503 {"state":"ready"}\n')
+
+
+def test_the_health_check_fails_with_the_address_where_nothing_answers(serve):
+    serve(200)
+    done = check(TESSERA_PORT="1")
+
+    assert done.returncode == 1
+    assert "127.0.0.1 port 1: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_health_check_asks_past_a_proxy(serve):
+    done = check(TESSERA_PORT=str(serve(200)), http_proxy="http://127.0.0.1:1")
+
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "expected"),
+    [
+        ("", {}, ("127.0.0.1", 8000)),
+        ("", {"TESSERA_PORT": "", "TESSERA_HOST": ""}, ("127.0.0.1", 8000)),
+        ("", {"TESSERA_PORT": "9000", "TESSERA_HOST": "::"}, ("::1", 9000)),
+        ("python /opt/tessera/bin/tessera serve --port 9001", {"TESSERA_PORT": "9000"}, 9001),
+        ("/sbin/docker-init -- tessera serve --model x --port=9002", {}, 9002),
+        ("tessera serve --host 10.0.0.7", {"TESSERA_HOST": EVERY_ADDRESS}, ("10.0.0.7", 8000)),
+        ("python -m http.server --port 9003", {}, 8000),
+        ("node serve --port 9004", {}, 8000),
+    ],
+)
+def test_the_health_check_finds_the_address_where_the_service_does(command, variables, expected):
+    host, port = healthcheck.address(command.split(), variables)
+
+    assert expected in (port, (host, port))
+
+
+# The composition.
+
+
+def test_prometheus_scrapes_the_port_and_the_route_where_the_metrics_are():
+    (job,) = PROMETHEUS["scrape_configs"]
+    ((target,),) = (config["targets"] for config in job["static_configs"])
+
+    assert target == f"tessera:{Settings.model_fields['port'].default}"
+    assert "GET" in ROUTES[job["metrics_path"]]
+
+
+def test_the_scraped_name_leads_to_the_service_on_a_gpu_too():
+    assert "tessera" in SERVICES
+    assert SERVICES["tessera-gpu"]["networks"]["default"]["aliases"] == ["tessera"]
+
+
+@pytest.mark.parametrize(("name", "target"), [("tessera", "cpu"), ("tessera-gpu", "gpu")])
+def test_a_profile_builds_and_runs_its_target(name, target):
+    service = SERVICES[name]
+
+    assert service["profiles"] == [target]
+    assert service["image"] == f"tessera:{target}"
+    assert service["build"]["target"] == target
+    assert (ROOT / "deploy" / service["build"]["context"]).resolve() == ROOT
+    arguments = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    assert set(service["build"]["args"]) <= arguments
+
+
+def test_without_a_flag_the_composition_runs_on_a_cpu():
+    assert "COMPOSE_PROFILES=cpu\n" in (ROOT / "deploy/.env").read_text()
+
+
+def test_only_the_service_on_a_gpu_asks_for_one():
+    (device,) = SERVICES["tessera-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert "deploy" not in SERVICES["tessera"]
+
+
+@pytest.mark.parametrize("name", ["tessera", "tessera-gpu"])
+def test_the_composition_has_only_settings_that_exist(name):
+    variables = {k for k in SERVICES[name]["environment"] if k.startswith("TESSERA_")}
+
+    assert variables <= set(SETTINGS)
+    assert not variables & {"TESSERA_PORT", "TESSERA_HOST", "TESSERA_DEVICE"}, "the image has them"
+
+
+@pytest.mark.parametrize("name", ["tessera", "tessera-gpu"])
+def test_caches_outlive_the_container(name):
+    volumes = dict(volume.split(":") for volume in SERVICES[name]["volumes"])
+    image = environment(SERVICES[name]["build"]["target"])
+
+    assert set(volumes) <= set(COMPOSE["volumes"])
+    assert set(volumes.values()) == {image["HF_HOME"], image["TRITON_CACHE_DIR"]}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_may_do_and_reach_as_little_as_it_needs(name):
+    service = SERVICES[name]
+
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] == "unless-stopped"
+    assert all(port.startswith("${PUBLISH_ADDRESS:-127.0.0.1}:") for port in service["ports"])
+
+
+@pytest.mark.parametrize("name", ["tessera", "tessera-gpu"])
+def test_a_container_is_given_the_time_that_its_requests_and_its_engine_are_given(name):
+    period = int(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+
+    assert period > serving._SHUTDOWN_SECONDS + client._STOP_SECONDS
+
+
+def test_prometheus_waits_until_the_service_is_healthy():
+    waits = SERVICES["prometheus"]["depends_on"]
+
+    assert set(waits) == {"tessera", "tessera-gpu"}
+    assert all(wait["condition"] == "service_healthy" for wait in waits.values())
+    assert re.search(r":v\d+\.\d+\.\d+", SERVICES["prometheus"]["image"])
+
+
+# The documents.
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/operations.md"])
+def test_a_document_names_only_settings_and_build_arguments_that_exist(path):
+    text = (ROOT / path).read_text()
+    arguments = set(re.findall(r"--build-arg (\w+)", text))
+
+    assert set(re.findall(r"TESSERA_[A-Z_]+", text)) <= set(SETTINGS)
+    assert arguments <= set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
+    assert {f"--target {target}" for target in TARGETS} <= set(re.findall(r"--target \w+", text))
