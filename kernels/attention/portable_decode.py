@@ -20,7 +20,15 @@ import triton
 import triton.language as tl
 
 from kernels.attention.combine import combine_columns
-from kernels.attention.tile import LN_2, attend, load_rows, normalise, split_head_dim, store_rows
+from kernels.attention.tile import (
+    FEWEST_SEQUENCES,
+    LN_2,
+    attend,
+    load_rows,
+    normalise,
+    split_head_dim,
+    store_rows,
+)
 from kernels.plan import PagedBatch
 from kernels.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
 
@@ -253,7 +261,7 @@ class PortableDecode:
             NUM_ARRIVALS=tiles,
             BLOCK_N=launch.block_n,
             WINDOW=problem.sliding_window is not None,
-            BLOCK_B=triton.next_power_of_2(batch.num_seqs),
+            BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(batch.num_seqs)),
             num_warps=1,
         )
         merge_rows = min(launch.block_m, triton.next_power_of_2(rows))

@@ -16,7 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.tile import LN_2, attend, load_rows, normalise, split_head_dim, store_rows
+from kernels.attention.tile import (
+    FEWEST_SEQUENCES,
+    LN_2,
+    attend,
+    load_rows,
+    normalise,
+    split_head_dim,
+    store_rows,
+)
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
@@ -188,7 +196,7 @@ class PortablePrefill:
             GROUP=group,
             PAGED=paged,
             BLOCK_M=launch.block_m,
-            BLOCK_B=triton.next_power_of_2(num_seqs),
+            BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
             num_warps=1,
         )
         self._grid = (most, problem.num_kv_heads)

@@ -22,6 +22,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+FEWEST_SEQUENCES = 64
+"""A step's work is listed for at least this many: every further power of two is a compilation."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
