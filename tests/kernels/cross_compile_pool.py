@@ -5,20 +5,17 @@ Knows jobs and facts as JSON only.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import queue
 import subprocess
 import sys
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from tests.kernels.cross_compile_worker import Job
+    from tests.kernels.cross_compile_jobs import Job
 
 _ROOT = Path(__file__).parents[2]
 
@@ -26,7 +23,8 @@ _ROOT = Path(__file__).parents[2]
 class Worker:
     """One process of `cross_compile_worker --serve`."""
 
-    def __init__(self, cache: Path | None) -> None:
+    def __init__(self, cache: Path | None, *, disassemble: bool) -> None:
+        self._arguments = ["--serve", *(["--sass"] if disassemble else [])]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         # A test process that interprets says so in its environment; a compiler must not.
         self._environment.pop("TRITON_INTERPRET", None)
@@ -38,7 +36,7 @@ class Worker:
         """Compile a job; a process that dies of it is an answer too."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.kernels.cross_compile_worker", "--serve"],
+                [sys.executable, "-m", "tests.kernels.cross_compile_worker", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -49,7 +47,7 @@ class Worker:
         assert self._process.stdout is not None
         line = ""
         try:
-            self._process.stdin.write(json.dumps(dataclasses.asdict(job)) + "\n")
+            self._process.stdin.write(json.dumps(job.to_json()) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
             facts: dict[str, Any] = json.loads(line)
@@ -69,30 +67,32 @@ class Worker:
 
 
 class Pool:
-    """Several workers that take jobs from one list."""
+    """Several workers that take jobs in the order in which they are given."""
 
-    def __init__(self, processes: int = 2, cache: Path | None = None) -> None:
-        self._workers = [Worker(cache) for _ in range(processes)]
+    def __init__(
+        self, processes: int = 2, cache: Path | None = None, *, disassemble: bool = False
+    ) -> None:
+        self._workers = [Worker(cache, disassemble=disassemble) for _ in range(processes)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(processes)
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()
 
-    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, dict[str, Any]]]:
-        """Compile all jobs and yield each with its facts, in the order in which they are done."""
-        waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Job, dict[str, Any]]] = queue.SimpleQueue()
-        for job in (*jobs, *(None for _ in self._workers)):
-            waiting.put(job)
+    def submit(self, job: Job) -> Future[dict[str, Any]]:
+        """Compile a job when its turn comes."""
+        return self._threads.submit(self._answer, job)
 
-        def work(worker: Worker) -> None:
-            while (job := waiting.get()) is not None:
-                done.put((job, worker.answer(job)))
-
-        for worker in self._workers:
-            threading.Thread(target=work, args=(worker,), daemon=True).start()
-        for _ in jobs:
-            yield done.get()
+    def _answer(self, job: Job) -> dict[str, Any]:
+        worker = self._idle.get()
+        try:
+            return worker.answer(job)
+        finally:
+            self._idle.put(worker)

@@ -1,0 +1,153 @@
+"""What is compiled for GPUs that are not there: every launch that the tables give, and variants.
+
+Pure: knows rows, tables and problems, not how anything is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kernels.arch import CATALOGUE
+from kernels.plan import DTYPES, AttentionProblem, KernelSpec, LaunchConfig, Phase
+from kernels.registry import REGISTRY
+from kernels.tuning import tuned_launches
+
+ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.sm >= 80}
+SAMPLED_HEAD_DIMS = frozenset({64, 80, 256})
+"""Of float16: its code differs from bfloat16's in the type of the instructions only."""
+_HEADS = 32, 8
+_LONGEST = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compilation.
+
+    Attributes:
+        sm: compute capability.
+        kernel: name of a registry's row, or `write_kv`.
+        stage: "plan" for what is launched once per step, "run" for what each layer launches.
+        problem: what is to be solved; for `write_kv` its shape and dtype count.
+        launch: tile sizes.
+        num_seqs: sequences of the batch, for the functions that plan a step.
+        name: what is special about it.
+    """
+
+    sm: int
+    kernel: str
+    stage: str
+    problem: AttentionProblem
+    launch: LaunchConfig
+    num_seqs: int = 2
+    name: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        fields = dataclasses.asdict(self)
+        fields["problem"]["phase"] = self.problem.phase.value
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Job:
+        """Make a job of what came through a pipe."""
+        problem = {**fields["problem"], "phase": Phase(fields["problem"]["phase"])}
+        return cls(
+            **{
+                **fields,
+                "problem": AttentionProblem(**problem),
+                "launch": LaunchConfig(**fields["launch"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        """Name the job in a test's name and its failure."""
+        launch = self.launch
+        tile = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
+        loop = " one loop" if launch.one_loop else ""
+        name = f" ({self.name})" if self.name else ""
+        return f"sm_{self.sm} {self.kernel} {self.stage}{name} {tile}{loop}: {self.problem}"
+
+
+def problem(
+    phase: Phase, dtype: str = "bfloat16", head_dim: int = 128, **more: Any
+) -> AttentionProblem:
+    """Make the problem that stands for all of its dtype and head dim, or one with some fields changed."""
+    fields = {"num_heads": _HEADS[0], "num_kv_heads": _HEADS[1], "block_size": 16}
+    fields |= {"softmax_scale": head_dim**-0.5, "dtype": dtype, "head_dim": head_dim}
+    return AttentionProblem(phase=phase, **{**fields, **more})
+
+
+def jobs_for(sm: int) -> list[Job]:
+    """List what is compiled for a compute capability, each code once."""
+    jobs = [job for spec in compiled_rows(sm) for job in (*_tabled(spec, sm), *_variants(spec, sm))]
+    jobs += _planning(sm)
+    return list({dataclasses.replace(job, name=""): job for job in reversed(jobs)}.values())[::-1]
+
+
+def compiled_rows(sm: int) -> list[KernelSpec]:
+    """List the rows of the registry that launch kernels of ours on a compute capability."""
+    return [row for row in REGISTRY if row.launch and row.sm and row.sm[0] <= sm <= row.sm[1]]
+
+
+def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
+    """List every launch that selection can give, for every dtype and head dim of the row."""
+    jobs = []
+    for dtype in DTYPES:
+        for head_dim in sorted(spec.head_dims or ()):
+            if dtype in spec.dtypes and (dtype != "float16" or head_dim in SAMPLED_HEAD_DIMS):
+                asked = problem(spec.phase, dtype, head_dim)
+                jobs += [_job(sm, spec, asked, launch) for launch in _launches(spec, asked, sm)]
+    assert spec.launch is not None
+    widest = problem(spec.phase, head_dim=max(spec.head_dims or ()))
+    return [*jobs, _job(sm, spec, widest, spec.launch, "safe default")]
+
+
+def _variants(spec: KernelSpec, sm: int) -> list[Job]:
+    """List problems whose code differs, on the launches of the commonest head dim."""
+    variants: dict[str, dict[str, Any]] = {
+        "window": {"sliding_window": 1000},
+        "softcap and lse": {"softcap": 30.0, "lse": True},
+        "3 heads a group": {"num_heads": 24},
+        "7 heads a group": {"num_heads": 28, "num_kv_heads": 4},
+        "blocks of 256": {"block_size": 256},
+    }
+    if spec.phase is Phase.PREFILL:
+        variants["packed"] = {"block_size": None}
+        variants["packed, not causal"] = {"block_size": None, "causal": False}
+    else:
+        variants["4 queries"] = {"max_query_tokens": 4}
+        variants["8 queries in two tiles, window"] = {"max_query_tokens": 8, "sliding_window": 1000}
+    asked = {name: problem(spec.phase, **fields) for name, fields in variants.items()}
+    return [
+        _job(sm, spec, it, launch, name)
+        for name, it in asked.items()
+        for launch in _launches(spec, it, sm)[-1:]
+    ]
+
+
+def _planning(sm: int) -> list[Job]:
+    """List the functions that plan a step, and the scatter."""
+    prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
+    packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
+    launch = LaunchConfig(64, 64, 4, 2)
+    return [
+        Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
+        Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
+        Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
+        Job(sm, "portable_decode", "plan", decode, launch, 300, "window, 300 sequences"),
+        Job(sm, "write_kv", "run", prefill, launch),
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80), launch),
+    ]
+
+
+def _job(
+    sm: int, spec: KernelSpec, asked: AttentionProblem, launch: LaunchConfig, name: str = ""
+) -> Job:
+    return Job(sm, spec.name, "run", asked, launch, name=name)
+
+
+def _launches(spec: KernelSpec, asked: AttentionProblem, sm: int) -> list[LaunchConfig]:
+    """List a problem's launches by length, without what changes no code."""
+    tuned = tuned_launches(spec, asked, ARCHES[sm])
+    return list(dict.fromkeys(dataclasses.replace(row.launch, programs_per_sm=1) for row in tuned))
