@@ -158,6 +158,15 @@ class DecoderLM(nn.Module):
             softcap=None,
         )
 
+    def attention_problems(self, block_size: int) -> list[AttentionProblem]:
+        """Describe the attention of every kind of layer and phase; each is a kernel that a step may need."""
+        kinds = (False, True) if self.config.mixes_attention else (False,)
+        return [
+            self.attention_problem(phase, block_size, sliding=sliding)
+            for sliding in kinds
+            for phase in Phase
+        ]
+
     def attention_metadata(
         self,
         slot_mapping: Tensor,

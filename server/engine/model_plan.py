@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels import Phase
 from kernels.explain import Explanation, explain
 
 if TYPE_CHECKING:
@@ -23,10 +22,4 @@ def explain_model(model: DecoderLM, block_size: int, arch: GPUArch) -> Explanati
     Raises:
         NoKernelError: no kernel takes the model's attention there; lists every reason.
     """
-    kinds = (False, True) if model.config.mixes_attention else (False,)
-    problems = [
-        model.attention_problem(phase, block_size, sliding=sliding)
-        for sliding in kinds
-        for phase in Phase
-    ]
-    return explain(problems, arch, model.config.max_context)
+    return explain(model.attention_problems(block_size), arch, model.config.max_context)

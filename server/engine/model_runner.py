@@ -1,4 +1,4 @@
-"""Computes a step: batch, forward pass, sampling. The only part of the engine that touches tensors."""
+"""Computes a step: batch, forward pass, sampling. The only part of the engine's loop that waits for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from kernels import Phase, detect, select
+from kernels import detect, select
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import SamplingRow, TokenHistory
@@ -86,17 +86,17 @@ class ModelRunner:
         Returns:
             Whether later steps can succeed: an illegal access leaves a CUDA context unusable.
         """
-        if is_out_of_memory(error):
+        out_of_memory = is_out_of_memory(error)
+        if out_of_memory:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
-            release_cached(self._device)
-        elif isinstance(error, torch.AcceleratorError):
-            return False
-        if self._device.type == "cuda":
-            # Triton's errors have no type of their own, and a broken context reports itself only when asked.
-            try:
+        try:
+            if out_of_memory:
+                release_cached(self._device)
+            if self._device.type == "cuda":
+                # Not every error is fatal, nor has each a type that tells; every call on a broken context fails.
                 torch.cuda.synchronize(self._device)
-            except RuntimeError:
-                return False
+        except RuntimeError:
+            return False
         return True
 
     @torch.inference_mode()
@@ -140,7 +140,7 @@ class ModelRunner:
     def compute_largest_step(self, limits: SchedulerConfig) -> None:
         """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""
         block_size, arch = self._kv_cache.block_size, detect(self._device)
-        problems = (self._model.attention_problem(phase, block_size) for phase in Phase)
+        problems = self._model.attention_problems(block_size)
         length = min(limits.max_model_len, limits.max_num_batched_tokens)
         if any(select(problem, arch).spec.launch is None for problem in problems):
             length = limits.max_model_len  # PyTorch's rows copy keys and values, ours do not
@@ -176,8 +176,7 @@ class ModelRunner:
         if arch.is_cpu:
             return [min(longest, _CPU_WARM_UP_TOKENS)]
         lengths = {longest}
-        for phase in Phase:
-            problem = self._model.attention_problem(phase, self._kv_cache.block_size)
+        for problem in self._model.attention_problems(self._kv_cache.block_size):
             bounds = (row.max_seqlen_k for row in select(problem, arch).launches)
             lengths.update(min(longest, max(2, bound)) for bound in bounds if bound is not None)
         return sorted(lengths)
