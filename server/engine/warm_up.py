@@ -60,7 +60,7 @@ def largest_step(
     """As many sequences and tokens as a step may have, sampled in the way that takes the most memory.
 
     Args:
-        length: tokens of the longest sequence, at least 2.
+        length: tokens of each sequence, at least 2.
         limits: of a step.
         vocab_size: tokens that are scored.
         block_size: tokens per block.
@@ -83,10 +83,7 @@ def largest_step(
         more = min(spare, length - 1)
         chunks.append(_chunk(longest, 1 + more))
         spare -= more
-    decoded = [
-        _chunk(_sequence(2, block_size, sampling), 1)
-        for _ in range(limits.max_num_seqs - len(chunks))
-    ]
+    decoded = [_chunk(longest, 1)] * (limits.max_num_seqs - len(chunks))
     return _output(tuple(decoded), tuple(chunks))
 
 

@@ -70,3 +70,5 @@ def test_the_largest_step_has_all_sequences_and_all_tokens_that_they_can_have(se
     assert all(s.samples and s.sequence.sampling.top_k == 4096 for s in members(output))
     assert all(s.num_tokens == 1 for s in output.decode)
     assert all(s.num_tokens > 1 for s in output.prefill)
+    # PyTorch's rows copy the keys of every sequence that decodes.
+    assert all(s.start + 1 == config.max_model_len for s in output.decode)
