@@ -181,7 +181,7 @@ def main() -> None:
     rows.append({"model": "bundled", "metric": "ready_s", "value": round(ready_seconds, 2)})
     libraries = ("torch", "transformers", "tokenizers")
     plan = {phase.phase: phase.why for phase in engine.engine.info.plan.phases}
-    write_report("cpu", rows, libraries, plan=plan)
+    write_report("cpu", rows, libraries, extra={"plan": plan})
 
 
 if __name__ == "__main__":
