@@ -22,6 +22,8 @@ from server.engine.memory import KVCacheDemand, NotEnoughMemoryError, allocate_k
 from server.engine.model_runner import ModelRunner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from model.decoder import DecoderLM
     from server.engine.phases import Phases
     from server.engine.protocol import EngineConfig
@@ -56,7 +58,7 @@ def start_runner(
     if model.embed_tokens.device.type == "cuda":
         return _start_on_gpu(model, config, limits, phases)
     with phases("allocating the KV cache"):
-        runner = _allocate(model, config, limits, kept_bytes=0)
+        runner = _allocate(model, config, limits)
         max_total_tokens = _max_total_tokens(runner, limits)
     with phases("warming up"):
         runner.warm_up(dataclasses.replace(limits, max_model_len=max_total_tokens), phases.say)
@@ -75,26 +77,45 @@ def _start_on_gpu(
         release_cached(device)
         log.info("the largest step takes %.2f GiB beside weights and cache", step_bytes / 2**30)
     with phases("allocating the KV cache"):
-        runner = _allocate(model, config, limits, step_bytes + _GPU_HEADROOM_BYTES)
+
+        def hold_step(runner: ModelRunner) -> None:
+            runner.compute_largest_step(limits)
+            torch.cuda.synchronize(device)
+
+        kept_bytes = step_bytes + _GPU_HEADROOM_BYTES
+        runner = _allocate(model, config, limits, kept_bytes, hold_step)
         return runner, _max_total_tokens(runner, limits)
 
 
 def _allocate(
-    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, kept_bytes: int
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    kept_bytes: int = 0,
+    hold_step: Callable[[ModelRunner], None] | None = None,
 ) -> ModelRunner:
+    """Allocate a cache as large as the memory allows.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        limits: of a step.
+        kept_bytes: of the free memory, what a step needs beside the cache.
+        hold_step: takes those bytes, once the cache is there; where it cannot, a smaller cache is tried.
+    """
     shape, parameter = model.config, model.embed_tokens
 
     def allocate(num_blocks: int) -> ModelRunner:
         runner = _runner(model, config, num_blocks)
-        if parameter.device.type == "cuda":
-            runner.compute_largest_step(limits)
-            torch.cuda.synchronize(parameter.device)
+        if hold_step is not None:
+            hold_step(runner)
         return runner
 
+    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
     demand = KVCacheDemand(
         requested_tokens=config.kv_cache_tokens,
         requested_gib=config.kv_cache_gib,
-        useful_tokens=limits.max_num_seqs * limits.max_model_len,
+        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
         block_size=config.block_size,
         bytes_per_token=bytes_per_token(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, parameter.dtype
@@ -127,5 +148,12 @@ def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
         raise NotEnoughMemoryError(
             f"a KV cache of {tokens} token cannot hold a prompt and an answer; "
             f"--kv-cache-tokens must be at least {_FEWEST_TOKENS}"
+        )
+    if tokens < limits.max_model_len:
+        log.warning(
+            "requests are limited to %d tokens, prompt and answer together, though the model takes %d: the KV cache "
+            "holds no more; --kv-cache-tokens and --kv-cache-gib set its size",
+            tokens,
+            limits.max_model_len,
         )
     return tokens

@@ -9,19 +9,13 @@ from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.transfer import pack, unpack
 from model.weights import load_model
-from server.engine import batch, runner_start
-from server.engine.local import LocalEngine
-from server.engine.memory import NotEnoughMemoryError
+from server.engine import batch
 from server.engine.model_runner import ModelRunner
-from server.engine.phases import Phases
-from server.engine.protocol import EngineConfig
 from server.engine.scheduler import SchedulerConfig
-from server.engine.startup import StartupError
 from server.engine.warm_up import crowds, first_steps, largest_step
 from tests.engine.test_engine_model import greedy, make_engine, random_prompt, tokens
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-CPU = torch.device("cpu")
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)
 
 
@@ -49,26 +43,6 @@ def make_runner(model, num_blocks=1):
             "cpu",
         ),
     )
-
-
-def config_for(checkpoint, **changes):
-    return EngineConfig(
-        **(
-            {"model_path": str(checkpoint), "model_id": "tiny", "block_size": 8, "device": "cpu"}
-            | changes
-        )
-    )
-
-
-class Log:
-    def __init__(self):
-        self.sent = []
-
-    def send(self, message):
-        self.sent.append(message)
-
-    def receive(self, *, block):
-        return []
 
 
 # --- before the first request -----------------------------------------------------------------------------------
@@ -99,40 +73,6 @@ def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
     assert runner._rows == {}
 
 
-def test_on_a_gpu_the_cache_is_allocated_after_the_steps_memory_was_measured(
-    monkeypatch, model, checkpoint
-):
-    """The GPU's order of starting, with a device that only pretends."""
-    seen = []
-
-    class Peak:
-        def __enter__(self):
-            seen.append("measure")
-            return lambda: 3 * 2**20
-
-        def __exit__(self, *_):
-            pass
-
-    def allocate(demand, device, make):
-        seen.append("allocate")
-        assert demand.kept_bytes == 3 * 2**20 + runner_start._GPU_HEADROOM_BYTES
-        assert demand.requested_gib == 0.5
-        return make(32)
-
-    monkeypatch.setattr(runner_start, "peak_memory", lambda _device: Peak())
-    monkeypatch.setattr(runner_start, "allocate_kv_cache", allocate)
-    monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: seen.append("warm up"))
-    phases = Phases(Log())
-
-    runner, most = runner_start._start_on_gpu(
-        model, config_for(checkpoint, kv_cache_gib=0.5), LIMITS, phases
-    )
-
-    assert seen == ["measure", "warm up", "allocate"]
-    assert (runner.num_cache_tokens, most) == (256, 256)
-    assert list(phases.seconds) == ["warming up", "allocating the KV cache"]
-
-
 def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache(model):
     model.reserve_positions(64)
     table = model.rope._cos
@@ -142,39 +82,6 @@ def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache
         runner.execute(output)
 
     assert model.rope._cos is table
-
-
-# --- a start that fails -----------------------------------------------------------------------------------------
-
-
-def test_an_error_of_the_kernels_compiler_ends_the_start_with_what_to_install(
-    monkeypatch, checkpoint, caplog
-):
-    def fail(*_):
-        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
-
-    monkeypatch.setattr(ModelRunner, "warm_up", fail)
-
-    with pytest.raises(StartupError, match=r"warming up failed.*apt-get install gcc"):
-        LocalEngine(config_for(checkpoint, kv_cache_tokens=64))
-    assert "Traceback" in caplog.text
-
-
-def test_a_cache_smaller_than_a_block_is_refused_with_its_size(checkpoint):
-    with pytest.raises(StartupError, match="--kv-cache-gib 1e-09 is less than one block"):
-        LocalEngine(config_for(checkpoint, kv_cache_gib=1e-9))
-
-
-def test_a_cache_sized_in_gib_holds_as_many_whole_blocks(checkpoint):
-    engine = LocalEngine(config_for(checkpoint, kv_cache_gib=0.001))
-
-    # 2 (keys, values) x 2 layers x 2 heads x 16 x 4 bytes a token, 8 tokens a block
-    assert engine.engine.info.num_blocks == int(0.001 * 2**30) // (8 * 512)
-
-
-def test_too_small_a_cache_names_the_least(model):
-    with pytest.raises(NotEnoughMemoryError, match="at least 2"):
-        runner_start._max_total_tokens(type("Runner", (), {"num_cache_tokens": 1})(), LIMITS)
 
 
 # --- after a failed step ----------------------------------------------------------------------------------------
