@@ -22,11 +22,12 @@ _NEEDED: Final = (
     "merges.txt",
     "vocab.txt",
 )
+_CONFIG: Final = ("config.json", "generation_config.json")
 # Exports in subfolders and the original authors' format beside the converted one double a download.
 _UNNEEDED: Final = ("*/*", "consolidated*.safetensors")
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:
     """Find the folder of a model, fetching it into the Hugging Face cache where necessary.
 
     Args:
@@ -34,6 +35,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
             `organisation/name` of a repository on the Hugging Face Hub. HF_HUB_OFFLINE, HF_HOME and
             HF_TOKEN are respected.
         revision: branch, tag or commit of the repository; None for its main branch.
+        config_only: fetch no weights and no tokenizer: for `ModelConfig.from_folder` alone.
 
     Returns:
         An existing folder.
@@ -59,10 +61,10 @@ def resolve(model: str, revision: str | None = None) -> Path:
             f"no folder {model!r}; a model is the path of a folder, 'organisation/name' on the"
             f" Hugging Face Hub, or '{BUNDLED}'"
         )
-    return _fetch(model, revision)
+    return _fetch(model, revision, _CONFIG if config_only else _NEEDED)
 
 
-def _fetch(repository: str, revision: str | None) -> Path:
+def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     # Imported here: it costs 0.2 s, which a local folder need not pay.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
@@ -72,7 +74,7 @@ def _fetch(repository: str, revision: str | None) -> Path:
             snapshot_download(
                 repository,
                 revision=revision,
-                allow_patterns=list(_NEEDED),
+                allow_patterns=list(patterns),
                 ignore_patterns=list(_UNNEEDED),
             )
         )

@@ -6,6 +6,7 @@ Knows no service. Imports PyTorch, so `server.main` imports it for this command 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -61,16 +62,19 @@ def plan(options: argparse.Namespace, settings: Settings) -> None:
         options: from `read_options`.
         settings: of the service that is planned.
     """
-    arch = _find_arch(options.arch, settings.device)
     try:
-        explanation = explain_settings(settings, arch)
-    except (ModelError, KernelError) as error:
+        explanation = explain_settings(settings, _find_arch(options.arch, settings.device))
+    except (ModelError, KernelError, _NoDeviceError) as error:
         print(f"tessera plan: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if options.json:
-        print(msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode())
+        text = msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode()
     else:
-        print(render(explanation, settings.model))
+        text = render(explanation, settings.model)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `tessera plan | head`; Python would try once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
@@ -80,14 +84,23 @@ def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
         ModelError: the model is not there or not supported.
         NoKernelError: no kernel takes its attention; lists every reason.
     """
-    config = ModelConfig.from_folder(resolve(settings.model, settings.revision))
+    folder = resolve(settings.model, settings.revision, config_only=True)
+    config = ModelConfig.from_folder(folder)
     model = DecoderLM(config, _dtype(settings.dtype, config, arch), "meta")
     return explain_model(model, settings.block_size, arch)
+
+
+class _NoDeviceError(Exception):
+    """The device that is asked for is not here; the text says how to plan for it all the same."""
 
 
 def _find_arch(key: str | None, device: str) -> GPUArch:
     if key is not None:
         return CATALOGUE[key]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise _NoDeviceError(
+            "--device cuda: PyTorch sees no CUDA device here; --arch names a known one"
+        )
     return detect("cpu" if device == "cpu" else None)
 
 

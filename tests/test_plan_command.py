@@ -5,8 +5,10 @@ import shutil
 import subprocess
 import sys
 
+import huggingface_hub
 import msgspec
 import pytest
+import torch
 
 from kernels.arch import CATALOGUE
 from model.hub import resolve
@@ -60,6 +62,41 @@ def test_without_an_architecture_the_plan_is_of_this_machine(tessera):
     assert status == 0
     assert "peaks not known" in out
     assert "torch_decode" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_is_no_reason_to_plan_for_the_cpu(tessera):
+    status, out, err = tessera("plan", "--device=cuda")
+
+    assert (status, out) == (1, "")
+    for word in ("tessera plan: error: --device cuda", "no CUDA device", "--arch"):
+        assert word in err
+
+
+def test_an_architecture_wins_over_the_device(tessera):
+    assert tessera("plan", "--device=cuda", "--arch=l4")[0] == 0
+
+
+def test_a_model_on_the_hub_is_planned_without_its_weights(tessera, checkpoint, monkeypatch):
+    folder, asked = checkpoint(), []
+
+    def fetch(repository, **options):
+        asked.append((repository, *options["allow_patterns"]))
+        return folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+
+    assert tessera("plan", "--arch=l4", "--model=org/name")[0] == 0
+    assert asked == [("org/name", "config.json", "generation_config.json")]
+
+
+def test_output_that_nobody_reads_is_no_error():
+    command = [sys.executable, "-m", "server.main", "plan", "--arch=h100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+
+    assert (process.returncode, errors) == (0, b"")
 
 
 def test_the_json_is_what_the_service_answers(tessera):

@@ -125,6 +125,13 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
     }
 
 
+def test_a_plan_fetches_no_weights(hub):
+    resolve("org/name", config_only=True)
+
+    ((_, options),) = hub.calls
+    assert options["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
 def unreachable():
     error = errors.LocalEntryNotFoundError("Got: ConnectError: no route to host\nAn error happened")
     error.__cause__ = ConnectionError("no route to host")
