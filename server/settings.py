@@ -72,6 +72,7 @@ class Settings(BaseSettings):
     kv_cache_gib: float | None = Field(
         None,
         gt=0,
+        le=1 << 20,
         allow_inf_nan=False,
         description="size of the KV cache in GiB, instead of --kv-cache-tokens",
     )

@@ -125,6 +125,7 @@ def test_an_unsupported_architecture_is_refused_by_name_and_supported_ones_are_l
         ("--dtype=float8", ["--dtype", "float8", "bfloat16"]),
         ("--kv-cache-gib=-1", ["--kv-cache-gib", "TESSERA_KV_CACHE_GIB", "-1", "greater than 0"]),
         ("--kv-cache-gib=nan", ["--kv-cache-gib", "finite"]),
+        ("--kv-cache-gib=1e308", ["--kv-cache-gib", "1e308", "1048576"]),
         ("--kv-cache-tokens=0", ["--kv-cache-tokens", "0", "1"]),
         ("--max-num-batched-tokens=8", ["--max-num-batched-tokens", "8", "--max-num-seqs", "64"]),
     ],
