@@ -40,7 +40,8 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto takes the GPU where there is one"
+        "auto",
+        description="auto takes the GPU where there is one; of several, the first that CUDA_VISIBLE_DEVICES leaves",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
