@@ -50,7 +50,7 @@ class StartupError(Exception):
 
 
 def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
-    """Load the model, allocate the KV cache, warm up.
+    """Load the model, give it a KV cache and compute its first steps.
 
     Raises:
         StartupError: the configuration, the checkpoint or the machine does not allow it.
