@@ -1,0 +1,117 @@
+"""Every launch that the tables can give, compiled for every architecture without having one.
+
+The compiler is the GPU's own: what it says of registers, memory and instructions holds there too. What
+it cannot say is whether a result is right or fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernels.plan import Phase
+from tests.kernels.cross_compile_jobs import ARCHES, Job, jobs_for
+from tests.kernels.cross_compile_pool import Pool
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+REGISTERS = 64 * 1024
+"""32-bit registers of an SM, the same on all architectures here."""
+FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+JOBS = [job for sm in ARCHES for job in jobs_for(sm)]
+
+
+def family(job: Job) -> str | None:
+    """Name the tensor core instruction that a launch must use; None where there is none to use."""
+    if job.kernel == "write_kv" or job.stage == "plan" or job.problem.dtype == "float32":
+        return None
+    if job.problem.phase is Phase.PREFILL and job.name != "safe default":
+        return {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(job.sm, "mma.sync")
+    return "mma.sync"
+
+
+def faults(job: Job, facts: dict[str, Any]) -> list[str]:
+    """List what is wrong with a compilation."""
+    if "error" in facts:
+        return [facts["error"]]
+    frame = ("stack", "spill_stores", "spill_loads")
+    found = [f"{name}: {facts[name]} bytes" for name in frame if facts[name]]
+    found += facts["warnings"]
+    limit = ARCHES[job.sm].shared_memory_bytes
+    if facts["shared"] > limit:
+        found.append(f"{facts['shared']} bytes of shared memory, the limit is {limit}")
+    if facts["registers"] * facts["threads"] > REGISTERS:
+        found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
+    wanted = family(job)
+    used = [name for name in FAMILIES if facts["ptx"].get(name)]
+    if used != ([wanted] if wanted else []):
+        found.append(f"multiplies with {used or 'no tensor cores'}, wanted {wanted}")
+    pipelined = wanted is not None and job.launch.num_stages > 1
+    if pipelined and not facts["ptx"].get("cp.async.cg"):
+        found.append("loads nothing ahead with cp.async")
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(request):
+    """Compile the jobs of the selected tests, in their order, while the tests wait for each in turn."""
+    selected = [item.callspec.params["job"] for item in request.session.items if _has_job(item)]
+    with Pool(2, request.config.cache.mkdir("triton")) as pool:
+        yield {job: pool.submit(job) for job in selected}
+
+
+def _has_job(item) -> bool:
+    return "job" in getattr(getattr(item, "callspec", None), "params", {})
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_launch_compiles_to_the_wanted_instructions_without_spills(job, answers):
+    found = faults(job, answers[job].result())
+
+    assert not found, f"{job}: {'; '.join(found)}"
+
+
+GOOD = {
+    "registers": 128, "threads": 256, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 1024,
+    "warnings": [], "ptx": {"wgmma.mma_async": 24, "cp.async.cg": 8},
+}  # fmt: skip
+HOPPER_PREFILL = next(
+    job for job in JOBS
+    if job.sm == 90 and family(job) == "wgmma.mma_async" and job.launch.num_stages > 1
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"error": "the compiler ended the process"}, "the compiler ended the process"),
+        ({"stack": 8}, "stack: 8 bytes"),
+        ({"spill_loads": 4}, "spill_loads: 4 bytes"),
+        ({"shared": 228 * 1024}, "233472 bytes of shared memory, the limit is 232448"),
+        ({"threads": 1024}, "128 registers for each of 1024 threads"),
+        ({"warnings": ["C7510"]}, "C7510"),
+        ({"ptx": {"mma.sync": 4, "cp.async.cg": 8}}, "multiplies with ['mma.sync'], wanted wgmma"),
+        ({"ptx": {"wgmma.mma_async": 24}}, "loads nothing ahead with cp.async"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_fault_is_found(change, fault):
+    found = faults(HOPPER_PREFILL, GOOD | change)
+
+    assert found == [] if fault is None else fault in "; ".join(found)
+
+
+def test_a_compiler_that_ends_its_process_is_a_fault_of_its_job_alone(tmp_path):
+    with Pool(1, tmp_path) as pool:
+        worker = pool._workers[0]
+        worker.answer(JOBS[-1])
+        worker._process.kill()
+
+        killed = worker.answer(JOBS[-1])
+        after = worker.answer(JOBS[-1])
+
+    assert "the compiler ended the process" in killed["error"]
+    assert faults(JOBS[-1], after) == []
