@@ -24,10 +24,12 @@ from kernels.attention.tile import (
     FEWEST_SEQUENCES,
     LN_2,
     attend,
+    check_head_stride,
     load_rows,
     normalise,
     split_head_dim,
     store_rows,
+    window_argument,
 )
 from kernels.plan import PagedBatch
 from kernels.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
@@ -257,7 +259,7 @@ class PortableDecode:
             batch.num_seqs,
             wanted,
             fixed,
-            problem.sliding_window or 0,
+            window_argument(problem),
             NUM_ARRIVALS=tiles,
             BLOCK_N=launch.block_n,
             WINDOW=problem.sliding_window is not None,
@@ -293,6 +295,7 @@ class PortableDecode:
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         """Write the attention of `q` over `kv` to `out`."""
+        check_head_stride(q)
         problem = self._problem
         keys, values = kv.unbind(0)
         decode[self._grid](
@@ -310,7 +313,7 @@ class PortableDecode:
             q.stride(0),
             q.stride(1),
             problem.softmax_scale,
-            problem.sliding_window or 0,
+            window_argument(problem),
             problem.softcap or 0.0,
             **self._constants,
         )

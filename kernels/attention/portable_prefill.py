@@ -20,10 +20,12 @@ from kernels.attention.tile import (
     FEWEST_SEQUENCES,
     LN_2,
     attend,
+    check_head_stride,
     load_rows,
     normalise,
     split_head_dim,
     store_rows,
+    window_argument,
 )
 from kernels.plan import PagedBatch
 
@@ -150,8 +152,8 @@ def prefill(
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
     acc1, acc2, m, total = attend(
         q_tile,
-        k + k_start.to(tl.int64) * k_stride + kv_head * k_head_stride,
-        v + k_start.to(tl.int64) * v_stride + kv_head * v_head_stride,
+        k + k_start.to(tl.int64) * k_stride + kv_head.to(tl.int64) * k_head_stride,
+        v + k_start.to(tl.int64) * v_stride + kv_head.to(tl.int64) * v_head_stride,
         block_table + seq.to(tl.int64) * table_stride,
         begin, end, num_keys, last_seen, lowest, highest,
         k_stride, v_stride, scale, window, softcap,
@@ -224,8 +226,13 @@ class PortablePrefill:
         """Write the attention of `q` over `kv` to `out`."""
         if q.shape[0] == 0:
             return
+        check_head_stride(q)
         problem = self._problem
         token_stride, head_stride = kv.stride()[-3:-1]
+        if problem.block_size is not None:
+            # A dimension of 1, as blocks of one token have, may come with any stride.
+            token_stride = problem.num_kv_heads * problem.head_dim
+            head_stride = problem.head_dim
         keys, values = kv.unbind(0)
         prefill[self._grid](
             q,
@@ -243,7 +250,7 @@ class PortablePrefill:
             token_stride,
             head_stride,
             problem.softmax_scale,
-            problem.sliding_window or 0,
+            window_argument(problem),
             problem.softcap or 0.0,
             **self._constants,
         )

@@ -36,7 +36,7 @@ def scatter(
         return
     element = tl.arange(0, BLOCK)
     exists = element < HEADS * D
-    head, column = element // D, element % D
+    head, column = (element // D).to(tl.int64), element % D
     key = tl.load(k + token * k_stride + head * k_head_stride + column, mask=exists)
     value = tl.load(v + token * v_stride + head * v_head_stride + column, mask=exists)
     target = slot * (HEADS * D) + element

@@ -17,13 +17,25 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
+
+from kernels.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.plan import AttentionProblem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FEWEST_SEQUENCES = 64
 """A step's work is listed for at least this many: every further power of two is a compilation."""
+_LARGEST_INT32 = (1 << 31) - 1
+_WIDEST_WINDOW = 1 << 30
+"""Positions less this, even those before the first key, fit 32 bits; no sequence is as long."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
@@ -37,6 +49,26 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     assert first >= 16, head_dim
     assert second == 0 or (second >= 16 and second.bit_count() == 1), head_dim
     return first, second
+
+
+def check_head_stride(q: Tensor) -> None:
+    """Refuse queries whose heads lie too far apart; tokens may lie at any distance.
+
+    The offset of a head is computed in 32 bits: 64 cost registers that the largest tiles do not have.
+
+    Raises:
+        ShapeError: the last head lies 2^31 elements or more behind the first.
+    """
+    if (q.shape[1] - 1) * q.stride(1) > _LARGEST_INT32:
+        raise ShapeError(
+            f"the {q.shape[1]} heads of q lie {q.stride(1)} elements apart; the last may lie at most "
+            f"{_LARGEST_INT32} behind the first"
+        )
+
+
+def window_argument(problem: AttentionProblem) -> int:
+    """Return the window as the kernels take it; 0 where there is none."""
+    return min(problem.sliding_window or 0, _WIDEST_WINDOW)
 
 
 @triton.jit
@@ -97,6 +129,7 @@ def attend_tiles(
     end,
     num_keys,
     last_seen,
+    lowest,
     stride_k,
     stride_v,
     scale,
@@ -120,6 +153,9 @@ def attend_tiles(
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         exists = key < num_keys
+        if WINDOW and MASK:
+            # What every row's window has left behind may be gone from the cache: it is not read.
+            exists = exists & (key > lowest - window)
         # Slots are 32 bits wide by the cache's contract; elements are not.
         slot = key
         if PAGED and BLOCK_N % BLOCK_SIZE == 0:
@@ -152,7 +188,7 @@ def attend_tiles(
         fade = tl.exp2(m - base)
         total = total * fade + tl.sum(p, 1)
         m = new_m
-        # The values of keys that do not exist are 0, not what lies there: 0 * NaN is NaN.
+        # The values of keys that were not read are 0, not what lies there: 0 * NaN is NaN.
         v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
         p = p.to(v1.dtype)
         acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
@@ -225,7 +261,7 @@ def attend(
     state = (acc1, acc2, m, total)
     if ONE_LOOP:
         return attend_tiles(
-            state, q, k_base, v_base, table, begin, end, num_keys, last_seen,
+            state, q, k_base, v_base, table, begin, end, num_keys, last_seen, lowest,
             stride_k, stride_v, scale, window, softcap,
             True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
         )  # fmt: skip
@@ -236,18 +272,18 @@ def attend(
         clear = tl.maximum(highest - window + 1, begin)
         clear = tl.minimum((clear + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
         state = attend_tiles(
-            state, q, k_base, v_base, table, begin, clear, num_keys, last_seen,
+            state, q, k_base, v_base, table, begin, clear, num_keys, last_seen, lowest,
             stride_k, stride_v, scale, window, softcap,
             True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
         )  # fmt: skip
     full = tl.maximum(full, clear)
     state = attend_tiles(
-        state, q, k_base, v_base, table, clear, full, num_keys, last_seen,
+        state, q, k_base, v_base, table, clear, full, num_keys, last_seen, lowest,
         stride_k, stride_v, scale, window, softcap,
         False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
     )  # fmt: skip
     return attend_tiles(
-        state, q, k_base, v_base, table, full, end, num_keys, last_seen,
+        state, q, k_base, v_base, table, full, end, num_keys, last_seen, lowest,
         stride_k, stride_v, scale, window, softcap,
         True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
     )  # fmt: skip
