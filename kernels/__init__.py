@@ -116,13 +116,16 @@ def plan_attention(
 
     Args:
         problem: what stays the same from step to step.
-        batch: this step's sequences; its tensors must not change while the plan is in use.
+        batch: this step's sequences; its tensors must not change while the plan is in use. In a
+            captured CUDA graph they may change between replays, within the bounds that the batch
+            gives, if the plan is captured too; one made before must live as long as the graph.
         arch: None asks the batch's device.
         selection: None chooses by the registry; else what `select` returned, as a test does to force
             a row.
 
     Returns:
-        The plan for `prefill_attention` or `decode_attention`.
+        The plan for `prefill_attention` or `decode_attention`. Its calls share memory, so on a GPU
+            they must follow one another on one stream.
 
     Raises:
         ShapeError: the batch contradicts itself or the problem.
@@ -139,6 +142,7 @@ def plan_attention(
         q_shape=(batch.num_tokens, problem.num_heads, problem.head_dim),
         kv_shape=heads if problem.block_size is None else (problem.block_size, *heads),
         dtype=getattr(torch, problem.dtype),
+        device=batch.cu_seqlens_q.device,
     )
 
 
@@ -152,17 +156,25 @@ def _check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> 
         if problem.block_size is None:
             raise ShapeError("the batch is paged; the problem has no block_size")
         expected["seq_lens"] = (batch.seq_lens, (num_seqs,))
-        expected["block_table"] = (batch.block_table, (num_seqs, batch.block_table.shape[-1]))
+        expected["block_table"] = (batch.block_table, (num_seqs, *batch.block_table.shape[-1:]))
     else:
         if problem.block_size is not None:
             raise ShapeError(
                 f"the batch is packed; the problem has block_size {problem.block_size}, not None"
             )
         expected["cu_seqlens_k"] = (batch.cu_seqlens_k, (num_seqs + 1,))
+    device = batch.cu_seqlens_q.device
     for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape or tensor.dtype is not torch.int32:
+        if (
+            tensor.shape != shape
+            or tensor.dtype is not torch.int32
+            or tensor.device != device
+            # Rows of the table may lie apart, as in a slice of a wider one.
+            or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1)
+        ):
             raise ShapeError(
-                f"{name} is {list(tensor.shape)} {tensor.dtype}; expected {list(shape)} torch.int32"
+                f"{name} is {_describe(tensor)}; expected {list(shape)} torch.int32 contiguous in "
+                f"its last dimension on {device}"
             )
     if problem.phase is Phase.DECODE and batch.max_seqlen_q > problem.max_query_tokens:
         raise ShapeError(
@@ -180,7 +192,8 @@ def prefill_attention(
     up to seq_len - n + i (aligned to the bottom right), less those that the window excludes.
 
     Args:
-        q: [T, H, D], rows as in the plan's `cu_seqlens_q`; contiguous in D.
+        q: [T, H, D], rows as in the plan's `cu_seqlens_q`; contiguous in D. On a GPU the heads of a
+            token lie within 2^31 elements.
         kv: index 0 is keys, 1 is values. Paged: [2, N, S, K, D] contiguous. Packed, where the
             problem has no block size: [2, T_k, K, D], contiguous in D, as the plan's `cu_seqlens_k`.
         plan: from `plan_attention` with `Phase.PREFILL`.
@@ -203,10 +216,11 @@ def decode_attention(
     """Attend one new token per sequence, or a few, to its paged history.
 
     Args:
-        q: [T, H, D], contiguous in D; T is B unless the problem allows more queries per sequence.
+        q: [T, H, D] as in `prefill_attention`; T is B unless the problem allows more queries per sequence.
         kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. The new token's are in it.
         plan: from `plan_attention` with `Phase.DECODE`.
-        out: [T, H, D] contiguous, written in full; rows of sequences with no tokens become 0.
+        out: [T, H, D] contiguous, every row of a sequence is written; rows of sequences with no
+            tokens become 0.
         lse: as in `prefill_attention`.
 
     Raises:
@@ -227,9 +241,15 @@ def _check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
             "asks" if plan.problem.lse else "does not ask",
         )
         raise ShapeError(f"lse is {given}; the plan's problem {asked} for it")
-    if lse.shape != shape or lse.dtype is not torch.float32 or not lse.is_contiguous():
+    if (
+        lse.shape != shape
+        or lse.dtype is not torch.float32
+        or not lse.is_contiguous()
+        or lse.device != plan.device
+    ):
         raise ShapeError(
-            f"lse is {_describe(lse)}; the plan takes {list(shape)} torch.float32 contiguous"
+            f"lse is {_describe(lse)}; the plan takes {list(shape)} torch.float32 contiguous on "
+            f"{plan.device}"
         )
 
 
@@ -239,13 +259,14 @@ def _check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, ph
         q.shape == plan.q_shape
         and out.shape == plan.q_shape
         and kv.shape[2:] == plan.kv_shape
+        and kv.shape[0] == 2
         and q.dtype is plan.dtype
         and kv.dtype is plan.dtype
         and out.dtype is plan.dtype
         and (kv.is_contiguous() or (len(plan.kv_shape) == 2 and kv.stride(-1) == 1))
         and q.stride(-1) == 1
         and out.is_contiguous()
-        and q.device == kv.device == out.device
+        and q.device == kv.device == out.device == plan.device
         and plan.problem.phase is phase
     ):
         return
@@ -256,12 +277,12 @@ def _check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, ph
     raise ShapeError(
         f"q is {_describe(q)}, out is {_describe(out)}, kv is {_describe(kv)}; the plan takes "
         f"q {list(plan.q_shape)} contiguous in its last dimension, out {list(plan.q_shape)} "
-        f"contiguous, kv {cache}, all {plan.dtype} on one device"
+        f"contiguous, kv {cache}, all {plan.dtype} on {plan.device}"
     )
 
 
 def _describe(tensor: Tensor) -> str:
-    text = f"{list(tensor.shape)} {tensor.dtype}"
+    text = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
     return text if tensor.is_contiguous() else f"{text} not contiguous"
 
 
@@ -272,8 +293,8 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         k: [T, K, D] in the cache's dtype, contiguous in D.
         v: [T, K, D], likewise.
         kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values.
-        slot_mapping: [T] int32 (int64 is taken too); block id * S + offset in the block, -1 to skip a token; else
-            distinct.
+        slot_mapping: [T] int32 (int64 is taken too) contiguous; block id * S + offset in the block,
+            -1 to skip a token; else distinct.
 
     Raises:
         ShapeError: a shape or dtype differs from the above.
@@ -281,18 +302,22 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
     if (
         k.shape != v.shape
         or k.shape[1:] != kv.shape[3:]
-        or slot_mapping.shape[0] != k.shape[0]
+        or kv.ndim != 5
+        or kv.shape[0] != 2
+        or slot_mapping.shape != k.shape[:1]
         or slot_mapping.dtype not in _SLOT_DTYPES
+        or not slot_mapping.is_contiguous()
         or k.dtype is not kv.dtype
         or v.dtype is not kv.dtype
         or not kv.is_contiguous()
         or k.stride(-1) != 1
         or v.stride(-1) != 1
+        or not k.device == v.device == slot_mapping.device == kv.device
     ):
         raise ShapeError(
             f"k is {_describe(k)}, v is {_describe(v)}, kv is {_describe(kv)}, slot_mapping is "
-            f"{_describe(slot_mapping)}; expected k and v [T, K, D], kv "
-            "contiguous [2, N, S, K, D], all of one dtype, slot_mapping [T] int32"
+            f"{_describe(slot_mapping)}; expected k and v [T, K, D], kv contiguous "
+            "[2, N, S, K, D], all of one dtype, slot_mapping [T] int32 contiguous, on one device"
         )
     if kv.is_cuda:
         # Imported here: Triton is not there on a host without a GPU.

@@ -6,6 +6,7 @@ Knows nothing of devices beyond `GPUArch`, and nothing of how a kernel is writte
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -84,10 +85,10 @@ class AttentionProblem:
             raise ShapeError(
                 f"sliding_window is {self.sliding_window}; it must be at least 1 token"
             )
-        if self.softcap is not None and self.softcap <= 0:
-            raise ShapeError(f"softcap is {self.softcap}; it must be above 0")
-        if not self.softmax_scale > 0:
-            raise ShapeError(f"softmax_scale is {self.softmax_scale}; it must be above 0")
+        for field in ("softcap", "softmax_scale"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ShapeError(f"{field} is {value}; it must be above 0 and finite")
         if self.phase is Phase.DECODE and (self.block_size is None or not self.causal):
             raise ShapeError("decode attends causally to a paged cache; it needs a block_size")
 
@@ -122,7 +123,8 @@ class PagedBatch:
     Attributes:
         cu_seqlens_q: [B + 1] int32; query rows of sequence b start at cu_seqlens_q[b].
         seq_lens: [B] int32; tokens in the cache, this step's included.
-        block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read.
+        block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read, nor are the
+            blocks whose tokens no query's window reaches.
         num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or above it where
             rows pad the step.
         max_seqlen_q: most query tokens of a sequence, or an upper bound of it.
@@ -285,7 +287,9 @@ class KernelSpec:
             (problem.softcap is not None and not self.softcap, "no softcap"),
             (not problem.causal and not self.non_causal, "causal only"),
             (
-                problem.max_query_tokens > 1 and not self.several_queries,
+                problem.phase is Phase.DECODE
+                and problem.max_query_tokens > 1
+                and not self.several_queries,
                 f"decodes 1 query token per sequence, not {problem.max_query_tokens}",
             ),
             (problem.lse and not self.lse, "no log-sum-exp"),
@@ -367,6 +371,7 @@ class AttentionPlan:
         q_shape: (T, H, D) that queries and output must have.
         kv_shape: (S, K, D) that the cache's blocks must have; (K, D) of packed keys and values.
         dtype: of queries, cache and output.
+        device: of these, and of the batch.
     """
 
     problem: AttentionProblem
@@ -375,6 +380,7 @@ class AttentionPlan:
     q_shape: tuple[int, int, int]
     kv_shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
 
 def select(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 
 import pytest
 import torch
@@ -49,8 +50,8 @@ NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 
 
 def problem(phase=Phase.PREFILL, dtype="bfloat16", **more):
-    fields = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 16} | more
-    return AttentionProblem(phase=phase, dtype=dtype, softmax_scale=0.1, **fields)
+    fields = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    return AttentionProblem(phase=phase, dtype=dtype, **fields | {"softmax_scale": 0.1} | more)
 
 
 def tiles(*_):
@@ -138,6 +139,12 @@ def test_only_our_kernels_take_packed_keys_full_attention_and_several_queries(as
     assert kernels.select(asked, CATALOGUE["a100"]).spec.name == f"portable_{asked.phase.value}"
     with pytest.raises(NoKernelError):
         kernels.select(asked, CPU)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_prefill_takes_any_number_of_queries_whatever_a_decode_is_limited_to(arch):
+    for most in (1, 8):
+        assert kernels.select(problem(max_query_tokens=most), arch).spec.phase is Phase.PREFILL
 
 
 def test_the_first_row_that_accepts_is_chosen_with_its_launch():
@@ -259,7 +266,11 @@ def test_an_empty_registry_is_named_as_such():
         ({"num_heads": 0}, "num_heads is 0; it must be at least 1"),
         ({"num_heads": 9}, "num_heads 9 is not a multiple of num_kv_heads 8"),
         ({"sliding_window": 0}, "sliding_window is 0; it must be at least 1 token"),
-        ({"softcap": -1.0}, "softcap is -1.0; it must be above 0"),
+        ({"softcap": -1.0}, "softcap is -1.0; it must be above 0 and finite"),
+        ({"softcap": math.inf}, "softcap is inf; it must be above 0 and finite"),
+        ({"softcap": math.nan}, "softcap is nan; it must be above 0 and finite"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; it must be above 0 and finite"),
+        ({"softmax_scale": math.inf}, "softmax_scale is inf; it must be above 0 and finite"),
     ],
     ids=lambda value: str(value)[:24],
 )
