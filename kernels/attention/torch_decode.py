@@ -152,6 +152,7 @@ class TorchDecode:
             in_place = [item for item in in_place if len(item.runs) == 1]
         self._problem = problem
         self._blocks_needed = blocks_needed(sequences, problem)
+        self._num_seqs = num_seqs
         self._has_empty = len(sequences) < num_seqs
         self._in_place = [
             (item.row, tuple(RunView.of(run, problem) for run in item.runs)) for item in in_place
@@ -169,7 +170,7 @@ class TorchDecode:
         assert lse is None, "the row refuses a problem that asks for it"
         check_blocks(kv, self._blocks_needed)
         if self._has_empty:
-            out.zero_()
+            out[: self._num_seqs].zero_()
         if self._in_place:
             self._attend_in_place(q, kv, out)
         for gather in self._gathers:
@@ -205,11 +206,12 @@ class TorchDecode:
             .transpose(1, 2)
             for side in (0, 1)
         )
-        queries = q if gather.rows is None else q.index_select(0, gather.rows)
+        # Rows after those of the sequences only pad the step.
+        queries = q[: gather.num_seqs] if gather.rows is None else q.index_select(0, gather.rows)
         queries = queries.view(gather.num_seqs, problem.num_kv_heads, problem.group_size, -1)
         result = dense_attention(queries, keys, values, problem, gather.mask)
         if gather.rows is None:
-            out.view(result.shape).copy_(result)
+            out[: gather.num_seqs].view(result.shape).copy_(result)
         else:
             out.index_copy_(0, gather.rows, result.reshape(-1, *out.shape[1:]))
 
