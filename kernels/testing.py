@@ -21,8 +21,10 @@ from kernels.plan import AttentionProblem, KernelSpec, PackedBatch, PagedBatch, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-UNUSED_BLOCK = 1 << 28
-"""Fills the block table past a sequence's end: reading it is out of any cache's range."""
+UNUSED_BLOCK = (1 << 23) - 1
+"""Fills the block table past a sequence's end: reading it is out of any test's cache, though its slots
+fit 32 bits for blocks of up to 256 tokens; a larger number would wrap around to a slot that exists.
+"""
 
 
 class Layout(enum.Enum):

@@ -8,7 +8,7 @@ import torch
 import kernels
 from kernels import reference
 from kernels.plan import PackedBatch, PagedBatch, Phase
-from kernels.testing import PackedCase, PagedCase
+from kernels.testing import UNUSED_BLOCK, PackedCase, PagedCase
 from tests.gpu.attention_cases import DEVICE, attend, judge, make_problem, rows, run, selection_of
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
@@ -57,7 +57,7 @@ def big_paged_case(phase, query_lens, seq_lens):
         for index, block in enumerate(table):
             kv[:, block, : length - index * BLOCK_SIZE].normal_(generator=generator)
     width = max(needed)
-    padded = [table + [2**28] * (width - len(table)) for table in tables]
+    padded = [table + [UNUSED_BLOCK] * (width - len(table)) for table in tables]
     starts = [sum(query_lens[:index]) for index in range(len(query_lens) + 1)]
     batch = PagedBatch(
         offsets(starts), offsets(seq_lens), offsets(padded), sum(query_lens), max(query_lens),
