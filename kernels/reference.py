@@ -49,6 +49,9 @@ def attention(
         dtype=dtype,
     )
     values = v.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    # What no query sees may be no number, and a weight of 0 does not make it one.
+    unseen = (scores == float("-inf")).all(dim=1)
+    values = values.masked_fill(unseen.T[:, :, None], 0.0)
     sees_nothing = (scores == float("-inf")).all(dim=-1, keepdim=True)
     weights = scores.softmax(dim=-1).masked_fill(sees_nothing, 0.0)
     return torch.einsum("hmn,nhd->mhd", weights, values)

@@ -308,3 +308,12 @@ def test_the_rule_refuses_values_that_are_not_finite():
 
     with pytest.raises(AssertionError, match="1 of 2 values are not finite"):
         assert_no_worse_than(out, torch.zeros(2), torch.zeros(2))
+
+
+def test_a_reference_that_is_not_a_number_proves_nothing():
+    unknown = torch.tensor([0.0, float("nan")])
+
+    with pytest.raises(AssertionError, match="largest error nan"):
+        assert_no_worse_than(torch.zeros(2), unknown, torch.zeros(2))
+    with pytest.raises(AssertionError, match="allowed nan"):
+        assert_no_worse_than(torch.zeros(2), torch.zeros(2), unknown)

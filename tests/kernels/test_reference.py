@@ -63,6 +63,15 @@ def test_values_of_one_give_exactly_one():
     torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-12)
 
 
+def test_what_no_query_sees_does_not_count():
+    q, (k, v) = torch.randn(2, 4, 8), torch.randn(2, 9, 2, 8)
+    # The window of the first query begins with key 5.
+    seen = reference.attention(q, k[5:], v[5:], softmax_scale=0.5, sliding_window=3)
+    k[:5], v[:5] = torch.nan, torch.inf
+
+    assert torch.equal(reference.attention(q, k, v, softmax_scale=0.5, sliding_window=3), seen)
+
+
 def test_without_causality_every_query_sees_every_key():
     q, (k, v) = torch.randn(2, 2, 4), torch.randn(2, 5, 2, 4)
 
