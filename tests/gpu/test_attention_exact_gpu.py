@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import kernels
-from kernels.plan import AttentionProblem, Phase
-from kernels.testing import Layout
+from kernels.plan import AttentionProblem, PagedBatch, Phase
+from kernels.testing import UNUSED_BLOCK, Layout
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,
     attend,
+    judge,
     make,
     make_problem,
     one_sequence,
@@ -178,6 +179,69 @@ def test_rows_that_pad_the_step_are_left_alone(row):
 
     assert torch.equal(out[:2], attend(case.problem, case.batch, case.q, case.kv, selection))
     assert bool((out[2:] == 7.0).all())
+
+
+@BOTH
+def test_queries_at_any_address_give_the_same_result(row):
+    case = make(
+        bfloat16_problem(row.phase), queries_of(row.phase, 5, 90), [200, 1000, 333, 160, 149]
+    )
+    selection = selection_of(row, case.problem)
+    # Tokens an odd number of elements apart, and the first two bytes off every other alignment.
+    tokens, width = case.q.shape[0], case.q[0].numel() + 3
+    memory = torch.full((1 + tokens * width,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    odd = memory[1:].view(tokens, width)[:, :-3].view(case.q.shape)
+    odd.copy_(case.q)
+    out = torch.full_like(case.q, float("nan"))
+
+    attend(case.problem, case.batch, odd, case.kv, selection, out)
+
+    judge(case, out)
+
+
+@BOTH
+@pytest.mark.parametrize("window", [1, 100, 1000])
+def test_keys_that_every_window_has_left_behind_are_never_read(row, window):
+    query_lens = queries_of(row.phase, 3, 90)
+    problem = bfloat16_problem(row.phase, sliding_window=window)
+    case = make(problem, query_lens, [5000, 1500, 1234])
+    for seq, count in enumerate(query_lens):
+        gone = case.seq_lens[seq] - count - window + 1
+        blocks, rest = divmod(gone, problem.block_size)
+        case.kv[:, case.block_table[seq][:blocks]] = float("nan")
+        case.kv[:, case.block_table[seq][blocks], :rest] = float("nan")
+        case.batch.block_table[seq, :blocks] = UNUSED_BLOCK
+
+    judge(case, *run(row, case))
+
+
+@BOTH
+def test_a_step_without_sequences_writes_nothing(row):
+    problem = bfloat16_problem(row.phase)
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    kv = torch.zeros((2, 1, 16, 2, 128), dtype=torch.bfloat16, device=DEVICE)
+    for tokens in (0, 3):
+        batch = PagedBatch(starts, none, none.view(0, 4), tokens, 0, 0)
+        q = torch.ones((tokens, 8, 128), dtype=torch.bfloat16, device=DEVICE)
+        out = torch.full_like(q, 7.0)
+
+        attend(problem, batch, q, kv, selection_of(row, problem), out)
+
+        assert bool((out == 7.0).all())
+
+
+@BOTH
+def test_a_batch_invariant_result_does_not_depend_on_how_tight_the_bounds_are(row):
+    problem = bfloat16_problem(row.phase, batch_invariant=True)
+    case = make(problem, queries_of(row.phase, 4, 90), [LONG, 100, 2049, 777])
+    selection = selection_of(row, problem)
+    most = case.batch.max_seqlen_q if row.phase is Phase.DECODE else 4096
+    loose = dataclasses.replace(case.batch, max_seqlen_q=most, max_seqlen_k=65536)
+
+    tight = attend(problem, case.batch, case.q, case.kv, selection)
+
+    assert torch.equal(attend(problem, loose, case.q, case.kv, selection), tight)
 
 
 class Captured:
