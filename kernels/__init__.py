@@ -7,6 +7,7 @@ N blocks, S block size.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -18,6 +19,13 @@ from kernels import plan as _plan
 from kernels.arch import GPUArch, detect
 from kernels.attention.torch_dense import flash_attention as _flash_attention
 from kernels.attention.torch_write_kv import write_kv as _write_kv
+from kernels.cascade import (
+    check_prefix,
+    prefix_problem,
+    prefix_selection,
+    rest_of,
+    shared_prefix_pays,
+)
 from kernels.errors import KernelError, NoKernelError, ShapeError
 from kernels.fused.torch_ops import apply_rope, rms_norm, rope_tables, silu_and_mul
 from kernels.plan import (
@@ -36,7 +44,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.plan import AttentionKernelFactory, KernelSpec
+    from kernels.plan import AttentionKernel, AttentionKernelFactory, KernelSpec
 
 __all__ = [
     "AttentionPlan",
@@ -58,6 +66,7 @@ __all__ = [
     "rms_norm",
     "rope_tables",
     "select",
+    "shared_prefix_pays",
     "silu_and_mul",
     "write_kv",
 ]
@@ -135,15 +144,40 @@ def plan_attention(
     if selection is None:
         selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
     heads = (problem.num_kv_heads, problem.head_dim)
+    run, prefix = _bind(problem, batch, selection)
     return AttentionPlan(
         problem=problem,
         selection=selection,
-        run=_factory(selection.spec.target)(problem, batch, selection),
+        run=run,
         q_shape=(batch.num_tokens, problem.num_heads, problem.head_dim),
         kv_shape=heads if problem.block_size is None else (problem.block_size, *heads),
         dtype=getattr(torch, problem.dtype),
         device=batch.cu_seqlens_q.device,
+        prefix=prefix,
     )
+
+
+def _bind(
+    problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
+) -> tuple[AttentionKernel, Selection | None]:
+    """Make the kernel of a step; a cascade where the sequences share tokens and rows for it exist."""
+    make = _factory(selection.spec.target)
+    if (
+        not isinstance(batch, PagedBatch)
+        or not batch.shared_prefix
+        or not selection.spec.lse
+        or not batch.num_seqs
+        or not (prefix := prefix_selection(problem, selection.arch))
+    ):
+        return make(problem, batch, selection), None
+    assert problem.block_size is not None, "_check_batch refuses this"
+    # Imported here: Triton is not there on a host without a GPU.
+    from kernels.attention.cascade_decode import CascadeDecode, PrefixKernel  # noqa: PLC0415
+
+    shared = _factory(prefix.spec.target)(prefix_problem(problem), batch, prefix)
+    rest_problem = dataclasses.replace(problem, lse=True)
+    rest = make(rest_problem, rest_of(batch, problem.block_size), selection)
+    return CascadeDecode(problem, batch, cast("PrefixKernel", shared), rest), prefix
 
 
 def _check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> None:
@@ -157,6 +191,7 @@ def _check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> 
             raise ShapeError("the batch is paged; the problem has no block_size")
         expected["seq_lens"] = (batch.seq_lens, (num_seqs,))
         expected["block_table"] = (batch.block_table, (num_seqs, *batch.block_table.shape[-1:]))
+        check_prefix(batch, problem.block_size)
     else:
         if problem.block_size is not None:
             raise ShapeError(

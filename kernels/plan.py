@@ -46,7 +46,8 @@ class AttentionProblem:
         softmax_scale: factor on the scores before the softmax, above 0.
         sliding_window: tokens that a query attends to, itself included; None for all.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
-        causal: whether a query sees no key after its own token.
+        causal: whether a query sees no key after its own token; in a decode it does not only where it
+            stands for the tokens that all sequences share (`PagedBatch.shared_prefix`).
         max_query_tokens: most query tokens of a sequence in a decode: 1, or more for speculation.
         lse: whether the call also writes the log-sum-exp of the scores.
         batch_invariant: whether a sequence's result must be bitwise the same whatever shares its
@@ -89,8 +90,8 @@ class AttentionProblem:
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise ShapeError(f"{field} is {value}; it must be above 0 and finite")
-        if self.phase is Phase.DECODE and (self.block_size is None or not self.causal):
-            raise ShapeError("decode attends causally to a paged cache; it needs a block_size")
+        if self.phase is Phase.DECODE and self.block_size is None:
+            raise ShapeError("decode attends to a paged cache; it needs a block_size")
 
     @property
     def group_size(self) -> int:
@@ -129,6 +130,10 @@ class PagedBatch:
             rows pad the step.
         max_seqlen_q: most query tokens of a sequence, or an upper bound of it.
         max_seqlen_k: largest of `seq_lens`, or an upper bound of it.
+        shared_prefix: tokens at the start of every sequence that lie in the same blocks, a multiple
+            of S; a promise that lets a decode read them once, and changes no result beyond rounding.
+            All query tokens lie behind them; sequences without tokens may be among the others, but
+            not first. A captured graph keeps the number that it was captured with.
     """
 
     cu_seqlens_q: Tensor
@@ -137,6 +142,7 @@ class PagedBatch:
     num_tokens: int
     max_seqlen_q: int
     max_seqlen_k: int
+    shared_prefix: int = 0
 
     @property
     def num_seqs(self) -> int:
@@ -210,7 +216,10 @@ class AttentionKernel(Protocol):
     """One row's kernel, bound to the batch of one step and run once per layer."""
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Write the attention of `q` over `kv` to `out`; shapes as in the door."""
+        """Write the attention of `q` over `kv` to `out`; shapes as in the door.
+
+        A decode on a GPU also takes a float32 `out`, whatever the problem's dtype: it is merged then.
+        """
 
 
 class AttentionKernelFactory(Protocol):
@@ -372,6 +381,7 @@ class AttentionPlan:
         kv_shape: (S, K, D) that the cache's blocks must have; (K, D) of packed keys and values.
         dtype: of queries, cache and output.
         device: of these, and of the batch.
+        prefix: the row that reads what the sequences share, where that is done once for all.
     """
 
     problem: AttentionProblem
@@ -381,6 +391,7 @@ class AttentionPlan:
     kv_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    prefix: Selection | None = None
 
 
 def select(

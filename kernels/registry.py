@@ -61,3 +61,22 @@ REGISTRY: tuple[KernelSpec, ...] = (
         note="PyTorch row: the kernel of the CPU, the fallback of every GPU",
     ),
 )
+
+PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="portable_prefix",
+        phase=Phase.DECODE,
+        target="kernels.attention.portable_prefix:PortablePrefix",
+        dtypes=frozenset(DTYPES),
+        sm=_AMPERE_ON,
+        head_dims=_HEAD_DIMS,
+        block_sizes=(1, 256),
+        sliding_window=False,
+        non_causal=True,
+        lse=True,
+        launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
+        note="reads once what the sequences of a decode share",
+        arch_note=_NO_TENSOR_CORES,
+    ),
+)
+"""The kernels that attend a whole decode to the tokens its sequences share; without one, each reads them."""

@@ -56,6 +56,17 @@ def split_bound(num_seqs: int, max_seqlen_k: int, block_n: int, wanted: int, fix
     return num_seqs + wanted
 
 
+def prefix_parts(num_keys: int, block_n: int, wanted: int) -> int:
+    """Return into how many parts the keys that all sequences share are split.
+
+    Args:
+        num_keys: tokens that they share, at least 1.
+        block_n: keys of a tile.
+        wanted: from `splits_wanted`, where a split's programs are the tiles of all rows of the batch.
+    """
+    return min(wanted, -(-num_keys // block_n))
+
+
 def plan_splits(
     ranges: Sequence[tuple[int, int]], block_n: int, wanted: int, fixed: int = 0
 ) -> list[KVSplit]:

@@ -199,6 +199,7 @@ def make_case(
     layout: Layout = Layout.CONTIGUOUS,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    shared_prefix: int = 0,
 ) -> PagedCase:
     """Make a paged problem whose unused memory is poisoned.
 
@@ -209,11 +210,17 @@ def make_case(
         layout: how each sequence's blocks lie.
         seed: of values and block order.
         device: of all tensors.
+        shared_prefix: tokens at the start of every sequence that lie in the same blocks; sequences
+            without tokens have none.
     """
     size = problem.block_size
     assert size is not None, "a paged case's problem has a block size"
     needed = [-(-length // size) for length in seq_lens]
     tables = _place(needed, layout, random.Random(seed))  # noqa: S311
+    shared = shared_prefix // size
+    for table in tables:
+        if table:
+            table[:shared] = tables[0][:shared]
     num_blocks = 2 + max((block for table in tables for block in table), default=0)
     generator = torch.Generator().manual_seed(seed)
     dtype: torch.dtype = getattr(torch, problem.dtype)
@@ -233,6 +240,7 @@ def make_case(
         num_tokens=sum(query_lens),
         max_seqlen_q=max(query_lens),
         max_seqlen_k=max(seq_lens),
+        shared_prefix=shared_prefix,
     )
     q = torch.randn(shape, generator=generator).to(device, dtype)
     return PagedCase(problem, batch, q, kv.to(device), query_lens, seq_lens, tables)

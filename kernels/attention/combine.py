@@ -1,6 +1,7 @@
 """Merging partial attention results by their log-sum-exp.
 
-A device function in Triton: the program that finishes last among those of one tile calls it.
+`combine_columns` is a device function in Triton: the program that finishes last among those of one tile
+calls it. `combine_parts` is a kernel: it merges what whole kernels wrote one after the other.
 
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kernels.attention.tile import LN_2, LOG2_E
 
 
 @triton.jit
@@ -23,12 +26,14 @@ def combine_columns(
     COLUMNS: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
+    LSE_UNIT: tl.constexpr = 1.0,
 ):
     """Merge some columns of all parts of one tile.
 
     Args:
         partial_out: [parts, ROWS, D] float32, each divided by its own sum.
-        partial_lse: [parts, ROWS] float32 in units of log2; -inf for a part that saw nothing.
+        partial_lse: [parts, ROWS] float32; -inf for a part that saw nothing. LSE_UNIT times it is in
+            units of log2, as is what is returned.
         first_part: index of the tile's first part.
         num_parts: of the tile.
         part_step: between the indices of its parts.
@@ -50,6 +55,7 @@ def combine_columns(
         lse = tl.load(
             partial_lse + line, mask=exists[:, None], other=-float("inf"), cache_modifier=".cg"
         )
+        lse = lse * LSE_UNIT
         out = tl.load(
             partial_out + line[:, :, None] * D + columns[None, None, :],
             mask=exists[:, None, None],
@@ -68,3 +74,50 @@ def combine_columns(
     inverse = tl.where(saw_nothing, 0.0, 1.0 / total)
     lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(total))
     return acc * inverse[:, None], lse
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_parts", "part_step"])
+def combine_parts(
+    partial_out,
+    partial_lse,
+    out,
+    lse,
+    cu_seqlens_q,
+    num_seqs,
+    num_parts,
+    part_step,
+    HEADS: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """Merge all parts of a few rows; program (rows), a row being one head of one token.
+
+    partial_out is [parts, part_step * ROWS, D] float32, partial_lse the same without D and in units of
+    the natural logarithm. Rows that the last part saw nothing for become 0: it has each token's own
+    key, so they are those of sequences without tokens.
+    """
+    D: tl.constexpr = D1 + D2
+    tile = tl.program_id(0)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    exists = row < tl.load(cu_seqlens_q + num_seqs) * HEADS
+    last = (tile + (num_parts - 1) * part_step).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    empty = tl.load(partial_lse + last, mask=exists, other=0.0) == -float("inf")
+    result, log_sum = combine_columns(
+        partial_out, partial_lse, tile, num_parts, part_step, 0, ROWS, D1, D, PARTS, LOG2_E
+    )
+    result = tl.where(empty[:, None], 0.0, result)
+    target = out + row.to(tl.int64)[:, None] * D
+    columns = tl.arange(0, D1)
+    tl.store(target + columns[None, :], result.to(out.dtype.element_ty), mask=exists[:, None])
+    if LSE:
+        tl.store(lse + row, tl.where(empty, -float("inf"), log_sum * LN_2), mask=exists)
+    if D2 > 0:
+        result, log_sum = combine_columns(
+            partial_out, partial_lse, tile, num_parts, part_step, D1, ROWS, D2, D, PARTS, LOG2_E
+        )
+        result = tl.where(empty[:, None], 0.0, result)
+        columns = D1 + tl.arange(0, D2)
+        tl.store(target + columns[None, :], result.to(out.dtype.element_ty), mask=exists[:, None])

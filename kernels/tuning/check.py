@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.arch import CATALOGUE
 from kernels.plan import DTYPES, LaunchConfig
-from kernels.registry import REGISTRY
+from kernels.registry import PREFIX_REGISTRY, REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +34,8 @@ def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
     limits = [arch.shared_memory_bytes for arch in CATALOGUE.values() if arch.sm == sm]
     if not limits:
         return [f"sm_{sm} is no GPU of the catalogue"]
-    specs = {spec.name: spec for spec in REGISTRY if spec.launch and _runs_on(spec, sm)}
+    rows_of_data = (*REGISTRY, *PREFIX_REGISTRY)
+    specs = {spec.name: spec for spec in rows_of_data if spec.launch and _runs_on(spec, sm)}
     found: list[str] = []
     sound = []
     for number, row in enumerate(rows):

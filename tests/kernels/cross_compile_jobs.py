@@ -10,7 +10,7 @@ from typing import Any
 
 from kernels.arch import CATALOGUE
 from kernels.plan import DTYPES, AttentionProblem, KernelSpec, LaunchConfig, Phase
-from kernels.registry import REGISTRY
+from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.tuning import tuned_launches
 
 ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.sm >= 80}
@@ -26,7 +26,7 @@ class Job:
 
     Attributes:
         sm: compute capability.
-        kernel: name of a registry's row, or `write_kv`.
+        kernel: name of a registry's row, `write_kv` or `combine_parts`.
         stage: "plan" for what is launched once per step, "run" for what each layer launches.
         problem: what is to be solved; for `write_kv` its shape and dtype count.
         launch: tile sizes.
@@ -87,7 +87,13 @@ def jobs_for(sm: int) -> list[Job]:
 
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the rows of the registry that launch kernels of ours on a compute capability."""
-    return [row for row in REGISTRY if row.launch and row.sm and row.sm[0] <= sm <= row.sm[1]]
+    ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
+    return [row for row in ours if row.sm and row.sm[0] <= sm <= row.sm[1]]
+
+
+def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
+    """Return the fields of every problem that a row is chosen for."""
+    return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
 
 
 def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
@@ -96,29 +102,33 @@ def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
     for dtype in DTYPES:
         for head_dim in sorted(spec.head_dims or ()):
             if dtype in spec.dtypes and (dtype != "float16" or head_dim in SAMPLED_HEAD_DIMS):
-                asked = problem(spec.phase, dtype, head_dim)
+                asked = problem(spec.phase, dtype, head_dim, **fixed_fields(spec))
                 jobs += [_job(sm, spec, asked, launch) for launch in _launches(spec, asked, sm)]
     assert spec.launch is not None
-    widest = problem(spec.phase, head_dim=max(spec.head_dims or ()))
+    widest = problem(spec.phase, head_dim=max(spec.head_dims or ()), **fixed_fields(spec))
     return [*jobs, _job(sm, spec, widest, spec.launch, "safe default")]
 
 
 def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     """List problems whose code differs, on the launches of the commonest head dim."""
     variants: dict[str, dict[str, Any]] = {
-        "window": {"sliding_window": 1000},
         "softcap and lse": {"softcap": 30.0, "lse": True},
         "3 heads a group": {"num_heads": 24},
         "7 heads a group": {"num_heads": 28, "num_kv_heads": 4},
         "blocks of 256": {"block_size": 256},
     }
+    if spec.sliding_window:
+        variants["window"] = {"sliding_window": 1000}
     if spec.phase is Phase.PREFILL:
         variants["packed"] = {"block_size": None}
         variants["packed, not causal"] = {"block_size": None, "causal": False}
-    else:
+    elif spec.several_queries:
         variants["4 queries"] = {"max_query_tokens": 4}
         variants["8 queries in two tiles, window"] = {"max_query_tokens": 8, "sliding_window": 1000}
-    asked = {name: problem(spec.phase, **fields) for name, fields in variants.items()}
+    asked = {
+        name: problem(spec.phase, **(fixed_fields(spec) | fields))
+        for name, fields in variants.items()
+    }
     return [
         _job(sm, spec, it, launch, name)
         for name, it in asked.items()
@@ -127,7 +137,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
 
 
 def _planning(sm: int) -> list[Job]:
-    """List the functions that plan a step, and the scatter."""
+    """List the functions that plan a step, the scatter, and the merge of a cascade."""
     prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
     packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
     launch = LaunchConfig(64, 64, 4, 2)
@@ -138,6 +148,8 @@ def _planning(sm: int) -> list[Job]:
         Job(sm, "portable_decode", "plan", decode, launch, 300, "window, 300 sequences"),
         Job(sm, "write_kv", "run", prefill, launch),
         Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80), launch),
+        Job(sm, "combine_parts", "run", problem(Phase.DECODE, head_dim=192, lse=True), launch),
+        Job(sm, "combine_parts", "run", problem(Phase.DECODE, "float16", 256), launch),
     ]
 
 

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,9 +38,10 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.attention.cascade_decode import CascadeDecode
 from kernels.attention.portable_write_kv import write_kv
 from kernels.plan import LaunchConfig, PackedBatch, PagedBatch, Phase, Selection, TunedLaunch
-from kernels.registry import REGISTRY
+from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from tests.kernels.cross_compile_jobs import ARCHES, Job, problem
 
 FACTS_VERSION = "1"
@@ -136,12 +138,20 @@ class Compiler:
             self._compiled = []
             write_kv(*arguments)
             return
-        spec = next(row for row in REGISTRY if row.name == job.kernel)
-        tuned = TunedLaunch(job.launch, None, "job", measured=False)
-        selection = Selection(spec, ARCHES[job.sm], (tuned,), "job", ())
         batch, q, kv = _step(job)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2]) if job.problem.lse else None
+        if job.kernel == "combine_parts":
+            merge = CascadeDecode(job.problem, batch, SimpleNamespace(num_parts=4), None).merge
+            self._compiled = []
+            merge(out, lse)
+            return
+        spec = next(row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.name == job.kernel)
+        tuned = TunedLaunch(job.launch, None, "job", measured=False)
+        selection = Selection(spec, ARCHES[job.sm], (tuned,), "job", ())
+        if spec in PREFIX_REGISTRY:
+            out = torch.empty((4, q.shape[0] * q.shape[1], q.shape[2]))
+            lse = torch.empty(out.shape[:2])
         module, _, name = spec.target.partition(":")
         factory = getattr(importlib.import_module(module), name)
         self._compiled = [] if job.stage == "plan" else None
@@ -204,6 +214,7 @@ def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, torch.Tenso
     if problem.block_size is None:
         return PackedBatch(offsets, offsets, **bounds), q, torch.empty((2, 64, *heads), dtype=dtype)
     table = torch.empty((num_seqs, 8), dtype=torch.int32)
+    bounds["shared_prefix"] = 4 * problem.block_size
     batch = PagedBatch(offsets, torch.empty(num_seqs, dtype=torch.int32), table, **bounds)
     return batch, q, torch.empty((2, 3, problem.block_size, *heads), dtype=dtype)
 

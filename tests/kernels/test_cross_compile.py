@@ -25,9 +25,14 @@ JOBS = [job for sm in ARCHES for job in jobs_for(sm)]
 
 def family(job: Job) -> str | None:
     """Name the tensor core instruction that a launch must use; None where there is none to use."""
-    if job.kernel == "write_kv" or job.stage == "plan" or job.problem.dtype == "float32":
+    if (
+        job.kernel in ("write_kv", "combine_parts")
+        or job.stage == "plan"
+        or job.problem.dtype == "float32"
+    ):
         return None
-    if job.problem.phase is Phase.PREFILL and job.name != "safe default":
+    wide = job.problem.phase is Phase.PREFILL or job.kernel.endswith("prefix")
+    if wide and job.name != "safe default":
         return {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(job.sm, "mma.sync")
     return "mma.sync"
 

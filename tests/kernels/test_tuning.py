@@ -10,11 +10,11 @@ import pytest
 from kernels import tuning
 from kernels.arch import CATALOGUE
 from kernels.plan import DTYPES, AttentionProblem, LaunchConfig, Phase
-from kernels.registry import REGISTRY
+from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.tuning import table, table_for, tables, tuned_launches
 from kernels.tuning.check import mistakes, shared_memory_estimate
 
-TRITON_ROWS = [row for row in REGISTRY if row.launch]
+TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 SMALL = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 1, "programs_per_sm": 2}
 

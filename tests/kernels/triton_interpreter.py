@@ -21,6 +21,8 @@ _VARIABLE = "TRITON_INTERPRET"
 _MODULES = (
     "kernels.attention.portable_prefill",
     "kernels.attention.portable_decode",
+    "kernels.attention.portable_prefix",
+    "kernels.attention.cascade_decode",
     "kernels.attention.portable_write_kv",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
