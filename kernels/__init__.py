@@ -25,6 +25,7 @@ from kernels.cascade import (
     prefix_selection,
     rest_of,
     shared_prefix_pays,
+    takes_shared_prefix,
 )
 from kernels.errors import KernelError, NoKernelError, ShapeError
 from kernels.fused.torch_ops import apply_rope, rms_norm, rope_tables, silu_and_mul
@@ -68,6 +69,7 @@ __all__ = [
     "select",
     "shared_prefix_pays",
     "silu_and_mul",
+    "takes_shared_prefix",
     "write_kv",
 ]
 

@@ -61,6 +61,11 @@ def prefix_selection(problem: AttentionProblem, arch: GPUArch) -> Selection | No
     return selection
 
 
+def takes_shared_prefix(problem: AttentionProblem, arch: GPUArch) -> bool:
+    """Whether a `PagedBatch.shared_prefix` is of any use to a problem."""
+    return prefix_selection(problem, arch) is not None
+
+
 def check_prefix(batch: PagedBatch, block_size: int) -> None:
     """Compare what a batch promises to share with its bounds, which the host knows.
 

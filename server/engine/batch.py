@@ -16,6 +16,7 @@ import numpy as np
 
 from kernels import PagedBatch
 from model.transfer import upload
+from server.engine.shared_prefix import shared_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from model.transfer import HostArray
     from server.engine.scheduler import ScheduledSequence, SchedulerOutput
+    from server.engine.shared_prefix import SharingPays
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,20 @@ class ModelInput:
     last_rows: torch.Tensor
 
 
-def build_batch(output: SchedulerOutput, block_size: int, device: torch.device) -> ModelInput:
+def build_batch(
+    output: SchedulerOutput,
+    block_size: int,
+    device: torch.device,
+    sharing_pays: SharingPays | None = None,
+) -> ModelInput:
     """Lay out one step.
 
     Args:
         output: at least one scheduled sequence; its blocks are reserved.
         block_size: S, tokens per block.
         device: where the tensors go.
+        sharing_pays: asked whether to read once what the one-token sequences share; None where no
+            kernel can.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -73,7 +82,10 @@ def build_batch(output: SchedulerOutput, block_size: int, device: torch.device) 
         slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
         if s.samples:
             last_rows.append(len(ids) - 1)
-    groups = [_host_batch(group, block_size) for group in (output.decode, output.prefill)]
+    groups = [
+        _host_batch(output.decode, block_size, sharing_pays),
+        _host_batch(output.prefill, block_size, None),
+    ]
     tensors = iter(
         upload(
             [
@@ -98,6 +110,7 @@ class _HostBatch(NamedTuple):
     num_tokens: int
     max_seqlen_q: int
     max_seqlen_k: int
+    shared_prefix: int
 
     def on_device(self, tensors: Iterator[torch.Tensor]) -> PagedBatch:
         """Take the three tensors that `arrays` became."""
@@ -109,10 +122,13 @@ class _HostBatch(NamedTuple):
             num_tokens=self.num_tokens,
             max_seqlen_q=self.max_seqlen_q,
             max_seqlen_k=self.max_seqlen_k,
+            shared_prefix=self.shared_prefix,
         )
 
 
-def _host_batch(scheduled: Sequence[ScheduledSequence], block_size: int) -> _HostBatch | None:
+def _host_batch(
+    scheduled: Sequence[ScheduledSequence], block_size: int, sharing_pays: SharingPays | None
+) -> _HostBatch | None:
     if not scheduled:
         return None
     lengths = [s.start + s.num_tokens for s in scheduled]
@@ -125,9 +141,14 @@ def _host_batch(scheduled: Sequence[ScheduledSequence], block_size: int) -> _Hos
         blocks = s.sequence.block_table[:width]
         row[: len(blocks)] = blocks
         cu_seqlens.append(cu_seqlens[-1] + s.num_tokens)
+    shared = 0
+    if sharing_pays is not None:
+        num_computed = min(s.start for s in scheduled)
+        shared = shared_tokens(table, num_computed, block_size, sharing_pays)
     return _HostBatch(
         (np.array(cu_seqlens, np.int32), np.array(lengths, np.int32), table),
         num_tokens=cu_seqlens[-1],
         max_seqlen_q=max(s.num_tokens for s in scheduled),
         max_seqlen_k=max_seqlen_k,
+        shared_prefix=shared,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,14 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from kernels import detect, select
+from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import SamplingRow, TokenHistory
 from server.engine.batch import build_batch
 from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
-from server.engine.warm_up import crowds, first_steps, largest_step
+from server.engine.warm_up import crowds, first_steps, largest_step, sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from server.engine.batch import ModelInput
     from server.engine.scheduler import SchedulerConfig
     from server.engine.sequence import Sequence
+    from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput
 
 # Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
@@ -68,6 +70,7 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._device = kv_cache.layer(0).device
+        self._sharing_pays = self._find_sharing()
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}
 
@@ -106,8 +109,11 @@ class ModelRunner:
         Args:
             output: at least one scheduled sequence; its blocks are reserved.
         """
+        return self._execute(output, self._sharing_pays)
+
+    def _execute(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> StepResult:
         scheduled = (*output.decode, *output.prefill)
-        batch, metadata = self._prepare(output)
+        batch, metadata = self._prepare(output, sharing_pays)
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
         rows = [self._sampling_row(s.sequence) for s in scheduled if s.samples]
         sampled: list[SampledToken] = []
@@ -134,6 +140,9 @@ class ModelRunner:
             if self._device.type == "cuda":
                 for output in crowds(length, limits, block_size):
                     self._plan(output)
+            if self._sharing_pays is not None:
+                for output in sharing(length, limits, block_size):
+                    self._compute_invented(output, lambda *_: True)
         if self._device.type == "cuda":
             self.compute_largest_step(limits)
 
@@ -153,9 +162,24 @@ class ModelRunner:
         plan = explain_model(self._model, self._kv_cache.block_size, detect(self._device))
         return msgspec.convert(plan, PlanReport, from_attributes=True)
 
-    def _prepare(self, output: SchedulerOutput) -> tuple[ModelInput, AttentionMetadata]:
+    def _find_sharing(self) -> SharingPays | None:
+        """Tell when a step should read once what its sequences share; None where no layer can."""
+        arch = detect(self._device)
+        takers = [
+            problem
+            for problem in self._model.attention_problems(self._kv_cache.block_size)
+            if problem.phase is Phase.DECODE and takes_shared_prefix(problem, arch)
+        ]
+        if not takers:
+            return None
+        # Full layers alone take it, and a model's are all alike.
+        return functools.partial(shared_prefix_pays, takers[0], arch)
+
+    def _prepare(
+        self, output: SchedulerOutput, sharing_pays: SharingPays | None
+    ) -> tuple[ModelInput, AttentionMetadata]:
         """Lay out a step and plan its attention; on a GPU both are queued, not waited for."""
-        batch = build_batch(output, self._kv_cache.block_size, self._device)
+        batch = build_batch(output, self._kv_cache.block_size, self._device, sharing_pays)
         metadata = self._model.attention_metadata(
             batch.slot_mapping, self._kv_cache.block_size, batch.decode, batch.prefill
         )
@@ -163,10 +187,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _plan(self, output: SchedulerOutput) -> None:
-        self._prepare(output)
+        self._prepare(output, None)
 
-    def _compute_invented(self, output: SchedulerOutput) -> None:
-        self.execute(output)
+    @torch.inference_mode()
+    def _compute_invented(
+        self, output: SchedulerOutput, sharing_pays: SharingPays | None = None
+    ) -> None:
+        self._execute(output, sharing_pays or self._sharing_pays)
         for scheduled in (*output.decode, *output.prefill):
             self.forget(scheduled.sequence.request_id)
 

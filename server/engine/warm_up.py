@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from server.engine.request import GenerateRequest, SamplingParams
 from server.engine.sequence import Sequence
+from server.engine.shared_prefix import ALIGNMENT
 from server.engine.step import ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -52,6 +53,21 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
         yield _output(tuple(_chunk(s, 1) for s in members), ())
         yield _output((), tuple(_chunk(s, 2) for s in members))
         count *= 2
+
+
+def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
+    """Two sequences that share the fewest tokens that may be read once: the kernels of such a step.
+
+    Args:
+        length: tokens of the longer one behind those, at least 2.
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    shared = ALIGNMENT * block_size
+    if shared < limits.max_model_len and limits.max_num_seqs > 1:
+        shorter = _sequence(shared + 1, block_size, _GREEDY)
+        longer = _sequence(min(shared + length, limits.max_model_len), block_size, _GREEDY)
+        yield _output((_chunk(shorter, 1), _chunk(longer, 1)), ())
 
 
 def largest_step(

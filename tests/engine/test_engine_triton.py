@@ -46,6 +46,22 @@ def config(folder):
     )
 
 
+@pytest.fixture
+def prefixes(monkeypatch):
+    """Shared tokens of every launch that reads them once."""
+    from kernels.attention.portable_prefix import PortablePrefix
+
+    seen = []
+    call = PortablePrefix.__call__
+
+    def counted(self, *arguments):
+        seen.append(self._batch.shared_prefix)
+        call(self, *arguments)
+
+    monkeypatch.setattr(PortablePrefix, "__call__", counted)
+    return seen
+
+
 def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(request, tmp_path):
     folder = write_tiny_checkpoint(tmp_path, head_dim=32)
     rng = random.Random(1)
@@ -61,3 +77,34 @@ def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(
     for output in crowds(128, LIMITS, 16):
         runner._plan(output)
     runner.compute_largest_step(LIMITS)
+
+
+def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
+    request, monkeypatch, prefixes, tmp_path
+):
+    folder = write_tiny_checkpoint(tmp_path, head_dim=32)
+    prompt = [3 + index for index in range(70)]
+    asked = [greedy(i, [*prompt, *range(20 * i, 23 * i)], 4) for i in range(1, 4)]
+
+    def answers():
+        engine = LocalEngine(config(folder))
+        first = tokens(engine.generate([greedy(0, prompt, 2)])[0])
+        return [first, *(tokens(events) for events in engine.generate(asked))]
+
+    expected = answers()
+    request.getfixturevalue("as_on_a_gpu")
+    monkeypatch.setattr(server.engine.model_runner, "shared_prefix_pays", lambda *_: True)
+
+    assert answers() == expected
+    assert len(prefixes) > 4
+    assert set(prefixes) == {64}
+
+
+def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
+    monkeypatch, as_on_a_gpu, prefixes, tmp_path
+):
+    engine = LocalEngine(config(write_tiny_checkpoint(tmp_path, head_dim=32)))
+
+    # Twice, once for each layer, for the one length at which a decode's tiles change.
+    assert prefixes == [64, 64]
+    assert engine.engine._runner._sharing_pays is not None
