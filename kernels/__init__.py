@@ -240,7 +240,9 @@ def prefill_attention(
             scaled scores, -inf with nothing to attend to; where the problem asks for it.
 
     Raises:
-        ShapeError: a shape, stride or dtype differs from the plan's.
+        ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot
+            address a tensor: `hopper_prefill` takes addresses and strides of q, kv and out that are
+            multiples of 16 bytes.
     """
     _check_attention(q, kv, plan, out, Phase.PREFILL)
     _check_lse(lse, plan)

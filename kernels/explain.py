@@ -228,12 +228,15 @@ def _explain_launch(
     if problem.phase is Phase.DECODE:
         splits = _splits_per_sequence(problem, launch, selection.arch, num_seqs, context)
     row_tiles = -(-query_tokens * problem.group_size // launch.block_m)
+    programs = num_seqs * (splits or 1) * row_tiles * problem.num_kv_heads
+    if selection.spec.persistent:
+        programs = min(programs, selection.arch.num_sms)
     return LaunchPlan(
         block_m=launch.block_m,
         block_n=launch.block_n,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
-        num_programs=num_seqs * (splits or 1) * row_tiles * problem.num_kv_heads,
+        num_programs=programs,
         num_kv_splits=splits,
         provenance=tuned.provenance,
         measured=tuned.measured,

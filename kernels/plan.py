@@ -181,7 +181,7 @@ class LaunchConfig:
     Attributes:
         block_m: query rows per tile; a row is one query head of one token.
         block_n: keys per tile.
-        num_warps: warps per thread block.
+        num_warps: warps per thread block; of each role where a kernel gives its warps several.
         num_stages: tiles in flight.
         programs_per_sm: thread blocks that the split plan of a decode aims at, per SM.
         one_loop: whether a prefill masks every tile, which saves a second loop's start.
@@ -245,6 +245,8 @@ class KernelSpec:
         sm: lowest and highest compute capability, both included; None for no GPU.
         head_dims: accepted head dims; None for any.
         block_sizes: smallest and largest block size, both included; None for any.
+        power_of_two_blocks: whether a block size must be a power of two.
+        group_sizes: accepted numbers of query heads per key-value head; None for any.
         packed: whether it reads packed keys and values too.
         sliding_window: whether it can limit attention to a window.
         softcap: whether it can cap scores.
@@ -252,6 +254,8 @@ class KernelSpec:
         several_queries: whether a decode may have more than one query token per sequence.
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether a sequence's result can be made independent of its batch.
+        persistent: whether at most one thread block per SM is launched, which takes tile after tile.
+        row_tiles: values of `block_m` that it is written for; None for any power of two.
         launch: tile sizes that are safe wherever it runs; `kernels/tuning` has better ones. None
             where there is nothing to launch.
         note: what a reader of the plan should know about this row.
@@ -266,6 +270,8 @@ class KernelSpec:
     sm: tuple[int, int] | None = None
     head_dims: frozenset[int] | None = None
     block_sizes: tuple[int, int] | None = None
+    power_of_two_blocks: bool = False
+    group_sizes: frozenset[int] | None = None
     packed: bool = False
     sliding_window: bool = True
     softcap: bool = True
@@ -273,6 +279,8 @@ class KernelSpec:
     several_queries: bool = False
     lse: bool = False
     batch_invariant: bool = False
+    persistent: bool = False
+    row_tiles: frozenset[int] | None = None
     launch: LaunchConfig | None = None
     note: str = ""
     arch_note: str = ""
@@ -291,7 +299,16 @@ class KernelSpec:
                 not self._takes_block_size(problem.block_size),
                 f"block_size {problem.block_size} is not from {self._block_range()}",
             ),
+            (
+                self.power_of_two_blocks and (problem.block_size or 1).bit_count() > 1,
+                f"block_size {problem.block_size} is not a power of two",
+            ),
             (problem.block_size is None and not self.packed, "no packed keys and values"),
+            (
+                self.group_sizes is not None and problem.group_size not in self.group_sizes,
+                f"{problem.group_size} query heads per key-value head is not one of "
+                f"{sorted(self.group_sizes or ())}",
+            ),
             (problem.sliding_window is not None and not self.sliding_window, "no sliding window"),
             (problem.softcap is not None and not self.softcap, "no softcap"),
             (not problem.causal and not self.non_causal, "causal only"),
@@ -324,7 +341,9 @@ class KernelSpec:
             return "needs a GPU"
         if self.sm is None:
             return "runs on the CPU only"
-        text = f"needs sm_{self.sm[0]} to sm_{self.sm[1]}, this is sm_{arch.sm}"
+        lowest, highest = self.sm
+        needed = f"sm_{lowest}" if lowest == highest else f"sm_{lowest} to sm_{highest}"
+        text = f"needs {needed}, this is sm_{arch.sm}"
         return f"{text} ({self.arch_note})" if self.arch_note else text
 
 

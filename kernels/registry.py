@@ -9,10 +9,31 @@ from kernels.plan import DTYPES, KernelSpec, LaunchConfig, Phase
 
 _ANY_GPU = (0, 999)
 _AMPERE_ON = (80, 129)
+_HOPPER = (90, 90)
+_NO_WGMMA = "wgmma and setmaxnreg are Hopper's"
 _NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 _HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
 
 REGISTRY: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="hopper_prefill",
+        phase=Phase.PREFILL,
+        target="kernels.attention.hopper_prefill:HopperPrefill",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        sm=_HOPPER,
+        head_dims=frozenset({64, 128, 256}),
+        block_sizes=(16, 256),
+        power_of_two_blocks=True,
+        group_sizes=frozenset({1, 2, 4, 8, 16, 32, 64}),
+        packed=True,
+        non_causal=True,
+        lse=True,
+        batch_invariant=True,
+        persistent=True,
+        row_tiles=frozenset({128, 192}),
+        launch=LaunchConfig(block_m=128, block_n=64, num_warps=4, num_stages=2),
+        arch_note=_NO_WGMMA,
+    ),
     KernelSpec(
         name="portable_prefill",
         phase=Phase.PREFILL,

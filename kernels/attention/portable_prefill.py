@@ -169,6 +169,44 @@ def prefill(
         tl.store(lse + out_row, log_sum * LN_2, mask=exists)
 
 
+def plan_tiles(
+    problem: AttentionProblem, batch: PagedBatch | PackedBatch, block_m: int
+) -> tuple[Tensor, Tensor]:
+    """List the tiles of a step on its device.
+
+    Args:
+        problem: for its heads.
+        batch: for its lengths.
+        block_m: query rows of a tile.
+
+    Returns:
+        The tiles as in `list_tiles`, and the block table; for packed keys something in its place
+        that is never read.
+    """
+    group, num_seqs = problem.group_size, batch.num_seqs
+    # Tiles are counted per sequence: each may end with a partial one.
+    most = batch.num_tokens * group // block_m + num_seqs
+    cu_seqlens_q = batch.cu_seqlens_q
+    tiles = torch.empty((most, _TILE_FIELDS.value), dtype=torch.int32, device=cu_seqlens_q.device)
+    if isinstance(batch, PagedBatch):
+        table, seq_lens, cu_seqlens_k = batch.block_table, batch.seq_lens, cu_seqlens_q
+    else:
+        table, seq_lens, cu_seqlens_k = tiles, cu_seqlens_q, batch.cu_seqlens_k
+    list_tiles[(most,)](
+        tiles,
+        cu_seqlens_q,
+        seq_lens,
+        cu_seqlens_k,
+        num_seqs,
+        GROUP=group,
+        PAGED=isinstance(batch, PagedBatch),
+        BLOCK_M=block_m,
+        BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
+        num_warps=1,
+    )
+    return tiles, table
+
+
 class PortablePrefill:
     """One step's prefill attention on a GPU; shapes as in the door's `prefill_attention`."""
 
@@ -176,32 +214,10 @@ class PortablePrefill:
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
         launch = selection.launch_for(batch.max_seqlen_k)
-        device = batch.cu_seqlens_q.device
-        group, num_seqs = problem.group_size, batch.num_seqs
-        # Tiles are counted per sequence: each may end with a partial one.
-        most = batch.num_tokens * group // launch.block_m + num_seqs
-        self._tiles = torch.empty((most, _TILE_FIELDS.value), dtype=torch.int32, device=device)
-        cu_seqlens_q = batch.cu_seqlens_q
-        if isinstance(batch, PagedBatch):
-            self._table = batch.block_table
-            seq_lens, cu_seqlens_k = batch.seq_lens, cu_seqlens_q
-        else:
-            self._table = self._tiles  # never read
-            seq_lens, cu_seqlens_k = cu_seqlens_q, batch.cu_seqlens_k
+        group = problem.group_size
+        self._tiles, self._table = plan_tiles(problem, batch, launch.block_m)
         paged = isinstance(batch, PagedBatch)
-        list_tiles[(most,)](
-            self._tiles,
-            cu_seqlens_q,
-            seq_lens,
-            cu_seqlens_k,
-            num_seqs,
-            GROUP=group,
-            PAGED=paged,
-            BLOCK_M=launch.block_m,
-            BLOCK_B=max(FEWEST_SEQUENCES, triton.next_power_of_2(num_seqs)),
-            num_warps=1,
-        )
-        self._grid = (most, problem.num_kv_heads)
+        self._grid = (self._tiles.shape[0], problem.num_kv_heads)
         d1, d2 = split_head_dim(problem.head_dim)
         self._problem = problem
         self._constants = {

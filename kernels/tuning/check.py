@@ -75,7 +75,7 @@ def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int)
         yield f"dtypes {row['dtypes']} are not among {', '.join(DTYPES)}"
     elif not row["head_dims"] or not set(row["head_dims"]) <= (spec.head_dims or set()):
         yield f"head_dims {row['head_dims']} are not among {sorted(spec.head_dims or ())}"
-    elif wrong := list(_launch_mistakes(row["launch"])):
+    elif wrong := list(_launch_mistakes(row["launch"], spec.row_tiles)):
         yield from wrong
     else:
         launch = LaunchConfig(**row["launch"])
@@ -92,13 +92,19 @@ def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int)
         yield f"provenance is {row['provenance']!r}; it must say where the numbers come from"
 
 
-def _launch_mistakes(launch: dict[str, Any]) -> Iterator[str]:
+def _launch_mistakes(
+    launch: dict[str, Any], row_tiles: frozenset[int] | None = None
+) -> Iterator[str]:
     for name, least, most in (
         ("block_m", _SMALLEST_TILE, 256),
         ("block_n", _SMALLEST_TILE, 256),
         ("num_warps", 1, 16),
     ):
         value = launch[name]
+        if name == "block_m" and row_tiles is not None:
+            if value not in row_tiles:
+                yield f"block_m is {value!r}; this kernel has {sorted(row_tiles)}"
+            continue
         if not _is_count(value) or not least <= value <= most or value.bit_count() != 1:
             yield f"{name} is {value!r}; it must be a power of two from {least} to {most}"
     for name, most in (("num_stages", 8), ("programs_per_sm", 32)):

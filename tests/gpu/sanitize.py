@@ -6,8 +6,9 @@
 
 Without PyTorch's caching of memory, an access past a tensor's end leaves the allocation and is seen.
 The cases: splits and their merge, one split only, window, softcap, a head dim of two parts, several row
-tiles, packed keys, keys of no sequence, and writes with skipped slots. The results are compared with the
-reference too. About 12 compilations; run it once without the sanitizer to fill the compiler's cache.
+tiles, packed keys, keys of no sequence, work items without keys, and writes with skipped slots. The
+results are compared with the reference too. About 20 compilations; run it once without the sanitizer to
+fill the compiler's cache.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PREFILL_CASES = [
     (("float16", 7, 1, 80, 48, {"sliding_window": 20, "softcap": 15.0}), [40, 65], [90, 65]),
     (("float32", 6, 2, 64, 16, {}), [17, 40], [100, 40]),
     (("bfloat16", 6, 6, 64, None, {"causal": False}), [50, 30], [80, 0]),
+    (("bfloat16", 8, 2, 64, 32, {"sliding_window": 150, "lse": True}), [230, 1, 3], [400, 0, 3]),
+    (("float16", 8, 1, 256, 16, {"softcap": 15.0}), [65, 1, 20], [300, 0, 20]),
 ]
 DECODE_CASES = [
     (("bfloat16", 8, 2, 128, 16, {"lse": True}), [1, 1, 1, 1], [1500, 1, 0, 300]),

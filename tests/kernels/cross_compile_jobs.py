@@ -69,6 +69,18 @@ class Job:
         return f"sm_{self.sm} {self.kernel} {self.stage}{name} {tile}{loop}: {self.problem}"
 
 
+_HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
+    "window, softcap, lse, 1 head a group": {
+        "num_heads": 8, "sliding_window": 1000, "softcap": 30.0, "lse": True,
+    },
+    "packed, window, not causal, 2 heads a group": {
+        "num_heads": 16, "block_size": None, "causal": False, "sliding_window": 1000, "lse": True,
+    },
+    "8 heads a group, blocks of 64": {"num_heads": 64, "block_size": 64, "lse": True},
+    "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
+}  # fmt: skip
+
+
 def problem(
     phase: Phase, dtype: str = "bfloat16", head_dim: int = 128, **more: Any
 ) -> AttentionProblem:
@@ -125,13 +137,20 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     elif spec.several_queries:
         variants["4 queries"] = {"max_query_tokens": 4}
         variants["8 queries in two tiles, window"] = {"max_query_tokens": 8, "sliding_window": 1000}
-    asked = {
-        name: problem(spec.phase, **(fixed_fields(spec) | fields))
+    head_dims = [128]
+    if spec.name == "hopper_prefill":
+        variants |= _HOPPER_VARIANTS
+        # Its registers are counted out for each tile, so each may spill alone.
+        head_dims = sorted(spec.head_dims or ())
+    asked = [
+        (name, problem(spec.phase, head_dim=head_dim, **(fixed_fields(spec) | fields)))
         for name, fields in variants.items()
-    }
+        for head_dim in head_dims
+    ]
     return [
         _job(sm, spec, it, launch, name)
-        for name, it in asked.items()
+        for name, it in asked
+        if not spec.refuse(it, ARCHES[sm])
         for launch in _launches(spec, it, sm)[-1:]
     ]
 
@@ -141,7 +160,12 @@ def _planning(sm: int) -> list[Job]:
     prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
     packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
     launch = LaunchConfig(64, 64, 4, 2)
+    hopper = [row for row in compiled_rows(sm) if row.name == "hopper_prefill"]
     return [
+        *(
+            Job(sm, row.name, "plan", prefill, LaunchConfig(192, 64, 4, 2), 1, "192 rows")
+            for row in hopper
+        ),
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
         Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
         Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),

@@ -44,9 +44,12 @@ from kernels.plan import LaunchConfig, PackedBatch, PagedBatch, Phase, Selection
 from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from tests.kernels.cross_compile_jobs import ARCHES, Job, problem
 
-FACTS_VERSION = "1"
+FACTS_VERSION = "2"
 """Part of the name of cached facts: change it when they change."""
-PTX_INSTRUCTIONS = ("mma.sync", "cp.async.cg", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32")
+PTX_INSTRUCTIONS = (
+    "mma.sync", "cp.async.cg", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32", "cp.async.bulk.tensor",
+    "setmaxnreg",
+)  # fmt: skip
 SASS_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "LDSM", "FFMA", "FFMA2", "LDL", "STL")
 _USAGE = re.compile(r"Used (\d+) registers")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

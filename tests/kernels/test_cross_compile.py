@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for 
 REGISTERS = 64 * 1024
 """32-bit registers of an SM, the same on all architectures here."""
 FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+BULK_COPIES = {"hopper_prefill"}
+"""Rows whose loads are the tensor memory accelerator's, by a warp of its own."""
 JOBS = [job for sm in ARCHES for job in jobs_for(sm)]
 
 
@@ -31,6 +33,8 @@ def family(job: Job) -> str | None:
         or job.problem.dtype == "float32"
     ):
         return None
+    if job.kernel in BULK_COPIES:
+        return "wgmma.mma_async"
     wide = job.problem.phase is Phase.PREFILL or job.kernel.endswith("prefix")
     if wide and job.name != "safe default":
         return {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(job.sm, "mma.sync")
@@ -54,8 +58,12 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
     if used != ([wanted] if wanted else []):
         found.append(f"multiplies with {used or 'no tensor cores'}, wanted {wanted}")
     pipelined = wanted is not None and job.launch.num_stages > 1
-    if pipelined and not facts["ptx"].get("cp.async.cg"):
+    bulk = job.kernel in BULK_COPIES
+    if pipelined and not bulk and not facts["ptx"].get("cp.async.cg"):
         found.append("loads nothing ahead with cp.async")
+    if wanted is not None and bulk:
+        needed = ("cp.async.bulk.tensor", "setmaxnreg")
+        found += [f"has no {name}" for name in needed if not facts["ptx"].get(name)]
     return found
 
 
@@ -82,9 +90,12 @@ GOOD = {
     "registers": 128, "threads": 256, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 1024,
     "warnings": [], "ptx": {"wgmma.mma_async": 24, "cp.async.cg": 8},
 }  # fmt: skip
-HOPPER_PREFILL = next(
-    job for job in JOBS
-    if job.sm == 90 and family(job) == "wgmma.mma_async" and job.launch.num_stages > 1
+PORTABLE, HOPPER = (
+    next(
+        job for job in JOBS
+        if job.kernel == name and family(job) == "wgmma.mma_async" and job.launch.num_stages > 1
+    )
+    for name in ("portable_prefill", "hopper_prefill")
 )  # fmt: skip
 
 
@@ -104,9 +115,19 @@ HOPPER_PREFILL = next(
     ids=str,
 )  # fmt: skip
 def test_each_fault_is_found(change, fault):
-    found = faults(HOPPER_PREFILL, GOOD | change)
+    found = faults(PORTABLE, GOOD | change)
 
     assert found == [] if fault is None else fault in "; ".join(found)
+
+
+@pytest.mark.parametrize("missing", ["cp.async.bulk.tensor", "setmaxnreg", None])
+def test_a_row_that_copies_in_bulk_must_do_so_and_share_out_its_registers(missing):
+    instructions = {"wgmma.mma_async": 24, "cp.async.bulk.tensor": 8, "setmaxnreg": 3}
+    instructions.pop(missing, None)
+
+    found = faults(HOPPER, GOOD | {"ptx": instructions})
+
+    assert found == ([f"has no {missing}"] if missing else [])
 
 
 def test_a_compiler_that_ends_its_process_is_a_fault_of_its_job_alone(tmp_path):

@@ -59,7 +59,7 @@ def test_our_kernels_have_a_launch_that_says_where_it_is_from():
 def test_a_pytorch_row_has_no_launch_and_says_what_was_refused():
     for phase in explained("t4", dtype="float16").phases:
         assert all(step.launch is None for step in phase.steps)
-        assert "tensor cores from sm_80 on" in phase.refused[0].reasons[0]
+        assert "tensor cores from sm_80 on" in phase.refused[-1].reasons[0]
 
 
 def test_steps_longer_than_the_model_are_cut_and_not_repeated():
@@ -95,9 +95,16 @@ def test_a_window_leaves_fewer_keys_to_split_and_read():
 
 
 def test_a_prefill_launches_a_program_for_each_tile_of_packed_heads():
-    step = explained("h100").phases[0].steps[1]
+    step = explained("a100").phases[0].steps[1]
 
     assert step.launch.num_programs == 8 * -(-512 * 4 // step.launch.block_m)
+
+
+def test_a_kernel_whose_programs_stay_launches_no_more_of_them_than_there_are_sms():
+    first, _, long, *_ = explained("h100").phases[0].steps
+
+    assert first.launch.num_programs == 8 * -(-128 * 4 // first.launch.block_m)
+    assert long.launch.num_programs == CATALOGUE["h100"].num_sms
 
 
 def test_the_tile_follows_the_length_where_the_table_has_several(monkeypatch):

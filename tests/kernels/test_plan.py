@@ -79,9 +79,49 @@ def test_our_kernels_are_chosen_from_sm_80_on_for_every_head_dim(arch, phase, dt
     for head_dim in HEAD_DIMS:
         selection = kernels.select(problem(phase, dtype, head_dim=head_dim), CATALOGUE[arch])
 
-        assert selection.spec.name == f"portable_{phase.value}"
-        assert selection.refusals == ()
+        assert not selection.spec.cpu
+        assert selection.spec.phase is phase
         assert selection.launch_for(1 << 20).block_n >= 16
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 8},
+        {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"block_size": None},
+        {"causal": False}, {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True},
+        {"batch_invariant": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("arch", ["h100", "h200"])
+def test_hopper_has_a_prefill_of_its_own(arch, more):
+    assert kernels.select(problem(**more), CATALOGUE[arch]).spec.name == "hopper_prefill"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"num_heads": 24}, "3 query heads per key-value head is not one of [1, 2, 4, 8, 16, 32, 64]"),
+        ({"num_heads": 128, "num_kv_heads": 1}, "128 query heads per key-value head is not one of"),
+        ({"head_dim": 32}, "head_dim 32 is not one of [64, 128, 256]"),
+        ({"head_dim": 80}, "head_dim 80 is not one of"),
+        ({"head_dim": 96}, "head_dim 96 is not one of"),
+        ({"head_dim": 192}, "head_dim 192 is not one of"),
+        ({"block_size": 8}, "block_size 8 is not from 16 to 256"),
+        ({"block_size": 48}, "block_size 48 is not a power of two"),
+        ({"dtype": "float32"}, "no float32"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_prefill(more, reason):
+    selection = kernels.select(problem(**more), CATALOGUE["h100"])
+
+    assert selection.spec.name == "portable_prefill"
+    (refusal,) = selection.refusals
+    assert refusal.kernel == "hopper_prefill"
+    (told,) = refusal.reasons
+    assert told.startswith(reason)
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -92,9 +132,11 @@ def test_turing_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
     assert selection.spec.name == f"torch_{phase.value}"
     assert selection.launches == ()
     assert "the kernel of the CPU, the fallback of every GPU" in selection.why
-    assert [str(refusal) for refusal in selection.refusals] == [
+    refused = [str(refusal) for refusal in selection.refusals]
+    assert all(f"_{phase.value}: needs sm_" in text for text in refused)
+    assert refused[-1] == (
         f"portable_{phase.value}: needs sm_80 to sm_129, this is sm_75 ({NO_TENSOR_CORES})"
-    ]
+    )
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -104,9 +146,9 @@ def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
 
     assert selection.spec.name == f"torch_{phase.value}"
     assert "the kernel of the CPU, the fallback of every GPU" in selection.why
-    assert [str(refusal) for refusal in selection.refusals] == [
-        f"portable_{phase.value}: needs a GPU"
-    ]
+    refused = [str(refusal) for refusal in selection.refusals]
+    assert all(f"_{phase.value}: needs a GPU" in text for text in refused)
+    assert refused[-1] == f"portable_{phase.value}: needs a GPU"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +162,8 @@ def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
 )  # fmt: skip
 @pytest.mark.parametrize("phase", list(Phase))
 def test_our_kernels_take_every_shape_and_wish_that_they_promise(phase, more):
-    assert kernels.select(problem(phase, **more), CATALOGUE["h100"]).spec.name.startswith(
-        "portable_"
-    )
+    for arch in ("a100", "h100"):
+        assert not kernels.select(problem(phase, **more), CATALOGUE[arch]).spec.cpu
 
 
 @pytest.mark.parametrize(
@@ -167,7 +208,7 @@ def test_the_launch_of_the_shortest_length_that_fits_is_taken():
     ("asked", "arch", "reason"),
     [
         (problem(), "cpu", "needs a GPU"),
-        (problem(), "a100", "needs sm_90 to sm_90, this is sm_80"),
+        (problem(), "a100", "needs sm_90, this is sm_80"),
         (problem(dtype="float32"), "h100", "no float32"),
         (problem(head_dim=96), "h100", "head_dim 96 is not one of [64, 128]"),
         (problem(block_size=8), "h100", "block_size 8 is not from 16 to 64"),
@@ -221,7 +262,7 @@ def test_what_our_kernels_do_not_take_falls_to_the_pytorch_rows_with_the_limit(p
     selection = kernels.select(problem(phase, **more), CATALOGUE["h100"])
 
     assert selection.spec.name == f"torch_{phase.value}"
-    assert selection.refusals == ((f"portable_{phase.value}", (reason,)),)
+    assert selection.refusals[-1] == (f"portable_{phase.value}", (reason,))
 
 
 def test_a_row_names_all_of_its_reasons():
@@ -229,7 +270,7 @@ def test_a_row_names_all_of_its_reasons():
 
     assert reasons == (
         "solves prefill only",
-        "needs sm_90 to sm_90, this is sm_75",
+        "needs sm_90, this is sm_75",
         "no float32",
         "head_dim 80 is not one of [64, 128]",
     )
@@ -238,7 +279,9 @@ def test_a_row_names_all_of_its_reasons():
 def test_rows_of_the_other_phase_are_not_reported_as_passed_over():
     selection = kernels.select(problem(Phase.DECODE), CPU)
 
-    assert [refusal.kernel for refusal in selection.refusals] == ["portable_decode"]
+    refused = [refusal.kernel for refusal in selection.refusals]
+    assert "portable_decode" in refused
+    assert all(name.endswith("_decode") for name in refused)
 
 
 def test_without_a_kernel_the_error_lists_every_row_and_all_its_reasons():
@@ -249,7 +292,7 @@ def test_without_a_kernel_the_error_lists_every_row_and_all_its_reasons():
 
     assert str(caught.value) == (
         "no kernel for prefill float32 H=16 K=8 D=128 S=16 on NVIDIA T4 (sm_75):\n"
-        "  hopper_prefill: needs sm_90 to sm_90, this is sm_75; no float32\n"
+        "  hopper_prefill: needs sm_90, this is sm_75; no float32\n"
         "  host_only: runs on the CPU only; no float32"
     )
 

@@ -15,6 +15,8 @@ from kernels.tuning import table, table_for, tables, tuned_launches
 from kernels.tuning.check import mistakes, shared_memory_estimate
 
 TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
+EVERYWHERE = [row for row in TRITON_ROWS if row.sm == (80, 129)]
+PREFILL = next(row for row in EVERYWHERE if row.phase is Phase.PREFILL)
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 SMALL = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 1, "programs_per_sm": 2}
 
@@ -39,11 +41,18 @@ def test_every_gpu_of_the_catalogue_that_our_kernels_run_on_has_a_table_of_its_o
     assert wanted == set(tables())
 
 
-@pytest.mark.parametrize("spec", TRITON_ROWS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("arch", [a for a in CATALOGUE.values() if a.sm >= 80], ids=lambda a: a.key)
+@pytest.mark.parametrize(
+    ("spec", "arch"),
+    [
+        pytest.param(spec, arch, id=f"{spec.name}-{arch.key}")
+        for spec in TRITON_ROWS
+        for arch in CATALOGUE.values()
+        if spec.sm[0] <= arch.sm <= spec.sm[1]
+    ],
+)
 def test_every_head_dim_and_dtype_finds_a_row_for_any_length(spec, arch):
-    for dtype in DTYPES:
-        for head_dim in HEAD_DIMS:
+    for dtype in spec.dtypes:
+        for head_dim in spec.head_dims:
             launches = tuned_launches(spec, problem(spec.phase, dtype, head_dim=head_dim), arch)
 
             assert launches[-1].max_seqlen_k is None
@@ -78,8 +87,7 @@ def test_a_borrowed_row_says_so_and_counts_as_not_measured(monkeypatch):
     monkeypatch.setattr(tuning, "table", lambda sm: (row,))
 
     own, borrowed = (
-        tuned_launches(REGISTRY[0], problem(Phase.PREFILL, head_dim=32), gpu(sm))[0]
-        for sm in (86, 87)
+        tuned_launches(PREFILL, problem(Phase.PREFILL, head_dim=32), gpu(sm))[0] for sm in (86, 87)
     )
 
     assert (own.provenance, own.measured) == ("timed there", True)
@@ -88,7 +96,7 @@ def test_a_borrowed_row_says_so_and_counts_as_not_measured(monkeypatch):
 
 
 def test_what_no_table_knows_gets_the_safe_default_of_its_row_and_says_so(monkeypatch):
-    spec = TRITON_ROWS[0]
+    spec = PREFILL
     (without_table,) = tuned_launches(spec, problem(spec.phase), gpu(110))
     monkeypatch.setattr(tuning, "table", lambda sm: ())
     (without_row,) = tuned_launches(spec, problem(spec.phase), gpu(90))
@@ -107,10 +115,10 @@ def test_rows_come_by_ascending_length_and_a_batch_invariant_problem_gets_the_la
     asked = problem(Phase.PREFILL, head_dim=32)
     invariant = dataclasses.replace(asked, batch_invariant=True)
 
-    launches = tuned_launches(REGISTRY[0], asked, gpu(90))
+    launches = tuned_launches(PREFILL, asked, gpu(90))
 
     assert [row.max_seqlen_k for row in launches] == [512, None]
-    assert tuned_launches(REGISTRY[0], invariant, gpu(90)) == launches[-1:]
+    assert tuned_launches(PREFILL, invariant, gpu(90)) == launches[-1:]
 
 
 def sound_table():
@@ -125,7 +133,7 @@ def sound_table():
             "provenance": "a test",
             "measured": False,
         }
-        for spec in TRITON_ROWS
+        for spec in EVERYWHERE
     ]
 
 
@@ -168,6 +176,18 @@ def test_a_broken_row_is_named_with_its_value_and_the_limit(changes, message):
         (rows[0]["launch"] if key in rows[0]["launch"] else rows[0])[key] = value
 
     assert any(message in text for text in mistakes(86, rows)), mistakes(86, rows)
+
+
+@pytest.mark.parametrize("block_m", [64, 96, 256, "128"])
+def test_a_row_tile_that_the_kernel_was_not_written_for_is_a_mistake(block_m):
+    rows = [dict(row) for row in table(90)]
+    row = next(row for row in rows if row["kernel"] == "hopper_prefill")
+    assert {128, 192} >= {row["launch"]["block_m"]}
+    row["launch"] = row["launch"] | {"block_m": block_m}
+
+    (found,) = mistakes(90, rows)
+
+    assert found.endswith(f"block_m is {block_m!r}; this kernel has [128, 192]")
 
 
 def test_a_missing_field_is_named():

@@ -1,0 +1,230 @@
+"""What the roles of a Hopper kernel share: constants, buffers with their barriers, and work items.
+
+A buffer has two barriers: `full` completes when its bytes have arrived, `empty` when every consumer is done
+with it. A role counts what it has used of a ring and finds place and phase of a barrier in that count:
+
+    use n of a ring of S buffers    buffer n % S, phase (n // S) & 1
+
+The keys of an item are visited from its last tile to its first, so that the tiles that need masks come
+first. Knows nothing of how attention is computed.
+"""
+# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+ROWS = gl.constexpr(64)
+"""Query rows of a consumer: the rows of one warp group's matrix instruction."""
+_ITEM_ROOM = gl.constexpr(8)
+"""Integers from one posted item to the next: a power of two that holds the fields."""
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """The registers in which a warp group's product with so many columns ends up."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@aggregate
+class Constants:
+    """What a kernel is compiled for; sizes are elements, `PAGE` the keys of one bulk copy."""
+
+    HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    D: gl.constexpr
+    BLOCK_SIZE: gl.constexpr
+    PAGE: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    PAGED: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    SOFTCAP: gl.constexpr
+    LSE: gl.constexpr
+    OWN_OUTPUT: gl.constexpr
+    CONSUMERS: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
+        SOFTCAP, LSE, OWN_OUTPUT,
+    ) -> None:  # fmt: skip
+        self.HEADS = gl.constexpr(HEADS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.D = gl.constexpr(D)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.PAGE = gl.constexpr(PAGE)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.STAGES = gl.constexpr(STAGES)
+        self.PAGED = gl.constexpr(PAGED)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.LSE = gl.constexpr(LSE)
+        self.OWN_OUTPUT = gl.constexpr(OWN_OUTPUT)
+        self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
+        self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N))
+        self.O_LAYOUT = gl.constexpr(accumulator_layout(D))
+
+
+@aggregate
+class Pipeline:
+    """Shared memory and its barriers.
+
+    Attributes:
+        q: [2 or 4, ROWS, D] queries of one item, a part for each consumer.
+        k: [STAGES, BLOCK_N, D] ring of key tiles.
+        v: [STAGES, BLOCK_N, D] ring of value tiles.
+        o: [2 or 4, ROWS, D] outputs on their way to memory; `q` where there is no room for both.
+        items: [2 * _ITEM_ROOM, 1] int32, ring of two posted items.
+        q_full: barrier, as the others with these endings.
+    """
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    items: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    item_full: gl.shared_memory_descriptor
+    item_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, o, items, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full,
+        item_empty,
+    ) -> None:  # fmt: skip
+        self.q = q
+        self.k = k
+        self.v = v
+        self.o = o
+        self.items = items
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_full = k_full
+        self.k_empty = k_empty
+        self.v_full = v_full
+        self.v_empty = v_empty
+        self.item_full = item_full
+        self.item_empty = item_empty
+
+
+@gluon.jit
+def make_pipeline(dtype: gl.constexpr, c):
+    """Allocate all buffers and set up their barriers."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.BLOCK_N, c.D], dtype)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    parts: gl.constexpr = 2 if c.CONSUMERS == 2 else 4
+    q = gl.allocate_shared_memory(dtype, [parts, ROWS, c.D], layout)
+    k = gl.allocate_shared_memory(dtype, [c.STAGES, c.BLOCK_N, c.D], layout)
+    v = gl.allocate_shared_memory(dtype, [c.STAGES, c.BLOCK_N, c.D], layout)
+    o = q
+    if c.OWN_OUTPUT:
+        o = gl.allocate_shared_memory(dtype, [parts, ROWS, c.D], layout)
+    item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_ROOM, 1], item_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
+    k_empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
+    v_empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
+    item_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    item_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=c.CONSUMERS)
+    for i in gl.static_range(c.STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=c.CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=c.CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(item_full.index(i), count=1)
+        mbarrier.init(item_empty.index(i), count=c.CONSUMERS)
+    fence_async_shared()
+    return Pipeline(
+        q, k, v, o, items, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty
+    )
+
+
+@gluon.jit
+def post(pipe, done, head, first_row, q_start, q_len, num_keys):
+    """Tell the consumers what to attend next, the item number `done`; a head of -1 ends their work."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = done % 2
+    mbarrier.wait(pipe.item_empty.index(slot), ((done // 2) & 1) ^ 1)
+    zero = gl.zeros([1], gl.int32, layout=layout)
+    pipe.items.index(slot * _ITEM_ROOM + 0).store(zero + head)
+    pipe.items.index(slot * _ITEM_ROOM + 1).store(zero + first_row)
+    pipe.items.index(slot * _ITEM_ROOM + 2).store(zero + q_start)
+    pipe.items.index(slot * _ITEM_ROOM + 3).store(zero + q_len)
+    pipe.items.index(slot * _ITEM_ROOM + 4).store(zero + num_keys)
+    gl.thread_barrier()
+    mbarrier.arrive(pipe.item_full.index(slot), count=1)
+
+
+@gluon.jit
+def next_item(pipe, done):
+    """Read what the producer posted: (head, first row, first query token, query tokens, keys)."""
+    slot = done % 2
+    mbarrier.wait(pipe.item_full.index(slot), (done // 2) & 1)
+    head = _read(pipe.items.index(slot * _ITEM_ROOM + 0))
+    first_row = _read(pipe.items.index(slot * _ITEM_ROOM + 1))
+    q_start = _read(pipe.items.index(slot * _ITEM_ROOM + 2))
+    q_len = _read(pipe.items.index(slot * _ITEM_ROOM + 3))
+    num_keys = _read(pipe.items.index(slot * _ITEM_ROOM + 4))
+    gl.thread_barrier()
+    mbarrier.arrive(pipe.item_empty.index(slot), count=1)
+    return head, first_row, q_start, q_len, num_keys
+
+
+@gluon.jit
+def _read(field):
+    """Read one number of an item."""
+    return gl.max(field.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def first_kept(q_len, num_keys, window):
+    """First key of a sequence that any query's window reaches; those before may be gone."""
+    return gl.maximum(num_keys - q_len - window + 1, 0)
+
+
+@gluon.jit
+def key_range(first_row, q_len, num_keys, window, c):
+    """The key tiles of a row tile, counted from the last to the first.
+
+    Returns:
+        (last + 1, tiles, tiles at the end that need masks, tiles before those at the window's edge).
+    """
+    history = num_keys - q_len
+    lowest = history + first_row // c.GROUP
+    highest = history + gl.minimum((first_row + c.BLOCK_M - 1) // c.GROUP, q_len - 1)
+    stop = num_keys
+    seen_by_all = num_keys
+    if c.CAUSAL:
+        stop = gl.maximum(gl.minimum(highest + 1, num_keys), 0)
+        seen_by_all = gl.maximum(gl.minimum(lowest + 1, num_keys), 0)
+    last = (stop + c.BLOCK_N - 1) // c.BLOCK_N
+    first = last * 0
+    clear = first
+    if c.WINDOW:
+        first = gl.maximum(lowest - window + 1, 0) // c.BLOCK_N
+        clear = (gl.maximum(highest - window + 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N
+    count = gl.maximum(last - first, 0)
+    edge = gl.minimum(gl.maximum(last - seen_by_all // c.BLOCK_N, 1), count)
+    inside = gl.maximum(gl.minimum(last - clear, count), edge)
+    return last, count, edge, inside

@@ -1,0 +1,115 @@
+"""The producer of a Hopper prefill: one warp that keeps the consumers supplied.
+
+It takes work items from a counter that all thread blocks share, posts them, and has the tensor memory
+accelerator copy queries, keys and values to shared memory, a few tiles ahead of the consumers. Keys are
+copied a cache block at a time, or a tile at a time where they are packed. Knows nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.attention.hopper_pipeline import ROWS, first_kept, key_range, post
+
+TILE_FIELDS = gl.constexpr(6)
+"""As `portable_prefill.list_tiles` writes them."""
+_ELEMENT_BYTES = gl.constexpr(2)
+
+
+@gluon.jit
+def produce(
+    pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, num_items,
+    k_head_stride, window, c,
+):  # fmt: skip
+    """Supply items until none is left; `counter` is [2] int32, items taken and blocks finished."""
+    item = gl.program_id(0)
+    done = 0
+    loaded = 0
+    queries = 0
+    while item < num_items:
+        # Asked for now, so that the answer is there when this item is done with.
+        following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        record = tiles + item % num_entries * TILE_FIELDS
+        head = item // num_entries
+        seq = gl.load(record)
+        first_row = gl.load(record + 1)
+        q_start = gl.load(record + 2)
+        q_len = gl.load(record + 3)
+        k_start = gl.load(record + 4)
+        num_keys = gl.load(record + 5)
+        if seq >= 0:
+            post(pipe, done, head, first_row, q_start, q_len, num_keys)
+            done += 1
+            last, count, _, _ = key_range(first_row, q_len, num_keys, window, c)
+            if count > 0:
+                copy_queries(pipe, q_desc, queries, q_start + first_row // c.GROUP, head, c)
+                queries += 1
+                table = block_table + seq.to(gl.int64) * table_stride
+                column = head * k_head_stride
+                kept = 0
+                if c.WINDOW:
+                    kept = first_kept(q_len, num_keys, window)
+                for i in range(count):
+                    start = (last - 1 - i) * c.BLOCK_N
+                    rows = rows_of_tile(table, k_start, start, kept, num_keys, c)
+                    buffer = loaded % c.STAGES
+                    phase = ((loaded // c.STAGES) & 1) ^ 1
+                    mbarrier.wait(pipe.k_empty.index(buffer), phase)
+                    copy_tile(
+                        k_desc, rows, column, pipe.k_full.index(buffer), pipe.k.index(buffer), c
+                    )
+                    mbarrier.wait(pipe.v_empty.index(buffer), phase)
+                    copy_tile(
+                        v_desc, rows, column, pipe.v_full.index(buffer), pipe.v.index(buffer), c
+                    )
+                    loaded += 1
+        item = following
+    post(pipe, done, -1, 0, 0, 0, 0)
+    # The last block to finish leaves the counters at 0 for the next layer.
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def copy_queries(pipe, q_desc, queries, token, head, c):
+    """Start copying an item's queries, a part for each consumer, once the last item's are done with."""
+    tokens: gl.constexpr = ROWS // c.GROUP
+    mbarrier.wait(pipe.q_empty, (queries & 1) ^ 1)
+    mbarrier.expect(pipe.q_full, c.BLOCK_M * c.D * _ELEMENT_BYTES)
+    for part in gl.static_range(c.CONSUMERS):
+        target = pipe.q.index(part)._reinterpret(
+            q_desc.dtype, [tokens, c.GROUP, c.D], q_desc.layout
+        )
+        where = [token + part * tokens, head * c.GROUP, 0]
+        tma.async_copy_global_to_shared(q_desc, where, pipe.q_full, target)
+
+
+@gluon.jit
+def rows_of_tile(table, k_start, start, kept, num_keys, c):
+    """Where the parts of a tile lie, as rows of all keys.
+
+    All before the first copy, so that the latencies of the table's entries overlap.
+    """
+    rows = ()
+    for j in gl.static_range(c.BLOCK_N // c.PAGE):
+        key = start + j * c.PAGE
+        row = k_start + key
+        if c.PAGED:
+            # The ids of other blocks may be anything; block 0 stands in, and no row sees its keys.
+            needed = (key < num_keys) & (key + c.PAGE > kept)
+            block = gl.load(table + key // c.BLOCK_SIZE, mask=needed, other=0)
+            row = block * c.BLOCK_SIZE + key % c.BLOCK_SIZE
+        rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005  # Gluon cannot unpack
+    return rows
+
+
+@gluon.jit
+def copy_tile(desc, rows, column, full, tile, c):
+    """Start copying a tile of keys or values, part by part; `full` completes with its last byte."""
+    mbarrier.expect(full, c.BLOCK_N * c.D * _ELEMENT_BYTES)
+    for j in gl.static_range(c.BLOCK_N // c.PAGE):
+        part = tile.slice(j * c.PAGE, c.PAGE, dim=0)
+        tma.async_copy_global_to_shared(desc, [rows[j], column], full, part)

@@ -1,0 +1,255 @@
+"""The Hopper prefill on the GPU: what its design makes delicate, beside what all rows are tested for.
+
+    items without keys between others, fewer items than SMs and many more, work counters that the launch
+    before has left behind, tiles at every edge, each number of stages and of consumers
+
+About 50 compilations, 3 seconds each with a cold cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import kernels
+from kernels.plan import LaunchConfig, Phase, TunedLaunch
+from kernels.registry import REGISTRY
+from tests.gpu.attention_cases import (
+    DEVICE,
+    LONG_PAIRS,
+    SHORT_PAIRS,
+    around_block_boundaries,
+    attend,
+    judge,
+    make,
+    make_problem,
+    named,
+)
+
+ROW = next(row for row in REGISTRY if row.name == "hopper_prefill")
+# dtype, query heads, key-value heads, head dim, block size, features.
+COMBINATIONS = [
+    ("bfloat16", 8, 8, 64, 16, {}),
+    ("bfloat16", 8, 4, 64, 32, {"sliding_window": 37, "lse": True}),
+    ("float16", 8, 2, 64, 128, {"softcap": 15.0, "sliding_window": 300}),
+    ("bfloat16", 16, 1, 64, 64, {"causal": False, "lse": True}),
+    ("float16", 64, 1, 64, 256, {}),
+    ("bfloat16", 4, 4, 128, 64, {"lse": True}),
+    ("float16", 8, 4, 128, 16, {"sliding_window": 1, "lse": True}),
+    ("bfloat16", 8, 1, 128, 128, {"softcap": 15.0, "softmax_scale": 0.3}),
+    ("bfloat16", 32, 1, 128, 16, {"causal": False, "sliding_window": 100}),
+    ("bfloat16", 2, 2, 256, 16, {"sliding_window": 65}),
+    ("float16", 8, 4, 256, 32, {"causal": False, "softcap": 15.0, "lse": True}),
+    ("bfloat16", 16, 4, 256, 256, {"lse": True}),
+]
+PACKED_COMBINATIONS = [
+    ("bfloat16", 8, 2, 64, None, {"lse": True}),
+    ("float16", 8, 8, 64, None, {"causal": False, "sliding_window": 65}),
+    ("bfloat16", 8, 4, 128, None, {"causal": False, "lse": True}),
+    ("bfloat16", 8, 1, 128, None, {"softcap": 15.0, "sliding_window": 129}),
+    ("float16", 16, 4, 256, None, {"lse": True}),
+]
+LAUNCHES = {
+    64: [(128, 64, 2), (128, 128, 4), (192, 64, 4), (192, 128, 2), (192, 128, 3)],
+    128: [(128, 64, 2), (128, 64, 4), (128, 128, 2)],
+    256: [(128, 32, 2), (128, 64, 2)],
+}
+HEAD_DIMS = tuple(LAUNCHES)
+
+
+def selection_for(problem, launch=None):
+    """Force the row, with a launch of its own if given; only another GPU is a reason to skip."""
+    arch = kernels.detect(DEVICE)
+    if arch.sm != 90:
+        pytest.skip(f"needs sm_90, this is sm_{arch.sm}")
+    selection = kernels.select(problem, arch, registry=(ROW,))
+    if launch is not None:
+        block_m, block_n, stages = launch
+        config = LaunchConfig(block_m, block_n, 4, stages)
+        tuned = TunedLaunch(config, None, "for the test", measured=False)
+        selection = dataclasses.replace(selection, launches=(tuned,))
+    return selection
+
+
+def check(combination, query_lens, seq_lens, launch=None):
+    problem = make_problem(Phase.PREFILL, combination)
+    selection = selection_for(problem, launch)
+    case = make(problem, list(query_lens), list(seq_lens))
+    judge(case, *case.attend(selection))
+
+
+@pytest.mark.parametrize("combination", named([*COMBINATIONS, *PACKED_COMBINATIONS]))
+def test_it_agrees_over_ragged_queries_and_keys(combination):
+    check(combination, *zip(*SHORT_PAIRS, strict=True))
+
+
+@pytest.mark.parametrize(
+    "combination",
+    named([COMBINATIONS[1], COMBINATIONS[5], COMBINATIONS[11], *PACKED_COMBINATIONS[:1]]),
+)
+def test_it_agrees_over_long_beside_tiny_sequences(combination):
+    check(combination, *zip(*LONG_PAIRS, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 4])
+def test_it_agrees_around_block_and_tile_boundaries(head_dim, group):
+    lengths = [*around_block_boundaries(16), 191, 192, 193, 383, 384, 385]
+    check(("bfloat16", 4 * group, 4, head_dim, 16, {}), lengths, lengths)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "launch"), [(dim, launch) for dim, tiles in LAUNCHES.items() for launch in tiles]
+)
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 200, "lse": True}], ids=str)
+def test_every_tile_and_number_of_stages_agrees(head_dim, launch, features):
+    queries, keys = zip(*SHORT_PAIRS, (700, 2100), strict=True)
+    check(("bfloat16", 8, 2, head_dim, 16, features), queries, keys, launch)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("num_seqs", [3, 400], ids=["fewer than SMs", "more than SMs"])
+def test_sequences_without_keys_between_others_are_zero_and_disturb_none(head_dim, num_seqs):
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, head_dim, 16, {"lse": True}))
+    keys = [0 if index % 3 == 1 else 40 + (61 * index) % 700 for index in range(num_seqs)]
+    queries = [1 + (13 * index) % 37 for index in range(num_seqs)]
+    case = make(problem, queries, keys)
+    out, lse = case.attend(selection_for(problem))
+
+    judge(case, out, lse)
+    empty = torch.cat(
+        [torch.full((q,), k == 0, device=DEVICE) for q, k in zip(queries, keys, strict=True)]
+    )
+    assert not bool(out[empty].any())
+    assert bool((lse[empty] == float("-inf")).all())
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_batch_of_which_no_sequence_has_keys_is_zero(head_dim):
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, head_dim, 16, {"lse": True}))
+    case = make(problem, [70, 1, 300], [0, 0, 0])
+    out, lse = case.attend(selection_for(problem))
+
+    assert not bool(out.any())
+    assert bool((lse == float("-inf")).all())
+
+
+@pytest.mark.parametrize("query_lens", [[1], [64], [33] * 131, [33] * 133, [20] * 1000], ids=len)
+def test_any_number_of_items_is_attended_to_whatever_the_number_of_sms(query_lens):
+    keys = [length + 50 * (index % 5) for index, length in enumerate(query_lens)]
+    check(("bfloat16", 4, 1, 128, 16, {}), query_lens, keys)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_chunks_attend_to_their_history(head_dim):
+    check(
+        ("bfloat16", 8, 2, head_dim, 16, {"lse": True}),
+        [512, 1, 256, 257, 100],
+        [8192, 16, 4000, 300, 777],
+    )
+
+
+def test_a_chunk_alone_gives_the_bits_of_the_same_chunk_among_others():
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {"batch_invariant": True}))
+    selection = selection_for(problem)
+    alone = make(problem, [512], [2048])
+    among = make(problem, [300, 512, 7], [900, 2048, 7])
+    first = alone.batch.block_table[0, :128].long()
+    second = among.batch.block_table[1, :128].long()
+    alone.kv[:, first] = among.kv[:, second]
+    alone.q.copy_(among.q[300:812])
+
+    outs = [attend(problem, it.batch, it.q, it.kv, selection) for it in (alone, among)]
+
+    assert torch.equal(outs[0], outs[1][300:812])
+
+
+def test_one_plan_serves_layer_after_layer():
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
+    case = make(problem, [100, 1, 700], [100, 500, 1000])
+    layers = [
+        dataclasses.replace(case, q=case.q.roll(index, 0), kv=case.kv * (1.0 - index))
+        for index in range(6)
+    ]
+    plan = kernels.plan_attention(problem, case.batch, selection=selection_for(problem))
+    outs = [torch.full_like(case.q, float("nan")) for _ in layers]
+
+    for layer, out in zip(layers, outs, strict=True):
+        kernels.prefill_attention(layer.q, layer.kv, plan, out)
+
+    for layer, out in zip(layers, outs, strict=True):
+        judge(layer, out)
+
+
+def test_plans_that_take_turns_do_not_disturb_each_other():
+    many = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
+    cases = [make(many, [900, 30], [2000, 30]), make(many, [20] * 300, [90] * 300, seed=1)]
+    plans = [
+        kernels.plan_attention(many, case.batch, selection=selection_for(many)) for case in cases
+    ]
+    expected = [case.attend(selection_for(many))[0] for case in cases]
+    for _ in range(20):
+        for case, plan, wanted in zip(cases, plans, expected, strict=True):
+            out = torch.full_like(case.q, float("nan"))
+            kernels.prefill_attention(case.q, case.kv, plan, out)
+
+            assert torch.equal(out, wanted)
+    judge(cases[0], expected[0])
+    judge(cases[1], expected[1])
+
+
+def test_a_replayed_prefill_follows_lengths_that_changed():
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
+    selection = selection_for(problem)
+    case = make(problem, [300, 40, 60], [1000, 40, 900])
+    out = torch.full_like(case.q, float("nan"))
+    attend(problem, case.batch, case.q, case.kv, selection)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = kernels.plan_attention(problem, case.batch, selection=selection)
+        kernels.prefill_attention(case.q, case.kv, plan, out)
+    for starts, lengths in (
+        ([0, 300, 340, 400], [1000, 40, 900]),
+        ([0, 1, 30, 400], [3, 29, 900]),
+        ([0, 100, 100, 150], [700, 0, 0]),
+        ([0, 300, 340, 400], [1000, 40, 900]),
+    ):
+        case.batch.cu_seqlens_q.copy_(torch.tensor(starts, dtype=torch.int32))
+        case.batch.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(7.0)
+        graph.replay()
+
+        eager = torch.full_like(out, 7.0)
+        assert torch.equal(out, attend(problem, case.batch, case.q, case.kv, selection, eager))
+        assert bool((out[starts[-1] :] == 7.0).all())
+
+
+@pytest.mark.parametrize("features", [{}, {"sliding_window": 100}], ids=str)
+def test_packed_keys_between_other_heads_are_read_in_place(features):
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, None, features))
+    case = make(problem, [100, 30, 300], [500, 30, 300])
+    # As in the output of one projection: values behind the keys of a token, other heads around them.
+    wide = torch.full((830, 6, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    kv = wide.as_strided((2, 830, 2, 128), (2 * 128, 6 * 128, 128, 1), 128)
+    kv.copy_(case.kv)
+
+    out = attend(problem, case.batch, case.q, kv, selection_for(problem))
+
+    judge(case, out)
+
+
+def test_a_misaligned_tensor_is_refused_before_a_launch():
+    problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
+    case = make(problem, [20], [40])
+    memory = torch.zeros(case.q.numel() + 1, dtype=torch.bfloat16, device=DEVICE)
+    odd = memory[1:].view(case.q.shape)
+    out = torch.full_like(case.q, 7.0)
+
+    with pytest.raises(kernels.ShapeError, match="multiples of 16 bytes"):
+        attend(problem, case.batch, odd, case.kv, selection_for(problem), out)
+
+    torch.cuda.synchronize()
+    assert bool((out == 7.0).all())
