@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
 from benchmarks import precompile
@@ -34,16 +31,20 @@ from benchmarks.attention_inputs import (
     spec_named,
     time_call,
 )
+from benchmarks.attention_peers import time_peers
 from benchmarks.attention_report import Ceilings, decode_table, prefill_table
-from benchmarks.attention_shapes import DECODE, PEERS_SOURCE, PREFILL, TINY, Shape
+from benchmarks.attention_shapes import (
+    DECODE,
+    MORE_DECODE,
+    MORE_PREFILL,
+    PEERS_SOURCE,
+    PREFILL,
+    TINY,
+    Shape,
+)
 from benchmarks.report import write_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from benchmarks.attention_inputs import Inputs
     from kernels.plan import AttentionProblem, Selection
 
 _QUICK = {
@@ -55,11 +56,8 @@ _QUICK = {
     ("decode", 32, 4096),
     ("decode", 256, 1024),
 }
-_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 _GEMM_SIZE = 8192
 _COPY_BYTES = 4 << 30
-_NEAR_PEER = 1e-2
-"""Largest relative difference from cuDNN's output: both round to bf16 along the way."""
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -99,7 +97,8 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
         if selection.launches:
             launch = selection.launch_for(shape.length)
             job = precompile.Job(selection.spec.name, shape, arguments.dtype, paged, launch)
-            jobs[selection.spec.name, shape.heads, paged, launch] = job
+            code = (selection.spec.name, shape.heads, paged, launch, shape.causal, shape.window)
+            jobs[code] = job
     with precompile.pool(max(1, min(len(jobs), arguments.workers))) as workers:
         try:
             for result in workers.map(precompile.compile_job, jobs.values()):
@@ -107,59 +106,6 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
                     print(f"{result.job}: {result.error or f'spills {result.spills} words'}")
         except BrokenProcessPool:
             print("a compiler process died")
-
-
-def sdpa(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], bool] | None:
-    """PyTorch's attention over packed inputs, to be called under `sdpa_kernel(backend)`.
-
-    Returns:
-        The call and whether each query head has a copy of its keys, where the backend cannot share
-        them; None if it refuses both.
-    """
-    shape = inputs.shape
-    q = inputs.q.view(shape.batch, shape.length, shape.hq, shape.d).transpose(1, 2)
-    k, v = (
-        side.view(shape.batch, shape.length, shape.hkv, shape.d).transpose(1, 2)
-        for side in inputs.kv
-    )
-    for copied in (False, True):
-        if copied:
-            k, v = (side.repeat_interleave(shape.hq // shape.hkv, 1) for side in (k, v))
-        call = functools.partial(
-            functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=not copied
-        )
-        try:
-            with sdpa_kernel(backend):
-                call()
-        except RuntimeError as error:
-            print(f"{shape}: {backend.name}: {str(error).splitlines()[0]}")
-            continue
-        return call, copied
-    return None
-
-
-def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, Any]:
-    """TFLOP/s of SDPA's backends on the inputs that `out` was computed from, as a record's entries.
-
-    Raises:
-        AssertionError: a backend's output is not near `out`.
-    """
-    figures: dict[str, float] = {}
-    copies: list[str] = []
-    for name, backend in _BACKENDS.items():
-        found = sdpa(inputs, backend)
-        if found is None:
-            continue
-        call, copied = found
-        with sdpa_kernel(backend):
-            theirs = call().transpose(1, 2).reshape(out.shape)
-            difference = float((theirs - out).norm() / theirs.norm())
-            if not difference <= _NEAR_PEER:
-                raise AssertionError(f"{inputs.shape}: {difference:.2g} away from {name}'s output")
-            timing = time_call(call, device)
-        figures[name] = _four_digits(inputs.shape.flops / timing.median / 1e6)
-        copies += [name] if copied else []
-    return {"peer_tflops": figures} | ({"peers_with_copied_heads": copies} if copies else {})
 
 
 def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -180,6 +126,7 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         "d": shape.d,
         "batch": shape.batch,
         "seqlen" if prefill else "context": shape.length,
+        **_special(shape),
         "dtype": arguments.dtype,
         "kernel": selection.spec.name,
         "paged": paged,
@@ -198,6 +145,24 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
     else:
         record["gbs"] = _four_digits(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
     return record
+
+
+def _special(shape: Shape) -> dict[str, Any]:
+    """What sets a row apart from equally long causal sequences without a history, as its entries."""
+    found: dict[str, Any] = {}
+    if shape.history:
+        found["history"] = shape.history
+    if not shape.causal:
+        found["causal"] = False
+    if shape.window is not None:
+        found["window"] = shape.window
+    if shape.lengths:
+        lengths = sorted(shape.lengths)
+        found["ragged"] = {
+            "shortest": lengths[0], "median": lengths[len(lengths) // 2], "longest": lengths[-1],
+            "tokens": sum(lengths),
+        }  # fmt: skip
+    return found | ({"size": shape.size} if found else {})
 
 
 def _four_digits(value: float) -> float:
@@ -233,11 +198,13 @@ def measure_all(
 
 def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
     """The rows to measure, each with whether its keys are paged."""
-    shapes = TINY if arguments.rows == "tiny" else (*PREFILL, *DECODE)
+    tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE)
+    shapes: tuple[Shape, ...] = (*tables, *more)
+    shapes = {"tiny": TINY, "tables": tables, "more": more}.get(arguments.rows, shapes)
     if arguments.rows == "quick":
         shapes = tuple(
             shape
-            for shape in shapes
+            for shape in tables
             if (shape.hq, shape.d) == (32, 128)
             and (shape.phase, shape.batch, shape.length) in _QUICK
         )
@@ -288,7 +255,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
-    parser.add_argument("--rows", choices=("all", "quick", "tiny"), default="all")
+    parser.add_argument("--rows", choices=("all", "tables", "more", "quick", "tiny"), default="all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--kernel", help="registry row; default the registry's choice")
     parser.add_argument("--launch", help="fields of the launch, as block_m=128,num_warps=8")

@@ -7,6 +7,7 @@ which shapes or launch configurations are of interest.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,11 +84,12 @@ class Inputs:
 
     def keys_and_values(self, sequence: int) -> tuple[Tensor, Tensor]:
         """Gather one sequence's keys and values, each [n, K, D]."""
-        length = self.shape.length
+        length = self.shape.seq_lens[sequence]
         if isinstance(self.batch, PackedBatch):
-            rows = slice(sequence * length, (sequence + 1) * length)
+            start = sum(self.shape.seq_lens[:sequence])
+            rows = slice(start, start + length)
             return self.kv[0, rows], self.kv[1, rows]
-        blocks = self.batch.block_table[sequence].long()
+        blocks = self.batch.block_table[sequence, : -(-length // BLOCK_SIZE)].long()
         return self.kv[0][blocks].flatten(0, 1)[:length], self.kv[1][blocks].flatten(0, 1)[:length]
 
     def check(self, out: Tensor) -> tuple[float, float]:
@@ -108,31 +110,39 @@ class Inputs:
         ours: list[Tensor] = []
         truth: list[Tensor] = []
         plain: list[Tensor] = []
-        for sequence in sorted({0, self.shape.batch // 2, self.shape.batch - 1}):
+        rules: dict[str, Any] = {
+            "softmax_scale": self.problem.softmax_scale,
+            "causal": self.problem.causal,
+            "sliding_window": self.problem.sliding_window,
+        }
+        for sequence in self._checked_sequences():
             keys, values = self.keys_and_values(sequence)
-            for start, stop in self._checked_rows():
-                first = sequence * self.shape.query_len
+            queries = self.shape.query_lens[sequence]
+            first = sum(self.shape.query_lens[:sequence])
+            for start, stop in _checked_rows(queries):
                 rows = slice(first + start, first + stop)
-                seen = self.shape.length - self.shape.query_len + stop
+                seen = keys.shape[0] - queries + stop if self.problem.causal else keys.shape[0]
                 ours.append(out[rows])
                 for dtype, results in ((truth_dtype(out.dtype), truth), (out.dtype, plain)):
                     result = reference.attention(
-                        self.q[rows],
-                        keys[:seen],
-                        values[:seen],
-                        softmax_scale=self.problem.softmax_scale,
-                        dtype=dtype,
+                        self.q[rows], keys[:seen], values[:seen], **rules, dtype=dtype
                     )
                     results.append(result)
         got, exact, same = torch.cat(ours), torch.cat(truth), torch.cat(plain)
         assert_no_worse_than(got, exact, same)
         return float((got - exact).abs().max()), float((same - exact).abs().max())
 
-    def _checked_rows(self) -> list[tuple[int, int]]:
-        """First and last query tokens of a sequence, and some from its middle."""
-        total = self.shape.query_len
-        starts = {0, total // 2, max(0, total - _CHECKED_ROWS)}
-        return [(start, min(total, start + _CHECKED_ROWS)) for start in sorted(starts)]
+    def _checked_sequences(self) -> list[int]:
+        """First, middle, last, longest and shortest."""
+        lengths = self.shape.seq_lens
+        ends = {lengths.index(max(lengths)), lengths.index(min(lengths))}
+        return sorted({0, len(lengths) // 2, len(lengths) - 1} | ends)
+
+
+def _checked_rows(total: int) -> list[tuple[int, int]]:
+    """First and last query tokens of a sequence, and some from its middle."""
+    starts = {0, total // 2, max(0, total - _CHECKED_ROWS)}
+    return [(start, min(total, start + _CHECKED_ROWS)) for start in sorted(starts)]
 
 
 def make_inputs(
@@ -150,25 +160,29 @@ def make_inputs(
     assert paged or shape.phase == "prefill", "a decode reads a paged cache"
     generator = torch.Generator(device).manual_seed(seed)
     kind: torch.dtype = getattr(torch, dtype)
-    tokens = shape.batch * shape.query_len
-    steps = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
-    offsets = steps * shape.query_len
+    offsets_q, offsets_k = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        for lengths in (shape.query_lens, shape.seq_lens)
+    )
+    bounds = {
+        "num_tokens": sum(shape.query_lens),
+        "max_seqlen_q": max(shape.query_lens),
+        "max_seqlen_k": shape.length,
+    }
     batch: PagedBatch | PackedBatch
     if paged:
-        width = -(-shape.length // BLOCK_SIZE)
-        blocks = shape.batch * width
-        table = torch.randperm(blocks, generator=generator, device=device).to(torch.int32)
-        lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
-        batch = PagedBatch(
-            offsets, lengths, table.view(-1, width), tokens, shape.query_len, shape.length
-        )
-        slots: tuple[int, ...] = (blocks, BLOCK_SIZE)
+        counts = [-(-length // BLOCK_SIZE) for length in shape.seq_lens]
+        blocks = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)
+        table = torch.nn.utils.rnn.pad_sequence(list(torch.split(blocks, counts)), batch_first=True)
+        lengths = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
+        batch = PagedBatch(offsets_q, lengths, table, **bounds)
+        slots: tuple[int, ...] = (sum(counts), BLOCK_SIZE)
     else:
-        batch = PackedBatch(offsets, steps * shape.length, tokens, shape.query_len, shape.length)
-        slots = (shape.batch * shape.length,)
+        batch = PackedBatch(offsets_q, offsets_k, **bounds)
+        slots = (sum(shape.seq_lens),)
     kv = torch.empty((2, *slots, shape.hkv, shape.d), dtype=kind, device=device)
     kv.normal_(generator=generator)
-    q = torch.empty((tokens, shape.hq, shape.d), dtype=kind, device=device)
+    q = torch.empty((sum(shape.query_lens), shape.hq, shape.d), dtype=kind, device=device)
     q.normal_(generator=generator)
     problem = problem_of(shape, dtype, paged=paged)
     return Inputs(shape, problem, batch, q, kv, torch.full_like(q, float("nan")))
@@ -184,6 +198,8 @@ def problem_of(shape: Shape, dtype: str, *, paged: bool = True) -> AttentionProb
         head_dim=shape.d,
         block_size=BLOCK_SIZE if paged else None,
         softmax_scale=shape.d**-0.5,
+        sliding_window=shape.window,
+        causal=shape.causal,
     )
 
 

@@ -5,12 +5,14 @@ Data only: no tensor is made here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import random
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 PEERS_SOURCE = (
     "medians of triton.testing.do_bench on another NVIDIA H100 80GB HBM3, torch 2.11.0+cu130: FA3 is "
@@ -22,7 +24,7 @@ ELEMENT_BYTES = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One row of a table: equally long sequences of one model's attention.
+    """One row of a table: sequences of one model's attention, equally long unless `lengths` says more.
 
     Attributes:
         phase: "prefill" or "decode".
@@ -30,9 +32,13 @@ class Shape:
         hkv: key-value heads.
         d: head dim.
         batch: sequences.
-        length: tokens of each; in a decode the one being decoded included.
+        length: tokens of each, or of the longest; in a decode the one being decoded included.
         peers: other kernels' figures, measured elsewhere (`PEERS_SOURCE`): TFLOP/s in a prefill,
             microseconds in a decode.
+        history: tokens of each sequence that a prefill finds in the cache.
+        causal: whether a query sees no key after its own token.
+        window: tokens that a query attends to; None for all.
+        lengths: tokens of each sequence, where they differ.
     """
 
     phase: str
@@ -42,10 +48,14 @@ class Shape:
     batch: int
     length: int
     peers: Mapping[str, float] = field(default_factory=dict, hash=False, compare=False)
+    history: int = 0
+    causal: bool = True
+    window: int | None = None
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """As in `decode 32/8/128 8x1024`."""
-        return f"{self.phase} {self.heads} {self.batch}x{self.length}"
+        return f"{self.phase} {self.heads} {self.size}"
 
     @property
     def heads(self) -> str:
@@ -53,20 +63,53 @@ class Shape:
         return f"{self.hq}/{self.hkv}/{self.d}"
 
     @property
-    def query_len(self) -> int:
+    def size(self) -> str:
+        """As in `8x1024`, `1x512+8192` after a history, `64x(100-16000)` where lengths differ."""
+        new = str(self.length - self.history)
+        if self.lengths:
+            new = f"({min(self.lengths)}-{max(self.lengths)})"
+        text = f"{self.batch}x{new}"
+        text += f"+{self.history}" if self.history else ""
+        text += "" if self.causal else " full"
+        return text if self.window is None else f"{text} w{self.window}"
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Keys of each sequence."""
+        return self.lengths or (self.length,) * self.batch
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
         """Query tokens of each sequence."""
-        return self.length if self.phase == "prefill" else 1
+        if self.phase == "decode":
+            return (1,) * self.batch
+        return tuple(length - self.history for length in self.seq_lens)
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the call; the causal half of a square prefill."""
-        if self.phase == "prefill":
-            return 4 * self.length**2 * self.d * self.hq * 0.5 * self.batch
-        return 4 * self.length * self.d * self.hq * self.batch
+        """Floating-point operations of the call.
+
+        As usual, a causal square counts as its half, the diagonal's other half left out.
+        """
+        pairs = zip(self.query_lens, self.seq_lens, strict=True)
+        return 4 * self.d * self.hq * sum(self._seen(queries, keys) for queries, keys in pairs)
+
+    def _seen(self, queries: int, keys: int) -> float:
+        """Pairs of a query and a key that it attends to, in one sequence."""
+        if self.phase == "decode":
+            return keys
+        if not self.causal:
+            return queries * keys
+        if self.window is None:
+            return queries * (keys - queries) + 0.5 * queries**2
+        # The first queries see all before them, those after the window's width only the window.
+        growing = min(max(self.window - (keys - queries), 0), queries)
+        first = keys - queries
+        return growing * first + 0.5 * growing**2 + (queries - growing) * self.window
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes of keys and values that the call has to read once."""
-        return 2 * self.batch * self.length * self.hkv * self.d * ELEMENT_BYTES[dtype]
+        return 2 * sum(self.seq_lens) * self.hkv * self.d * ELEMENT_BYTES[dtype]
 
     @property
     def bar(self) -> float | None:
@@ -146,7 +189,57 @@ DECODE = _table(
         ],
     },
 )
-TINY = (Shape("prefill", 4, 2, 32, 2, 48), Shape("decode", 4, 2, 32, 2, 48))
+
+
+def _drawn(count: int, least: int, most: int, draw: Callable[[random.Random], float]) -> Shape:
+    """Lengths from a distribution, the same in every run, as a shape that `replace` completes."""
+    source = random.Random(0)  # noqa: S311
+    lengths = tuple(min(most, max(least, round(draw(source)))) for _ in range(count))
+    return Shape("decode", 32, 8, 128, count, max(lengths), lengths=lengths)
+
+
+def _prompt_length(source: random.Random) -> float:
+    """Tokens of a chat's prompt: half have fewer than 150, one in a hundred more than 2000."""
+    return source.lognormvariate(5.0, 1.15)
+
+
+def _skewed(source: random.Random) -> float:
+    """Tokens of a context between 100 and 16384: half have fewer than 1300."""
+    return math.exp(source.uniform(math.log(100), math.log(16384)))
+
+
+_MIX = _drawn(96, 4, 4096, _prompt_length)
+MORE_PREFILL = (
+    *(replace(_MIX, phase="prefill", d=d) for d in (128, 64)),
+    *(Shape("prefill", 32, 8, 128, 1, history + 512, history=history) for history in (8192, 32768)),
+    *(
+        Shape("prefill", 16, 4, 256, batch, length)
+        for batch, length in ((16, 1024), (4, 4096), (1, 16384))
+    ),
+    *(
+        Shape("prefill", 32, 8, d, batch, length, causal=False)
+        for d in (128, 64)
+        for batch, length in ((16, 1024), (4, 4096), (1, 16384))
+    ),
+    Shape("prefill", 32, 8, 128, 4, 4096, window=1024),
+    Shape("prefill", 32, 8, 128, 1, 16384, window=4096),
+)
+"""Rows that the peers' tables lack: a mix of prompts as chats have them, chunks of 512 after a history,
+wide heads, full attention, windows."""
+MORE_DECODE = (
+    _drawn(64, 100, 16384, lambda source: source.uniform(100, 16384)),
+    _drawn(64, 100, 16384, _skewed),
+)
+"""Batches whose contexts differ: evenly spread, and most of them short."""
+TINY = (
+    Shape("prefill", 4, 2, 32, 2, 48),
+    Shape("prefill", 4, 2, 32, 1, 48, history=32),
+    Shape("prefill", 4, 2, 32, 3, 40, lengths=(3, 40, 17)),
+    Shape("prefill", 4, 2, 32, 2, 48, causal=False),
+    Shape("prefill", 4, 2, 32, 2, 48, window=20),
+    Shape("decode", 4, 2, 32, 2, 48),
+    Shape("decode", 4, 2, 32, 3, 90, lengths=(90, 5, 33)),
+)
 """For a dry run of the scripts in Triton's interpreter."""
 
 

@@ -7,6 +7,7 @@ share with large ones.
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from benchmarks.attention_inputs import arch_of, forced, make_inputs, spec_named
-from benchmarks.attention_shapes import Shape
 
 if TYPE_CHECKING:
+    from benchmarks.attention_shapes import Shape
     from kernels.plan import LaunchConfig
 
 _MAIN_KERNELS = ("prefill", "decode")
@@ -31,7 +32,7 @@ class Job:
 
     Attributes:
         kernel: name of the registry's row.
-        shape: its batch and length do not matter.
+        shape: its batch, lengths and history do not matter.
         dtype: of the tensors.
         paged: keys and values in a paged cache, else packed.
         launch: tile sizes.
@@ -76,7 +77,7 @@ def compile_job(job: Job) -> Compiled:
     device = torch.device(job.device)
     try:
         if device.type == "cuda":
-            shape = Shape(job.shape.phase, job.shape.hq, job.shape.hkv, job.shape.d, 2, 64)
+            shape = dataclasses.replace(job.shape, batch=2, length=64, history=0, lengths=())
             inputs = make_inputs(shape, job.dtype, device, paged=job.paged)
             selection = forced(spec_named(job.kernel), arch_of(device), job.launch)
             inputs.run(inputs.plan(selection))

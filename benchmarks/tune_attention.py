@@ -5,6 +5,7 @@ checked against the reference and timed; then the best of each row are timed aga
 with other numbers of programs per SM. Stops in time: what was measured by then is printed and written.
 
     python -m benchmarks.tune_attention --phase decode --head-dims 64 128 --seconds 240 --out DIR
+    python -m benchmarks.tune_attention --phase prefill --head-dims 64 128 256 --layouts paged packed --out DIR
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import kernels
 from benchmarks import precompile
 from benchmarks.attention_inputs import (
     Inputs,
@@ -29,6 +31,7 @@ from benchmarks.attention_inputs import (
     arch_of,
     forced,
     make_inputs,
+    problem_of,
     show_launch,
     spec_named,
     time_call,
@@ -155,23 +158,24 @@ def make_groups(arguments: argparse.Namespace, device: torch.device) -> list[Gro
     given = json.loads(arguments.candidates.read_text()) if arguments.candidates else None
     groups = []
     for phase in ("prefill", "decode") if arguments.phase == "both" else (arguments.phase,):
-        kernel = arguments.kernel or f"portable_{phase}"
         for head_dim in arguments.head_dims:
             for dtype in arguments.dtypes:
                 for layout in arguments.layouts if phase == "prefill" else ["paged"]:
+                    shapes = _shapes(phase, (*arguments.heads, head_dim), arguments.sizes)
+                    problem = problem_of(shapes[0], dtype, paged=layout == "paged")
+                    kernel = arguments.kernel or kernels.select(problem, arch_of(device)).spec.name
                     launches = (
                         [LaunchConfig(**launch) for launch in given]
                         if given is not None
                         else candidates(kernel, head_dim, dtype, arch_of(device), skip)
                     )
-                    shapes = _shapes(phase, (*arguments.heads, head_dim), arguments.sizes)
                     groups.append(Group(kernel, dtype, layout == "paged", shapes, launches))
     return groups
 
 
 def _shapes(phase: str, heads: tuple[int, int, int], sizes: list[str] | None) -> list[Shape]:
     if sizes == ["tiny"]:
-        return [shape for shape in TINY if shape.phase == phase]
+        return [shape for shape in TINY if shape.phase == phase and not shape.history]
     if sizes:
         pairs = [tuple(int(number) for number in size.split("x")) for size in sizes]
     else:
@@ -360,7 +364,7 @@ def _losses(group: Group, shapes: list[Shape]) -> list[tuple[LaunchConfig, float
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
-    parser.add_argument("--kernel", help="registry row; default portable_<phase>")
+    parser.add_argument("--kernel", help="registry row; default its choice")
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HQ", "HKV"))
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])

@@ -24,6 +24,9 @@ _ACCUMULATOR_REGISTERS = 160
 _PREFILL_ROWS, _PREFILL_KEYS = (64, 128), (32, 64, 128)
 _DECODE_ROWS, _DECODE_KEYS = (16,), (16, 32, 64, 128)
 _FLOAT32_ROWS, _FLOAT32_KEYS = (16, 32, 64), (16, 32, 64)
+_HOPPER_ROWS, _HOPPER_KEYS = {128: 176, 192: 128}, (32, 64, 128)
+"""Rows with the words that a thread may keep: compiled, the next more spill."""
+_HOPPER_BARRIERS = 512
 _UNROLLED = 4096
 """Most multiplications per thread of a float32 product, which no tensor core takes: the compiler writes
 out each, and takes 10 seconds for 2048."""
@@ -42,16 +45,17 @@ def candidates(
         skip: records as from a file; a configuration is left out if all that a record says is true
             of it: "kernel", "head_dim", "dtype" or a field of the launch.
     """
-    decode = "decode" in kernel
-    launches = (
-        [
+    if kernel == "hopper_prefill":
+        grid = _hopper_prefill_grid(head_dim, arch)
+    elif "decode" in kernel:
+        grid = [
             LaunchConfig(m, n, warps, stages, 2)
             for m, n, warps, stages in itertools.product(
                 _DECODE_ROWS, _DECODE_KEYS, (1, 2, 4, 8), (1, 2, 3, 4, 5)
             )
         ]
-        if decode
-        else [
+    else:
+        grid = [
             LaunchConfig(m, n, warps, stages, one_loop=one_loop)
             for one_loop, m, n, warps, stages in itertools.product(
                 (False, True),
@@ -61,14 +65,29 @@ def candidates(
                 (1, 2) if dtype == "float32" else (1, 2, 3, 4),
             )
         ]
-    )
+    if kernel != "hopper_prefill":
+        grid = [launch for launch in grid if _fits(launch, head_dim, dtype, arch)]
     facts = {"kernel": kernel, "head_dim": head_dim, "dtype": dtype}
     records = list(skip)
+    return [launch for launch in grid if not _skipped(launch, facts, records)]
+
+
+def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
+    """What fits its shared memory and the registers of its consumers, 64 rows each."""
     return [
-        launch
-        for launch in launches
-        if _fits(launch, head_dim, dtype, arch) and not _skipped(launch, facts, records)
+        LaunchConfig(m, n, 4, stages)
+        for m, n, stages in itertools.product(_HOPPER_ROWS, _HOPPER_KEYS, (2, 3, 4))
+        # Output, scores and their exponentials of a thread, in 32-bit words.
+        if head_dim / 2 + n / 2 + n / 4 <= _HOPPER_ROWS[m]
+        and _hopper_shared_bytes(m, n, stages, head_dim) <= arch.shared_memory_bytes
     ]
+
+
+def _hopper_shared_bytes(m: int, n: int, stages: int, head_dim: int) -> int:
+    """Buffers of `kernels.attention.hopper_pipeline`, in 16 bits, and its barriers."""
+    parts = 2 if m == 128 else 4
+    tiles = 2 if head_dim <= 128 else 1  # a part of the output has the room of its queries above
+    return 2 * head_dim * (parts * tiles * 64 + 2 * stages * n) + _HOPPER_BARRIERS
 
 
 def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> bool:

@@ -6,15 +6,20 @@ import json
 import sys
 
 import pytest
+import torch
 
 from benchmarks import report
-from benchmarks.attention_inputs import parse_launch
+from benchmarks.attention_inputs import make_inputs, parse_launch, problem_of
 from benchmarks.attention_report import Ceilings, decode_table, prefill_table
-from benchmarks.attention_shapes import DECODE, PREFILL
+from benchmarks.attention_shapes import DECODE, MORE_DECODE, MORE_PREFILL, PREFILL, TINY, Shape
 from benchmarks.tune_grid import candidates
 from docs.attention_table import attention_table
+from kernels import reference
 from kernels.arch import CATALOGUE
 from kernels.plan import LaunchConfig
+from kernels.registry import REGISTRY
+from kernels.tuning import tuned_launches
+from kernels.tuning.check import shared_memory_estimate
 
 HEADS = {"hq": 32, "hkv": 8, "d": 128, "dtype": "bfloat16"}
 
@@ -103,23 +108,113 @@ def test_the_documents_table_says_when_nothing_was_measured(tmp_path):
     assert attention_table(tmp_path).startswith("Nothing has been measured")
 
 
-def test_the_short_tables_count_the_rows_that_reach_the_limits():
+def test_the_short_tables_count_the_rows_that_reach_the_best():
     ceilings = Ceilings(785.0, 3024.0)
+    rows = [prefill_row(paged=False, tflops=624.0), prefill_row(paged=True, tflops=700.0)]
+    more = [
+        row | {"size": "4x4096 w99", "window": 99, "peer_tflops_elsewhere": {}, "peer_tflops": {}}
+        for row in rows
+    ]
 
-    prefill = "\n".join(prefill_table(ROWS, ceilings))
+    prefill = "\n".join(prefill_table([*rows, *more], ceilings))
     decode = "\n".join(
-        decode_table([decode_row(25.0), decode_row(31.0), decode_row(40.0)], ceilings)
+        decode_table([decode_row(25.0), decode_row(27.5), decode_row(40.0)], ceilings)
     )
 
+    assert "4x4096 w99" in prefill
     assert (
-        "packed: at least 60% of the best from 4096 tokens on in 1 of 1 rows; above FA2 in 1"
+        "packed: at or above the best in 1 of 1 rows of the peers' tables, 1.05 times in 0; above FA2 in 1 of 1"
         in prefill
     )
     assert (
-        "paged: at least 60% of the best from 4096 tokens on in 0 of 1 rows; above FA2 in 0"
+        "paged: at or above the best in 1 of 1 rows of the peers' tables, 1.05 times in 1"
         in prefill
     )
-    assert "at most 1.15x the better peer in 2 of 3 rows, faster in 1" in decode
+    assert "at most what the better peer takes in 2 of 3 rows" in decode
+
+
+def test_the_documents_show_what_the_peers_tables_lack_in_a_table_of_its_own(tmp_path):
+    special = {"size": "1x512+8192", "history": 8192, "peer_tflops_elsewhere": {}}
+    rows = [row | special | {"peer_tflops": {"fa2": 250.0}} for row in ROWS]
+    write_result(tmp_path, "2026-01-01", [*ROWS, *rows])
+    ragged = decode_row(400.0) | {"size": "64x(100-16000)", "peer_us_elsewhere": {}}
+    del ragged["ratio_to_best_peer"]
+    write_result(tmp_path, "2026-01-02", [ragged])
+
+    text = attention_table(tmp_path)
+
+    assert "| 32/8/128 | 1x512+8192 | **400** | **300** | 50% |  | 250 | 1.60 |" in text
+    assert text.count("| 32/8/128 | 4 x 4096 |") == 1
+    assert "| 32/8/128 | 64x(100-16000) | **400.0** | 1300 | 43% |  |  |  |" in text
+
+
+def pairs_by_hand(shape):
+    return sum(
+        1
+        for queries, keys in zip(shape.query_lens, shape.seq_lens, strict=True)
+        for query in range(keys - queries, keys)
+        for key in range(keys)
+        if (key <= query or not shape.causal)
+        and (shape.window is None or key > query - shape.window)
+    )
+
+
+@pytest.mark.parametrize("shape", [*TINY, Shape("prefill", 4, 2, 32, 2, 30, window=50)], ids=str)
+def test_operations_are_counted_as_the_pairs_that_see_each_other(shape):
+    counted = shape.flops / (4 * shape.d * shape.hq)
+
+    # A causal triangle counts half of its diagonal.
+    slack = 0.5 * sum(shape.query_lens) if shape.causal and shape.phase == "prefill" else 0
+    assert counted <= pairs_by_hand(shape) <= counted + slack
+
+
+def test_the_mix_of_prompts_and_the_ragged_batches_are_what_they_are_called():
+    mix, spread, skewed = MORE_PREFILL[0], *MORE_DECODE
+    half = sorted(mix.lengths)[len(mix.lengths) // 2]
+
+    assert 100 < half < 220
+    assert 1500 < max(mix.lengths) <= 4096
+    assert all(100 <= length <= 16384 for shape in (spread, skewed) for length in shape.lengths)
+    assert sum(skewed.lengths) < 0.6 * sum(spread.lengths)
+
+
+def test_rows_are_named_apart():
+    shapes = [*PREFILL, *DECODE, *MORE_PREFILL, *MORE_DECODE]
+
+    assert len({str(shape) for shape in shapes}) == len(shapes)
+    assert str(MORE_PREFILL[2]) == "prefill 32/8/128 1x512+8192"
+
+
+@pytest.mark.parametrize(
+    ("shape", "paged"),
+    [
+        pytest.param(shape, paged, id=f"{shape} {'paged' if paged else 'packed'}")
+        for shape in TINY
+        for paged in (True, False)
+        if paged or shape.phase == "prefill"
+    ],
+)
+def test_inputs_of_every_kind_of_row_are_checked_against_the_reference(shape, paged):
+    inputs = make_inputs(shape, "float32", torch.device("cpu"), paged=paged)
+    rules = {
+        "softmax_scale": inputs.problem.softmax_scale,
+        "causal": shape.causal,
+        "sliding_window": shape.window,
+    }
+    parts = [
+        reference.attention(q, *inputs.keys_and_values(seq), **rules)
+        for seq, q in enumerate(inputs.q.split(shape.query_lens))
+    ]
+    right = torch.cat(parts)
+
+    error, _ = inputs.check(right)
+
+    assert error < 1e-5
+    for row in (0, -1):
+        wrong = right.clone()
+        wrong[row] += 0.1
+        with pytest.raises(AssertionError):
+            inputs.check(wrong)
 
 
 def test_a_launch_is_read_over_the_table_s_and_unknown_fields_are_refused():
@@ -147,6 +242,23 @@ def test_candidates_leave_out_what_is_known_to_spill_and_what_cannot_fit():
     assert len(set(everything)) == len(everything)
     assert {(row.block_m, row.num_warps) for row in set(everything) - set(skipped)} == {(128, 4)}
     assert len(candidates("portable_prefill", 128, "bfloat16", a10)) < len(everything)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_candidates_of_the_hopper_prefill_hold_its_tables_and_fit(head_dim):
+    h100 = CATALOGUE["h100"]
+    spec = next(row for row in REGISTRY if row.name == "hopper_prefill")
+    shape = Shape("prefill", 32, 8, head_dim, 1, 512)
+    grid = candidates("hopper_prefill", head_dim, "bfloat16", h100)
+
+    assert {row.launch for row in tuned_launches(spec, problem_of(shape, "bfloat16"), h100)} <= set(
+        grid
+    )
+    assert {launch.block_m for launch in grid} <= spec.row_tiles
+    assert all(
+        shared_memory_estimate(launch, "bfloat16", head_dim) < h100.shared_memory_bytes
+        for launch in grid
+    )
 
 
 def test_a_result_is_named_after_the_given_commit_and_does_not_say_where_it_was_put(

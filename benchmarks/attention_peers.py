@@ -1,0 +1,129 @@
+"""PyTorch's attention kernels on the inputs of the attention benchmark: cuDNN's and FlashAttention-2.
+
+Sequences of one length go through `scaled_dot_product_attention`. Where lengths differ, after a history
+and under a window, that function has no words for the problem, and the operations behind it are called.
+Knows nothing of our kernels but their output.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.attention_inputs import time_call
+from kernels.plan import PackedBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from benchmarks.attention_inputs import Inputs
+
+_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
+_NEAR_PEER = 1e-2
+"""Largest relative difference from a peer's output: both round to bf16 along the way."""
+
+
+def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, Any]:
+    """TFLOP/s of PyTorch's backends on packed inputs that `out` was computed from, as a record's entries.
+
+    A backend that refuses the problem is left out. So is one whose output differs from `out`, which
+    has been compared with the reference; the record names it.
+    """
+    figures: dict[str, float] = {}
+    copies: list[str] = []
+    differing: list[str] = []
+    for name, backend in _BACKENDS.items():
+        found = _dense(inputs, backend) if _is_dense(inputs) else _ragged(inputs, name)
+        if found is None:
+            continue
+        call, copied = found
+        with sdpa_kernel(backend):
+            theirs = call().reshape(out.shape)
+            difference = float((theirs - out).norm() / out.norm())
+            if not difference <= _NEAR_PEER:
+                print(f"{inputs.shape}: {name}'s output differs by {difference:.2g}")
+                differing.append(name)
+                continue
+            timing = time_call(call, device)
+        figures[name] = float(f"{inputs.shape.flops / timing.median / 1e6:.4g}")
+        copies += [name] if copied else []
+    record: dict[str, Any] = {"peer_tflops": figures}
+    record |= {"peers_with_copied_heads": copies} if copies else {}
+    return record | ({"peers_that_differ": differing} if differing else {})
+
+
+def _is_dense(inputs: Inputs) -> bool:
+    shape = inputs.shape
+    return not (shape.lengths or shape.history or shape.window)
+
+
+def _dense(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], bool] | None:
+    """Attention of sequences of one length, to be called under `sdpa_kernel(backend)`.
+
+    Returns:
+        The call, its output [B, S, H, D], and whether each query head has a copy of its keys, where
+        the backend cannot share them; None if it refuses both.
+    """
+    shape = inputs.shape
+    q = inputs.q.view(shape.batch, shape.length, shape.hq, shape.d).transpose(1, 2)
+    k, v = (
+        side.view(shape.batch, shape.length, shape.hkv, shape.d).transpose(1, 2)
+        for side in inputs.kv
+    )
+
+    def attend(k: Tensor, v: Tensor, *, shared: bool) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=shape.causal, enable_gqa=shared
+        ).transpose(1, 2)
+
+    for copied in (False, True):
+        if copied:
+            k, v = (side.repeat_interleave(shape.hq // shape.hkv, 1) for side in (k, v))
+        call = functools.partial(attend, k, v, shared=not copied)
+        with sdpa_kernel(backend):
+            if _runs(call, f"{shape}: {backend.name}"):
+                return call, copied
+    return None
+
+
+def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | None:
+    """Attention over offsets, its output [T, H, D]; None where the backend has no such kernel."""
+    shape, batch = inputs.shape, inputs.batch
+    assert isinstance(batch, PackedBatch), "peers read packed keys"
+    k, v = inputs.kv
+    lengths = (batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k)
+
+    def flash() -> Tensor:
+        window = {} if shape.window is None else {"window_size_left": shape.window - 1}
+        window |= {"window_size_right": 0} if window else {}
+        outputs = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
+            inputs.q, k, v, *lengths, 0.0, shape.causal, False, **window
+        )
+        return outputs[0]  # type: ignore[no-any-return]
+
+    def cudnn() -> Tensor:
+        outputs = torch.ops.aten._cudnn_attention_forward(  # noqa: SLF001
+            inputs.q, k, v, None, *lengths, False, 0.0, shape.causal, False
+        )
+        return outputs[0]  # type: ignore[no-any-return]
+
+    # cuDNN aligns the causal edge to the top left, which a history moves, and knows no window here.
+    if name == "cudnn" and (shape.history or shape.window):
+        return None
+    call = cudnn if name == "cudnn" else flash
+    return (call, False) if _runs(call, f"{shape}: {name}") else None
+
+
+def _runs(call: Callable[[], Tensor], what: str) -> bool:
+    try:
+        call()
+    except RuntimeError as error:
+        print(f"{what}: {str(error).splitlines()[0][:160]}")
+        return False
+    return True
