@@ -6,9 +6,9 @@
 
 Without PyTorch's caching of memory, an access past a tensor's end leaves the allocation and is seen.
 The cases: splits and their merge, one split only, window, softcap, a head dim of two parts, several row
-tiles, packed keys, keys of no sequence, work items without keys, and writes with skipped slots. The
-results are compared with the reference too. About 20 compilations; run it once without the sanitizer to
-fill the compiler's cache.
+tiles, packed keys, keys of no sequence, work items without keys, a shared prefix, and writes with
+skipped slots. The results are compared with the reference too. About 24 compilations; run it once
+without the sanitizer to fill the compiler's cache.
 """
 
 from __future__ import annotations
@@ -39,18 +39,26 @@ DECODE_CASES = [
     (("float32", 6, 2, 192, 64, {"softcap": 15.0}), [1], [400]),
     (("bfloat16", 8, 2, 128, 16, {"batch_invariant": True}), [1, 1], [5000, 30]),
 ]
+SHARED_PREFIX_CASES = [
+    # Blocks that all sequences begin with; one row has no tokens.
+    (("bfloat16", 8, 2, 128, 16, {"lse": True}), [1] * 5, [401, 500, 0, 416, 1000], 400),
+    (("float16", 7, 1, 80, 48, {"softcap": 15.0, "max_query_tokens": 3}), [3, 1], [99, 200], 96),
+]
 
 
 def attend_all() -> int:
     """Run every GPU row on every case that it takes, twice; the number of runs."""
     runs = 0
-    for phase, cases in ((Phase.PREFILL, PREFILL_CASES), (Phase.DECODE, DECODE_CASES)):
+    decode = [(*case, 0) for case in DECODE_CASES] + SHARED_PREFIX_CASES
+    prefill = [(*case, 0) for case in PREFILL_CASES]
+    for phase, cases in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
         for row in (parameter.values[0] for parameter in rows(phase)):
-            for combination, queries, keys in cases:
+            for combination, queries, keys, prefix in cases:
                 problem = make_problem(phase, combination)
                 if row.refuse(problem, kernels.detect(DEVICE)):
                     continue
-                case = make(problem, queries, keys)
+                options = {"shared_prefix": prefix} if prefix else {}
+                case = make(problem, queries, keys, **options)
                 out, lse = run(row, case)
                 # On the host, so that the sanitizer sees our kernels and not a library's.
                 host = dataclasses.replace(case, q=case.q.cpu(), kv=case.kv.cpu())

@@ -1,4 +1,7 @@
-"""What must be true of the kernels to the last bit: repeats, batches, graphs, layouts, masks."""
+"""What must be true of the kernels to the last bit: repeats, graphs, layouts, masks.
+
+`test_batch_invariance_gpu` is about batches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from tests.gpu.attention_cases import (
     judge,
     make,
     make_problem,
-    one_sequence,
     rows,
     run,
     selection_of,
@@ -29,9 +31,6 @@ BOTH = pytest.mark.parametrize("row", [*rows(Phase.PREFILL), *rows(Phase.DECODE)
 REPEATS = 1000
 NEED_ALIGNMENT = {"hopper_prefill"}
 """Rows that copy in bulk, and so refuse addresses that are no multiples of 16 bytes."""
-NEIGHBOURS = (2, 17, 256)
-LONG = 5000
-"""Tokens of the sequence whose bits are compared: more than two batch invariant splits."""
 
 
 def bfloat16_problem(phase, **features):
@@ -84,30 +83,6 @@ def test_a_thousand_repeats_of_one_sequence_split_over_the_gpu_give_the_same_bit
         differences += (out != first).sum()
 
     assert int(differences) == 0
-
-
-@BOTH
-@pytest.mark.parametrize("place", [0.0, 0.5, 1.0], ids=["first", "between", "last"])
-def test_a_batch_invariant_result_is_the_same_alone_and_among_neighbours(row, place):
-    problem = bfloat16_problem(row.phase, batch_invariant=True)
-    selection = selection_of(row, problem)
-    for count in NEIGHBOURS:
-        index = int(place * count)
-        queries = queries_of(row.phase, count, 40)
-        lengths = [
-            max(pair)
-            for pair in zip(queries, ragged(count, 9000 if count < 100 else 2500), strict=True)
-        ]
-        queries.insert(index, 1 if row.phase is Phase.DECODE else 130)
-        lengths.insert(index, LONG)
-        case = make(problem, queries, lengths, seed=count)
-        among = attend(problem, case.batch, case.q, case.kv, selection)
-        batch, q = one_sequence(case, index)
-        first = sum(queries[:index])
-
-        alone = attend(problem, batch, q, case.kv, selection)
-
-        assert torch.equal(alone, among[first : first + queries[index]])
 
 
 @BOTH
@@ -235,19 +210,6 @@ def test_a_step_without_sequences_writes_nothing(row):
         attend(problem, batch, q, kv, selection_of(row, problem), out)
 
         assert bool((out == 7.0).all())
-
-
-@BOTH
-def test_a_batch_invariant_result_does_not_depend_on_how_tight_the_bounds_are(row):
-    problem = bfloat16_problem(row.phase, batch_invariant=True)
-    case = make(problem, queries_of(row.phase, 4, 90), [LONG, 100, 2049, 777])
-    selection = selection_of(row, problem)
-    most = case.batch.max_seqlen_q if row.phase is Phase.DECODE else 4096
-    loose = dataclasses.replace(case.batch, max_seqlen_q=most, max_seqlen_k=65536)
-
-    tight = attend(problem, case.batch, case.q, case.kv, selection)
-
-    assert torch.equal(attend(problem, loose, case.q, case.kv, selection), tight)
 
 
 class Captured:

@@ -1,0 +1,190 @@
+"""A batch-invariant result is bitwise the same whatever shares the batch.
+
+Every row of the registry that declares it takes part; a new one joins by its declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from kernels.plan import Phase
+from tests.gpu.attention_cases import (
+    attend,
+    make,
+    make_problem,
+    one_sequence,
+    rows,
+    selection_of,
+)
+
+ALL = [*rows(Phase.PREFILL), *rows(Phase.DECODE)]
+INVARIANT = [row for row in ALL if row.values[0].batch_invariant]
+PREFILL = [row for row in INVARIANT if row.values[0].phase is Phase.PREFILL]
+DECODE = [row for row in INVARIANT if row.values[0].phase is Phase.DECODE]
+BOTH = pytest.mark.parametrize("row", INVARIANT)
+NEIGHBOURS = (2, 17, 256)
+LONG = 5000
+"""Tokens of the sequence whose bits are compared: more than two splits of a fixed length."""
+COMBINATIONS = [
+    ("bfloat16", 8, 2, 128, 16, {}),
+    ("float16", 7, 1, 64, 48, {}),
+    ("bfloat16", 8, 1, 64, 32, {"sliding_window": 1500}),
+    ("bfloat16", 6, 2, 80, 16, {"sliding_window": 3000}),
+    ("bfloat16", 8, 1, 256, 64, {"softcap": 15.0}),
+    ("float32", 8, 2, 96, 16, {}),
+]
+QUERIES = [1, 2, 5, 8]
+
+
+def invariant_problem(phase, combination, **more):
+    *shape, features = combination
+    return make_problem(phase, (*shape, {**features, **more, "batch_invariant": True}))
+
+
+def named(combinations):
+    return [pytest.param(it, id="-".join(map(str, (*it[:5], *it[5])))) for it in combinations]
+
+
+def neighbours(rng, phase, count, most_queries):
+    """Query and sequence lengths of `count` random sequences."""
+    if phase is Phase.DECODE:
+        queries = [rng.randint(1, most_queries) for _ in range(count)]
+    else:
+        queries = [rng.randint(1, 400) for _ in range(count)]
+    longest = 9000 if count < 100 else 1500
+    lengths = [rng.randint(least, longest) for least in queries]
+    return queries, lengths
+
+
+def among(row, problem, kept_queries, count, seed):
+    """A sequence's output among `count - 1` random ones, and alone over the same cache."""
+    rng = random.Random(seed)
+    queries, lengths = neighbours(rng, row.phase, count - 1, problem.max_query_tokens)
+    index = rng.randrange(count)
+    queries.insert(index, kept_queries)
+    lengths.insert(index, LONG)
+    case = make(problem, queries, lengths, seed=seed)
+    selection = selection_of(row, problem)
+    together = attend(problem, case.batch, case.q, case.kv, selection)
+    batch, q = one_sequence(case, index)
+    first = sum(queries[:index])
+    alone = attend(problem, batch, q, case.kv, selection)
+    return together[first : first + kept_queries], alone
+
+
+@BOTH
+@pytest.mark.parametrize("count", NEIGHBOURS)
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_a_sequence_has_the_same_bits_alone_and_among_random_neighbours(row, combination, count):
+    problem = invariant_problem(row.phase, combination)
+    kept = 1 if row.phase is Phase.DECODE else 130
+
+    together, alone = among(row, problem, kept, count, seed=count)
+
+    assert torch.equal(together, alone)
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(6))
+def test_neighbours_of_many_kinds_change_no_bit(row, seed):
+    problem = invariant_problem(row.phase, COMBINATIONS[0])
+    kept = 1 if row.phase is Phase.DECODE else (1, 3, 127, 129, 300, 1500)[seed]
+
+    together, alone = among(row, problem, kept, 2 + 9 * seed, seed=100 + seed)
+
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("row", DECODE)
+@pytest.mark.parametrize("kept", QUERIES)
+@pytest.mark.parametrize("count", NEIGHBOURS)
+def test_several_queries_of_a_decode_have_the_same_bits_among_neighbours(row, kept, count):
+    problem = invariant_problem(Phase.DECODE, COMBINATIONS[0], max_query_tokens=max(QUERIES))
+
+    together, alone = among(row, problem, kept, count, seed=count + kept)
+
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("row", PREFILL)
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+@pytest.mark.parametrize("chunk", [128, 512, 1000])
+def test_a_prompt_in_chunks_has_the_same_bits_whatever_is_computed_beside_each(
+    row, combination, chunk
+):
+    problem = invariant_problem(Phase.PREFILL, combination)
+    selection = selection_of(row, problem)
+    rng = random.Random(chunk)
+    queries, lengths = neighbours(rng, Phase.PREFILL, 16, 1)
+    case = make(problem, [2500, *queries], [2500, *lengths], seed=chunk)
+    whole_batch, q = one_sequence(case, 0)
+    for start in range(0, 2500, chunk):
+        stop = min(start + chunk, 2500)
+        alone_batch = part_of(whole_batch, stop - start, stop)
+        alone = attend(problem, alone_batch, q[start:stop], case.kv, selection)
+        beside, rows_of_chunk = beside_others(case, start, stop)
+        together = attend(problem, beside, rows_of_chunk, case.kv, selection)
+
+        assert torch.equal(together[: stop - start], alone), f"tokens {start} to {stop}"
+
+
+@pytest.mark.parametrize("row", PREFILL)
+def test_a_whole_prompt_has_the_same_bits_among_neighbours(row):
+    problem = invariant_problem(Phase.PREFILL, COMBINATIONS[0])
+
+    for count in NEIGHBOURS:
+        together, alone = among(row, problem, LONG, count, seed=7 * count)
+        assert torch.equal(together, alone)
+
+
+def part_of(batch, queries, length):
+    """A batch of one sequence cut down to its first tokens, the last of which are the queries."""
+    return dataclasses.replace(
+        batch,
+        cu_seqlens_q=torch.tensor([0, queries], dtype=torch.int32, device=batch.seq_lens.device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=batch.seq_lens.device),
+        num_tokens=queries,
+        max_seqlen_q=queries,
+        max_seqlen_k=length,
+    )
+
+
+def beside_others(case, start, stop):
+    """The batch of a case whose first sequence is cut down to tokens start to stop, and its queries."""
+    whole = case.query_lens[0]
+    lengths = case.batch.seq_lens.clone()
+    lengths[0] = stop
+    starts = case.batch.cu_seqlens_q - (whole - (stop - start))
+    starts[0] = 0
+    batch = dataclasses.replace(
+        case.batch,
+        cu_seqlens_q=starts,
+        seq_lens=lengths,
+        num_tokens=case.batch.num_tokens - whole + stop - start,
+        max_seqlen_q=max(stop - start, *case.query_lens[1:]),
+        max_seqlen_k=max(stop, *case.seq_lens[1:]),
+    )
+    return batch, torch.cat((case.q[start:stop], case.q[whole:]))
+
+
+@BOTH
+def test_bounds_above_the_lengths_change_no_bit(row):
+    problem = invariant_problem(row.phase, COMBINATIONS[0])
+    queries = [1] * 4 if row.phase is Phase.DECODE else [40, 3, 130, 90]
+    case = make(problem, queries, [LONG, 100, 2049, 777])
+    selection = selection_of(row, problem)
+    most = case.batch.max_seqlen_q if row.phase is Phase.DECODE else 4096
+    loose = dataclasses.replace(case.batch, max_seqlen_q=most, max_seqlen_k=65536)
+
+    tight = attend(problem, case.batch, case.q, case.kv, selection)
+
+    assert torch.equal(attend(problem, loose, case.q, case.kv, selection), tight)
+
+
+def test_some_row_of_each_phase_declares_batch_invariance():
+    assert PREFILL
+    assert DECODE
