@@ -39,12 +39,15 @@ from benchmarks.attention_shapes import (
     MORE_PREFILL,
     PEERS_SOURCE,
     PREFILL,
+    SHARED_DECODE,
     TINY,
     Shape,
 )
 from benchmarks.report import write_report
+from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
+    from benchmarks.attention_inputs import Inputs
     from kernels.plan import AttentionProblem, Selection
 
 _QUICK = {
@@ -144,7 +147,17 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
             record |= time_peers(inputs, inputs.out, device)
     else:
         record["gbs"] = _four_digits(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
-    return record
+    return record | (_without_sharing(inputs, selection, timing.median) if shape.shared else {})
+
+
+def _without_sharing(inputs: Inputs, selection: Selection, sharing_us: float) -> dict[str, Any]:
+    """Time the same decode with every sequence reading what it shares, as a record's entries."""
+    assert isinstance(inputs.batch, PagedBatch)
+    batch = dataclasses.replace(inputs.batch, shared_prefix=0)
+    alone = dataclasses.replace(inputs, batch=batch)
+    plan = alone.plan(selection)
+    taken = time_call(lambda: alone.run(plan), inputs.q.device).median
+    return {"us_without_sharing": round(taken, 2), "gain": _four_digits(taken / sharing_us)}
 
 
 def _special(shape: Shape) -> dict[str, Any]:
@@ -156,6 +169,8 @@ def _special(shape: Shape) -> dict[str, Any]:
         found["causal"] = False
     if shape.window is not None:
         found["window"] = shape.window
+    if shape.shared:
+        found["shared"] = shape.shared
     if shape.lengths:
         lengths = sorted(shape.lengths)
         found["ragged"] = {
@@ -198,7 +213,7 @@ def measure_all(
 
 def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
     """The rows to measure, each with whether its keys are paged."""
-    tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE)
+    tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE, *SHARED_DECODE)
     shapes: tuple[Shape, ...] = (*tables, *more)
     shapes = {"tiny": TINY, "tables": tables, "more": more}.get(arguments.rows, shapes)
     if arguments.rows == "quick":

@@ -171,11 +171,14 @@ def make_inputs(
     }
     batch: PagedBatch | PackedBatch
     if paged:
-        counts = [-(-length // BLOCK_SIZE) for length in shape.seq_lens]
+        shared = shape.shared // BLOCK_SIZE
+        counts = [shared, *(-(-length // BLOCK_SIZE) - shared for length in shape.seq_lens)]
         blocks = torch.randperm(sum(counts), generator=generator, device=device).to(torch.int32)
-        table = torch.nn.utils.rnn.pad_sequence(list(torch.split(blocks, counts)), batch_first=True)
+        prefix, *own = torch.split(blocks, counts)
+        rows = [torch.cat((prefix, mine)) for mine in own]
+        table = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor(shape.seq_lens, dtype=torch.int32, device=device)
-        batch = PagedBatch(offsets_q, lengths, table, **bounds)
+        batch = PagedBatch(offsets_q, lengths, table, **bounds, shared_prefix=shape.shared)
         slots: tuple[int, ...] = (sum(counts), BLOCK_SIZE)
     else:
         batch = PackedBatch(offsets_q, offsets_k, **bounds)

@@ -70,13 +70,19 @@ def decode_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
         f"{'heads':>10} {'batch':>18} {'us':>8} {'GB/s':>6} {'share':>6} {'fa3':>7} {'flashi.':>7} "
         f"{'ratio':>6}",
     ]
-    for row in mine:
+    for row in (row for row in mine if "gain" not in row):
         peers = row["peer_us_elsewhere"]
         lines.append(
             f"{_heads(row):>10} {size(row):>18} {row['us']:8.1f} {row['gbs']:6.0f} "
             f"{row['share_of_ceiling']:6.0%} {peers.get('fa3', 0):7.1f} "
             f"{peers.get('flashinfer', 0):7.1f} {row.get('ratio_to_best_peer', 0):6.2f}"
         )
+    lines += [
+        f"{_heads(row):>10} {size(row)}: {row['us']:.1f} us with the prefix read once, "
+        f"{row['us_without_sharing']:.1f} us without, {row['gain']:.2f} times"
+        for row in mine
+        if "gain" in row
+    ]
     ratios = [row["ratio_to_best_peer"] for row in mine if "ratio_to_best_peer" in row]
     lines.append(
         f"at most what the better peer takes in {sum(r <= 1 for r in ratios)} of {len(ratios)} rows"

@@ -39,6 +39,7 @@ class Shape:
         causal: whether a query sees no key after its own token.
         window: tokens that a query attends to; None for all.
         lengths: tokens of each sequence, where they differ.
+        shared: tokens at the start of all sequences of a decode that lie in the same blocks.
     """
 
     phase: str
@@ -52,6 +53,7 @@ class Shape:
     causal: bool = True
     window: int | None = None
     lengths: tuple[int, ...] = ()
+    shared: int = 0
 
     def __str__(self) -> str:
         """As in `decode 32/8/128 8x1024`."""
@@ -64,10 +66,15 @@ class Shape:
 
     @property
     def size(self) -> str:
-        """As in `8x1024`, `1x512+8192` after a history, `64x(100-16000)` where lengths differ."""
+        """As in `8x1024`, `1x512+8192` after a history, `64x(100-16000)` where lengths differ.
+
+        `64x(8192 shared + 128)` where all sequences begin with the same blocks.
+        """
         new = str(self.length - self.history)
         if self.lengths:
             new = f"({min(self.lengths)}-{max(self.lengths)})"
+        if self.shared:
+            new = f"({self.shared} shared + {self.length - self.shared})"
         text = f"{self.batch}x{new}"
         text += f"+{self.history}" if self.history else ""
         text += "" if self.causal else " full"
@@ -108,8 +115,9 @@ class Shape:
         return growing * first + 0.5 * growing**2 + (queries - growing) * self.window
 
     def kv_bytes(self, dtype: str) -> int:
-        """Bytes of keys and values that the call has to read once."""
-        return 2 * sum(self.seq_lens) * self.hkv * self.d * ELEMENT_BYTES[dtype]
+        """Bytes of the keys and values that the call has to read, each once."""
+        tokens = sum(self.seq_lens) - max(0, self.batch - 1) * self.shared
+        return 2 * tokens * self.hkv * self.d * ELEMENT_BYTES[dtype]
 
     @property
     def bar(self) -> float | None:
@@ -231,6 +239,12 @@ MORE_DECODE = (
     _drawn(64, 100, 16384, _skewed),
 )
 """Batches whose contexts differ: evenly spread, and most of them short."""
+SHARED_DECODE = (
+    Shape("decode", 32, 8, 128, 64, 8192 + 128, shared=8192),
+    Shape("decode", 32, 8, 128, 16, 2048 + 512, shared=2048),
+    Shape("decode", 32, 8, 128, 256, 1024 + 256, shared=1024),
+)
+"""Sequences behind one prompt, which each of them could read, or all of them once."""
 TINY = (
     Shape("prefill", 4, 2, 32, 2, 48),
     Shape("prefill", 4, 2, 32, 1, 48, history=32),
@@ -239,6 +253,7 @@ TINY = (
     Shape("prefill", 4, 2, 32, 2, 48, window=20),
     Shape("decode", 4, 2, 32, 2, 48),
     Shape("decode", 4, 2, 32, 3, 90, lengths=(90, 5, 33)),
+    Shape("decode", 4, 2, 32, 3, 90, shared=64),
 )
 """For a dry run of the scripts in Triton's interpreter."""
 

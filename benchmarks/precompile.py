@@ -77,7 +77,9 @@ def compile_job(job: Job) -> Compiled:
     device = torch.device(job.device)
     try:
         if device.type == "cuda":
-            shape = dataclasses.replace(job.shape, batch=2, length=64, history=0, lengths=())
+            shape = dataclasses.replace(
+                job.shape, batch=2, length=64, history=0, lengths=(), shared=0
+            )
             inputs = make_inputs(shape, job.dtype, device, paged=job.paged)
             selection = forced(spec_named(job.kernel), arch_of(device), job.launch)
             inputs.run(inputs.plan(selection))

@@ -112,7 +112,7 @@ def _decode(result: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        if row["phase"] != "decode":
+        if row["phase"] != "decode" or "gain" in row:
             continue
         peers = row["peer_us_elsewhere"]
         cells = [
@@ -123,6 +123,30 @@ def _decode(result: dict[str, Any]) -> list[str]:
             f"{row['share_of_ceiling']:.0%}",
             *(_figure(peers.get(name), 1) for name in ("fa3", "flashinfer")),
             _figure(row.get("ratio_to_best_peer"), 2),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    shared = [row for row in result["rows"] if "gain" in row]
+    return [*lines, *_shared_decode(shared)] if shared else lines
+
+
+def _shared_decode(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows whose sequences begin with the same blocks."""
+    lines = [
+        "",
+        "Decode of sequences that begin with the same blocks, microseconds, with the prefix read once for all of them",
+        "and by each.",
+        "",
+        "| heads H/K/D | batch x context | once | by each | times faster | share |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            _heads(row),
+            row["size"],
+            f"**{row['us']:.1f}**",
+            f"{row['us_without_sharing']:.1f}",
+            f"**{row['gain']:.1f}**",
+            f"{row['share_of_ceiling']:.0%}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -104,6 +104,35 @@ def test_the_documents_table_shows_the_newest_result_of_each_phase(tmp_path):
     assert "other" not in text
 
 
+def test_a_prefix_that_is_read_once_has_tables_of_its_own(tmp_path):
+    shared = {"size": "64x(8192 shared + 128)", "us_without_sharing": 400.0, "gain": 8.0}
+    rows = [decode_row(25.0), decode_row(50.0) | shared]
+    write_result(tmp_path, "2026-01-01", rows)
+
+    text = attention_table(tmp_path)
+    short = "\n".join(decode_table(rows, Ceilings(785.0, 3024.0)))
+
+    assert "| 32/8/128 | 64x(8192 shared + 128) | **50.0** | 400.0 | **8.0** | 43% |" in text
+    assert text.count("64x(8192 shared + 128)") == 1
+    line = (
+        "32/8/128 64x(8192 shared + 128): 50.0 us with the prefix read once, 400.0 us without, 8.00"
+    )
+    assert line in short
+
+
+def test_the_inputs_of_a_shared_prefix_lie_in_the_same_blocks_and_count_once():
+    shape = next(shape for shape in TINY if shape.shared)
+    inputs = make_inputs(shape, "float32", torch.device("cpu"))
+    table = inputs.batch.block_table
+
+    assert inputs.batch.shared_prefix == 64
+    assert (table[:, :4] == table[0, :4]).all()
+    assert table[:, 4:].unique().numel() == table[:, 4:].numel() == 6
+    assert inputs.kv.shape[1] == 10
+    assert str(shape) == "decode 4/2/32 3x(64 shared + 26)"
+    assert shape.kv_bytes("float32") == 2 * (64 + 3 * 26) * 2 * 32 * 4
+
+
 def test_the_documents_table_says_when_nothing_was_measured(tmp_path):
     assert attention_table(tmp_path).startswith("Nothing has been measured")
 
