@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels
+import model.decoder
+import server.engine.model_runner
 from model.config import ModelConfig
 from model.hub import BUNDLED, resolve
 from model.tokenizer import Tokenizer
@@ -142,6 +145,33 @@ def test_a_prefix_hit_gives_the_tokens_of_a_miss(tokenizer, make_engine):
 
     assert engine.engine.stats().prefix_cache_hit_tokens - before > 8 * 256
     assert [tokens(events) for events in hit] == [tokens(events) for events in missed]
+
+
+def test_a_prefix_read_once_for_all_gives_the_tokens_of_one_read_by_each(
+    tokenizer, make_engine, monkeypatch
+):
+    if kernels.detect("cuda").sm < 80:
+        pytest.skip("no row reads a prefix once before sm_80")
+    asked = requests(tokenizer, [TEXTS[0][:1500] + header for header in HEADERS[:16]], 48)
+    answers, planned = [], []
+
+    def noted(problem, batch, *more):
+        planned.append(plan_attention(problem, batch, *more))
+        return planned[-1]
+
+    plan_attention = kernels.plan_attention
+    monkeypatch.setattr(model.decoder, "plan_attention", noted)
+    for pays in (False, True):
+        monkeypatch.setattr(
+            server.engine.model_runner, "shared_prefix_pays", lambda *_, pays=pays: pays
+        )
+        engine = make_engine()
+        engine.generate(asked[:1])
+        planned.clear()
+        answers.append([tokens(events) for events in engine.generate(asked)])
+        assert any(plan.prefix is not None for plan in planned) is pays
+
+    assert answers[0] == answers[1]
 
 
 def test_preempted_sequences_give_the_same_tokens(tokenizer, make_engine):
