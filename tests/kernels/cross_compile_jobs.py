@@ -32,6 +32,7 @@ class Job:
         launch: tile sizes.
         num_seqs: sequences of the batch, for the functions that plan a step.
         name: what is special about it.
+        float32_out: whether the output is float32 whatever the dtype, as that of a cascade's rest.
     """
 
     sm: int
@@ -41,6 +42,7 @@ class Job:
     launch: LaunchConfig
     num_seqs: int = 2
     name: str = ""
+    float32_out: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -137,6 +139,9 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     elif spec.several_queries:
         variants["4 queries"] = {"max_query_tokens": 4}
         variants["8 queries in two tiles, window"] = {"max_query_tokens": 8, "sliding_window": 1000}
+    rest = "rest of a cascade"
+    if spec.phase is Phase.DECODE and spec not in PREFIX_REGISTRY:
+        variants[rest] = {"lse": True}
     asked = [
         (name, problem(spec.phase, **(fixed_fields(spec) | fields)))
         for name, fields in variants.items()
@@ -148,7 +153,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
             for head_dim in sorted(spec.head_dims or ())
         ]
     return [
-        _job(sm, spec, it, launch, name)
+        dataclasses.replace(_job(sm, spec, it, launch, name), float32_out=name == rest)
         for name, it in asked
         if not spec.refuse(it, ARCHES[sm])
         for launch in _launches(spec, it, sm)[-1:]

@@ -142,7 +142,7 @@ class Compiler:
             write_kv(*arguments)
             return
         batch, q, kv = _step(job)
-        out = torch.empty_like(q)
+        out = q.float() if job.float32_out else torch.empty_like(q)
         lse = torch.empty(q.shape[:2]) if job.problem.lse else None
         if job.kernel == "combine_parts":
             merge = CascadeDecode(job.problem, batch, SimpleNamespace(num_parts=4), None).merge
