@@ -29,7 +29,7 @@ PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
 DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))
 BOTH = pytest.mark.parametrize("row", [*rows(Phase.PREFILL), *rows(Phase.DECODE)])
 REPEATS = 1000
-NEED_ALIGNMENT = {"hopper_prefill"}
+NEED_ALIGNMENT = {"hopper_decode", "hopper_prefill"}
 """Rows that copy in bulk, and so refuse addresses that are no multiples of 16 bytes."""
 
 

@@ -20,8 +20,11 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for 
 REGISTERS = 64 * 1024
 """32-bit registers of an SM, the same on all architectures here."""
 FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
-BULK_COPIES = {"hopper_prefill"}
-"""Rows whose loads are the tensor memory accelerator's, by a warp of its own."""
+BULK_COPIES = {
+    "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
+    "hopper_decode": ("cp.async.bulk.tensor",),
+}
+"""Rows whose loads are the tensor memory accelerator's, some by a warp of its own: what they must use."""
 JOBS = [job for sm in ARCHES for job in jobs_for(sm)]
 
 
@@ -62,8 +65,9 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
     if pipelined and not bulk and not facts["ptx"].get("cp.async.cg"):
         found.append("loads nothing ahead with cp.async")
     if wanted is not None and bulk:
-        needed = ("cp.async.bulk.tensor", "setmaxnreg")
-        found += [f"has no {name}" for name in needed if not facts["ptx"].get(name)]
+        found += [
+            f"has no {name}" for name in BULK_COPIES[job.kernel] if not facts["ptx"].get(name)
+        ]
     return found
 
 

@@ -162,7 +162,8 @@ def test_the_text_names_the_processor_the_model_and_every_reason_within_its_widt
 def test_the_splits_are_those_that_the_kernel_asks_its_device_for(
     monkeypatch, num_seqs, batch_invariant
 ):
-    decode = pytest.importorskip("kernels.attention.portable_decode")
+    decode = pytest.importorskip("kernels.attention.hopper_decode")
+    split_list = pytest.importorskip("kernels.attention.split_list")
     asked = problems(batch_invariant=batch_invariant)[1]
     arch = CATALOGUE["h100"]
     launched = {}
@@ -174,13 +175,13 @@ def test_the_splits_are_those_that_the_kernel_asks_its_device_for(
 
             return launch
 
-    monkeypatch.setattr(decode, "list_splits", Recorder())
+    monkeypatch.setattr(split_list, "list_splits", Recorder())
     lengths = torch.full((num_seqs,), 1024, dtype=torch.int32)
     batch = PagedBatch(
         torch.arange(num_seqs + 1, dtype=torch.int32), lengths, lengths[:, None], num_seqs, 1, 1024
     )
     selection = select(asked, arch, REGISTRY, tuned_launches)
-    decode.PortableDecode(asked, batch, selection)
+    decode.HopperDecode(asked, batch, selection)
 
     splits = plan_splits(
         [(0, 1024)] * num_seqs, launched["BLOCK_N"], launched["wanted"], launched["fixed"]

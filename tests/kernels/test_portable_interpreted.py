@@ -266,9 +266,9 @@ def test_a_plan_serves_every_layer_of_its_step(phase):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_batch_invariant_result_is_bitwise_that_of_the_sequence_alone(phase, monkeypatch):
-    from kernels.attention import portable_decode
+    from kernels.attention import split_list
 
-    monkeypatch.setattr(portable_decode, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(split_list, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
     asked = problem(phase, "bfloat16", batch_invariant=True)
     many = make_case(asked, queries(phase, 5, 30, 2), [300, 60, 129])
     first = many.q.shape[0] - queries(phase, 5, 30, 2)[2]

@@ -87,15 +87,15 @@ def test_the_device_splits_a_decode_as_the_host_says(step, window, invariant):
 
     firsts = [max(0, keys - queries - window + 1) if window else 0 for queries, keys in step]
     ranges = [(first, keys) for first, (_, keys) in zip(firsts, step, strict=True)]
-    wanted = splits_wanted(20, 2, made._arrivals.shape[1])
+    wanted = splits_wanted(20, 2, made._list.arrivals.shape[1])
     expected = plan_splits(ranges, 32, wanted, 2048 // 32 if invariant else 0)
-    found = [tuple(row) for row in made._splits.tolist() if row[0] >= 0]
+    found = [tuple(row) for row in made._list.splits.tolist() if row[0] >= 0]
     assert [(seq, begin, end) for seq, _, _, _, begin, end, _, _ in found] == expected
     starts = offsets(torch.tensor([queries for queries, _ in step]))
     for seq, start, queries, keys, _, _, _, count in found:
         assert (start, queries, keys) == (starts[seq], *step[seq])
         assert [row[6] for row in found if row[0] == seq] == list(range(count))
-    assert torch.equal(made._arrivals, torch.zeros_like(made._arrivals))
+    assert torch.equal(made._list.arrivals, torch.zeros_like(made._list.arrivals))
 
 
 @pytest.mark.parametrize("step", [*STEPS, random_step()], ids=lambda step: f"{len(step)} seqs")
