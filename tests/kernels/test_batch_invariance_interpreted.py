@@ -23,9 +23,9 @@ KEPT = 150
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):
-    from kernels.attention import portable_decode
+    from kernels.attention import split_list
 
-    monkeypatch.setattr(portable_decode, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
+    monkeypatch.setattr(split_list, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
     with triton_interpreter.poisoned_memory():
         yield
 

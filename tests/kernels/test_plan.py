@@ -100,6 +100,37 @@ def test_hopper_has_a_prefill_of_its_own(arch, more):
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 24},
+        {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"max_query_tokens": 16},
+        {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("arch", ["h100", "h200"])
+def test_hopper_has_a_decode_of_its_own(arch, more):
+    asked = problem(Phase.DECODE, **more)
+
+    assert kernels.select(asked, CATALOGUE[arch]).spec.name == "hopper_decode"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_heads": 128, "num_kv_heads": 1}, {"head_dim": 96}, {"block_size": 8},
+        {"block_size": 48}, {"dtype": "float32"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_decode(more):
+    selection = kernels.select(problem(Phase.DECODE, **more), CATALOGUE["h100"])
+
+    assert selection.spec.name == "portable_decode"
+    assert [refusal.kernel for refusal in selection.refusals] == ["hopper_decode"]
+
+
+@pytest.mark.parametrize(
     ("more", "reason"),
     [
         ({"num_heads": 24}, "3 query heads per key-value head is not one of [1, 2, 4, 8, 16, 32, 64]"),
