@@ -34,6 +34,7 @@ class GPUArch:
         half_tflops: peak of matrix products of 16-bit floats added up in float32, without
             sparsity, in 10^12 operations per second; 0 if not known.
         float32_tflops: peak of float32 arithmetic outside the tensor cores, likewise.
+        fp8_tflops: peak of matrix products of 8-bit floats, as `half_tflops`; 0 where there are none.
     """
 
     key: str
@@ -44,6 +45,7 @@ class GPUArch:
     memory_bandwidth_gbs: int
     half_tflops: float
     float32_tflops: float
+    fp8_tflops: float = 0.0
 
     @property
     def is_cpu(self) -> bool:
@@ -59,7 +61,8 @@ class GPUArch:
         """Return the peak for a dtype by its name, 10^12 operations per second; 0 if not known."""
         if dtype == "bfloat16" and not self.has_bfloat16:
             return 0.0
-        return self.float32_tflops if dtype == "float32" else self.half_tflops
+        peaks = {"float32": self.float32_tflops, "float8_e4m3fn": self.fp8_tflops}
+        return peaks.get(dtype, self.half_tflops)
 
     def __str__(self) -> str:
         """Name for logs, as in `H100 (sm_90)`."""
@@ -76,12 +79,18 @@ CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
             GPUArch("t4", "NVIDIA T4", 75, 40, 64 * _KIB, 320, 65.0, 8.1),
             GPUArch("a100", "NVIDIA A100 80GB", 80, 108, 163 * _KIB, 2039, 312.0, 19.5),
             GPUArch("a10", "NVIDIA A10", 86, 72, 99 * _KIB, 600, 125.0, 31.2),
-            GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300, 121.0, 30.3),
-            GPUArch("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008, 165.2, 82.6),
-            GPUArch("h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352, 989.4, 66.9),
-            GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800, 989.4, 66.9),
-            GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700, 2250.0, 75.0),
-            GPUArch("rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792, 209.5, 104.8),
+            GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300, 121.0, 30.3, 242.5),
+            GPUArch(
+                "rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008, 165.2, 82.6, 330.3
+            ),
+            GPUArch(
+                "h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352, 989.4, 66.9, 1978.9
+            ),
+            GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800, 989.4, 66.9, 1978.9),
+            GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700, 2250.0, 75.0, 4500.0),
+            GPUArch(
+                "rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792, 209.5, 104.8, 419.0
+            ),
         )
     }
 )
@@ -92,8 +101,8 @@ The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 on
 Source: the vendor's data sheets for SM counts, bandwidths and peaks: T4, A100, A10, L4 (tensor figures
 halved, the sheet counts sparsity), H100, H200, HGX B200 (halved likewise); the white papers "NVIDIA Ada
 GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce cards, with float32
-accumulation. The shared memory limits are those of the compute capability in the CUDA C++ Programming
-Guide, "Technical Specifications".
+accumulation; FP8 from the same. The shared memory limits are those of the compute capability in the
+CUDA C++ Programming Guide, "Technical Specifications".
 """
 
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
@@ -137,6 +146,7 @@ def _detect_gpu(index: int) -> GPUArch:
         memory_bandwidth_gbs=known.memory_bandwidth_gbs if known else 0,
         half_tflops=known.half_tflops if known else 0.0,
         float32_tflops=known.float32_tflops if known else 0.0,
+        fp8_tflops=known.fp8_tflops if known else 0.0,
     )
 
 

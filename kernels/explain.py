@@ -204,7 +204,8 @@ def _explain_step(
     problem: AttentionProblem, selection: Selection, num_seqs: int, query_tokens: int, context: int
 ) -> StepPlan:
     work = attention_work(problem, num_seqs, query_tokens, context)
-    best = roofline(work, problem.dtype, selection.arch)
+    multiplied = "float8_e4m3fn" if selection.spec.fp8 else problem.dtype
+    best = roofline(work, multiplied, selection.arch)
     return StepPlan(
         num_seqs=num_seqs,
         query_tokens=query_tokens,

@@ -52,6 +52,8 @@ class AttentionProblem:
         lse: whether the call also writes the log-sum-exp of the scores.
         batch_invariant: whether a sequence's result must be bitwise the same whatever shares its
             batch; costs some speed where few sequences are decoded.
+        fp8: whether a prefill may multiply in FP8: faster, less exact. A permission: rows that do not
+            multiply in FP8 take such a problem too, and rows that do take no other.
 
     Raises:
         ShapeError: a value is out of its range.
@@ -70,6 +72,7 @@ class AttentionProblem:
     max_query_tokens: int = 1
     lse: bool = False
     batch_invariant: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -112,6 +115,7 @@ class AttentionProblem:
             (self.max_query_tokens > 1, f"queries={self.max_query_tokens}"),
             (self.lse, "lse"),
             (self.batch_invariant, "batch invariant"),
+            (self.fp8, "fp8"),
         ):
             text += f" {word}" if shown else ""
         return text
@@ -247,13 +251,15 @@ class KernelSpec:
         block_sizes: smallest and largest block size, both included; None for any.
         power_of_two_blocks: whether a block size must be a power of two.
         group_sizes: accepted numbers of query heads per key-value head; None for any.
-        packed: whether it reads packed keys and values too.
+        paged: whether it reads a cache in blocks.
+        packed: whether it reads packed keys and values.
         sliding_window: whether it can limit attention to a window.
         softcap: whether it can cap scores.
         non_causal: whether a query may see keys after its own token.
         several_queries: whether a decode may have more than one query token per sequence.
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether a sequence's result can be made independent of its batch.
+        fp8: whether it multiplies in FP8, so that only problems that allow it are for it.
         persistent: whether at most one thread block per SM is launched, which takes tile after tile.
         row_tiles: values of `block_m` that it is written for; None for any power of two.
         launch: tile sizes that are safe wherever it runs; `kernels/tuning` has better ones. None
@@ -272,6 +278,7 @@ class KernelSpec:
     block_sizes: tuple[int, int] | None = None
     power_of_two_blocks: bool = False
     group_sizes: frozenset[int] | None = None
+    paged: bool = True
     packed: bool = False
     sliding_window: bool = True
     softcap: bool = True
@@ -279,6 +286,7 @@ class KernelSpec:
     several_queries: bool = False
     lse: bool = False
     batch_invariant: bool = False
+    fp8: bool = False
     persistent: bool = False
     row_tiles: frozenset[int] | None = None
     launch: LaunchConfig | None = None
@@ -303,6 +311,7 @@ class KernelSpec:
                 self.power_of_two_blocks and (problem.block_size or 1).bit_count() > 1,
                 f"block_size {problem.block_size} is not a power of two",
             ),
+            (problem.block_size is not None and not self.paged, "no paged cache"),
             (problem.block_size is None and not self.packed, "no packed keys and values"),
             (
                 self.group_sizes is not None and problem.group_size not in self.group_sizes,
@@ -320,6 +329,7 @@ class KernelSpec:
             ),
             (problem.lse and not self.lse, "no log-sum-exp"),
             (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
+            (self.fp8 and not problem.fp8, "the problem does not allow FP8"),
         )
         return tuple(reason for refused, reason in tests if refused)
 

@@ -13,8 +13,31 @@ _HOPPER = (90, 90)
 _NO_WGMMA = "wgmma and setmaxnreg are Hopper's"
 _NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 _HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
+_HOPPER_GROUPS = frozenset({1, 2, 4, 8, 16, 32, 64})
 
 REGISTRY: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="hopper_fp8_prefill",
+        phase=Phase.PREFILL,
+        target="kernels.attention.hopper_fp8_prefill:HopperFP8Prefill",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        sm=_HOPPER,
+        head_dims=frozenset({64, 128}),
+        paged=False,
+        group_sizes=_HOPPER_GROUPS,
+        packed=True,
+        sliding_window=False,
+        softcap=False,
+        non_causal=True,
+        lse=True,
+        batch_invariant=True,
+        fp8=True,
+        persistent=True,
+        row_tiles=frozenset({128}),
+        launch=LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=2),
+        note="multiplies in FP8, as the problem allows",
+        arch_note=_NO_WGMMA,
+    ),
     KernelSpec(
         name="hopper_prefill",
         phase=Phase.PREFILL,
@@ -24,7 +47,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         head_dims=frozenset({64, 128, 256}),
         block_sizes=(16, 256),
         power_of_two_blocks=True,
-        group_sizes=frozenset({1, 2, 4, 8, 16, 32, 64}),
+        group_sizes=_HOPPER_GROUPS,
         packed=True,
         non_causal=True,
         lse=True,

@@ -22,6 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.attention.hopper_pipeline import ROWS, first_kept, key_range, next_item
 
 _LN_2 = gl.constexpr(0.6931471805599453)
+FIELDS = gl.constexpr(5)
+"""Of an item: head, first row, first query token, query tokens, keys."""
 _CHUNK = gl.constexpr(16)
 """Rows of a value tile that are cleared at a time."""
 
@@ -36,7 +38,7 @@ def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr,
     done = 0
     consumed = 0
     queries = 0
-    head, first_row, q_start, q_len, num_keys = next_item(pipe, done)
+    head, first_row, q_start, q_len, num_keys = next_item(pipe, done, FIELDS)
     while head >= 0:
         tiles = key_range(first_row, q_len, num_keys, window, c)
         my_row = first_row + INDEX * ROWS
@@ -53,13 +55,13 @@ def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr,
         if not c.OWN_OUTPUT:
             tma.store_wait(0)
             gl.thread_barrier()
-            mbarrier.arrive(pipe.q_empty, count=1, pred=tiles[1] > 0)
+            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=tiles[1] > 0)
         if c.LSE:
             log_sum = gl.where(nothing, float("-inf"), m + gl.log2(total)) * _LN_2
             row = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
             gl.store(lse + output_row(row, q_start, head, c), log_sum, mask=row // c.GROUP < q_len)
         done += 1
-        head, first_row, q_start, q_len, num_keys = next_item(pipe, done)
+        head, first_row, q_start, q_len, num_keys = next_item(pipe, done, FIELDS)
     tma.store_wait(0)
     if INDEX == 0:
         take_turn(MINE)
@@ -89,7 +91,7 @@ def attend_item(
         token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.GROUP
         # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
         last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
-        mbarrier.wait(pipe.q_full, queries & 1)
+        mbarrier.wait(pipe.q_full.index(0), queries & 1)
         m, total, p = start_item(
             q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
             MINE, NEXT, c,
@@ -122,7 +124,6 @@ def start_item(
 ):  # fmt: skip
     """Compute the exponentials of an item's first tile, the one at the end of its keys."""
     dtype: gl.constexpr = pipe.q.dtype
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, c.O_LAYOUT, 2)
     buffer = consumed % c.STAGES
     phase = (consumed // c.STAGES) & 1
     zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
@@ -134,12 +135,12 @@ def start_item(
     pass_turn(NEXT)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
-    mbarrier.arrive(pipe.q_empty, count=1, pred=(count == 1) & c.OWN_OUTPUT)
+    mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(count == 1) & c.OWN_OUTPUT)
     s = cap_scores(s, scale, softcap, c)
     s = mask_scores(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
     e, _, m = softmax_step(s, m, factor)
     total = gl.sum(e, 1)
-    p = gl.convert_layout(e.to(dtype), p_layout, assert_trivial=True)
+    p = gl.convert_layout(e.to(dtype), c.P_LAYOUT, assert_trivial=True)
     if num_keys < last * c.BLOCK_N:
         mbarrier.wait(pipe.v_full.index(buffer), phase)
         keep_rows(pipe.v.index(buffer), 0, num_keys - (last - 1) * c.BLOCK_N, c)
@@ -153,7 +154,6 @@ def consume_tile(
 ):  # fmt: skip
     """Issue the scores of tile i, then the values of tile i - 1; exponentials of i meanwhile."""
     dtype: gl.constexpr = pipe.q.dtype
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, c.O_LAYOUT, 2)
     m, total, acc, p = state
     k_buffer = (consumed + i) % c.STAGES
     v_buffer = (consumed + i - 1) % c.STAGES
@@ -167,7 +167,7 @@ def consume_tile(
     pass_turn(NEXT)
     s = warpgroup_mma_wait(1, deps=(s_async,))
     mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
-    mbarrier.arrive(pipe.q_empty, count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
+    mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
     s = cap_scores(s, scale, softcap, c)
     if (i < edge) | (i >= inside):
         s = mask_scores(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
@@ -177,7 +177,7 @@ def consume_tile(
     mbarrier.arrive(pipe.v_empty.index(v_buffer), count=1)
     out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)
     acc = acc * gl.convert_layout(fade, out_rows, assert_trivial=True)[:, None]
-    p = gl.convert_layout(e.to(dtype), p_layout, assert_trivial=True)
+    p = gl.convert_layout(e.to(dtype), c.P_LAYOUT, assert_trivial=True)
     return m, total, acc, p
 
 
@@ -267,7 +267,7 @@ def store_output(
     pipe, o_desc, out, acc, my_row, head, q_start, q_len, count, INDEX: gl.constexpr, c
 ):
     """Write 64 rows: in one bulk copy, or one by one at the sequence's end."""
-    dtype: gl.constexpr = pipe.q.dtype
+    dtype: gl.constexpr = pipe.o.dtype
     # The room of the queries is this item's only if it had any keys; else the next item's are there.
     if (my_row + ROWS <= q_len * c.GROUP) & ((count > 0) | c.OWN_OUTPUT):
         # The copy of the item before has to be done with reading; only its issuer can wait for it.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from kernels.plan import AttentionProblem, PackedBatch, Selection
 
-_ELEMENT_BYTES = gl.constexpr(2)
-
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])
 def decode(
@@ -151,7 +149,7 @@ def attend_split(
     for j in gl.static_range(c.STAGES):
         rows = rows + (rows_of_tile(table, 0, begin + j * c.BLOCK_N, kept, end, c),)  # type: ignore[assignment]  # noqa: RUF005
     tokens: gl.constexpr = ROWS // c.BOX
-    mbarrier.expect(q_full, ROWS * c.D * _ELEMENT_BYTES)
+    mbarrier.expect(q_full, ROWS * c.D * c.OPERAND_BYTES)
     box = q._reinterpret(dtype, [tokens, c.BOX, c.D], q_desc.layout)
     tma.async_copy_global_to_shared(
         q_desc, [q_start + first_token, kv_head * c.GROUP, 0], q_full, box

@@ -40,6 +40,7 @@ class DecodeConstants:
     LSE: gl.constexpr
     PAGED: gl.constexpr
     CAUSAL: gl.constexpr
+    OPERAND_BYTES: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
 
@@ -64,6 +65,7 @@ class DecodeConstants:
         self.LSE = gl.constexpr(LSE)
         self.PAGED = gl.constexpr(True)
         self.CAUSAL = gl.constexpr(True)
+        self.OPERAND_BYTES = gl.constexpr(2)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D))
 

@@ -22,16 +22,22 @@ _ITEM_ROOM = gl.constexpr(8)
 
 
 @gluon.constexpr_function
-def accumulator_layout(columns):
+def accumulator_layout(columns, operand_bytes=2):
     """The registers in which a warp group's product with so many columns ends up."""
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32 // operand_bytes]
     )
 
 
 @aggregate
 class Constants:
-    """What a kernel is compiled for; sizes are elements, `PAGE` the keys of one bulk copy."""
+    """What a kernel is compiled for; sizes are elements.
+
+    Attributes:
+        PAGE: keys of one bulk copy.
+        OPERAND_BYTES: of an element that is multiplied; 1 for FP8, whose values lie transposed.
+        QUERY_STAGES: items whose queries may be in shared memory: what one takes in half precision.
+    """
 
     HEADS: gl.constexpr
     GROUP: gl.constexpr
@@ -47,14 +53,17 @@ class Constants:
     SOFTCAP: gl.constexpr
     LSE: gl.constexpr
     OWN_OUTPUT: gl.constexpr
+    OPERAND_BYTES: gl.constexpr
+    QUERY_STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
+    P_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, OWN_OUTPUT,
+        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
@@ -71,8 +80,13 @@ class Constants:
         self.LSE = gl.constexpr(LSE)
         self.OWN_OUTPUT = gl.constexpr(OWN_OUTPUT)
         self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
-        self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N))
-        self.O_LAYOUT = gl.constexpr(accumulator_layout(D))
+        self.OPERAND_BYTES = gl.constexpr(OPERAND_BYTES)
+        self.QUERY_STAGES = gl.constexpr(2 // OPERAND_BYTES)
+        self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
+        self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))
+        self.P_LAYOUT = gl.constexpr(
+            gl.DotOperandLayout(0, accumulator_layout(D, OPERAND_BYTES), 4 // OPERAND_BYTES)
+        )
 
 
 @aggregate
@@ -80,9 +94,9 @@ class Pipeline:
     """Shared memory and its barriers.
 
     Attributes:
-        q: [2 or 4, ROWS, D] queries of one item, a part for each consumer.
+        q: [QUERY_STAGES * (2 or 4), ROWS, D] ring of items' queries, a part for each consumer.
         k: [STAGES, BLOCK_N, D] ring of key tiles.
-        v: [STAGES, BLOCK_N, D] ring of value tiles.
+        v: [STAGES, BLOCK_N, D] ring of value tiles; [STAGES, D, BLOCK_N] in FP8.
         o: [2 or 4, ROWS, D] outputs on their way to memory; `q` where there is no room for both.
         items: [2 * _ITEM_ROOM, 1] int32, ring of two posted items.
         q_full: barrier, as the others with these endings.
@@ -123,37 +137,24 @@ class Pipeline:
 
 
 @gluon.jit
-def make_pipeline(dtype: gl.constexpr, c):
-    """Allocate all buffers and set up their barriers."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.BLOCK_N, c.D], dtype)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
+def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
+    """Allocate all buffers and set up their barriers; the types are of what is multiplied and written."""
     parts: gl.constexpr = 2 if c.CONSUMERS == 2 else 4
-    q = gl.allocate_shared_memory(dtype, [parts, ROWS, c.D], layout)
-    k = gl.allocate_shared_memory(dtype, [c.STAGES, c.BLOCK_N, c.D], layout)
-    v = gl.allocate_shared_memory(dtype, [c.STAGES, c.BLOCK_N, c.D], layout)
+    q = make_tiles(operand, c.QUERY_STAGES * parts, ROWS, c.D)
+    k = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
+    if c.OPERAND_BYTES == 1:
+        v = make_tiles(operand, c.STAGES, c.D, c.BLOCK_N)
+    else:
+        v = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
     o = q
     if c.OWN_OUTPUT:
-        o = gl.allocate_shared_memory(dtype, [parts, ROWS, c.D], layout)
+        o = make_tiles(output, parts, ROWS, c.D)
     item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_ROOM, 1], item_layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
-    k_empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
-    v_empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
-    item_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    item_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=c.CONSUMERS)
-    for i in gl.static_range(c.STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=c.CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=c.CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(item_full.index(i), count=1)
-        mbarrier.init(item_empty.index(i), count=c.CONSUMERS)
+    q_full, q_empty = make_barriers(c.QUERY_STAGES, c)
+    k_full, k_empty = make_barriers(c.STAGES, c)
+    v_full, v_empty = make_barriers(c.STAGES, c)
+    item_full, item_empty = make_barriers(2, c)
     fence_async_shared()
     return Pipeline(
         q, k, v, o, items, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty
@@ -161,34 +162,52 @@ def make_pipeline(dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def post(pipe, done, head, first_row, q_start, q_len, num_keys):
-    """Tell the consumers what to attend next, the item number `done`; a head of -1 ends their work."""
+def make_tiles(dtype: gl.constexpr, tiles: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Allocate tiles as the tensor cores read them and bulk copies write them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return gl.allocate_shared_memory(dtype, [tiles, rows, columns], layout)
+
+
+@gluon.jit
+def make_barriers(buffers: gl.constexpr, c):
+    """Set up the two barriers of each buffer of a ring."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [buffers, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [buffers, 1], layout)
+    for i in gl.static_range(buffers):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=c.CONSUMERS)
+    return full, empty
+
+
+@gluon.jit
+def post(pipe, done, fields):
+    """Tell the consumers what to attend next, the item number `done`; a head of -1 ends their work.
+
+    Fields are the head, first row, first query token, query tokens, keys, and others that a kernel has.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = done % 2
     mbarrier.wait(pipe.item_empty.index(slot), ((done // 2) & 1) ^ 1)
     zero = gl.zeros([1], gl.int32, layout=layout)
-    pipe.items.index(slot * _ITEM_ROOM + 0).store(zero + head)
-    pipe.items.index(slot * _ITEM_ROOM + 1).store(zero + first_row)
-    pipe.items.index(slot * _ITEM_ROOM + 2).store(zero + q_start)
-    pipe.items.index(slot * _ITEM_ROOM + 3).store(zero + q_len)
-    pipe.items.index(slot * _ITEM_ROOM + 4).store(zero + num_keys)
+    for i in gl.static_range(len(fields)):
+        pipe.items.index(slot * _ITEM_ROOM + i).store(zero + fields[i])
     gl.thread_barrier()
     mbarrier.arrive(pipe.item_full.index(slot), count=1)
 
 
 @gluon.jit
-def next_item(pipe, done):
-    """Read what the producer posted: (head, first row, first query token, query tokens, keys)."""
+def next_item(pipe, done, FIELDS: gl.constexpr):
+    """Read the fields that the producer posted."""
     slot = done % 2
     mbarrier.wait(pipe.item_full.index(slot), (done // 2) & 1)
-    head = _read(pipe.items.index(slot * _ITEM_ROOM + 0))
-    first_row = _read(pipe.items.index(slot * _ITEM_ROOM + 1))
-    q_start = _read(pipe.items.index(slot * _ITEM_ROOM + 2))
-    q_len = _read(pipe.items.index(slot * _ITEM_ROOM + 3))
-    num_keys = _read(pipe.items.index(slot * _ITEM_ROOM + 4))
+    fields = ()
+    for i in gl.static_range(FIELDS):
+        field = _read(pipe.items.index(slot * _ITEM_ROOM + i))
+        fields = fields + (field,)  # type: ignore[assignment]  # noqa: RUF005  # Gluon cannot unpack
     gl.thread_barrier()
     mbarrier.arrive(pipe.item_empty.index(slot), count=1)
-    return head, first_row, q_start, q_len, num_keys
+    return fields
 
 
 @gluon.jit

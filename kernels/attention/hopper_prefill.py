@@ -19,6 +19,7 @@ Source: Shah et al., "FlashAttention-3", 2024, for the roles, the taking of turn
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,9 +86,9 @@ def prefill(
     """
     c = Constants(
         HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, OWN_OUTPUT,
+        SOFTCAP, LSE, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8,
     )  # fmt: skip
-    pipe = make_pipeline(q_desc.dtype, c)
+    pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
     supply = (
         pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries,
         num_items, k_head_stride, window, c,
@@ -117,15 +118,7 @@ class HopperPrefill:
         launch = selection.launch_for(batch.max_seqlen_k)
         group = problem.group_size
         self._problem = problem
-        self._tiles, self._table = plan_tiles(problem, batch, launch.block_m)
-        self._counter = torch.zeros(2, dtype=torch.int32, device=self._tiles.device)
-        self._num_items = self._tiles.shape[0] * problem.num_kv_heads
-        if self._num_items > _MOST_ITEMS:
-            raise ShapeError(
-                f"{batch.num_tokens} tokens of {batch.num_seqs} sequences are {self._num_items} "
-                f"tiles; at most {_MOST_ITEMS} can be listed"
-            )
-        self._grid = (min(selection.arch.num_sms, self._num_items),)
+        self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)
         self._scale, self._softcap = exponents(problem)
         dtype = getattr(gl, problem.dtype)
         page = min(problem.block_size or launch.block_n, launch.block_n)
@@ -159,12 +152,7 @@ class HopperPrefill:
             ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads
                 lie too far apart.
         """
-        if q.shape[0] == 0:
-            return
-        if kv.numel() == 0:
-            out.zero_()
-            if lse is not None:
-                lse.fill_(float("-inf"))
+        if attends_nothing(q, kv, out, lse):
             return
         keys, values = kv.unbind(0)
         token_stride, head_stride = bulk_strides("keys", keys, keys.stride()[-3:-1])
@@ -179,25 +167,74 @@ class HopperPrefill:
         kv_shape, kv_strides = [keys.numel() // (heads * head_dim), width], [token_stride, 1]
         q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
         out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
-        prefill[self._grid](
+        work = self._work
+        prefill[work.grid](
             TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
             TensorDescriptor(keys, kv_shape, kv_strides, *self._k_box),
             TensorDescriptor(values, kv_shape, kv_strides, *self._k_box),
             TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
             out,
             out if lse is None else lse,
-            self._tiles,
-            self._table,
-            self._counter,
-            self._table.stride(0),
-            self._tiles.shape[0],
-            self._num_items,
+            work.tiles,
+            work.table,
+            work.counter,
+            work.table.stride(0),
+            work.tiles.shape[0],
+            work.num_items,
             head_stride,
             self._scale,
             window_argument(self._problem),
             self._softcap,
             **self._constants,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """What the thread blocks of a step share out among themselves.
+
+    Attributes:
+        tiles: [entries, 6] int32, as `portable_prefill.list_tiles` writes them.
+        table: the batch's block table; anything where keys are packed.
+        counter: [2] int32, items taken and thread blocks finished; 0 before and after a launch.
+        num_items: entries times key-value heads.
+        grid: thread blocks.
+    """
+
+    tiles: Tensor
+    table: Tensor
+    counter: Tensor
+    num_items: int
+    grid: tuple[int]
+
+
+def plan_work(
+    problem: AttentionProblem, batch: PagedBatch | PackedBatch, block_m: int, num_sms: int
+) -> WorkList:
+    """List a step's work in tiles of `block_m` rows, for one thread block per SM.
+
+    Raises:
+        ShapeError: it is more than can be counted.
+    """
+    tiles, table = plan_tiles(problem, batch, block_m)
+    num_items = tiles.shape[0] * problem.num_kv_heads
+    if num_items > _MOST_ITEMS:
+        raise ShapeError(
+            f"{batch.num_tokens} tokens of {batch.num_seqs} sequences are {num_items} tiles; at most "
+            f"{_MOST_ITEMS} can be listed"
+        )
+    counter = torch.zeros(2, dtype=torch.int32, device=tiles.device)
+    return WorkList(tiles, table, counter, num_items, (min(num_sms, num_items),))
+
+
+def attends_nothing(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None) -> bool:
+    """Whether a step needs no launch, for want of queries or keys; `out` and `lse` are written then."""
+    if q.shape[0] and kv.numel():
+        return False
+    out.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    return True
 
 
 def exponents(problem: AttentionProblem) -> tuple[float, float]:

@@ -15,7 +15,6 @@ from kernels.attention.hopper_pipeline import ROWS, first_kept, key_range, post
 
 TILE_FIELDS = gl.constexpr(6)
 """As `portable_prefill.list_tiles` writes them."""
-_ELEMENT_BYTES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -31,16 +30,11 @@ def produce(
     while item < num_items:
         # Asked for now, so that the answer is there when this item is done with.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        record = tiles + item % num_entries * TILE_FIELDS
-        head = item // num_entries
-        seq = gl.load(record)
-        first_row = gl.load(record + 1)
-        q_start = gl.load(record + 2)
-        q_len = gl.load(record + 3)
-        k_start = gl.load(record + 4)
-        num_keys = gl.load(record + 5)
+        seq, head, first_row, q_start, q_len, k_start, num_keys = read_item(
+            tiles, item, num_entries
+        )
         if seq >= 0:
-            post(pipe, done, head, first_row, q_start, q_len, num_keys)
+            post(pipe, done, (head, first_row, q_start, q_len, num_keys))
             done += 1
             last, count, _, _ = key_range(first_row, q_len, num_keys, window, c)
             if count > 0:
@@ -66,8 +60,27 @@ def produce(
                     )
                     loaded += 1
         item = following
-    post(pipe, done, -1, 0, 0, 0, 0)
-    # The last block to finish leaves the counters at 0 for the next layer.
+    post(pipe, done, (-1,))
+    finish(counter)
+
+
+@gluon.jit
+def read_item(tiles, item, num_entries):
+    """Look up an item: (sequence, head, first row, first query token, query tokens, first key, keys)."""
+    record = tiles + item % num_entries * TILE_FIELDS
+    head = item // num_entries
+    seq = gl.load(record)
+    first_row = gl.load(record + 1)
+    q_start = gl.load(record + 2)
+    q_len = gl.load(record + 3)
+    k_start = gl.load(record + 4)
+    num_keys = gl.load(record + 5)
+    return seq, head, first_row, q_start, q_len, k_start, num_keys
+
+
+@gluon.jit
+def finish(counter):
+    """Leave the counters at 0 for the next layer, if this is the last block to finish."""
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -75,16 +88,18 @@ def produce(
 
 @gluon.jit
 def copy_queries(pipe, q_desc, queries, token, head, c):
-    """Start copying an item's queries, a part for each consumer, once the last item's are done with."""
+    """Start copying an item's queries, a part for each consumer, once there is room for them."""
     tokens: gl.constexpr = ROWS // c.GROUP
-    mbarrier.wait(pipe.q_empty, (queries & 1) ^ 1)
-    mbarrier.expect(pipe.q_full, c.BLOCK_M * c.D * _ELEMENT_BYTES)
+    buffer = queries % c.QUERY_STAGES
+    full = pipe.q_full.index(buffer)
+    mbarrier.wait(pipe.q_empty.index(buffer), ((queries // c.QUERY_STAGES) & 1) ^ 1)
+    mbarrier.expect(full, c.BLOCK_M * c.D * c.OPERAND_BYTES)
     for part in gl.static_range(c.CONSUMERS):
-        target = pipe.q.index(part)._reinterpret(
+        target = pipe.q.index(buffer * c.CONSUMERS + part)._reinterpret(
             q_desc.dtype, [tokens, c.GROUP, c.D], q_desc.layout
         )
         where = [token + part * tokens, head * c.GROUP, 0]
-        tma.async_copy_global_to_shared(q_desc, where, pipe.q_full, target)
+        tma.async_copy_global_to_shared(q_desc, where, full, target)
 
 
 @gluon.jit
@@ -109,7 +124,7 @@ def rows_of_tile(table, k_start, start, kept, num_keys, c):
 @gluon.jit
 def copy_tile(desc, rows, column, full, tile, c):
     """Start copying a tile of keys or values, part by part; `full` completes with its last byte."""
-    mbarrier.expect(full, c.BLOCK_N * c.D * _ELEMENT_BYTES)
+    mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
     for j in gl.static_range(c.BLOCK_N // c.PAGE):
         part = tile.slice(j * c.PAGE, c.PAGE, dim=0)
         tma.async_copy_global_to_shared(desc, [rows[j], column], full, part)

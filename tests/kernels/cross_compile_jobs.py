@@ -33,6 +33,7 @@ class Job:
         num_seqs: sequences of the batch, for the functions that plan a step.
         name: what is special about it.
         float32_out: whether the output is float32 whatever the dtype, as that of a cascade's rest.
+        function: which one of what is launched; empty where it is the only one.
     """
 
     sm: int
@@ -43,6 +44,7 @@ class Job:
     num_seqs: int = 2
     name: str = ""
     float32_out: bool = False
+    function: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -68,7 +70,8 @@ class Job:
         tile = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
         loop = " one loop" if launch.one_loop else ""
         name = f" ({self.name})" if self.name else ""
-        return f"sm_{self.sm} {self.kernel} {self.stage}{name} {tile}{loop}: {self.problem}"
+        stage = f"{self.stage} {self.function}" if self.function else self.stage
+        return f"sm_{self.sm} {self.kernel} {stage}{name} {tile}{loop}: {self.problem}"
 
 
 _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
@@ -79,8 +82,14 @@ _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
         "num_heads": 16, "block_size": None, "causal": False, "sliding_window": 1000, "lse": True,
     },
     "softcap, blocks of 64, 8 heads a group": {"num_heads": 64, "block_size": 64, "softcap": 30.0},
+    "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
 }  # fmt: skip
 """Compiled for every head dim: the registers are counted out for each, so each may spill alone."""
+_FP8_VARIANTS: dict[str, dict[str, Any]] = {
+    "lse, 1 head a group": {"num_heads": 8, "lse": True},
+    "not causal, 2 heads a group": {"num_heads": 16, "causal": False},
+    "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
+}
 
 
 def problem(
@@ -107,6 +116,8 @@ def compiled_rows(sm: int) -> list[KernelSpec]:
 
 def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
     """Return the fields of every problem that a row is chosen for."""
+    if spec.fp8:
+        return {"block_size": None, "fp8": True}
     return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
 
 
@@ -146,10 +157,10 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
         (name, problem(spec.phase, **(fixed_fields(spec) | fields)))
         for name, fields in variants.items()
     ]
-    if spec.name == "hopper_prefill":
+    if spec.name in ("hopper_fp8_prefill", "hopper_prefill"):
         asked += [
-            (name, problem(spec.phase, head_dim=head_dim, **fields))
-            for name, fields in _HOPPER_VARIANTS.items()
+            (name, problem(spec.phase, head_dim=head_dim, **(fixed_fields(spec) | fields)))
+            for name, fields in (_FP8_VARIANTS if spec.fp8 else _HOPPER_VARIANTS).items()
             for head_dim in sorted(spec.head_dims or ())
         ]
     return [
@@ -171,6 +182,7 @@ def _planning(sm: int) -> list[Job]:
             Job(sm, row.name, "plan", prefill, LaunchConfig(192, 64, 4, 2), 1, "192 rows")
             for row in hopper
         ),
+        *_quantising(sm),
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
         Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
         Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
@@ -182,10 +194,26 @@ def _planning(sm: int) -> list[Job]:
     ]
 
 
+def _quantising(sm: int) -> list[Job]:
+    """List the functions that write what the FP8 prefill attends."""
+    launch = LaunchConfig(128, 128, 4, 1)
+    asked = {
+        (dtype, head_dim): problem(Phase.PREFILL, dtype, head_dim, block_size=None, fp8=True)
+        for dtype, head_dim in (("bfloat16", 128), ("float16", 64))
+    }
+    return [
+        Job(sm, row.name, "run", it, launch, num_seqs, function=function)
+        for row in compiled_rows(sm)
+        if row.fp8
+        for num_seqs, it in zip((1, 300), asked.values(), strict=True)
+        for function in ("list_key_blocks", "quantise_queries", "quantise_keys_and_values")
+    ]
+
+
 def _job(
     sm: int, spec: KernelSpec, asked: AttentionProblem, launch: LaunchConfig, name: str = ""
 ) -> Job:
-    return Job(sm, spec.name, "run", asked, launch, name=name)
+    return Job(sm, spec.name, "run", asked, launch, name=name, function="prefill" * spec.fp8)
 
 
 def _launches(spec: KernelSpec, asked: AttentionProblem, sm: int) -> list[LaunchConfig]:

@@ -21,10 +21,13 @@ REGISTERS = 64 * 1024
 """32-bit registers of an SM, the same on all architectures here."""
 FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 BULK_COPIES = {
+    "hopper_fp8_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_decode": ("cp.async.bulk.tensor",),
 }
 """Rows whose loads are the tensor memory accelerator's, some by a warp of its own: what they must use."""
+ROW_SHUFFLES = 32
+"""For maxima and sums of rows. Weights in FP8 that moved to other threads would take hundreds more."""
 JOBS = [job for sm in ARCHES for job in jobs_for(sm)]
 
 
@@ -34,6 +37,7 @@ def family(job: Job) -> str | None:
         job.kernel in ("write_kv", "combine_parts")
         or job.stage == "plan"
         or job.problem.dtype == "float32"
+        or job.function == "list_key_blocks"
     ):
         return None
     if job.kernel in BULK_COPIES:
@@ -61,13 +65,23 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
     if used != ([wanted] if wanted else []):
         found.append(f"multiplies with {used or 'no tensor cores'}, wanted {wanted}")
     pipelined = wanted is not None and job.launch.num_stages > 1
-    bulk = job.kernel in BULK_COPIES
+    bulk = job.kernel in BULK_COPIES and not job.function.startswith("quantise")
     if pipelined and not bulk and not facts["ptx"].get("cp.async.cg"):
         found.append("loads nothing ahead with cp.async")
     if wanted is not None and bulk:
         found += [
             f"has no {name}" for name in BULK_COPIES[job.kernel] if not facts["ptx"].get(name)
         ]
+    return found + (_fp8_faults(facts) if job.function == "prefill" else [])
+
+
+def _fp8_faults(facts: dict[str, Any]) -> list[str]:
+    """List what is wrong with a kernel whose products are FP8's and whose weights stay where they are."""
+    ptx = facts["ptx"]
+    found = [] if ptx.get("e4m3.e4m3") else ["has no product in e4m3"]
+    if ptx.get("shfl.sync", 0) > ROW_SHUFFLES or ptx.get("prmt.b32"):
+        moves = {name: ptx.get(name, 0) for name in ("shfl.sync", "prmt.b32")}
+        found.append(f"moves weights between threads or bytes: {moves}")
     return found
 
 
@@ -132,6 +146,24 @@ def test_a_row_that_copies_in_bulk_must_do_so_and_share_out_its_registers(missin
     found = faults(HOPPER, GOOD | {"ptx": instructions})
 
     assert found == ([f"has no {missing}"] if missing else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, []),
+        ({"e4m3.e4m3": 0}, ["has no product in e4m3"]),
+        ({"shfl.sync": 160}, ["moves weights between threads or bytes: {'shfl.sync': 160, 'prmt.b32': 0}"]),
+        ({"prmt.b32": 64}, ["moves weights between threads or bytes: {'shfl.sync': 24, 'prmt.b32': 64}"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_in_fp8_must_multiply_in_e4m3_and_leave_weights_in_place(change, fault):
+    job = next(job for job in JOBS if job.function == "prefill")
+    instructions = {"wgmma.mma_async": 24, "cp.async.bulk.tensor": 8, "setmaxnreg": 3}
+    instructions |= {"e4m3.e4m3": 24, "shfl.sync": 24}
+
+    assert faults(job, GOOD | {"ptx": instructions | change}) == fault
 
 
 def test_a_compiler_that_ends_its_process_is_a_fault_of_its_job_alone(tmp_path):

@@ -24,6 +24,7 @@ _MODULES = (
     "kernels.attention.portable_prefix",
     "kernels.attention.cascade_decode",
     "kernels.attention.portable_write_kv",
+    "kernels.attention.hopper_fp8_quantise",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 
@@ -99,6 +100,7 @@ def _repair() -> None:
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
+    convert = builder.create_fp_to_fp
     cast, dot, launch = builder.cast_impl, builder.create_dot, interpreter.GridExecutor.__call__
     patch, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     inside = False
@@ -134,6 +136,15 @@ def _repair() -> None:
         )
         return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
+    def repaired_conversion(self, src, dst_type, rounding_mode):
+        """A number that rounds up to the next power of two becomes half of it."""
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.float8e4nv):
+            return convert(self, src, dst_type, rounding_mode)
+        # As the hardware: what is too large becomes the largest.
+        clipped = torch.from_numpy(np.ascontiguousarray(src.data)).clamp(-448, 448)
+        bits = clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return interpreter.TensorHandle(bits, tl.float8e4nv)
+
     def quiet_launch(self, *args, **named):
         """NumPy warns of overflows, and of arithmetic on what lies in rows that nobody wrote."""
         nonlocal inside
@@ -159,6 +170,7 @@ def _repair() -> None:
     builder.cast_impl = repaired_cast
     for name in ("create_fp_ext", "create_fp_trunc"):
         setattr(builder, name, repaired_cast)
+    builder.create_fp_to_fp = repaired_conversion
     builder.create_dot = repaired_dot
     interpreter.GridExecutor.__call__ = quiet_launch
     # Arguments are on the host already, and are copied onto themselves: all pages of a huge cache.

@@ -1,0 +1,331 @@
+"""Queries, keys and values in FP8 (e4m3) for Hopper's FP8 tensor cores.
+
+    queries   rotated, then divided by a scale for each token and head
+    keys      rotated, then divided by a scale for each block of keys and head
+    values    divided by a scale for each block of keys and head; transposed
+
+The rotation is a Hadamard matrix with random signs along the head dim, the same for queries and keys, so
+scores stay what they are. It spreads an outlier over all of its row: e4m3 rounds each element by up to a
+sixteenth of itself, all of which goes into a score that one element decides, while the errors of many
+equal parts average out.
+
+Each sequence's keys are cut into blocks of one tile, the last one padded with zeros, so that a tile is one
+contiguous block whose scale is one number:
+
+    keys      [K, blocks, block_n, D]
+    values    [K, blocks, D, block_n], since FP8 products take their second operand with the keys side by side
+    scales    [3, K, blocks] float32: of keys, of values, and 1 / that of values
+
+Values lie in the order in which the tensor cores find the weights of keys in registers (`key_of_slot`).
+Knows nothing of how attention is computed.
+
+Source: Shah et al., "FlashAttention-3", 2024, section 3.3, for block scales, the rotation and the order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST = tl.constexpr(448.0)
+"""The largest number of e4m3."""
+_SMALLEST = tl.constexpr(1e-12)
+"""A block's largest element counts as at least this: no scale is 0, nor its inverse infinite."""
+_QUERY_ROWS = tl.constexpr(64)
+"""Rows of a program's tile."""
+_BLOCK_FIELDS = tl.constexpr(2)
+"""A block: its first key among all, the number of its keys (0 for no block)."""
+_SEED = 3
+
+
+@functools.lru_cache(maxsize=16)
+def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a Hadamard matrix whose rows have random signs, [D, D]; D is a power of two.
+
+    Its elements are 1 and -1, exact in any dtype; x @ rotation is longer than x by sqrt(D).
+
+    Source: Sylvester's construction; element (i, j) is -1 to the number of common bits.
+    """
+    matrix = torch.ones((1, 1))
+    while matrix.shape[0] < head_dim:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    generator = torch.Generator().manual_seed(_SEED)
+    signs = torch.randint(0, 2, (head_dim, 1), generator=generator) * 2 - 1
+    return (matrix * signs).to(device, dtype)
+
+
+@triton.jit
+def key_of_slot(slot):
+    """Number of the key whose value lies in a slot of its block.
+
+    Of 16 keys, a thread of a score product has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; as weights in FP8
+    it has slots 4 t to 4 t + 3.
+    """
+    return slot // 16 * 16 + slot // 2 % 2 * 8 + slot // 4 % 4 * 2 + slot % 2
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def list_key_blocks(
+    blocks, first_blocks, cu_seqlens_k, num_seqs, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """List the key blocks of all sequences; program e writes entry e of `blocks` [entries, 2] int32.
+
+    Program b also writes where sequence b's blocks begin to `first_blocks` [B] int32.
+    """
+    entry = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    real = b < num_seqs
+    start = tl.load(cu_seqlens_k + b, mask=real, other=0)
+    length = tl.load(cu_seqlens_k + b + 1, mask=real, other=0) - start
+    count = (length + BLOCK_N - 1) // BLOCK_N
+    seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
+    key = (entry - tl.sum(tl.where(b < seq, count, 0), 0)) * BLOCK_N
+    left = tl.sum(tl.where(b == seq, length, 0), 0) - key
+    first = tl.sum(tl.where(b == seq, start, 0), 0) + key
+    tl.store(blocks + entry * _BLOCK_FIELDS, first)
+    tl.store(blocks + entry * _BLOCK_FIELDS + 1, tl.maximum(tl.minimum(left, BLOCK_N), 0))
+    if entry < num_seqs:
+        tl.store(first_blocks + entry, tl.sum(tl.where(b < entry, count, 0), 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantise_queries(
+    q,
+    quantised,
+    factors,
+    matrix,
+    num_rows,
+    q_stride,
+    q_head_stride,
+    factor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Quantise queries; a program does `TILES` times 64 rows of [T * H, D].
+
+    Args:
+        q: [T, H, D], dense along D.
+        quantised: [T, H, D] e4m3.
+        factors: [T, H] float32, what a product with these queries is to be multiplied by.
+        matrix: [D, D], `rotation`.
+        num_rows: T * H.
+        q_stride: elements from one token to the next.
+        q_head_stride: elements from one head to the next.
+        factor: what is common to all of `factors`.
+    """
+    column = tl.arange(0, D)
+    turn = tl.load(matrix + column[:, None] * D + column[None, :])
+    for tile in tl.static_range(TILES):
+        row = (tl.program_id(0) * TILES + tile) * _QUERY_ROWS + tl.arange(0, _QUERY_ROWS)
+        exists = row < num_rows
+        source = (row // HEADS).to(tl.int64) * q_stride + row % HEADS * q_head_stride
+        x = tl.load(q + source[:, None] + column[None, :], mask=exists[:, None], other=0.0)
+        x = tl.dot(x, turn, input_precision="ieee")
+        largest = tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST)
+        inverse = 1.0 / largest * LARGEST
+        x = x * inverse[:, None]
+        place = row.to(tl.int64)[:, None] * D + column[None, :]
+        tl.store(quantised + place, x.to(quantised.dtype.element_ty), mask=exists[:, None])
+        tl.store(factors + row, largest / LARGEST * factor, mask=exists)
+
+
+@triton.jit
+def quantise_keys_and_values(
+    k,
+    v,
+    quantised_k,
+    quantised_v,
+    scales,
+    matrix,
+    blocks,
+    num_blocks,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Quantise one block; program (block, head, 0 for keys and 1 for values).
+
+    Args:
+        k: [T_k, K, D], dense along D.
+        v: likewise.
+        quantised_k: [K, blocks, BLOCK_N, D] e4m3.
+        quantised_v: [K, blocks, D, BLOCK_N] e4m3.
+        scales: [3, K, blocks] float32.
+        matrix: [D, D], `rotation`.
+        blocks: as `list_key_blocks` writes them.
+        num_blocks: entries of `blocks`.
+        k_stride: elements from one key to the next; the others likewise.
+    """
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(blocks + block * _BLOCK_FIELDS)
+    count = tl.load(blocks + block * _BLOCK_FIELDS + 1)
+    if count == 0:
+        return
+    scale = scales + head * num_blocks + block
+    num_scales = tl.num_programs(1) * num_blocks
+    slot = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, D)
+    place = (head * num_blocks + block).to(tl.int64) * (BLOCK_N * D)
+    if tl.program_id(2) == 0:
+        x = load_rows(k + head * k_head_stride, first, slot, count, k_stride, column)
+        turn = tl.load(matrix + column[:, None] * D + column[None, :])
+        x, fitted, _ = fit(tl.dot(x, turn, input_precision="ieee"))
+        tl.store(scale, fitted)
+        x = x.to(quantised_k.dtype.element_ty)
+        tl.store(quantised_k + place + slot[:, None] * D + column[None, :], x)
+    else:
+        x = load_rows(v + head * v_head_stride, first, key_of_slot(slot), count, v_stride, column)
+        x, fitted, inverse = fit(x.to(tl.float32))
+        tl.store(scale + num_scales, fitted)
+        tl.store(scale + 2 * num_scales, inverse)
+        x = x.to(quantised_v.dtype.element_ty)
+        tl.store(quantised_v + place + column[:, None] * BLOCK_N + slot[None, :], tl.trans(x))
+
+
+@triton.jit
+def load_rows(x, first, key, count, stride, column):
+    """Load keys of a block, or values, in the order `key`; 0 from `count` on."""
+    row = (first + key).to(tl.int64) * stride
+    return tl.load(x + row[:, None] + column[None, :], mask=(key < count)[:, None], other=0.0)
+
+
+@triton.jit
+def fit(x):
+    """Scale a block so that its largest element becomes that of e4m3: (block, scale, 1 / scale)."""
+    largest = tl.maximum(tl.max(tl.abs(x)), _SMALLEST)
+    inverse = 1.0 / largest * LARGEST
+    return x * inverse, largest / LARGEST, inverse
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBlocks:
+    """How the keys of a step's sequences are cut into blocks; made once, on the device.
+
+    Attributes:
+        blocks: [entries, 2] int32, as `list_key_blocks` writes them.
+        first_blocks: [B] int32, where each sequence's blocks begin.
+        size: keys of a block.
+    """
+
+    blocks: Tensor
+    first_blocks: Tensor
+    size: int
+
+
+def plan_key_blocks(cu_seqlens_k: Tensor, num_keys: int, size: int) -> KeyBlocks:
+    """Cut packed keys into blocks.
+
+    Args:
+        cu_seqlens_k: [B + 1] int32; keys of sequence b start at cu_seqlens_k[b].
+        num_keys: of all sequences.
+        size: keys of a block.
+    """
+    num_seqs = cu_seqlens_k.shape[0] - 1
+    device = cu_seqlens_k.device
+    # Blocks are counted per sequence: each may end with a partial one.
+    most = num_keys // size + num_seqs
+    blocks = torch.empty((most, _BLOCK_FIELDS.value), dtype=torch.int32, device=device)
+    first_blocks = torch.empty(num_seqs, dtype=torch.int32, device=device)
+    list_key_blocks[(most,)](
+        blocks,
+        first_blocks,
+        cu_seqlens_k,
+        num_seqs,
+        BLOCK_N=size,
+        BLOCK_B=max(16, triton.next_power_of_2(num_seqs)),
+        num_warps=1,
+    )
+    return KeyBlocks(blocks, first_blocks, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """Room for one layer's queries, keys and values; layers may share it.
+
+    Attributes:
+        q: [T, H, D] e4m3.
+        factors: [T, H] float32, what scores of a query are to be multiplied by beside the keys' scale.
+        k: [K, blocks, block_n, D] e4m3.
+        v: [K, blocks, D, block_n] e4m3.
+        scales: [3, K, blocks] float32.
+    """
+
+    q: Tensor
+    factors: Tensor
+    k: Tensor
+    v: Tensor
+    scales: Tensor
+
+
+def make_room(q: Tensor, kv: Tensor, plan: KeyBlocks) -> Quantised:
+    """Allocate what `quantise` writes for queries [T, H, D] and keys and values [2, T_k, K, D]."""
+    heads, head_dim = kv.shape[-2:]
+    blocks = plan.blocks.shape[0]
+    e4m3 = torch.float8_e4m3fn
+    return Quantised(
+        q=torch.empty(q.shape, dtype=e4m3, device=q.device),
+        factors=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
+        k=torch.empty((heads, blocks, plan.size, head_dim), dtype=e4m3, device=q.device),
+        v=torch.empty((heads, blocks, head_dim, plan.size), dtype=e4m3, device=q.device),
+        scales=torch.empty((3, heads, blocks), dtype=torch.float32, device=q.device),
+    )
+
+
+def quantise(q: Tensor, kv: Tensor, plan: KeyBlocks, room: Quantised, factor: float) -> None:
+    """Quantise one layer's queries, keys and values.
+
+    Args:
+        q: [T, H, D], dense along D.
+        kv: [2, T_k, K, D], dense along D.
+        plan: how the keys are cut.
+        room: is written.
+        factor: on the scores of the queries and keys as they were given.
+    """
+    num_rows, head_dim = q.shape[0] * q.shape[1], q.shape[2]
+    keys, values = kv.unbind(0)
+    matrix = rotation(head_dim, q.dtype, q.device)
+    tiles = 4 if num_rows >= 1 << 16 else 1
+    quantise_queries[(triton.cdiv(num_rows, tiles * _QUERY_ROWS.value),)](
+        q,
+        room.q,
+        room.factors,
+        matrix,
+        num_rows,
+        q.stride(0),
+        q.stride(1),
+        factor / head_dim,  # each of two rotations made its operand longer by the root
+        HEADS=q.shape[1],
+        D=head_dim,
+        TILES=tiles,
+        num_warps=4,
+    )
+    quantise_keys_and_values[(plan.blocks.shape[0], kv.shape[2], 2)](
+        keys,
+        values,
+        room.k,
+        room.v,
+        room.scales,
+        matrix,
+        plan.blocks,
+        plan.blocks.shape[0],
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        BLOCK_N=plan.size,
+        D=head_dim,
+        num_warps=8,
+    )

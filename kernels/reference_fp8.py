@@ -1,0 +1,136 @@
+"""Attention in FP8 (e4m3) as PyTorch computes it: how much of the result each way of rounding costs.
+
+    per_tensor      one scale for all queries, all keys and all values: the plainest way, to compare with
+    block_scaled    what `hopper_fp8_prefill` does, step by step, rounded where it rounds
+
+Sums are in `dtype`, without the errors of an accumulator. Knows nothing of how a kernel is written.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LARGEST = 448.0
+"""The largest number of e4m3."""
+
+
+def per_tensor(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Attention with one scale per tensor; weights of at most 1 in e4m3.
+
+    Args:
+        q: [m, H, D], the last m tokens of a sequence.
+        k: [n, K, D].
+        v: [n, K, D].
+        softmax_scale: factor on the scores.
+        causal: whether a query sees no key after its own token.
+        dtype: to compute in.
+
+    Returns:
+        [m, H, D] in `dtype`; rows with nothing to attend to are 0.
+    """
+    q, k, v = (_scaled(x.to(dtype), x.abs().amax().to(dtype)) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = torch.einsum("mhd,nhd->hmn", q, keys) * softmax_scale
+    s.masked_fill_(_hidden(q.shape[0], k.shape[0], 0, k.shape[0], causal, q), float("-inf"))
+    e = torch.exp(s - _base(s.amax(-1, keepdim=True)))
+    out = torch.einsum("hmn,nhd->hmd", to_e4m3(e), values)
+    return (out / _divisor(e.sum(-1, keepdim=True))).transpose(0, 1)
+
+
+def block_scaled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotation: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    block: int = 128,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attention with a scale per query and per block of keys and of values, queries and keys rotated.
+
+    Blocks are visited from the last to the first; weights are rounded as multiples of 1 / 448 of the
+    largest so far.
+
+    Args:
+        q: [m, H, D], the last m tokens of a sequence.
+        k: [n, K, D], n above 0.
+        v: [n, K, D].
+        rotation: [D, D] orthogonal but for its rows' length, sqrt(D).
+        softmax_scale: factor on the scores.
+        causal: whether a query sees no key after its own token.
+        block: keys of a block.
+        dtype: to compute in.
+
+    Returns:
+        Output [m, H, D] and log-sum-exp [m, H] in `dtype`; 0 and -inf with nothing to attend to.
+    """
+    turn = rotation.to(dtype) / math.sqrt(rotation.shape[0])
+    rows = q.to(dtype) @ turn
+    rows = _scaled(rows, rows.abs().amax(-1, keepdim=True)).transpose(0, 1)
+    keys, values = (_blocks(x.to(dtype), block) for x in (k.to(dtype) @ turn, v))
+    group = q.shape[1] // k.shape[1]
+    m = torch.full((*rows.shape[:2], 1), float("-inf"), dtype=dtype, device=q.device)
+    total, acc = torch.zeros_like(m), torch.zeros_like(rows)
+    for first in reversed(range(0, k.shape[0], block)):
+        stop = min(first + block, k.shape[0])
+        tile = keys[first:stop].repeat_interleave(group, 1)
+        s = torch.einsum("hmd,nhd->hmn", rows, tile) * softmax_scale
+        hidden = _hidden(q.shape[0], k.shape[0], first, stop, causal, q)
+        s.masked_fill_(hidden, float("-inf"))
+        new = torch.maximum(m, s.amax(-1, keepdim=True))
+        e, fade = torch.exp(s - _base(new)), torch.exp(m - _base(new))
+        weights = to_e4m3(e * LARGEST) / LARGEST
+        tile = values[first:stop].repeat_interleave(group, 1)
+        total = total * fade + e.sum(-1, keepdim=True)
+        acc = acc * fade + torch.einsum("hmn,nhd->hmd", weights, tile)
+        m = new
+    lse = (m + torch.log(total)).squeeze(-1)
+    return (acc / _divisor(total)).transpose(0, 1), lse.T
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """Round to the nearest number of e4m3, the largest for what is larger; in the dtype of `x`."""
+    # By way of float32, as the hardware rounds.
+    return x.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def _scaled(x: Tensor, largest: Tensor) -> Tensor:
+    """Round after division by a scale that makes `largest` the largest number, and multiply again."""
+    scale = largest.clamp(min=1e-12) / LARGEST
+    return to_e4m3(x / scale) * scale
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """Round [n, K, D] with a scale per block of rows and head."""
+    parts = [x[first : first + block] for first in range(0, x.shape[0], block)]
+    return torch.cat([_scaled(part, part.abs().amax((0, 2), keepdim=True)) for part in parts])
+
+
+def _hidden(m: int, n: int, first: int, stop: int, causal: bool, like: Tensor) -> Tensor:
+    """Which keys from `first` to `stop` of n a query of the last m does not see, [m, stop - first]."""
+    key = torch.arange(first, stop, device=like.device)[None, :]
+    position = torch.arange(n - m, n, device=like.device)[:, None]
+    return key > position if causal else torch.zeros_like(key > position)
+
+
+def _base(largest: Tensor) -> Tensor:
+    """Replace the maximum of what sees nothing: -inf - -inf is not a number."""
+    return largest.masked_fill(largest == float("-inf"), 0.0)
+
+
+def _divisor(total: Tensor) -> Tensor:
+    return total.masked_fill(total == 0, 1.0)

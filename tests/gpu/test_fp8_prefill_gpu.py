@@ -1,0 +1,256 @@
+"""The FP8 prefill on the GPU, held to a PyTorch model that rounds where it rounds.
+
+How much rounding to e4m3 costs is the model's to say (`kernels.reference_fp8`); the kernel may differ from
+the model only where a sum in another order puts a weight on the other side of a tie:
+
+    a row        every weight is off by an eighth of itself at most, the distance of two neighbours in e4m3.
+                 Such errors have either sign, so the row's mean square error is at most that of an eighth
+                 of each weight, were they all to flip; and half a unit of the output's last digit.
+    a result     of the ways to flip about as many help as harm, so its error against the truth is the
+                 model's; a tenth more is granted for small cases.
+    log-sum-exp  weights are summed before they are rounded; the tensor cores keep 14 bits of a score,
+                 which here is below 32.
+
+About 40 compilations, 3 seconds each with a cold cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import kernels
+from kernels import reference, reference_fp8
+from kernels.plan import LaunchConfig, Phase, TunedLaunch
+from kernels.registry import REGISTRY
+from tests.gpu.attention_cases import (
+    DEVICE,
+    LONG_PAIRS,
+    SHORT_PAIRS,
+    around_block_boundaries,
+    attend,
+    make,
+    make_problem,
+    named,
+)
+
+ROW = next(row for row in REGISTRY if row.name == "hopper_fp8_prefill")
+# dtype, query heads, key-value heads, head dim, no blocks, features.
+COMBINATIONS = [
+    ("bfloat16", 8, 8, 64, None, {"lse": True}),
+    ("bfloat16", 8, 2, 64, None, {"causal": False}),
+    ("float16", 8, 1, 64, None, {"lse": True, "softmax_scale": 0.3}),
+    ("bfloat16", 64, 1, 64, None, {"causal": False, "lse": True}),
+    ("bfloat16", 4, 4, 128, None, {"causal": False, "lse": True}),
+    ("bfloat16", 8, 2, 128, None, {"lse": True}),
+    ("float16", 8, 4, 128, None, {"causal": False}),
+    ("float16", 16, 1, 128, None, {}),
+    ("bfloat16", 32, 1, 128, None, {"lse": True}),
+]
+HEAD_DIMS = (64, 128)
+EIGHTH = 1 / 8
+LAST_DIGIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+LSE_ERROR = 32 * 2.0**-13
+
+
+def selection_for(problem, stages=None):
+    """Force the row, with a number of stages if given; only another GPU is a reason to skip."""
+    arch = kernels.detect(DEVICE)
+    if arch.sm != 90:
+        pytest.skip(f"needs sm_90, this is sm_{arch.sm}")
+    selection = kernels.select(problem, arch, registry=(ROW,))
+    if stages is not None:
+        tuned = TunedLaunch(LaunchConfig(128, 128, 4, stages), None, "test", measured=False)
+        selection = dataclasses.replace(selection, launches=(tuned,))
+    return selection
+
+
+def allowed(combination):
+    """The problem, with FP8 allowed."""
+    *fields, features = combination
+    return make_problem(Phase.PREFILL, (*fields, features | {"fp8": True}))
+
+
+def judge(case, out, lse=None):
+    """Hold every row and the whole to the bounds above."""
+    from kernels.attention.hopper_fp8_quantise import rotation
+
+    problem = case.problem
+    turn = rotation(problem.head_dim, torch.float64, case.q.device)
+    options = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
+    squares = {"kernel": 0.0, "model": 0.0}
+    count = first_query = first_key = 0
+    assert bool(out.isfinite().all())
+    for queries, keys in zip(case.query_lens, case.seq_lens, strict=True):
+        rows = slice(first_query, first_query + queries)
+        q, found = case.q[rows], out[rows].double()
+        k, v = case.kv[:, first_key : first_key + keys]
+        first_query, first_key = first_query + queries, first_key + keys
+        if not queries or not keys:
+            assert not bool(found.any())
+            assert lse is None or bool((lse[rows] == float("-inf")).all())
+            continue
+        model, sums = reference_fp8.block_scaled(q, k, v, turn, **options)
+        spread, truth = weigh_squares(q, k, v, **options)
+        off = (found - model).square().mean(-1).sqrt()
+        bound = EIGHTH * spread.mean(-1).sqrt() + LAST_DIGIT[out.dtype] * model.abs().amax(-1)
+        worst = int((off - bound).argmax())
+        assert bool((off <= bound).all()), f"row {worst}: {off.flatten()[worst]} above the bound"
+        squares["kernel"] += float((found - truth).square().sum())
+        squares["model"] += float((model - truth).square().sum())
+        squares["model"] += float((LAST_DIGIT[out.dtype] * truth).square().sum())
+        count += truth.numel()
+        if lse is not None:
+            torch.testing.assert_close(lse[rows].double(), sums, rtol=0, atol=LSE_ERROR)
+    if count:
+        assert math.sqrt(squares["kernel"] / count) <= 1.1 * math.sqrt(squares["model"] / count)
+
+
+def weigh_squares(q, k, v, *, softmax_scale, causal):
+    """Sum of squared weights times squared values, and the output; [m, H, D] float64."""
+    doubled = {"causal": causal, "dtype": torch.float64}
+    truth = reference.attention(q, k, v, softmax_scale=softmax_scale, **doubled)
+    # The squares of weights are the weights of twice the scores, but for the sum that they have.
+    squares = reference.attention(
+        q, k, v.double().square(), softmax_scale=2 * softmax_scale, **doubled
+    )
+    once = reference.log_sum_exp(q, k, softmax_scale=softmax_scale, **doubled)
+    twice = reference.log_sum_exp(q, k, softmax_scale=2 * softmax_scale, **doubled)
+    share = torch.exp(twice - 2 * once).nan_to_num(0.0)
+    return squares * share[..., None], truth
+
+
+def check(combination, query_lens, seq_lens, stages=None):
+    problem = allowed(combination)
+    selection = selection_for(problem, stages)
+    case = make(problem, list(query_lens), list(seq_lens))
+    judge(case, *case.attend(selection))
+
+
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_it_agrees_with_its_model_over_ragged_queries_and_keys(combination):
+    check(combination, *zip(*SHORT_PAIRS, strict=True))
+
+
+@pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[5]]))
+def test_it_agrees_over_long_beside_tiny_sequences(combination):
+    check(combination, *zip(*[pair for pair in LONG_PAIRS if pair[1] <= 4224], strict=True))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
+def test_it_agrees_around_tile_boundaries_for_every_group_size(head_dim, group):
+    lengths = around_block_boundaries(128)
+    check(("bfloat16", group, 1, head_dim, None, {}), lengths, lengths)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_every_number_of_stages_agrees(head_dim, stages):
+    queries, keys = zip(*SHORT_PAIRS, (700, 2100), strict=True)
+    check(("bfloat16", 8, 2, head_dim, None, {"lse": True}), queries, keys, stages)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("num_seqs", [3, 400], ids=["fewer than SMs", "more than SMs"])
+def test_sequences_without_keys_between_others_are_zero_and_disturb_none(head_dim, num_seqs):
+    keys = [0 if index % 3 == 1 else 40 + (61 * index) % 700 for index in range(num_seqs)]
+    queries = [1 + (13 * index) % 37 for index in range(num_seqs)]
+    check(("bfloat16", 8, 2, head_dim, None, {"lse": True}), queries, keys)
+
+
+def test_a_value_is_weighed_by_its_own_key():
+    """Every query sees one key alone: the output is the values, in the order of the queries."""
+    problem = allowed(("bfloat16", 1, 1, 128, None, {"causal": False}))
+    case = make(problem, [128], [128])
+    case.q.copy_(40 * torch.eye(128, device=DEVICE)[:, None])
+    case.kv[0].copy_(case.q)
+    case.kv[1].copy_(torch.arange(128, device=DEVICE)[:, None, None].expand(-1, 1, 128))
+
+    out, _ = case.attend(selection_for(problem))
+
+    wanted = reference_fp8.to_e4m3(torch.arange(128, device=DEVICE) * (448 / 127)) * (127 / 448)
+    torch.testing.assert_close(out[:, 0, 5].float(), wanted, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_outliers_cost_what_they_cost_the_model(head_dim):
+    problem = allowed(("bfloat16", 8, 2, head_dim, None, {}))
+    case = make(problem, [1500], [1500])
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    for x in (case.q, case.kv):
+        rare = torch.rand(x.shape, generator=generator, device=DEVICE) < 0.001
+        x.add_(10 * torch.randn(x.shape, generator=generator, device=DEVICE) * rare)
+
+    judge(case, *case.attend(selection_for(problem)))
+
+
+def test_a_sequence_alone_gives_the_bits_of_the_same_among_others():
+    problem = allowed(("bfloat16", 8, 2, 128, None, {"batch_invariant": True}))
+    alone, among = make(problem, [512], [900]), make(problem, [300, 512, 7], [901, 900, 7])
+    alone.q.copy_(among.q[300:812])
+    alone.kv.copy_(among.kv[:, 901:1801])
+
+    outs = [case.attend(selection_for(problem))[0] for case in (alone, among)]
+
+    assert torch.equal(outs[0], outs[1][300:812])
+
+
+def test_one_plan_serves_layer_after_layer():
+    problem = allowed(("bfloat16", 8, 2, 128, None, {}))
+    case = make(problem, [100, 1, 700], [100, 500, 1000])
+    layers = [
+        dataclasses.replace(case, q=case.q.roll(index, 0), kv=case.kv * (1.0 - index))
+        for index in range(5)
+    ]
+    plan = kernels.plan_attention(problem, case.batch, selection=selection_for(problem))
+    outs = [torch.full_like(case.q, float("nan")) for _ in layers]
+
+    for layer, out in zip(layers, outs, strict=True):
+        kernels.prefill_attention(layer.q, layer.kv, plan, out)
+
+    for layer, out in zip(layers, outs, strict=True):
+        judge(layer, out)
+
+
+def test_keys_between_other_heads_are_read_in_place():
+    problem = allowed(("bfloat16", 8, 2, 128, None, {}))
+    case = make(problem, [100, 30, 300], [500, 30, 300])
+    # As in the output of one projection: values behind the keys of a token, other heads around them.
+    wide = torch.full((830, 6, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    kv = wide.as_strided((2, 830, 2, 128), (2 * 128, 6 * 128, 128, 1), 128)
+    kv.copy_(case.kv)
+
+    out = attend(problem, case.batch, case.q, kv, selection_for(problem))
+
+    judge(case, out)
+
+
+def test_a_replayed_prefill_follows_lengths_that_changed():
+    problem = allowed(("bfloat16", 8, 2, 128, None, {}))
+    selection = selection_for(problem)
+    case = make(problem, [300, 40, 60], [1000, 40, 900])
+    out = torch.full_like(case.q, float("nan"))
+    attend(problem, case.batch, case.q, case.kv, selection)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = kernels.plan_attention(problem, case.batch, selection=selection)
+        kernels.prefill_attention(case.q, case.kv, plan, out)
+    for queries, keys in (
+        ([0, 300, 340, 400], [0, 1000, 1040, 1940]),
+        ([0, 1, 30, 400], [0, 3, 32, 932]),
+        ([0, 100, 100, 150], [0, 700, 700, 700]),
+        ([0, 300, 340, 400], [0, 1000, 1040, 1940]),
+    ):
+        case.batch.cu_seqlens_q.copy_(torch.tensor(queries, dtype=torch.int32))
+        case.batch.cu_seqlens_k.copy_(torch.tensor(keys, dtype=torch.int32))
+        out.fill_(7.0)
+        graph.replay()
+
+        eager = torch.full_like(out, 7.0)
+        assert torch.equal(out, attend(problem, case.batch, case.q, case.kv, selection, eager))
+        assert bool((out[queries[-1] :] == 7.0).all())
