@@ -53,7 +53,8 @@ def test_every_known_processor_has_a_plan_of_the_bundled_model(tessera, arch):
     assert "bundled in" in out
     kernel = "portable" if CATALOGUE[arch].sm >= 80 else "torch"
     assert f"{kernel}_prefill" in out
-    assert f"{kernel}_decode" in out
+    # Three query heads per key-value head are too odd a group for Hopper's prefill, not for its decode.
+    assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
 
 
 def test_without_an_architecture_the_plan_is_of_this_machine(tessera):
