@@ -71,6 +71,39 @@ def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
     ]
 
 
+class StagedArrays:
+    """Arrays of fixed shapes that go to a device again and again, in one copy that nobody waits for.
+
+    The host may write to them once the copy before has been made: after waiting for anything that the
+    device was given later.
+
+    Attributes:
+        host: the arrays to write to, 0 at first; page-locked for a GPU.
+        device: a tensor for each, of its shape and dtype; on a CPU they share memory with `host`.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[tuple[int, ...], type[np.generic]]], device: torch.device
+    ) -> None:
+        """Allocate.
+
+        Args:
+            shapes: shape and dtype of each array.
+            device: where to.
+        """
+        templates = [np.zeros(shape, dtype) for shape, dtype in shapes]
+        on_gpu = device.type == "cuda"
+        self._source = torch.zeros(_packed_size(templates), dtype=torch.uint8, pin_memory=on_gpu)
+        self._target = self._source.to(device) if on_gpu else self._source
+        self.host: list[HostArray] = [part.numpy() for part in unpack(templates, self._source)]
+        self.device = unpack(templates, self._target)
+
+    def send(self) -> None:
+        """Queue the copy to the device."""
+        if self._target is not self._source:
+            self._target.copy_(self._source, non_blocking=True)
+
+
 def _offsets(arrays: Sequence[HostArray]) -> list[int]:
     sizes = (_aligned(array.nbytes) for array in arrays)
     return list(itertools.accumulate(sizes, initial=0))[:-1]

@@ -77,6 +77,10 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         description="size of the KV cache in GiB, instead of --kv-cache-tokens",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="on a GPU, record decode steps and replay them, one launch instead of hundreds",
+    )
     enable_prefix_caching: bool = Field(
         True, description="keep computed blocks for later prompts with the same beginning"
     )

@@ -63,7 +63,8 @@ class Engine:
     def run(self) -> None:
         """Serve until a shutdown message comes."""
         while not self._stopping:
-            self.receive(block=not self._scheduler.has_work)
+            idle = not self._scheduler.has_work
+            self.receive(block=idle and not self._runner.use_idle_time())
             if self._scheduler.has_work and not self._stopping:
                 self.step()
 

@@ -15,6 +15,7 @@ from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import SamplingRow, TokenHistory
 from server.engine.batch import build_batch
+from server.engine.decode_graphs import DecodeGraphs
 from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
 from server.engine.warm_up import crowds, first_steps, largest_step, sharing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
     from model.metadata import AttentionMetadata
+    from model.replay import Recorder
     from model.sampling import SampledToken
     from server.engine.batch import ModelInput
     from server.engine.scheduler import SchedulerConfig
@@ -71,6 +73,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.layer(0).device
         self._sharing_pays = self._find_sharing()
+        self._graphs: DecodeGraphs | None = None
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}
 
@@ -78,6 +81,21 @@ class ModelRunner:
     def num_cache_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return self._kv_cache.num_blocks * self._kv_cache.block_size
+
+    def record_decode_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
+        """Replay decode steps from now on, as soon as they are recorded.
+
+        Args:
+            limits: of a step.
+            recorder: of the cache's device.
+        """
+        self._graphs = DecodeGraphs(
+            self._model, self._kv_cache, recorder, limits, self._sharing_pays
+        )
+
+    def use_idle_time(self) -> bool:
+        """Record one kind of decode step; return whether there was one to record."""
+        return self._graphs is not None and self._graphs.record_next()
 
     def forget(self, request_id: int) -> None:
         """Drop what is kept for a sequence that ended; an unknown id is ignored."""
@@ -109,6 +127,9 @@ class ModelRunner:
         Args:
             output: at least one scheduled sequence; its blocks are reserved.
         """
+        if self._graphs is not None and (logits := self._graphs.logits(output)) is not None:
+            rows = [self._sampling_row(s.sequence) for s in output.decode]
+            return StepResult(self._sampler.forward(logits, rows), {})
         return self._execute(output, self._sharing_pays)
 
     def _execute(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> StepResult:

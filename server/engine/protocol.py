@@ -38,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         block_size: tokens in a block of the KV cache.
         kv_cache_tokens: tokens the KV cache holds; None derives it from the memory that is free.
         kv_cache_gib: the same as a size in GiB; at most one of the two is given.
+        cuda_graphs: whether decode steps are recorded and replayed on a GPU.
         enable_prefix_caching: whether finished blocks are kept for prompts with the same beginning.
         cpu_threads: threads of a forward pass on the CPU; None takes PyTorch's choice.
         log_level: name of a logging level.
@@ -54,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     kv_cache_tokens: int | None = None
     kv_cache_gib: float | None = None
+    cuda_graphs: bool = False
     enable_prefix_caching: bool = True
     cpu_threads: int | None = None
     log_level: str = "info"

@@ -18,6 +18,7 @@ import torch
 
 from model.kv_cache import KVCache, bytes_per_token
 from model.memory import peak_memory, release_cached
+from model.replay import CudaGraphs
 from server.engine.memory import KVCacheDemand, NotEnoughMemoryError, allocate_kv_cache
 from server.engine.model_runner import ModelRunner
 
@@ -84,7 +85,11 @@ def _start_on_gpu(
 
         kept_bytes = step_bytes + _GPU_HEADROOM_BYTES
         runner = _allocate(model, config, limits, kept_bytes, hold_step)
-        return runner, _max_total_tokens(runner, limits)
+        max_total_tokens = _max_total_tokens(runner, limits)
+    if config.cuda_graphs:
+        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
+        runner.record_decode_steps(served, CudaGraphs(device))
+    return runner, max_total_tokens
 
 
 def _allocate(

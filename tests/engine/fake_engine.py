@@ -51,6 +51,9 @@ class ArithmeticRunner:
     def __init__(self, behaviour="ok"):
         self.behaviour = behaviour
 
+    def use_idle_time(self):
+        return False
+
     def execute(self, output):
         if self.behaviour == "hang":
             time.sleep(3600)

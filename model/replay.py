@@ -1,0 +1,60 @@
+"""Records what a device computes, to have it computed again without launching its kernels one by one.
+
+Knows streams and memory pools, nothing of what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Replay(NamedTuple):
+    """A recorded computation.
+
+    Attributes:
+        run: queues all of it again, on the memory that it was recorded on.
+        result: where its result is after that, until the next `run` of any replay of the same recorder.
+    """
+
+    run: Callable[[], object]
+    result: Tensor
+
+
+class Recorder(Protocol):
+    """Makes replays that share the memory of what lies between their inputs and results."""
+
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        """Record a computation.
+
+        Args:
+            compute: reads tensors that live as long as the replay, launches the same kernels on the same memory
+                whatever these hold, and waits for nothing.
+        """
+
+
+class CudaGraphs:
+    """Records CUDA graphs; not for two threads, and replays follow one another on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        """Compute once for what is compiled or allocated at the first use, then once to be recorded."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            compute()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, as one that frees memory, must not break the recording.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            result = compute()
+        return Replay(graph.replay, result)

@@ -1,0 +1,165 @@
+"""Decode steps from recordings: the tokens of steps without them, whatever comes, goes and is preempted."""
+
+import logging
+import random
+
+import pytest
+
+from model.replay import Replay
+from server.engine.decode_graphs import DecodeGraphs, GraphKey, row_counts
+from server.engine.local import LocalEngine
+from server.engine.protocol import Shutdown
+from server.engine.scheduler import SchedulerConfig
+from tests.engine.test_engine_model import (
+    assert_all_free,
+    greedy,
+    make_engine,
+    random_prompt,
+    tokens,
+)
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+LIMITS = SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=64, max_model_len=256)
+
+
+class Again:
+    """Records on a CPU: computes again on the same memory, and poisons what the last replay left."""
+
+    def __init__(self):
+        self.runs = 0
+
+    def record(self, compute):
+        result = compute()
+
+        def run():
+            self.runs += 1
+            result.fill_(float("nan"))
+            result.copy_(compute())
+
+        return Replay(run, result)
+
+
+class Broken:
+    def record(self, compute):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def recording_engine(checkpoint, recorder, *, ahead=100, **changes) -> LocalEngine:
+    engine = make_engine(checkpoint, max_num_seqs=20, **changes)
+    runner = engine.engine._runner
+    runner.record_decode_steps(LIMITS, recorder)
+    for _ in range(ahead):
+        runner.use_idle_time()
+    return engine
+
+
+def answers(engine, prompts, **sampling):
+    requests = [greedy(i, prompt, 30 + i, **sampling) for i, prompt in enumerate(prompts)]
+    return [tokens(events) for events in engine.generate(requests)]
+
+
+def test_tokens_are_those_of_steps_without_recordings(checkpoint):
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, 1, 60) for _ in range(19)]
+    recorder = Again()
+    expected = answers(make_engine(checkpoint, max_num_seqs=20), prompts)
+
+    engine = recording_engine(checkpoint, recorder)
+
+    assert answers(engine, prompts) == expected
+    assert recorder.runs > 20
+    assert_all_free(engine)
+
+
+def test_preempted_sequences_find_their_new_blocks_in_the_recording(checkpoint):
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, 20, 40) for _ in range(8)]
+    expected = answers(make_engine(checkpoint, max_num_seqs=20), prompts)
+    recorder = Again()
+
+    engine = recording_engine(checkpoint, recorder, kv_cache_tokens=272)
+
+    assert answers(engine, prompts) == expected
+    assert engine.engine.stats().num_preemptions > 0
+    assert recorder.runs > 20
+
+
+def test_a_step_that_was_never_recorded_is_after_some_time(checkpoint):
+    recorder = Again()
+    engine = recording_engine(checkpoint, recorder, ahead=0)
+    expected = answers(make_engine(checkpoint), [[1, 2, 3]])
+
+    assert answers(engine, [[1, 2, 3]]) == expected
+    assert recorder.runs == 0
+    assert answers(engine, [[1, 2, 3]]) == expected
+    assert recorder.runs > 10
+
+
+def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, monkeypatch):
+    engine = recording_engine(checkpoint, Again(), ahead=0)
+    asked = []
+
+    def receive(*, block):
+        asked.append(block)
+        return [Shutdown()] if block else []
+
+    monkeypatch.setattr(engine.channel, "receive", receive)
+    engine.engine.run()
+
+    kinds = engine.engine._runner._graphs._kinds
+    assert [key.num_rows for key, kind in kinds.items() if kind.replay] == row_counts(20)
+    assert asked == [False] * len(kinds) + [True]
+
+
+def test_log_probabilities_of_a_prompt_are_computed_without_a_recording(checkpoint):
+    prompts = [[5, 6, 7, 8], [9]]
+    plain = make_engine(checkpoint)
+    engine = recording_engine(checkpoint, Again())
+    expected = answers(plain, prompts, prompt_logprobs=True)
+
+    assert answers(engine, prompts, prompt_logprobs=True) == expected
+
+
+def test_what_cannot_be_recorded_is_launched_and_said_once(checkpoint, caplog):
+    with caplog.at_level(logging.WARNING, "tessera.engine"):
+        engine = recording_engine(checkpoint, Broken())
+        found = answers(engine, [[1, 2, 3], [4, 5]])
+
+    assert found == answers(make_engine(checkpoint), [[1, 2, 3], [4, 5]])
+    assert [r.getMessage() for r in caplog.records if "recorded" in r.getMessage()] == [
+        "no more decode steps are recorded: GraphKey(num_rows=1, num_columns=32) failed: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (200, [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 200]),
+    ],
+)
+def test_recordings_are_made_for_numbers_that_leave_few_rows_unused(most, expected):
+    assert row_counts(most) == expected
+
+
+def test_a_recording_with_long_tables_is_taken_where_the_short_ones_end(checkpoint):
+    engine = make_engine(checkpoint)
+    runner = engine.engine._runner
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=8 * 200)
+    graphs = DecodeGraphs(runner._model, runner._kv_cache, Again(), limits)
+
+    def key(start):
+        scheduled = type("Scheduled", (), {"start": start})()
+        return graphs._key((scheduled, scheduled, scheduled))
+
+    assert key(0) == key(8 * 64 - 1) == GraphKey(4, 64)
+    assert key(8 * 64) == key(8 * 128 - 1) == GraphKey(4, 128)
+    assert key(8 * 128) == key(8 * 200 - 1) == GraphKey(4, 200)

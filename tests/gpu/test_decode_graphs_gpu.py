@@ -1,0 +1,131 @@
+"""Decode steps replayed as CUDA graphs give the tokens of steps launched kernel by kernel."""
+
+import gc
+
+import pytest
+import torch
+
+from model.hub import BUNDLED, resolve
+from server.engine.decode_graphs import DecodeGraphs
+from server.engine.local import LocalEngine
+from server.engine.protocol import EngineConfig
+from server.engine.request import GenerateRequest, SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+FOLDER = resolve(BUNDLED)
+
+
+@pytest.fixture
+def make_engine():
+    made = []
+
+    def make(*, cuda_graphs, **changes):
+        config = {
+            "model_path": str(FOLDER),
+            "model_id": BUNDLED,
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "kv_cache_tokens": 40960,
+            "max_num_seqs": 24,
+        }
+        engine = LocalEngine(EngineConfig(**(config | {"cuda_graphs": cuda_graphs} | changes)))
+        while engine.engine._runner.use_idle_time():
+            pass
+        made.append(engine)
+        return engine
+
+    yield make
+    made.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def requests(prompts, num_tokens, **sampling):
+    params = SamplingParams(**{"max_new_tokens": num_tokens, "temperature": 0.0} | sampling)
+    return [
+        GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=params)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answers(engine, prompts, num_tokens, **sampling):
+    found = engine.generate(requests(prompts, num_tokens, **sampling))
+    return [[event.token_id for event in events] for events in found]
+
+
+def recordings(engine):
+    kinds = engine.engine._runner._graphs._kinds
+    return [key for key, kind in kinds.items() if kind.replay is not None]
+
+
+PROMPTS = [[(7 * i + j) % 500 + 5 for j in range(3 + 13 * i)] for i in range(20)]
+EXACT = PROMPTS[:16]
+"""As many as a recording has rows: with others the library may add products up in another order."""
+
+
+def test_tokens_are_those_of_steps_without_graphs(make_engine):
+    expected = answers(make_engine(cuda_graphs=False, dtype="float32"), PROMPTS, 64)
+
+    engine = make_engine(cuda_graphs=True, dtype="float32")
+
+    assert answers(engine, PROMPTS, 64) == expected
+    assert answers(engine, PROMPTS[::-1], 64) == expected[::-1]
+    assert recordings(engine)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 11, "logprobs": True}],
+    ids=["greedy", "drawn"],
+)
+def test_a_recording_of_as_many_rows_gives_the_same_bits(make_engine, sampling):
+    expected = answers(make_engine(cuda_graphs=False), EXACT, 64, **sampling)
+
+    assert answers(make_engine(cuda_graphs=True), EXACT, 64, **sampling) == expected
+
+
+def test_preempted_sequences_give_the_same_tokens(make_engine):
+    expected = answers(make_engine(cuda_graphs=False, dtype="float32"), PROMPTS, 80)
+
+    engine = make_engine(
+        cuda_graphs=True, dtype="float32", kv_cache_tokens=2048, enable_prefix_caching=False
+    )
+
+    assert answers(engine, PROMPTS, 80) == expected
+    assert engine.engine.stats().num_preemptions > 0
+
+
+def test_tables_that_outgrow_a_recording_go_on_in_the_next(make_engine):
+    prompt = [j % 500 + 5 for j in range(1000)]
+    expected = answers(make_engine(cuda_graphs=False, dtype="float32"), [prompt], 100)
+
+    engine = make_engine(cuda_graphs=True, dtype="float32")
+    answers(engine, [prompt], 100)  # long enough for the longer recording to be made
+
+    assert answers(engine, [prompt], 100) == expected
+    assert {key.num_columns for key in recordings(engine)} == {64, 128}
+
+
+def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
+    engine = make_engine(cuda_graphs=True)
+    answers(engine, PROMPTS[:4], 40)
+    engine.channel.inbox += requests(PROMPTS[:4], 40)
+    engine.engine.receive(block=True)
+    engine.engine.step()
+    replay, found = DecodeGraphs.logits, []
+
+    def watched(graphs, output):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found.append(replay(graphs, output))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return found[-1]
+
+    monkeypatch.setattr(DecodeGraphs, "logits", watched)
+    for _ in range(5):
+        engine.engine.step()
+
+    assert len(found) == 5
+    assert all(rows is not None for rows in found)
