@@ -2,9 +2,10 @@
 
 Every row is checked on the inputs it is timed on: the whole output for values that were never written,
 some rows of it against a float32 reference. Prefill reads packed and paged keys and stands beside SDPA's
-cuDNN and flash backends in the same run. A decode has no peer in PyTorch: its figures are the microseconds
-that FA3 and FlashInfer took elsewhere, and the share of the bandwidth that a copy reaches here. The time of
-a call is that of one layer: the plan, made once per step, is timed by itself.
+cuDNN and flash backends in the same run, its long rows beside our own in FP8 too. A decode has no peer in
+PyTorch: its figures are the microseconds that FA3 and FlashInfer took elsewhere, and the share of the
+bandwidth that a copy reaches here. The time of a call is that of one layer: the plan, made once per step,
+is timed by itself.
 
     python -m benchmarks.attention [--phase prefill] [--rows quick] [--launch block_m=128,num_warps=8]
 """
@@ -22,6 +23,7 @@ import torch
 
 import kernels
 from benchmarks import precompile
+from benchmarks.attention_fp8 import has_fp8_row, time_fp8
 from benchmarks.attention_inputs import (
     arch_of,
     forced,
@@ -32,7 +34,7 @@ from benchmarks.attention_inputs import (
     time_call,
 )
 from benchmarks.attention_peers import time_peers
-from benchmarks.attention_report import Ceilings, decode_table, prefill_table
+from benchmarks.attention_report import Ceilings, decode_table, fp8_table, prefill_table
 from benchmarks.attention_shapes import (
     DECODE,
     MORE_DECODE,
@@ -145,6 +147,7 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         record["tflops"] = _four_digits(shape.flops / timing.median / 1e6)
         if not paged:
             record |= time_peers(inputs, inputs.out, device)
+            record |= time_fp8(inputs, timing.median) if has_fp8_row(shape) else {}
     else:
         record["gbs"] = _four_digits(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
     return record | (_without_sharing(inputs, selection, timing.median) if shape.shared else {})
@@ -263,7 +266,9 @@ def main() -> None:
             "peers_elsewhere": PEERS_SOURCE,
         },
     )
-    print("\n".join([*prefill_table(rows, ceilings), *decode_table(rows, ceilings)]))
+    print(
+        "\n".join([*prefill_table(rows, ceilings), *fp8_table(rows), *decode_table(rows, ceilings)])
+    )
     print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s")
 
 

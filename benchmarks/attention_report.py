@@ -60,6 +60,27 @@ def prefill_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
     return lines
 
 
+def fp8_table(rows: Iterable[Row]) -> list[str]:
+    """The prefill rows that were measured in FP8 too; nothing without any."""
+    mine = [row for row in rows if "fp8" in row]
+    if not mine:
+        return []
+    lines = [
+        "prefill in FP8, TFLOP/s, packed; `attention` without the quantising; elsewhere: FA3 without it",
+        f"{'heads':>10} {'batch':>18} {'half':>6} {'fp8':>6} {'gain':>5} {'attention':>9} {'gain':>5} "
+        f"{'fa3':>5} {'rmse: half':>10} {'per tensor':>10} {'ours':>9} {'ratio':>6}",
+    ]
+    for row in mine:
+        fp8, rmse = row["fp8"], row["fp8"]["rmse"]
+        lines.append(
+            f"{_heads(row):>10} {size(row):>18} {row['tflops']:6.0f} {fp8['tflops']:6.0f} "
+            f"{fp8['gain']:5.2f} {fp8['attention_tflops']:9.0f} {fp8['attention_gain']:5.2f} "
+            f"{fp8['fa3_tflops_elsewhere'] or 0:5.0f} {rmse['half']:10.2e} {rmse['per_tensor']:10.2e} "
+            f"{rmse['fp8']:9.2e} {rmse['per_tensor_over_fp8']:6.2f}"
+        )
+    return lines
+
+
 def decode_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
     """Microseconds of the decode rows, then how they stand to the limits; nothing without rows."""
     mine = [row for row in rows if row["phase"] == "decode"]

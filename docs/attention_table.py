@@ -74,7 +74,9 @@ def _prefill(result: dict[str, Any]) -> list[str]:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     more = [pair for pair in pairs if "size" in pair[0]]
-    return [*lines, *_more_prefill(more)] if more else lines
+    lines += _more_prefill(more) if more else []
+    in_fp8 = [row for row in result["rows"] if "fp8" in row]
+    return [*lines, *_fp8_prefill(in_fp8)] if in_fp8 else lines
 
 
 def _more_prefill(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
@@ -98,6 +100,35 @@ def _more_prefill(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[st
             f"{packed['share_of_ceiling']:.0%}",
             *(_figure(here.get(name), 0) for name in ("cudnn", "fa2")),
             f"{packed['tflops'] / better:.2f}" if better else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _fp8_prefill(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows that were measured in FP8 too."""
+    lines = [
+        "",
+        "Prefill where FP8 is allowed, packed, causal, TFLOP/s: with the quantising of queries, keys and values, and",
+        "the attention alone; FA3 on operands that were quantised before. Errors are root mean squares against float64",
+        "over a sequence of that length with outliers: in half precision, in FP8 with one scale per tensor, and ours.",
+        "",
+        "| heads H/K/D | batch x tokens | half | FP8 | FP8 / half | attention | FA3 FP8 | error, half | per tensor "
+        "| ours | per tensor / ours |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        fp8, rmse = row["fp8"], row["fp8"]["rmse"]
+        cells = [
+            _heads(row),
+            f"{row['batch']} x {row['seqlen']}",
+            f"{row['tflops']:.0f}",
+            f"**{fp8['tflops']:.0f}**",
+            f"{fp8['gain']:.2f}",
+            f"{fp8['attention_tflops']:.0f}",
+            _figure(fp8["fa3_tflops_elsewhere"], 0),
+            *(f"{rmse[name]:.1e}" for name in ("half", "per_tensor", "fp8")),
+            f"{rmse['per_tensor_over_fp8']:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -10,7 +10,7 @@ As `hopper_consumer`, with what FP8 asks for:
 
 Knows nothing of where keys come from.
 
-Source: Shah et al., "FlashAttention-3", 2024, for the roles and for FP8 with block scales; DeepSeek-AI,
+Source: Shah et al., "FlashAttention-3", 2024, for the roles and for FP8 with block scales; the
 "DeepSeek-V3 Technical Report", 2024, section 3.3, for the bits that are kept and what to do about it.
 """
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import report
+from benchmarks.attention_fp8 import FA3, has_fp8_row, measure_errors
 from benchmarks.attention_inputs import make_inputs, parse_launch, problem_of
-from benchmarks.attention_report import Ceilings, decode_table, prefill_table
+from benchmarks.attention_report import Ceilings, decode_table, fp8_table, prefill_table
 from benchmarks.attention_shapes import DECODE, MORE_DECODE, MORE_PREFILL, PREFILL, TINY, Shape
 from benchmarks.tune_grid import candidates
 from docs.attention_table import attention_table
@@ -118,6 +119,46 @@ def test_a_prefix_that_is_read_once_has_tables_of_its_own(tmp_path):
         "32/8/128 64x(8192 shared + 128): 50.0 us with the prefix read once, 400.0 us without, 8.00"
     )
     assert line in short
+
+
+def test_rows_in_fp8_have_tables_of_their_own(tmp_path):
+    rmse = {"half": 3e-4, "per_tensor": 2.6e-2, "fp8": 1e-2, "per_tensor_over_fp8": 2.6}
+    fp8 = {"tflops": 800.0, "gain": 2.0, "attention_tflops": 850.0, "attention_gain": 2.125}
+    rows = [ROWS[0] | {"fp8": fp8 | {"rmse": rmse, "fa3_tflops_elsewhere": 561.0}}, ROWS[1]]
+    write_result(tmp_path, "2026-01-01", rows)
+
+    text = attention_table(tmp_path)
+    short = fp8_table(rows)
+
+    assert (
+        "| 32/8/128 | 4 x 4096 | 400 | **800** | 2.00 | 850 | 561 | 3.0e-04 | 2.6e-02 | 1.0e-02 | 2.60 |"
+        in text
+    )
+    assert len(short) == 3
+    assert short[-1].split()[2:5] == ["400", "800", "2.00"]
+    assert fp8_table(ROWS) == []
+
+
+def test_the_long_rows_of_the_peers_tables_are_measured_in_fp8_too():
+    shapes = [shape for shape in (*PREFILL, *MORE_PREFILL) if has_fp8_row(shape)]
+
+    assert {((s.hq, s.hkv, s.d), s.batch, s.length) for s in shapes} == set(FA3)
+
+
+def test_errors_are_measured_against_float64_on_inputs_with_outliers(monkeypatch):
+    def half(problem, q, kv):
+        options = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
+        out = reference.attention(q, *kv, **options, dtype=torch.float64)
+        return out + 0.25 if problem.fp8 else out.to(torch.bfloat16)
+
+    monkeypatch.setattr("benchmarks.attention_fp8._attend", half)
+    shape = Shape("prefill", 4, 2, 64, 1, 300)
+
+    errors = measure_errors(problem_of(shape, "bfloat16", paged=False), 300, torch.device("cpu"))
+
+    assert errors["fp8"] == pytest.approx(0.25)
+    assert errors["half"] < errors["per_tensor"] < 0.1
+    assert errors["per_tensor_over_fp8"] == pytest.approx(errors["per_tensor"] / 0.25, rel=1e-3)
 
 
 def test_the_inputs_of_a_shared_prefix_lie_in_the_same_blocks_and_count_once():

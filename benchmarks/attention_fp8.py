@@ -1,0 +1,141 @@
+"""The prefill that multiplies in FP8 beside ours in half precision: how much faster, and how much less exact.
+
+Times are of the benchmark's own inputs. Errors are those of one long sequence with outliers, a number in a
+thousand ten times as large, against float64: ours in half precision, ours in FP8, and the plainest FP8 as
+PyTorch computes it, with one scale per tensor. Knows nothing of which shapes are of interest but their
+length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kernels
+from benchmarks.attention_inputs import arch_of, time_call
+from benchmarks.attention_shapes import PREFILL
+from kernels import reference, reference_fp8
+from kernels.plan import PackedBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from benchmarks.attention_inputs import Inputs
+    from benchmarks.attention_shapes import Shape
+    from kernels.plan import AttentionProblem
+
+FA3 = MappingProxyType(
+    {
+        ((32, 8, 128), 4, 4096): 561.0,
+        ((32, 8, 128), 1, 16384): 689.0,
+        ((32, 8, 64), 4, 4096): 472.0,
+        ((32, 8, 64), 1, 16384): 548.0,
+        ((16, 8, 128), 4, 4096): 511.0,
+        ((16, 8, 128), 1, 16384): 652.0,
+    }
+)
+"""TFLOP/s of FA3 in FP8 on operands that are quantised already: (heads, batch, length); as `PEERS_SOURCE`."""
+_SHORTEST = 4096
+_HEADS = 2
+_DRAWS = 2
+
+
+def has_fp8_row(shape: Shape) -> bool:
+    """Whether a shape is also measured in FP8: the long ones of the peers' tables."""
+    return shape in PREFILL and shape.length >= _SHORTEST
+
+
+def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
+    """Time packed inputs with FP8 allowed, as a record's entries; none where no row multiplies in it.
+
+    Args:
+        inputs: in half precision.
+        bf16_us: what the same call took without FP8.
+    """
+    device = inputs.q.device
+    problem = dataclasses.replace(inputs.problem, fp8=True)
+    selection = kernels.select(problem, arch_of(device))
+    if not selection.spec.fp8 or device.type != "cuda":
+        return {}
+    from kernels.attention.hopper_fp8_prefill import HopperFP8Prefill  # noqa: PLC0415  # needs Triton
+
+    assert isinstance(inputs.batch, PackedBatch)
+    kernel = HopperFP8Prefill(problem, inputs.batch, selection)
+    quantised = kernel.quantise(inputs.q, inputs.kv)
+    whole = time_call(lambda: kernel(inputs.q, inputs.kv, inputs.out), device)
+    attention = time_call(lambda: kernel.attend(*quantised, inputs.out), device)
+    shape = inputs.shape
+    figures = {
+        "kernel": selection.spec.name,
+        "launch": dataclasses.asdict(selection.launch_for(shape.length)),
+        "us": round(whole.median, 2),
+        "us_p20_p80": [round(whole.low, 2), round(whole.high, 2)],
+        "tflops": _four_digits(shape.flops / whole.median / 1e6),
+        "gain": _four_digits(bf16_us / whole.median),
+        "attention_us": round(attention.median, 2),
+        "attention_tflops": _four_digits(shape.flops / attention.median / 1e6),
+        "attention_gain": _four_digits(bf16_us / attention.median),
+        "fa3_tflops_elsewhere": FA3.get(
+            ((shape.hq, shape.hkv, shape.d), shape.batch, shape.length)
+        ),
+    }
+    return {"fp8": figures | {"rmse": measure_errors(problem, shape.length, device)}}
+
+
+def measure_errors(
+    problem: AttentionProblem, length: int, device: torch.device
+) -> dict[str, float | None]:
+    """Root mean square errors over a sequence with outliers, two heads and two draws together."""
+    asked = dataclasses.replace(problem, num_heads=_HEADS, num_kv_heads=_HEADS)
+    options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
+    squares = dict.fromkeys(("half", "per_tensor", "fp8"), 0.0)
+    for seed in range(_DRAWS):
+        q, kv = _draw(asked, length, seed, device)
+        truth = reference.attention(q, *kv, **options, dtype=torch.float64)
+        plain = reference_fp8.per_tensor(q, *kv, **options)
+        squares["per_tensor"] += float((plain - truth).square().mean())
+        del plain
+        for name, fp8 in (("half", False), ("fp8", True)):
+            out = _attend(dataclasses.replace(asked, fp8=fp8), q, kv)
+            squares[name] += float((out.double() - truth).square().mean())
+    errors = {name: (total / _DRAWS) ** 0.5 for name, total in squares.items()}
+    found: dict[str, float | None] = {name: _four_digits(value) for name, value in errors.items()}
+    return found | {"per_tensor_over_fp8": _four_digits(errors["per_tensor"] / errors["fp8"])}
+
+
+def _draw(
+    problem: AttentionProblem, length: int, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Queries [n, H, D], and keys and values [2, n, K, D]: N(0, 1), plus N(0, 100) for one in 1000.
+
+    Source: Shah et al., "FlashAttention-3", 2024, section 4.3.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def numbers(*shape: int) -> Tensor:
+        x, far = torch.randn((2, *shape), generator=generator, device=device)
+        rare = torch.rand(shape, generator=generator, device=device) < 1e-3
+        dtype: torch.dtype = getattr(torch, problem.dtype)
+        return torch.add(x, far * rare, alpha=10).to(dtype)
+
+    return (
+        numbers(length, problem.num_heads, problem.head_dim),
+        numbers(2, length, problem.num_kv_heads, problem.head_dim),
+    )
+
+
+def _attend(problem: AttentionProblem, q: Tensor, kv: Tensor) -> Tensor:
+    """Attend one sequence through the door."""
+    length = q.shape[0]
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=q.device)
+    plan = kernels.plan_attention(problem, PackedBatch(offsets, offsets, length, length, length))
+    out = torch.full_like(q, float("nan"))
+    kernels.prefill_attention(q, kv, plan, out)
+    return out
+
+
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")
