@@ -7,13 +7,13 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from server.bench.result import code_commit, processor_name
 
 RESULTS = Path(__file__).parent / "results"
 _BOOKKEEPING = ("--out", "--commit")
@@ -28,31 +28,7 @@ def machine_name(device: str) -> str:
     """
     if device == "cuda":
         return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [
-            line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = models[0].partition(":")[2].strip() if models else name
-    return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """Short hash of the checkout; "-dirty" follows where its code is not what was committed.
-
-    "unknown" for a copy of the tree without its history.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        root = Path(__file__).parent.parent
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-
-    if not (Path(__file__).parent.parent / ".git").exists() or shutil.which("git") is None:
-        return "unknown"
-    changes = git("status", "--porcelain", "--", "benchmarks/*.py", "kernels", "model", "server")
-    return git("rev-parse", "--short", "HEAD").strip() + ("-dirty" if changes.strip() else "")
+    return f"{processor_name()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def write_report(
@@ -82,7 +58,7 @@ def write_report(
         The file written.
     """
     kind = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[1].lower()
-    revision = revision or commit()
+    revision = revision or code_commit()
     folder = folder or RESULTS
     record = {
         "topic": topic,

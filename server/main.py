@@ -47,15 +47,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands.add_parser(
         "plan", help="show which attention kernels a GPU would run, and why", add_help=False
     )
+    commands.add_parser("bench", help="measure a server, or the engine", add_help=False)
     command, rest = parser.parse_known_args(arguments)
     if command.command == "serve":
         serve(_read_settings(rest))
+    elif command.command == "bench":
+        bench(rest)
     else:
         # Imported here: it imports PyTorch, which `serve` leaves to the engine process.
         from server import plan_command  # noqa: PLC0415
 
         options, rest = plan_command.read_options(rest)
         plan_command.plan(options, _read_settings(rest, "plan"))
+
+
+def bench(arguments: list[str]) -> None:
+    """Run one of the benchmarks.
+
+    Args:
+        arguments: after `tessera bench`.
+    """
+    parser = argparse.ArgumentParser(prog="tessera bench", description="Measure how fast it is.")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="kind")
+    kinds.add_parser("serve", help="any server, over HTTP, as a client", add_help=False)
+    _, rest = parser.parse_known_args(arguments)
+    # Imported here, as each needs what the other commands do not.
+    from server.bench import serve_command  # noqa: PLC0415
+
+    serve_command.main(rest)
 
 
 def serve(settings: Settings) -> None:

@@ -1,0 +1,189 @@
+"""The two wire contracts a server may speak: bodies to send, and what the events of an answer say.
+
+`TGI` is Text Generation Inference's /generate_stream, Tessera's own; `OpenAI` is POST /v1/completions. Knows neither
+sockets nor time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import msgspec
+
+Name: TypeAlias = Literal["tgi", "openai"]
+
+
+class StreamError(Exception):
+    """An event that is an error, or that cannot be read.
+
+    Attributes:
+        kind: a few words to count it under.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every request of a run has in common.
+
+    Attributes:
+        model: name that OpenAI-compatible servers ask for.
+        ignore_eos: whether the server is asked to go on after an end-of-sequence token.
+        temperature: 0 for greedy.
+    """
+
+    model: str = ""
+    ignore_eos: bool = True
+    temperature: float = 0.0
+
+
+@dataclass(slots=True)
+class Event:
+    """What one event says.
+
+    Attributes:
+        token: whether it brings tokens.
+        prompt_tokens: as the server counts them; None where it does not say.
+        output_tokens: likewise.
+        last: whether the answer is complete with it.
+    """
+
+    token: bool
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    last: bool = False
+
+
+class API(Protocol):
+    """One wire contract."""
+
+    @property
+    def path(self) -> str:
+        """Where requests are posted."""
+
+    def body(self, prompt: str, max_tokens: int, options: Options) -> bytes:
+        """Render a request for a stream."""
+
+    def read(self, data: bytes) -> Event:
+        """Read one event.
+
+        Raises:
+            StreamError: the event is an error, or not this contract's.
+        """
+
+
+class _TGIDetails(msgspec.Struct):
+    generated_tokens: int
+    input_length: int | None = None
+
+
+class _Token(msgspec.Struct):
+    pass
+
+
+class _TGIEvent(msgspec.Struct):
+    token: _Token | None = None
+    generated_text: str | None = None
+    details: _TGIDetails | None = None
+    error: str | None = None
+    error_type: str = "error"
+
+
+class TGI:
+    """Text Generation Inference: one event for each token, the last one with the details."""
+
+    path = "/generate_stream"
+
+    def __init__(self) -> None:
+        self._decode = msgspec.json.Decoder(_TGIEvent).decode
+
+    def body(self, prompt: str, max_tokens: int, options: Options) -> bytes:
+        """Render a request for a stream."""
+        parameters: dict[str, Any] = {"max_new_tokens": max_tokens, "details": True}
+        if options.ignore_eos:
+            parameters["ignore_eos"] = True
+        if options.temperature:
+            parameters |= {"temperature": options.temperature, "do_sample": True}
+        return msgspec.json.encode({"inputs": prompt, "parameters": parameters})
+
+    def read(self, data: bytes) -> Event:
+        """Read one event; see `API.read`."""
+        try:
+            event = self._decode(data)
+        except msgspec.DecodeError as error:
+            raise StreamError("unreadable event") from error
+        if event.error is not None:
+            raise StreamError(f"error event: {event.error_type}")
+        if event.generated_text is None:
+            return Event(token=event.token is not None)
+        details = event.details
+        return Event(
+            token=event.token is not None,
+            prompt_tokens=details.input_length if details else None,
+            output_tokens=details.generated_tokens if details else None,
+            last=True,
+        )
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+
+class _OpenAIEvent(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class OpenAI:
+    """OpenAI's completions, with vLLM's `ignore_eos`; the counts come from `usage`."""
+
+    path = "/v1/completions"
+
+    def __init__(self) -> None:
+        self._decode = msgspec.json.Decoder(_OpenAIEvent).decode
+
+    def body(self, prompt: str, max_tokens: int, options: Options) -> bytes:
+        """Render a request for a stream."""
+        body: dict[str, Any] = {
+            "model": options.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        return msgspec.json.encode(body)
+
+    def read(self, data: bytes) -> Event:
+        """Read one event; see `API.read`.
+
+        A last event that brings nothing but a finish reason is no token.
+        """
+        if data == b"[DONE]":
+            return Event(token=False, last=True)
+        try:
+            event = self._decode(data)
+        except msgspec.DecodeError as error:
+            raise StreamError("unreadable event") from error
+        if event.error is not None:
+            raise StreamError("error event")
+        token = any(choice.text or choice.finish_reason is None for choice in event.choices)
+        if event.usage is None:
+            return Event(token=token)
+        return Event(token, event.usage.prompt_tokens, event.usage.completion_tokens)
+
+
+APIS: dict[Name, type[TGI] | type[OpenAI]] = {"tgi": TGI, "openai": OpenAI}
