@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client that notes when each piece of an answer came.
 
 It parses with httptools and keeps connections open, so that it costs a few microseconds a token
-(`docs/decisions/0014-benchmark-client.md`). Knows nothing of what the bodies mean; follows no redirects, takes no
+(`docs/decisions/0015-benchmark-client.md`). Knows nothing of what the bodies mean; follows no redirects, takes no
 compression.
 """
 
