@@ -315,8 +315,7 @@ class KernelSpec:
             (problem.block_size is None and not self.packed, "no packed keys and values"),
             (
                 self.group_sizes is not None and problem.group_size not in self.group_sizes,
-                f"{problem.group_size} query heads per key-value head is not one of "
-                f"{sorted(self.group_sizes or ())}",
+                f"no groups of {problem.group_size} query heads per key-value head",
             ),
             (problem.sliding_window is not None and not self.sliding_window, "no sliding window"),
             (problem.softcap is not None and not self.softcap, "no softcap"),

@@ -19,7 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention.hopper_pipeline import ROWS, first_kept, key_range, next_item
+from kernels.attention.hopper_pipeline import (
+    ROWS,
+    first_kept,
+    key_range,
+    next_item,
+    output_row,
+    row_exists,
+)
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(5)
@@ -59,7 +66,9 @@ def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr,
         if c.LSE:
             log_sum = gl.where(nothing, float("-inf"), m + gl.log2(total)) * _LN_2
             row = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
-            gl.store(lse + output_row(row, q_start, head, c), log_sum, mask=row // c.GROUP < q_len)
+            gl.store(
+                lse + output_row(row, q_start, head, c), log_sum, mask=row_exists(row, q_len, c)
+            )
         done += 1
         head, first_row, q_start, q_len, num_keys = next_item(pipe, done, FIELDS)
     tma.store_wait(0)
@@ -88,7 +97,7 @@ def attend_item(
     total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
     if count > 0:
-        token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.GROUP
+        token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
         # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
         last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
         mbarrier.wait(pipe.q_full.index(0), queries & 1)
@@ -257,31 +266,26 @@ def keep_rows(v_tile, first, stop, c):
 
 
 @gluon.jit
-def output_row(row, q_start, head, c):
-    """Where a row of an item lies in the output, in rows."""
-    return (q_start + row // c.GROUP).to(gl.int64) * c.HEADS + head * c.GROUP + row % c.GROUP
-
-
-@gluon.jit
 def store_output(
     pipe, o_desc, out, acc, my_row, head, q_start, q_len, count, INDEX: gl.constexpr, c
 ):
-    """Write 64 rows: in one bulk copy, or one by one at the sequence's end."""
+    """Write 64 rows: in one bulk copy, or one by one at the sequence's end and where some stand for no head."""
     dtype: gl.constexpr = pipe.o.dtype
     # The room of the queries is this item's only if it had any keys; else the next item's are there.
-    if (my_row + ROWS <= q_len * c.GROUP) & ((count > 0) | c.OWN_OUTPUT):
+    whole: gl.constexpr = c.BOX == c.GROUP
+    if whole & (my_row + ROWS <= q_len * c.BOX) & ((count > 0) | c.OWN_OUTPUT):
         # The copy of the item before has to be done with reading; only its issuer can wait for it.
         tma.store_wait(0)
         gl.thread_barrier()
         staged = pipe.o.index(INDEX)
         staged.store(acc.to(dtype))
         fence_async_shared()
-        where = [q_start + my_row // c.GROUP, head * c.GROUP, 0]
-        shape: gl.constexpr = [ROWS // c.GROUP, c.GROUP, c.D]
+        where = [q_start + my_row // c.BOX, head * c.GROUP, 0]
+        shape: gl.constexpr = [ROWS // c.BOX, c.BOX, c.D]
         source = staged._reinterpret(dtype, shape, o_desc.layout)
         tma.async_copy_shared_to_global(o_desc, where, source)
     else:
         row = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
         column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
         place = output_row(row, q_start, head, c)[:, None] * c.D + column[None, :]
-        gl.store(out + place, acc.to(dtype), mask=(row // c.GROUP < q_len)[:, None])
+        gl.store(out + place, acc.to(dtype), mask=row_exists(row, q_len, c)[:, None])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.hopper_consumer import cap_scores, keep_rows, mask_scores, softmax_step
 from kernels.attention.hopper_merge import DecodeConstants, merge_parts, store_part, store_rows
-from kernels.attention.hopper_pipeline import ROWS, first_kept
+from kernels.attention.hopper_pipeline import ROWS, first_kept, rows_of_token
 from kernels.attention.hopper_prefill import bulk_strides, exponents
 from kernels.attention.hopper_producer import copy_tile, rows_of_tile
 from kernels.attention.split_list import SPLIT_FIELDS, SplitList
@@ -60,7 +59,6 @@ def decode(
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    BOX: gl.constexpr,
     D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     PAGE: gl.constexpr,
@@ -77,14 +75,14 @@ def decode(
     Heads are neighbours in the launch: they read neighbouring bytes of the same blocks.
     """
     c = DecodeConstants(
-        HEADS, KV_HEADS, GROUP, BOX, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
+        HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
         WINDOW, SOFTCAP, LSE,
     )  # fmt: skip
     TILES: gl.constexpr = KV_HEADS * ROW_TILES
     program = gl.program_id(0)
     tile = program % TILES
     kv_head = tile // ROW_TILES
-    first_token = tile % ROW_TILES * (ROWS // BOX)
+    first_row = tile % ROW_TILES * ROWS
     record = splits + program // TILES * SPLIT_FIELDS
     seq = gl.load(record)
     q_start = gl.load(record + 1)
@@ -97,12 +95,12 @@ def decode(
     if seq >= 0:
         acc, log_sum = attend_split(
             q_desc, k_desc, v_desc, block_table + seq.to(gl.int64) * table_stride, kv_head,
-            first_token, q_start, q_len, num_keys, begin, end, scale, window, softcap, c,
+            first_row, q_start, q_len, num_keys, begin, end, scale, window, softcap, c,
         )  # fmt: skip
         if count == 1:
-            store_rows(out, lse, acc, log_sum, kv_head, first_token, q_start, q_len, c)
+            store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c)
         else:
-            store_part(partial_out, partial_lse, program, acc, log_sum, first_token, q_len, c)
+            store_part(partial_out, partial_lse, program, acc, log_sum, first_row, q_len, c)
             # All of this program's stores, by all of its threads, come before its arrival is counted.
             gl.thread_barrier()
             counter = arrivals + seq * TILES + tile
@@ -110,13 +108,13 @@ def decode(
                 gl.store(counter, 0)  # for the next layer
                 merge_parts(
                     out, lse, partial_out, partial_lse, program - number * TILES, count,
-                    kv_head, first_token, q_start, q_len, c,
+                    kv_head, first_row, q_start, q_len, c,
                 )  # fmt: skip
 
 
 @gluon.jit
 def attend_split(
-    q_desc, k_desc, v_desc, table, kv_head, first_token, q_start, q_len, num_keys, begin, end,
+    q_desc, k_desc, v_desc, table, kv_head, first_row, q_start, q_len, num_keys, begin, end,
     scale, window, softcap, c,
 ):  # fmt: skip
     """Attend a tile of rows to keys `begin` to `end`.
@@ -152,7 +150,7 @@ def attend_split(
     mbarrier.expect(q_full, ROWS * c.D * c.OPERAND_BYTES)
     box = q._reinterpret(dtype, [tokens, c.BOX, c.D], q_desc.layout)
     tma.async_copy_global_to_shared(
-        q_desc, [q_start + first_token, kv_head * c.GROUP, 0], q_full, box
+        q_desc, [q_start + first_row // c.BOX, kv_head * c.GROUP, 0], q_full, box
     )
     for j in gl.static_range(c.STAGES):
         if j < tiles:
@@ -160,7 +158,7 @@ def attend_split(
             copy_tile(v_desc, rows[j], column, v_full.index(j), v.index(j), c)
 
     row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
-    token = first_token + gl.arange(0, ROWS, layout=row_layout) // c.BOX
+    token = (first_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
     last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
     acc = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
     total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
@@ -226,7 +224,7 @@ class HopperDecode:
         assert isinstance(batch, PagedBatch), "a decode's problem has a block size"
         assert problem.block_size is not None
         launch = selection.launch_for(batch.max_seqlen_k)
-        box = triton.next_power_of_2(problem.group_size)
+        box = rows_of_token(problem.group_size)
         self._problem = problem
         self._list = SplitList(problem, batch, selection, problem.max_query_tokens * box)
         self._table = batch.block_table
@@ -241,7 +239,6 @@ class HopperDecode:
             "HEADS": problem.num_heads,
             "KV_HEADS": problem.num_kv_heads,
             "GROUP": problem.group_size,
-            "BOX": box,
             "D": problem.head_dim,
             "BLOCK_SIZE": problem.block_size,
             "PAGE": page,

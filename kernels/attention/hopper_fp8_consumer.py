@@ -27,13 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.attention.hopper_consumer import (
     mask_scores,
-    output_row,
     pass_turn,
     store_output,
     take_turn,
     turn,
 )
-from kernels.attention.hopper_pipeline import ROWS, key_range, next_item
+from kernels.attention.hopper_pipeline import ROWS, key_range, next_item, output_row, row_exists
 
 FIELDS = gl.constexpr(6)
 """Of an item: head, first row, first query token, query tokens, keys, first block of keys."""
@@ -58,10 +57,10 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
         my_row = first_row + INDEX * ROWS
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT)) + my_row
         # Rows past the sequence's end repeat its last token.
-        seen = gl.minimum(rows, q_len * c.GROUP - 1)
+        seen = gl.minimum(rows, q_len * c.BOX - 1)
         factors = gl.load(q_factors + output_row(seen, q_start, head, c))
         m, total, acc, consumed, queries = attend_item(
-            pipe, tiles, seen // c.GROUP, q_len, num_keys, consumed, queries, factors,
+            pipe, tiles, seen // c.BOX, q_len, num_keys, consumed, queries, factors,
             scales + first_block, num_scales, INDEX, MINE, NEXT, c,
         )  # fmt: skip
         nothing = m == float("-inf")
@@ -73,7 +72,7 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
         if c.LSE:
             log_sum = gl.where(nothing, float("-inf"), m + gl.log2(total) - _OFFSET) * _LN_2
             gl.store(
-                lse + output_row(rows, q_start, head, c), log_sum, mask=rows // c.GROUP < q_len
+                lse + output_row(rows, q_start, head, c), log_sum, mask=row_exists(rows, q_len, c)
             )
         done += 1
         head, first_row, q_start, q_len, num_keys, first_block = next_item(pipe, done, FIELDS)

@@ -46,7 +46,7 @@ def produce(
             done += 1
             last, count, _, _ = key_range(first_row, q_len, num_keys, 0, c)
             if count > 0:
-                copy_queries(pipe, q_desc, queries, q_start + first_row // c.GROUP, head, c)
+                copy_queries(pipe, q_desc, queries, q_start + first_row // c.BOX, head, c)
                 queries += 1
                 for i in range(count):
                     block = first_block + last - 1 - i

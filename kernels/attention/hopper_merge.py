@@ -10,7 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from kernels.attention.hopper_pipeline import ROWS, accumulator_layout
+from kernels.attention.hopper_pipeline import (
+    ROWS,
+    accumulator_layout,
+    output_row,
+    row_exists,
+    rows_of_token,
+)
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _MERGE_ELEMENTS = 8192
@@ -46,13 +52,13 @@ class DecodeConstants:
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, KV_HEADS, GROUP, BOX, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
+        self, HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
         MERGE_ROWS, WINDOW, SOFTCAP, LSE,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.KV_HEADS = gl.constexpr(KV_HEADS)
         self.GROUP = gl.constexpr(GROUP)
-        self.BOX = gl.constexpr(BOX)
+        self.BOX = gl.constexpr(rows_of_token(GROUP))
         self.D = gl.constexpr(D)
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
         self.PAGE = gl.constexpr(PAGE)
@@ -71,12 +77,12 @@ class DecodeConstants:
 
 
 @gluon.jit
-def store_rows(out, lse, acc, log_sum, kv_head, first_token, q_start, q_len, c):
+def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
     """Write the result of a tile that is not split, [ROWS, D] and [ROWS] in units of log2."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
     column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
-    place = output_row(row, kv_head, first_token, q_start, c)
-    exists = row_exists(row, first_token, q_len, c)
+    place = output_row(first_row + row, q_start, kv_head, c)
+    exists = row_exists(first_row + row, q_len, c)
     gl.store(
         out + place[:, None] * c.D + column[None, :],
         acc.to(out.dtype.element_ty),
@@ -84,28 +90,28 @@ def store_rows(out, lse, acc, log_sum, kv_head, first_token, q_start, q_len, c):
     )
     if c.LSE:
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
-        place = output_row(row, kv_head, first_token, q_start, c)
-        exists = row_exists(row, first_token, q_len, c)
+        place = output_row(first_row + row, q_start, kv_head, c)
+        exists = row_exists(first_row + row, q_len, c)
         gl.store(lse + place, log_sum * _LN_2, mask=exists)
 
 
 @gluon.jit
-def store_part(partial_out, partial_lse, part, acc, log_sum, first_token, q_len, c):
+def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c):
     """Write a split's result, [ROWS, D] and [ROWS] in units of log2, for the merge."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
     column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
     first_line = part.to(gl.int64) * c.MERGE_ROWS
-    exists = row_exists(row, first_token, q_len, c) & (row < c.MERGE_ROWS)
+    exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
     line = first_line + row
     gl.store(partial_out + line[:, None] * c.D + column[None, :], acc, mask=exists[:, None])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
-    exists = row_exists(row, first_token, q_len, c) & (row < c.MERGE_ROWS)
+    exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
     gl.store(partial_lse + first_line + row, log_sum, mask=exists)
 
 
 @gluon.jit
 def merge_parts(
-    out, lse, partial_out, partial_lse, first_part, num_parts, kv_head, first_token, q_start, q_len, c
+    out, lse, partial_out, partial_lse, first_part, num_parts, kv_head, first_row, q_start, q_len, c
 ):  # fmt: skip
     """Merge the parts of one tile, which lie `KV_HEADS * ROW_TILES` apart, and write the result."""
     STEP: gl.constexpr = c.KV_HEADS * c.ROW_TILES
@@ -146,8 +152,8 @@ def merge_parts(
     acc = acc * _rows_of(gl.where(saw_nothing, 0.0, 1.0 / total), plane)[:, None]
     wide_row = gl.arange(0, c.MERGE_ROWS, layout=gl.SliceLayout(1, plane))
     wide_column = gl.arange(0, c.D, layout=gl.SliceLayout(0, plane))
-    exists = row_exists(wide_row, first_token, q_len, c)
-    place = output_row(wide_row, kv_head, first_token, q_start, c)
+    exists = row_exists(first_row + wide_row, q_len, c)
+    place = output_row(first_row + wide_row, q_start, kv_head, c)
     gl.store(
         out + place[:, None] * c.D + wide_column[None, :],
         acc.to(out.dtype.element_ty),
@@ -155,8 +161,8 @@ def merge_parts(
     )
     if c.LSE:
         log_sum = gl.where(saw_nothing, float("-inf"), m + gl.log2(total)) * _LN_2
-        exists = row_exists(row, first_token, q_len, c)
-        gl.store(lse + output_row(row, kv_head, first_token, q_start, c), log_sum, mask=exists)
+        exists = row_exists(first_row + row, q_len, c)
+        gl.store(lse + output_row(first_row + row, q_start, kv_head, c), log_sum, mask=exists)
 
 
 @gluon.constexpr_function
@@ -176,16 +182,3 @@ def merge_layout(parts, rows):
 def _rows_of(values, plane: gl.constexpr):
     """Give a number for each row to the threads that hold the row's elements."""
     return gl.convert_layout(values, gl.SliceLayout(1, plane))
-
-
-@gluon.jit
-def row_exists(row, first_token, q_len, c):
-    """Whether a row of a tile stands for a query head of the sequence."""
-    return (first_token + row // c.BOX < q_len) & (row % c.BOX < c.GROUP)
-
-
-@gluon.jit
-def output_row(row, kv_head, first_token, q_start, c):
-    """Where a row of a tile lies in the output, in rows."""
-    token = (q_start + first_token + row // c.BOX).to(gl.int64)
-    return token * c.HEADS + kv_head * c.GROUP + row % c.BOX

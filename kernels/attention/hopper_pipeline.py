@@ -29,11 +29,18 @@ def accumulator_layout(columns, operand_bytes=2):
     )
 
 
+@gluon.constexpr_function
+def rows_of_token(group):
+    """How many rows of a tile a query token takes for so many heads: boxes are powers of two."""
+    return 1 << (group - 1).bit_length()
+
+
 @aggregate
 class Constants:
     """What a kernel is compiled for; sizes are elements.
 
     Attributes:
+        BOX: `GROUP` rounded up to a power of two: the rows that a tile has for a query token.
         PAGE: keys of one bulk copy.
         OPERAND_BYTES: of an element that is multiplied; 1 for FP8, whose values lie transposed.
         QUERY_STAGES: items whose queries may be in shared memory: what one takes in half precision.
@@ -41,6 +48,7 @@ class Constants:
 
     HEADS: gl.constexpr
     GROUP: gl.constexpr
+    BOX: gl.constexpr
     D: gl.constexpr
     BLOCK_SIZE: gl.constexpr
     PAGE: gl.constexpr
@@ -67,6 +75,7 @@ class Constants:
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
+        self.BOX = gl.constexpr(rows_of_token(GROUP))
         self.D = gl.constexpr(D)
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
         self.PAGE = gl.constexpr(PAGE)
@@ -230,8 +239,8 @@ def key_range(first_row, q_len, num_keys, window, c):
         (last + 1, tiles, tiles at the end that need masks, tiles before those at the window's edge).
     """
     history = num_keys - q_len
-    lowest = history + first_row // c.GROUP
-    highest = history + gl.minimum((first_row + c.BLOCK_M - 1) // c.GROUP, q_len - 1)
+    lowest = history + first_row // c.BOX
+    highest = history + gl.minimum((first_row + c.BLOCK_M - 1) // c.BOX, q_len - 1)
     stop = num_keys
     seen_by_all = num_keys
     if c.CAUSAL:
@@ -247,3 +256,18 @@ def key_range(first_row, q_len, num_keys, window, c):
     edge = gl.minimum(gl.maximum(last - seen_by_all // c.BLOCK_N, 1), count)
     inside = gl.maximum(gl.minimum(last - clear, count), edge)
     return last, count, edge, inside
+
+
+@gluon.jit
+def output_row(row, q_start, head, c):
+    """Where a row of a sequence lies in the output, in rows."""
+    return (q_start + row // c.BOX).to(gl.int64) * c.HEADS + head * c.GROUP + row % c.BOX
+
+
+@gluon.jit
+def row_exists(row, q_len, c):
+    """Whether a row stands for a query head of the sequence."""
+    exists = row // c.BOX < q_len
+    if c.BOX != c.GROUP:
+        exists = exists & (row % c.BOX < c.GROUP)
+    return exists

@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.hopper_consumer import consume
-from kernels.attention.hopper_pipeline import ROWS, Constants, make_pipeline
+from kernels.attention.hopper_pipeline import ROWS, Constants, make_pipeline, rows_of_token
 from kernels.attention.hopper_producer import produce
 from kernels.attention.portable_prefill import plan_tiles
 from kernels.attention.tile import window_argument
@@ -116,19 +116,19 @@ class HopperPrefill:
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
         launch = selection.launch_for(batch.max_seqlen_k)
-        group = problem.group_size
+        box = rows_of_token(problem.group_size)
         self._problem = problem
         self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)
         self._scale, self._softcap = exponents(problem)
         dtype = getattr(gl, problem.dtype)
         page = min(problem.block_size or launch.block_n, launch.block_n)
-        q_box = [ROWS.value // group, group, problem.head_dim]
+        q_box = [ROWS.value // box, box, problem.head_dim]
         k_box = [page, problem.head_dim]
         self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
         self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
         self._constants: dict[str, Any] = {
             "HEADS": problem.num_heads,
-            "GROUP": group,
+            "GROUP": problem.group_size,
             "D": problem.head_dim,
             "BLOCK_SIZE": problem.block_size or 1,
             "PAGE": page,
@@ -216,7 +216,7 @@ def plan_work(
     Raises:
         ShapeError: it is more than can be counted.
     """
-    tiles, table = plan_tiles(problem, batch, block_m)
+    tiles, table = plan_tiles(batch, rows_of_token(problem.group_size), block_m)
     num_items = tiles.shape[0] * problem.num_kv_heads
     if num_items > _MOST_ITEMS:
         raise ShapeError(

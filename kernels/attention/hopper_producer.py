@@ -38,7 +38,7 @@ def produce(
             done += 1
             last, count, _, _ = key_range(first_row, q_len, num_keys, window, c)
             if count > 0:
-                copy_queries(pipe, q_desc, queries, q_start + first_row // c.GROUP, head, c)
+                copy_queries(pipe, q_desc, queries, q_start + first_row // c.BOX, head, c)
                 queries += 1
                 table = block_table + seq.to(gl.int64) * table_stride
                 column = head * k_head_stride
@@ -89,14 +89,14 @@ def finish(counter):
 @gluon.jit
 def copy_queries(pipe, q_desc, queries, token, head, c):
     """Start copying an item's queries, a part for each consumer, once there is room for them."""
-    tokens: gl.constexpr = ROWS // c.GROUP
+    tokens: gl.constexpr = ROWS // c.BOX
     buffer = queries % c.QUERY_STAGES
     full = pipe.q_full.index(buffer)
     mbarrier.wait(pipe.q_empty.index(buffer), ((queries // c.QUERY_STAGES) & 1) ^ 1)
     mbarrier.expect(full, c.BLOCK_M * c.D * c.OPERAND_BYTES)
     for part in gl.static_range(c.CONSUMERS):
         target = pipe.q.index(buffer * c.CONSUMERS + part)._reinterpret(
-            q_desc.dtype, [tokens, c.GROUP, c.D], q_desc.layout
+            q_desc.dtype, [tokens, c.BOX, c.D], q_desc.layout
         )
         where = [token + part * tokens, head * c.GROUP, 0]
         tma.async_copy_global_to_shared(q_desc, where, full, target)

@@ -169,21 +169,19 @@ def prefill(
         tl.store(lse + out_row, log_sum * LN_2, mask=exists)
 
 
-def plan_tiles(
-    problem: AttentionProblem, batch: PagedBatch | PackedBatch, block_m: int
-) -> tuple[Tensor, Tensor]:
+def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tuple[Tensor, Tensor]:
     """List the tiles of a step on its device.
 
     Args:
-        problem: for its heads.
         batch: for its lengths.
+        group: rows that a query token takes.
         block_m: query rows of a tile.
 
     Returns:
         The tiles as in `list_tiles`, and the block table; for packed keys something in its place
         that is never read.
     """
-    group, num_seqs = problem.group_size, batch.num_seqs
+    num_seqs = batch.num_seqs
     # Tiles are counted per sequence: each may end with a partial one.
     most = batch.num_tokens * group // block_m + num_seqs
     cu_seqlens_q = batch.cu_seqlens_q
@@ -215,7 +213,7 @@ class PortablePrefill:
     ) -> None:
         launch = selection.launch_for(batch.max_seqlen_k)
         group = problem.group_size
-        self._tiles, self._table = plan_tiles(problem, batch, launch.block_m)
+        self._tiles, self._table = plan_tiles(batch, group, launch.block_m)
         paged = isinstance(batch, PagedBatch)
         self._grid = (self._tiles.shape[0], problem.num_kv_heads)
         d1, d2 = split_head_dim(problem.head_dim)

@@ -61,7 +61,7 @@ def test_a_problem_that_does_not_allow_fp8_never_gets_it_and_is_told_why():
         ({"block_size": 16}, "no paged cache"),
         ({"head_dim": 256}, "head_dim 256 is not one of [64, 128]"),
         ({"dtype": "float32"}, "no float32"),
-        ({"num_heads": 24}, "3 query heads per key-value head is not one of"),
+        ({"num_heads": 24}, "no groups of 3 query heads"),
         ({"sliding_window": 100}, "no sliding window"),
         ({"softcap": 15.0}, "no softcap"),
     ],
