@@ -56,7 +56,7 @@ class _Kind:
 
     Attributes:
         arrays: input_ids [R] int64, positions [R] int64, slot_mapping [R] int32, seq_lens [R] int32, block_table
-            [R, C] int32.
+            [R, C] int32, cu_seqlens_q [R + 1] int32. All that a recording reads beside the model: it must outlive it.
         tables: the block table that each row of `block_table` holds, and how many of its entries.
         replay: None until it is recorded.
         num_steps: computed without it.
@@ -159,9 +159,7 @@ class DecodeGraphs:
         """Record a step in which no sequence has a token: the same kernels run, and write to no block."""
         arrays.host[2].fill(-1)
         arrays.send()
-        device = self.kv_cache.layer(0).device
-        cu_seqlens = torch.arange(key.num_rows + 1, dtype=torch.int32, device=device)
-        input_ids, positions, slots, seq_lens, table = arrays.device
+        input_ids, positions, slots, seq_lens, table, cu_seqlens = arrays.device
         batch = PagedBatch(
             cu_seqlens, seq_lens, table,
             num_tokens=key.num_rows,
@@ -185,9 +183,11 @@ class DecodeGraphs:
                 ((rows,), np.int32),
                 ((rows,), np.int32),
                 (tuple(key), np.int32),
+                ((rows + 1,), np.int32),
             ],
             self.kv_cache.layer(0).device,
         )
+        arrays.host[5][:] = np.arange(rows + 1)
         return _Kind(arrays, [(None, 0)] * rows)
 
     def _key(self, decode: tuple[ScheduledSequence, ...]) -> GraphKey:
@@ -239,7 +239,7 @@ def fill(
         decode: sequences with one token each, as many as there are rows at most.
         block_size: tokens per block.
     """
-    input_ids, positions, slots, seq_lens, block_table = arrays.host
+    input_ids, positions, slots, seq_lens, block_table, _ = arrays.host
     count = len(decode)
     starts = [s.start for s in decode]
     input_ids[:count] = [s.sequence.token_ids[s.start] for s in decode]
