@@ -45,16 +45,21 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """Compute once for what is compiled or allocated at the first use, then once to be recorded."""
+        """Compute once for what is compiled or allocated at the first use, then once to be recorded.
+
+        `torch.cuda.graph` would do the same, but first gives back the memory that a service holds for its largest
+        step.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             compute()
+            # Other threads, as one that frees memory, must not break the recording.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+            finally:
+                graph.capture_end()
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, as one that frees memory, must not break the recording.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            result = compute()
         return Replay(graph.replay, result)
