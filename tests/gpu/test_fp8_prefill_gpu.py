@@ -40,17 +40,15 @@ from tests.gpu.attention_cases import (
 ROW = next(row for row in REGISTRY if row.name == "hopper_fp8_prefill")
 # dtype, query heads, key-value heads, head dim, no blocks, features.
 COMBINATIONS = [
-    ("bfloat16", 8, 8, 64, None, {"lse": True}),
-    ("bfloat16", 8, 2, 64, None, {"causal": False}),
-    ("float16", 8, 1, 64, None, {"lse": True, "softmax_scale": 0.3}),
-    ("bfloat16", 64, 1, 64, None, {"causal": False, "lse": True}),
+    ("bfloat16", 8, 8, 128, None, {"lse": True}),
+    ("float16", 8, 1, 128, None, {"lse": True, "softmax_scale": 0.3}),
+    ("bfloat16", 64, 1, 128, None, {"causal": False, "lse": True}),
     ("bfloat16", 4, 4, 128, None, {"causal": False, "lse": True}),
     ("bfloat16", 8, 2, 128, None, {"lse": True}),
     ("float16", 8, 4, 128, None, {"causal": False}),
     ("float16", 16, 1, 128, None, {}),
     ("bfloat16", 32, 1, 128, None, {"lse": True}),
 ]
-HEAD_DIMS = (64, 128)
 EIGHTH = 1 / 8
 LAST_DIGIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LSE_ERROR = 32 * 2.0**-13
@@ -135,31 +133,28 @@ def test_it_agrees_with_its_model_over_ragged_queries_and_keys(combination):
     check(combination, *zip(*SHORT_PAIRS, strict=True))
 
 
-@pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[5]]))
+@pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[4]]))
 def test_it_agrees_over_long_beside_tiny_sequences(combination):
     check(combination, *zip(*[pair for pair in LONG_PAIRS if pair[1] <= 4224], strict=True))
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", [1, 2, 4, 8, 16, 32, 64])
-def test_it_agrees_around_tile_boundaries_for_every_group_size(head_dim, group):
+def test_it_agrees_around_tile_boundaries_for_every_group_size(group):
     lengths = around_block_boundaries(128)
-    check(("bfloat16", group, 1, head_dim, None, {}), lengths, lengths)
+    check(("bfloat16", group, 1, 128, None, {}), lengths, lengths)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_every_number_of_stages_agrees(head_dim, stages):
+def test_every_number_of_stages_agrees(stages):
     queries, keys = zip(*SHORT_PAIRS, (700, 2100), strict=True)
-    check(("bfloat16", 8, 2, head_dim, None, {"lse": True}), queries, keys, stages)
+    check(("bfloat16", 8, 2, 128, None, {"lse": True}), queries, keys, stages)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("num_seqs", [3, 400], ids=["fewer than SMs", "more than SMs"])
-def test_sequences_without_keys_between_others_are_zero_and_disturb_none(head_dim, num_seqs):
+def test_sequences_without_keys_between_others_are_zero_and_disturb_none(num_seqs):
     keys = [0 if index % 3 == 1 else 40 + (61 * index) % 700 for index in range(num_seqs)]
     queries = [1 + (13 * index) % 37 for index in range(num_seqs)]
-    check(("bfloat16", 8, 2, head_dim, None, {"lse": True}), queries, keys)
+    check(("bfloat16", 8, 2, 128, None, {"lse": True}), queries, keys)
 
 
 def test_a_value_is_weighed_by_its_own_key():
@@ -176,9 +171,8 @@ def test_a_value_is_weighed_by_its_own_key():
     torch.testing.assert_close(out[:, 0, 5].float(), wanted, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_outliers_cost_what_they_cost_the_model(head_dim):
-    problem = allowed(("bfloat16", 8, 2, head_dim, None, {}))
+def test_outliers_cost_what_they_cost_the_model():
+    problem = allowed(("bfloat16", 8, 2, 128, None, {}))
     case = make(problem, [1500], [1500])
     generator = torch.Generator(DEVICE).manual_seed(2)
     for x in (case.q, case.kv):
