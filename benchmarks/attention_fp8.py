@@ -36,14 +36,13 @@ FA3 = MappingProxyType(
     }
 )
 """TFLOP/s of FA3 in FP8 on operands that are quantised already: (heads, batch, length); as `PEERS_SOURCE`."""
-_SHORTEST = 4096
 _HEADS = 2
 _DRAWS = 2
 
 
 def has_fp8_row(shape: Shape) -> bool:
-    """Whether a shape is also measured in FP8: the long ones of the peers' tables."""
-    return shape in PREFILL and shape.length >= _SHORTEST
+    """Whether a shape is also measured in FP8: the long ones of the peers' tables, where our kernel takes them."""
+    return shape in PREFILL and _key(shape) in FA3
 
 
 def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
@@ -76,9 +75,7 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
         "attention_us": round(attention.median, 2),
         "attention_tflops": _four_digits(shape.flops / attention.median / 1e6),
         "attention_gain": _four_digits(bf16_us / attention.median),
-        "fa3_tflops_elsewhere": FA3.get(
-            ((shape.hq, shape.hkv, shape.d), shape.batch, shape.length)
-        ),
+        "fa3_tflops_elsewhere": FA3.get(_key(shape)),
     }
     return {"fp8": figures | {"rmse": measure_errors(problem, shape.length, device)}}
 
@@ -137,3 +134,7 @@ def _attend(problem: AttentionProblem, q: Tensor, kv: Tensor) -> Tensor:
 
 def _four_digits(value: float) -> float:
     return float(f"{value:.4g}")
+
+
+def _key(shape: Shape) -> tuple[tuple[int, int, int], int, int]:
+    return (shape.hq, shape.hkv, shape.d), shape.batch, shape.length
