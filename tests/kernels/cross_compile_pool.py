@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.kernels.cross_compile_jobs import Job
+    from tests.kernels.fused_compile_worker import FusedJob
 
 _ROOT = Path(__file__).parents[2]
 
 
 class Worker:
-    """One process of `cross_compile_worker --serve`."""
+    """One process of `cross_compile_worker --serve`, or of another module that answers likewise."""
 
-    def __init__(self, cache: Path | None, *, disassemble: bool) -> None:
-        self._arguments = ["--serve", *(["--sass"] if disassemble else [])]
+    def __init__(self, cache: Path | None, module: str, *, disassemble: bool) -> None:
+        self._arguments = [module, "--serve", *(["--sass"] if disassemble else [])]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         # A test process that interprets says so in its environment; a compiler must not.
         self._environment.pop("TRITON_INTERPRET", None)
@@ -32,11 +33,11 @@ class Worker:
             self._environment["TRITON_CACHE_DIR"] = str(cache)
         self._process: subprocess.Popen[str] | None = None
 
-    def answer(self, job: Job) -> dict[str, Any]:
+    def answer(self, job: Job | FusedJob) -> dict[str, Any]:
         """Compile a job; a process that dies of it is an answer too."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.kernels.cross_compile_worker", *self._arguments],
+                [sys.executable, "-m", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -70,9 +71,14 @@ class Pool:
     """Several workers that take jobs in the order in which they are given."""
 
     def __init__(
-        self, processes: int = 2, cache: Path | None = None, *, disassemble: bool = False
+        self,
+        processes: int = 2,
+        cache: Path | None = None,
+        module: str = "tests.kernels.cross_compile_worker",
+        *,
+        disassemble: bool = False,
     ) -> None:
-        self._workers = [Worker(cache, disassemble=disassemble) for _ in range(processes)]
+        self._workers = [Worker(cache, module, disassemble=disassemble) for _ in range(processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -86,11 +92,11 @@ class Pool:
         for worker in self._workers:
             worker.close()
 
-    def submit(self, job: Job) -> Future[dict[str, Any]]:
+    def submit(self, job: Job | FusedJob) -> Future[dict[str, Any]]:
         """Compile a job when its turn comes."""
         return self._threads.submit(self._answer, job)
 
-    def _answer(self, job: Job) -> dict[str, Any]:
+    def _answer(self, job: Job | FusedJob) -> dict[str, Any]:
         worker = self._idle.get()
         try:
             return worker.answer(job)

@@ -28,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton import knobs
@@ -44,11 +44,15 @@ from kernels.plan import LaunchConfig, PackedBatch, PagedBatch, Phase, Selection
 from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from tests.kernels.cross_compile_jobs import ARCHES, Job, problem
 
-FACTS_VERSION = "3"
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FACTS_VERSION = "4"
 """Part of the name of cached facts: change it when they change."""
 PTX_INSTRUCTIONS = (
     "mma.sync", "cp.async.cg", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32", "cp.async.bulk.tensor",
-    "setmaxnreg", "e4m3.e4m3", "shfl.sync", "prmt.b32",
+    "setmaxnreg", "e4m3.e4m3", "shfl.sync", "prmt.b32", "griddepcontrol.wait",
+    "griddepcontrol.launch_dependents",
 )  # fmt: skip
 SASS_INSTRUCTIONS = (
     "HMMA", "HGMMA", "QGMMA", "SHFL", "PRMT", "UTCHMMA", "LDGSTS", "LDSM", "FFMA", "FFMA2", "LDL", "STL",
@@ -92,7 +96,7 @@ class Compiler:
     def __init__(self, *, disassemble: bool = False) -> None:
         self._gpu = AbsentGPU()
         self._disassemble = disassemble
-        self._compiled: list[Any] | None = None
+        self.compiled: list[Any] | None = None
         self._fresh: dict[str, Any] | None = None
         self._function = ""
         driver.set_active(self._gpu)
@@ -104,9 +108,9 @@ class Compiler:
 
         def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
             del warmup
-            if self._compiled is not None and self._function in ("", function.__name__):
+            if self.compiled is not None and self._function in ("", function.__name__):
                 function.device_caches.clear()
-                self._compiled.append(launch(function, *args, grid=grid, warmup=True, **named))
+                self.compiled.append(launch(function, *args, grid=grid, warmup=True, **named))
 
         JITFunction.run = compile_only
 
@@ -129,20 +133,25 @@ class Compiler:
         facts["seconds"] = round(time.perf_counter() - start, 2)
         return facts
 
+    def count(self, sass: str) -> dict[str, int]:
+        """Count the machine's own instructions."""
+        found = collections.Counter(re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?(\w+)", sass, re.M))
+        return {name: found[name] for name in SASS_INSTRUCTIONS if found[name]}
+
     def _compile(self, job: Job) -> tuple[Any, dict[str, Any] | None]:
         self._gpu.sm = job.sm
-        self._compiled = self._fresh = None
+        self.compiled = self._fresh = None
         self._function = job.function
         with contextlib.redirect_stdout(io.StringIO()):
-            self._launch(job)
-        (kernel,) = self._compiled or ()
+            self.launch(job)
+        (kernel,) = self.compiled or ()
         return kernel, self._fresh
 
-    def _launch(self, job: Job) -> None:
+    def launch(self, job: Job) -> None:
         """Run what launches, with compilation switched on for the job's stage only."""
         if job.kernel == "write_kv":
             arguments = _write_arguments(job)
-            self._compiled = []
+            self.compiled = []
             write_kv(*arguments)
             return
         batch, q, kv = _step(job)
@@ -150,7 +159,7 @@ class Compiler:
         lse = torch.empty(q.shape[:2]) if job.problem.lse else None
         if job.kernel == "combine_parts":
             merge = CascadeDecode(job.problem, batch, SimpleNamespace(num_parts=4), None).merge
-            self._compiled = []
+            self.compiled = []
             merge(out, lse)
             return
         spec = next(row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.name == job.kernel)
@@ -161,10 +170,10 @@ class Compiler:
             lse = torch.empty(out.shape[:2])
         module, _, name = spec.target.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        self._compiled = [] if job.stage == "plan" else None
+        self.compiled = [] if job.stage == "plan" else None
         run = factory(job.problem, batch, selection)
         if job.stage == "run":
-            self._compiled = []
+            self.compiled = []
             run(q, kv, out, lse)
 
     def _watch(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
@@ -178,7 +187,7 @@ class Compiler:
                 cubin: bytes = assemble(ptx, metadata)
             self._fresh = _describe(ptx, log.getvalue())
             if self._disassemble:
-                self._fresh["sass"] = _opcodes(cubin)
+                self._fresh["sass"] = self.count(disassembled(cubin))
             return cubin
 
         stages["cubin"] = watched
@@ -198,15 +207,13 @@ def _describe(ptx: str, log: str) -> dict[str, Any]:
     }
 
 
-def _opcodes(cubin: bytes) -> dict[str, int]:
-    """Count the machine's own instructions."""
+def disassembled(cubin: bytes) -> str:
+    """Return the machine's own instructions as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [Path(nvidia.__file__).parent / "bin" / "nvdisasm", "-c", file.name]
-        sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = collections.Counter(re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?(\w+)", sass, re.M))
-    return {name: found[name] for name in SASS_INSTRUCTIONS if found[name]}
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, torch.Tensor]:
@@ -236,9 +243,10 @@ def _write_arguments(job: Job) -> tuple[torch.Tensor, ...]:
     return qkv[:, heads : 2 * heads], qkv[:, 2 * heads :], cache, slots
 
 
-def _serve(compiler: Compiler) -> None:
+def serve(compiler: Compiler, job_from_json: Callable[[dict[str, Any]], Any]) -> None:
+    """Answer each line of standard input."""
     for line in sys.stdin:
-        print(json.dumps(_attempt(compiler, Job.from_json(json.loads(line)))), flush=True)
+        print(json.dumps(_attempt(compiler, job_from_json(json.loads(line)))), flush=True)
 
 
 def _attempt(compiler: Compiler, job: Job) -> dict[str, Any]:
@@ -317,7 +325,7 @@ def main() -> None:
     """Answer one job, a file of them, or standard input."""
     given = _arguments().parse_args()
     if given.serve:
-        _serve(Compiler(disassemble=given.sass))
+        serve(Compiler(disassemble=given.sass), Job.from_json)
     elif given.sweep:
         from tests.kernels.cross_compile_pool import Pool
 

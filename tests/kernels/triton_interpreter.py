@@ -25,6 +25,10 @@ _MODULES = (
     "kernels.attention.cascade_decode",
     "kernels.attention.portable_write_kv",
     "kernels.attention.hopper_fp8_quantise",
+    "kernels.fused.best_token",
+    "kernels.fused.elementwise",
+    "kernels.fused.rope_cache",
+    "kernels.fused.vector_linear",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 

@@ -1,0 +1,20 @@
+"""Programmatic dependent launch: a kernel starts while the one before it on the stream still runs.
+
+A kernel launched so may do what does not depend on the one before, as loading weights, until it waits for it.
+The rules that keep a chain of such kernels right:
+
+- Each kernel that is launched so waits, in all of its programs, before it reads what an earlier kernel
+  wrote and before it writes anything. Since each waits, the end of the one before is the end of all.
+- What is read before the wait was written before the last launch that was not programmatic.
+
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def dependent_launch(pdl: bool) -> dict[str, Any]:
+    """Return the launch options and the constant PDL of a kernel, which needs compute capability 9.0 if set."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -1,0 +1,85 @@
+"""Launches of linear layers that were timed: `linear_sm_<compute capability>.json`, rows with their provenance.
+
+A row is for one shape and for steps of at most so many rows. Knows nothing of how it was timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kernels.linear_plan import (
+    LinearChoice,
+    LinearKernel,
+    LinearLaunch,
+    LinearProblem,
+    launch_mistakes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kernels.arch import GPUArch
+
+_FOLDER = Path(__file__).parent
+_TIMED_DTYPES = ("bfloat16", "float16")
+_FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "provenance"}
+
+
+def tuned_linear(problem: LinearProblem, arch: GPUArch) -> LinearChoice | None:
+    """Look up what was timed for a problem: the row for the fewest rows that are enough.
+
+    The 16-bit types share a row, since their bytes and instructions are alike; float32 has none.
+    """
+    if problem.dtype not in _TIMED_DTYPES:
+        return None
+    return find(problem, linear_table(arch.sm))
+
+
+def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> LinearChoice | None:
+    """Find a problem's row among those of a table; None without one."""
+    fitting = [
+        row
+        for row in rows
+        if (row["outputs"], row["inputs"], row["gated"])
+        == (problem.outputs, problem.inputs, problem.gated)
+        and problem.rows <= row["max_rows"]
+    ]
+    if not fitting:
+        return None
+    return _choice(problem, min(fitting, key=lambda row: int(row["max_rows"])))
+
+
+@functools.cache
+def linear_table(sm: int) -> tuple[dict[str, Any], ...]:
+    """Read the rows for a compute capability; none where there is no table."""
+    path = _FOLDER / f"linear_sm_{sm}.json"
+    return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
+
+
+def linear_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """List what is wrong with a table; empty where nothing is."""
+    found = []
+    seen = set()
+    for number, row in enumerate(rows):
+        if set(row) != _FIELDS:
+            found.append(f"row {number}: has the keys {sorted(row)}; expected {sorted(_FIELDS)}")
+            continue
+        if not str(row["provenance"]).strip():
+            found.append(f"row {number}: provenance must say where the numbers come from")
+        problem = LinearProblem(row["max_rows"], row["outputs"], row["inputs"], gated=row["gated"])
+        found += [f"row {number}: {text}" for text in launch_mistakes(_choice(problem, row))]
+        case = (row["outputs"], row["inputs"], row["gated"], row["max_rows"])
+        if case in seen:
+            found.append(f"row {number}: a second row for {problem}")
+        seen.add(case)
+    return found
+
+
+def _choice(problem: LinearProblem, row: dict[str, Any]) -> LinearChoice:
+    launch = None if row["launch"] is None else LinearLaunch(**row["launch"])
+    return LinearChoice(
+        problem, LinearKernel(row["kernel"]), launch, row["provenance"], measured=True
+    )

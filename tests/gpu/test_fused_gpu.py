@@ -1,0 +1,230 @@
+"""The fused kernels on a GPU: right, repeatable, and the same with and without dependent launches and graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import kernels
+from kernels import reference
+from kernels.fused.best_token import best_tokens
+from kernels.fused.elementwise import add_rms_norm, silu_and_mul
+from kernels.fused.linear import LinearArguments, Norm, linear
+from kernels.fused.rope_cache import rope_and_write_kv
+from kernels.linear_plan import LinearKernel, LinearProblem, select_linear
+from kernels.testing import assert_no_worse_than
+from kernels.tuning.linear import tuned_linear
+
+DEVICE = "cuda"
+EPS = 1e-6
+HIDDEN, HEADS, INNER, VOCABULARY, LAYERS = 1024, 2048, 3072, 32003, 6
+ROWS = [1, 2, 3, 4, 5, 64]
+DTYPES = ["bfloat16", "float16"]
+REPEATS = 50
+
+
+def can_depend():
+    return kernels.detect(DEVICE).sm >= 90
+
+
+def choose(rows, outputs, inputs, dtype="bfloat16", *, gated=False):
+    problem = LinearProblem(rows, outputs, inputs, dtype, gated)
+    return select_linear(problem, kernels.detect(DEVICE), tuned_linear)
+
+
+def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.randn(shape, device=DEVICE, generator=generator) * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated", "around"),
+    [
+        (4096, 1024, False, "norm"),
+        (1024, 2048, False, "residual"),
+        (3072, 1024, True, "norm"),
+        (1024, 3072, False, "residual"),
+        (4096, 14336, False, "residual"),
+        (1001, 576, False, "bias"),
+        (1536, 576, True, "bias"),
+        (20000, 4096, False, "norm"),
+    ],
+)
+def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, around):
+    choice = choose(rows, outputs, inputs, dtype, gated=gated)
+    kind = getattr(torch, dtype)
+    x = random(rows, inputs, dtype=kind)
+    weight = random(
+        choice.problem.matrices * outputs, inputs, dtype=kind, scale=inputs**-0.5, seed=1
+    )
+    bias = random(len(weight), dtype=kind) if around == "bias" else None
+    norm = Norm(random(inputs, dtype=kind, seed=2), EPS) if around == "norm" else None
+    residual = random(rows, outputs, dtype=kind, seed=3) if around == "residual" else None
+
+    def formula(at):
+        values = reference.rms_norm(x, *norm, at) if norm else x.to(at)
+        result = values @ weight.to(at).T + (0 if bias is None else bias.to(at))
+        result = reference.silu_and_mul(result, at) if gated else result
+        return result if residual is None else result + residual.to(at)
+
+    for pdl in (False, can_depend()):
+        out = torch.full((rows, outputs), float("nan"), dtype=kind, device=DEVICE)
+        arguments = LinearArguments(bias=bias, norm=norm, residual=residual, pdl=pdl)
+        linear(x, weight, choice, out, arguments)
+
+        assert_no_worse_than(out, formula(torch.float64).float(), formula(kind), factor=3.0)
+
+
+class Step:
+    """The layers of a small model without attention, chained as a step chains them."""
+
+    def __init__(self, rows):
+        shapes = {
+            "qkv": (2 * HEADS, HIDDEN, False),
+            "output": (HIDDEN, HEADS, False),
+            "gate_up": (INNER, HIDDEN, True),
+            "down": (HIDDEN, INNER, False),
+        }
+        self.choices = {name: choose(rows, n, k, gated=g) for name, (n, k, g) in shapes.items()}
+        self.weights = [
+            {
+                name: random(n * (2 if g else 1), k, scale=k**-0.5, seed=10 * layer + number)
+                for number, (name, (n, k, g)) in enumerate(shapes.items())
+            }
+            for layer in range(LAYERS)
+        ]
+        self.head = random(VOCABULARY, HIDDEN, scale=HIDDEN**-0.5, seed=99)
+        self.head_choice = choose(rows, VOCABULARY, HIDDEN)
+        self.norm = Norm(torch.ones(HIDDEN, dtype=torch.bfloat16, device=DEVICE), EPS)
+        self.start = random(rows, HIDDEN, seed=7)
+        self.hidden = torch.empty_like(self.start)
+        self.packed = torch.empty(rows, 2 * HEADS, dtype=torch.bfloat16, device=DEVICE)
+        self.inner = torch.empty(rows, INNER, dtype=torch.bfloat16, device=DEVICE)
+        self.best = torch.empty(rows, self.head_choice.tiles, dtype=torch.int64, device=DEVICE)
+        self.logits = torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=DEVICE)
+        self.token = torch.empty(rows, dtype=torch.int64, device=DEVICE)
+        self.finite = torch.ones(rows, dtype=torch.bool, device=DEVICE)
+
+    def run(self, *, pdl):
+        around = LinearArguments(pdl=pdl)
+        normed = dataclasses.replace(around, norm=self.norm)
+        added = dataclasses.replace(around, residual=self.hidden)
+        choices, hidden = self.choices, self.hidden
+        torch.add(self.start, 0, out=hidden)
+        for weights in self.weights:
+            linear(hidden, weights["qkv"], choices["qkv"], self.packed, normed)
+            linear(self.packed[:, :HEADS], weights["output"], choices["output"], hidden, added)
+            linear(hidden, weights["gate_up"], choices["gate_up"], self.inner, normed)
+            linear(self.inner, weights["down"], choices["down"], hidden, added)
+        if self.head_choice.kernel is LinearKernel.LIBRARY:
+            linear(hidden, self.head, self.head_choice, self.logits, normed)
+            self.token.copy_(self.logits.argmax(-1))
+            return
+        greedy = dataclasses.replace(normed, best=self.best)
+        linear(hidden, self.head, self.head_choice, None, greedy)
+        best_tokens(self.best, self.token, self.finite, pdl=pdl)
+
+    def result(self):
+        torch.cuda.synchronize()
+        found = self.hidden.clone(), self.token.clone()
+        self.hidden.fill_(float("nan"))
+        self.token.fill_(-1)
+        return found
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, captured):
+    if not can_depend():
+        pytest.skip("dependent launches need compute capability 9.0")
+    step = Step(rows)
+    step.run(pdl=False)
+    hidden, token = step.result()
+    run = lambda: step.run(pdl=True)  # noqa: E731
+    run()
+    step.result()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step.run(pdl=True)
+        run = graph.replay
+
+    for _ in range(REPEATS):
+        run()
+        again = step.result()
+
+        assert torch.equal(again[0], hidden)
+        assert torch.equal(again[1], token)
+    assert bool(step.finite.all())
+    assert bool(hidden.isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("vocabulary", [1001, 128256])
+def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
+    choice = choose(rows, vocabulary, 256)
+    x, weight = random(rows, 256), random(vocabulary, 256, seed=1)
+    weight[vocabulary // 2] = weight[vocabulary // 3]
+    best = torch.empty(rows, choice.tiles, dtype=torch.int64, device=DEVICE)
+    logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device=DEVICE)
+    token = torch.empty(rows, dtype=torch.int64, device=DEVICE)
+    finite = torch.empty(rows, dtype=torch.bool, device=DEVICE)
+
+    linear(x, weight, choice, logits, LinearArguments(best=best))
+    best_tokens(best, token, finite)
+
+    largest = logits.amax(-1, keepdim=True)
+    ids = torch.arange(vocabulary, device=DEVICE)
+    assert torch.equal(token, torch.where(logits == largest, ids, vocabulary).amin(-1))
+    assert bool(finite.all())
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 300, 4096])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_dim, norms):
+    qkv = random(tokens, 32 * head_dim)
+    kv = torch.full((2, tokens // 16 + 2, 16, 8, head_dim), 7.0, device=DEVICE).bfloat16()
+    positions = torch.randint(0, 999, (tokens,), device=DEVICE)
+    slots = torch.randperm(kv.shape[1] * 16, device=DEVICE)[:tokens].int()
+    angles = torch.rand(999, head_dim // 2, device=DEVICE) * 100
+    rope = kernels.rope_tables(angles, dtype=torch.bfloat16)
+    weights = (random(head_dim, seed=4), random(head_dim, seed=5)) if norms else None
+    q, k, v = torch.split(qkv.clone().unflatten(1, (-1, head_dim)), [16, 8, 8], 1)
+
+    def formula(at):
+        turned = []
+        for number, x in enumerate((q, k)):
+            wide = kernels.rms_norm(x.to(at), weights[number].to(at), EPS) if norms else x.to(at)
+            turned.append(kernels.apply_rope(wide, *(table[positions].to(at) for table in rope)))
+        return turned
+
+    found = rope_and_write_kv(
+        qkv, kv, rope, positions, slots, norms=weights, eps=EPS, pdl=can_depend()
+    )
+
+    stored = kv.flatten(1, 2)[:, slots.long()]
+    for out, truth, plain in zip(
+        (found, stored[0]), formula(torch.float32), formula(torch.bfloat16), strict=True
+    ):
+        assert_no_worse_than(out, truth, plain)
+    assert torch.equal(stored[1], v)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 3000])
+@pytest.mark.parametrize("size", [576, 4096])
+def test_norm_and_gate_agree_with_their_formulas(rows, size):
+    x, residual, weight = random(rows, size), random(rows, size, seed=1), random(size, seed=2)
+    total = x + residual
+
+    normed = add_rms_norm(x, weight, EPS, residual=residual, pdl=can_depend())
+    gated = silu_and_mul(x, pdl=can_depend())
+
+    assert torch.equal(residual, total)
+    truth = reference.rms_norm(total, weight, EPS)
+    assert_no_worse_than(normed, truth, reference.rms_norm(total, weight, EPS, torch.bfloat16))
+    assert_no_worse_than(gated, reference.silu_and_mul(x), kernels.silu_and_mul(x))

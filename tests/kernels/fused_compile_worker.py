@@ -1,0 +1,159 @@
+"""Compile the fused kernels for absent GPUs: `cross_compile_worker` for launches that are no attention.
+
+python -m tests.kernels.fused_compile_worker --serve        a job per line of standard input
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import Any, ClassVar
+
+import torch
+
+from kernels.fused.best_token import best_tokens
+from kernels.fused.elementwise import add_rms_norm, silu_and_mul
+from kernels.fused.linear import LinearArguments, Norm, linear
+from kernels.fused.rope_cache import rope_and_write_kv
+from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from tests.kernels.cross_compile_worker import Compiler, serve
+
+_GLOBAL_LOAD = re.compile(r"(LDGSTS|LDG)\.([\w.]*)")
+_WIDTHS = ("128", "64", "U16", "S16", "U8")
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedJob:
+    """One compilation.
+
+    Attributes:
+        sm: compute capability; kernels are launched dependently from 90 on.
+        operation: "linear", "add_norm", "gate", "rope" or "best".
+        choice: of a linear layer.
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too).
+        tokens: of a step, for "rope".
+        head_dim: likewise.
+    """
+
+    sm: int
+    operation: str
+    choice: LinearChoice | None = None
+    around: tuple[str, ...] = ()
+    tokens: int = 1
+    head_dim: int = 128
+    function: ClassVar[str] = ""
+    """Of those that an operation launches, the one to compile: there is one only."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        fields = dataclasses.asdict(self)
+        if self.choice is not None:
+            fields["choice"]["kernel"] = self.choice.kernel.value
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> FusedJob:
+        """Make a job of what came through a pipe."""
+        choice = fields["choice"]
+        if choice is not None:
+            choice = LinearChoice(
+                LinearProblem(**choice["problem"]),
+                LinearKernel(choice["kernel"]),
+                LinearLaunch(**choice["launch"]),
+                choice["why"],
+            )
+        return cls(**{**fields, "choice": choice, "around": tuple(fields["around"])})
+
+    def __str__(self) -> str:
+        """Name the job in a test's name and its failure."""
+        text = f"sm_{self.sm} {self.operation} {' '.join(self.around)}"
+        if self.choice is None:
+            return f"{text} {self.tokens} tokens D={self.head_dim}"
+        it = self.choice.launch
+        assert it is not None
+        return (
+            f"{text} {self.choice.kernel.value} {self.choice.problem}: {it.block_n}x{it.block_k} "
+            f"w{it.num_warps} a{it.ahead}"
+        )
+
+
+class FusedCompiler(Compiler):
+    """Launches fused kernels, and counts how wide their loads are."""
+
+    def launch(self, job: FusedJob) -> None:  # type: ignore[override]
+        """Run what launches, on small tensors or on ones whose memory nobody touches."""
+        self.compiled = []
+        getattr(self, f"_{job.operation}")(job, job.sm >= 90)
+
+    def count(self, sass: str) -> dict[str, int]:
+        """Count global loads by width, before and after the wait where there is one."""
+        found: collections.Counter[str] = collections.Counter()
+        when = "early " if "ACQBULK" in sass else ""
+        for line in sass.splitlines():
+            if "ACQBULK" in line:
+                when = ""
+            for kind, modifiers in _GLOBAL_LOAD.findall(line):
+                width = next((w for w in _WIDTHS if w in modifiers.split(".")), "32")
+                found[f"{when}{kind}.{width}"] += 1
+        return dict(found)
+
+    def _linear(self, job: FusedJob, pdl: bool) -> None:
+        choice = job.choice
+        assert choice is not None
+        problem = choice.problem
+        dtype = getattr(torch, problem.dtype)
+        weights = problem.matrices * problem.outputs
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        x, out = empty(problem.rows, problem.inputs), empty(problem.rows, problem.outputs)
+        best = None
+        if {"best", "both"} & set(job.around):
+            best = torch.empty((problem.rows, choice.tiles), dtype=torch.int64)
+        norm = None
+        if "norm" in job.around:
+            norm = Norm(empty(problem.inputs), 1e-6)
+        arguments = LinearArguments(
+            bias=empty(weights) if "bias" in job.around else None,
+            norm=norm,
+            residual=out if "residual" in job.around else None,
+            best=best,
+            pdl=pdl,
+        )
+        stored = None if "best" in job.around else out
+        linear(x, empty(weights, problem.inputs), choice, stored, arguments)
+
+    def _add_norm(self, job: FusedJob, pdl: bool) -> None:
+        x, residual = torch.empty((2, job.tokens, 4096), dtype=torch.bfloat16)
+        weight = torch.empty(4096, dtype=torch.bfloat16)
+        add_rms_norm(x, weight, 1e-6, residual=residual, pdl=pdl)
+
+    def _gate(self, job: FusedJob, pdl: bool) -> None:
+        silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)
+
+    def _best(self, job: FusedJob, pdl: bool) -> None:
+        best = torch.empty((job.tokens, 19000), dtype=torch.int64)
+        token, finite = torch.empty(job.tokens, dtype=torch.int64), torch.empty(job.tokens) > 0
+        best_tokens(best, token, finite, pdl=pdl)
+
+    def _rope(self, job: FusedJob, pdl: bool) -> None:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16)
+
+        tokens, head_dim = job.tokens, job.head_dim
+        rope_and_write_kv(
+            empty(tokens, 32 * head_dim),
+            empty(2, 3, 16, 8, head_dim),
+            (empty(99, 1, head_dim), empty(99, 1, head_dim)),
+            torch.empty(tokens, dtype=torch.int64),
+            torch.empty(tokens, dtype=torch.int32),
+            norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
+            eps=1e-6,
+            pdl=pdl,
+        )
+
+
+if __name__ == "__main__":
+    serve(FusedCompiler(disassemble=True), FusedJob.from_json)

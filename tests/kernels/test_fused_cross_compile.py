@@ -1,0 +1,172 @@
+"""The fused kernels compiled for GPUs that are not here: registers, tensor cores, and how wide they load.
+
+What memory sends is bound by how many wide loads are on their way, and by how early; both can be counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kernels.linear_plan import LinearChoice, LinearKernel, LinearProblem, select_linear
+from kernels.tuning.linear import find, linear_table
+from tests.kernels.cross_compile_jobs import ARCHES
+from tests.kernels.cross_compile_pool import Pool
+from tests.kernels.fused_compile_worker import FusedJob
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+REGISTERS = 64 * 1024
+HOPPER = 90
+COMPUTE_CAPABILITIES = (80, 89, 90, 100)
+QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
+    ((4096, 1024, False), ("norm",)),
+    ((1024, 2048, False), ("residual",)),
+    ((3072, 1024, True), ("norm",)),
+    ((1024, 3072, False), ("residual",)),
+    ((151936, 1024, False), ("norm", "best")),
+)
+WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
+ODD = (((1001, 576, False), ("bias", "both")), ((1536, 576, True), ("bias", "norm")))
+
+
+def layer(sm: int, shape: tuple[int, int, bool], around: tuple[str, ...], rows: int, dtype: str):
+    outputs, inputs, gated = shape
+    choice = select_linear(LinearProblem(rows, outputs, inputs, dtype, gated), ARCHES[sm])
+    assert choice.kernel is LinearKernel.VECTOR
+    return FusedJob(sm, "linear", choice, around)
+
+
+def timed(sm: int) -> list[FusedJob]:
+    """List the launches that were timed on a compute capability, for one row and for four."""
+    rows = [row for row in linear_table(sm) if row["launch"] and row["max_rows"] in (1, 4)]
+    found = []
+    for row in rows:
+        shape = (row["max_rows"], row["outputs"], row["inputs"])
+        choice = find(LinearProblem(*shape, gated=row["gated"]), rows)
+        found.append(FusedJob(sm, "linear", choice, ("norm",) if row["gated"] else ("residual",)))
+    return found
+
+
+def jobs_for(sm: int) -> list[FusedJob]:
+    """List what selection gives for the layers of common models, what was timed, and the small operations."""
+    cases = [(case, rows) for case in (QKV, DOWN) for rows in (1, 4)]
+    if sm == HOPPER:
+        cases = [(case, rows) for case in (QKV, OUTPUT, GATE_UP, DOWN, HEAD) for rows in (1, 4)]
+        cases += [(case, rows) for case in (*WIDE, *ODD) for rows in (1, 2)]
+    linears = [layer(sm, *case, rows, "bfloat16") for case, rows in cases]
+    linears.append(layer(sm, *GATE_UP, 2, "float16"))
+    linears.append(layer(sm, *QKV, 1, "float32"))
+    linears += timed(sm)
+    return [
+        *linears,
+        FusedJob(sm, "add_norm", tokens=64),
+        FusedJob(sm, "gate", tokens=64),
+        FusedJob(sm, "best"),
+        FusedJob(sm, "rope", around=("norm",)),
+        FusedJob(sm, "rope", tokens=4096, head_dim=64),
+        FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
+    ]
+
+
+JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)]
+
+
+def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]:
+    """Return the loads of 16 bytes of a thread of the vector kernel: of weights, of all else."""
+    launch, problem = choice.launch, choice.problem
+    assert launch is not None
+    chunks = -(-problem.inputs // launch.block_k)
+    a_row = launch.block_k * problem.item_bytes // (launch.num_warps * 32 * 16)
+    weights = chunks * problem.matrices * launch.block_n * a_row
+    others = chunks * a_row * (choice.padded_rows + ("norm" in around))
+    return weights, others
+
+
+def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
+    """List what is wrong with a compilation."""
+    if "error" in facts:
+        return [facts["error"]]
+    found = [f"{n}: {facts[n]}" for n in ("stack", "spill_stores", "spill_loads") if facts[n]]
+    found += facts["warnings"]
+    if facts["shared"] > ARCHES[job.sm].shared_memory_bytes:
+        found.append(f"{facts['shared']} bytes of shared memory")
+    if facts["registers"] * facts["threads"] > REGISTERS:
+        found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
+    waits = facts["ptx"].get("griddepcontrol.wait", 0)
+    if waits != (job.sm >= HOPPER):
+        found.append(f"waits {waits} times")
+    if job.choice is None:
+        return found
+    return found + load_faults(job, job.choice, facts["sass"])
+
+
+def load_faults(job: FusedJob, choice: LinearChoice, sass: dict[str, int]) -> list[str]:
+    """List what is wrong with the loads of a linear layer."""
+    weights, others = wide_loads(choice, job.around)
+    found = []
+    total = sass.get("early LDG.128", 0) + sass.get("LDG.128", 0)
+    if total != weights + others:
+        found.append(f"{total} loads of 16 bytes, wanted {weights} + {others}")
+    launch = choice.launch
+    assert launch is not None
+    chunks = -(-choice.problem.inputs // launch.block_k)
+    early = weights * min(launch.ahead, chunks) // chunks
+    if job.sm == HOPPER and sass.get("early LDG.128", 0) != early:
+        found.append(f"{sass.get('early LDG.128', 0)} of them before the wait, wanted {early}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(request):
+    """Compile the jobs of the selected tests, in their order, while the tests wait for each in turn."""
+    selected = [
+        item.callspec.params["job"]
+        for item in request.session.items
+        if isinstance(getattr(getattr(item, "callspec", None), "params", {}).get("job"), FusedJob)
+    ]
+    cache = request.config.cache.mkdir("triton")
+    with Pool(2, cache, "tests.kernels.fused_compile_worker") as pool:
+        yield {str(job): pool.submit(job) for job in selected}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_fused_kernel_compiles_without_spills_and_loads_widely(job, answers):
+    found = faults(job, answers[str(job)].result())
+
+    assert not found, f"{job}: {'; '.join(found)}"
+
+
+FACTS = {
+    "registers": 64, "threads": 128, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0,
+    "warnings": [], "ptx": {"griddepcontrol.wait": 1},
+}  # fmt: skip
+VECTOR = layer(HOPPER, *QKV, 1, "bfloat16")
+WEIGHTS, OTHERS = wide_loads(VECTOR.choice, VECTOR.around)
+GOOD = FACTS | {"sass": {"early LDG.128": WEIGHTS, "LDG.128": OTHERS}}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"error": "refused"}, "refused"),
+        ({"spill_loads": 4}, "spill_loads: 4"),
+        ({"ptx": {}}, "waits 0 times"),
+        ({"sass": {"early LDG.128": WEIGHTS, "LDG.64": 2 * OTHERS}}, "loads of 16 bytes, wanted"),
+        ({"sass": {"LDG.128": WEIGHTS + OTHERS}}, "0 of them before the wait"),
+    ],
+    ids=str,
+)
+def test_each_fault_of_a_fused_kernel_is_found(change, fault):
+    found = faults(VECTOR, GOOD | change)
+
+    assert found == [] if fault is None else fault in "; ".join(found)
+
+
+def test_a_job_survives_the_pipe():
+    for job in (VECTOR, dataclasses.replace(VECTOR, around=()), FusedJob(80, "gate", tokens=3)):
+        assert str(FusedJob.from_json(job.to_json())) == str(job)

@@ -1,0 +1,215 @@
+"""Greedy choice, norms, gates and the way into the cache, in Triton's interpreter, against PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels
+from kernels import reference
+from kernels.fused import rope_cache
+from kernels.fused.best_token import best_tokens
+from kernels.fused.elementwise import add_rms_norm, silu_and_mul
+from kernels.fused.linear import LinearArguments, linear
+from kernels.fused.rope_cache import heads_per_program, rope_and_write_kv
+from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from kernels.testing import assert_no_worse_than
+from tests.kernels import triton_interpreter
+
+pytestmark = triton_interpreter.interpreted
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LAUNCH = LinearLaunch(4, 256, 1)
+INPUTS = 64
+
+
+@pytest.fixture(autouse=True)
+def _poison():
+    torch.manual_seed(0)
+    with triton_interpreter.poisoned_memory():
+        yield
+
+
+def head(x, weight, *, logits):
+    """Multiply by the LM head; returns token, finite and logits."""
+    problem = LinearProblem(len(x), len(weight), x.shape[1], "float16")
+    choice = LinearChoice(problem, LinearKernel.VECTOR, LAUNCH, "for the test")
+    best = torch.empty((len(x), choice.tiles), dtype=torch.int64)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype) if logits else None
+    linear(x, weight, choice, out, LinearArguments(best=best))
+    token = torch.empty(len(x), dtype=torch.int64)
+    finite = torch.empty(len(x), dtype=torch.bool)
+    best_tokens(best, token, finite)
+    return token, finite, out
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("vocabulary", [7, 64, 301])
+def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
+    x, weight = torch.randn(rows, INPUTS).half(), torch.randn(vocabulary, INPUTS).half()
+
+    token, finite, logits = head(x, weight, logits=True)
+    alone, _, nothing = head(x, weight, logits=False)
+
+    assert torch.equal(token, logits.float().argmax(-1))
+    assert torch.equal(token, alone)
+    assert finite.all()
+    assert nothing is None
+
+
+@pytest.mark.parametrize("equals", [(5, 9), (3, 150), (298, 299)])
+def test_the_smallest_id_wins_among_equals(equals):
+    x, weight = torch.ones(2, INPUTS).half(), torch.full((300, INPUTS), -1.0).half()
+    weight[list(equals)] = 0.0
+    weight[equals[1], 0] = -0.0
+
+    token, _, _ = head(x, weight, logits=False)
+
+    assert token.tolist() == [equals[0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "finite"),
+    [("nan", False), ("inf", False), ("-inf", True), ("60000", True)],
+)
+def test_a_row_without_a_finite_largest_logit_is_told(value, finite):
+    x, weight = torch.zeros(2, INPUTS).half(), torch.zeros(40, INPUTS).half()
+    x[1, 0], weight[17, 0] = 1.0, float(value)
+
+    token, is_finite, _ = head(x, weight, logits=False)
+
+    # A product of 0 and infinity is no number either.
+    assert is_finite.tolist() == [value == "60000", finite]
+    if value != "-inf":
+        assert token[1] == 17
+
+
+def test_logits_of_minus_infinity_everywhere_have_no_token():
+    x, weight = torch.ones(1, INPUTS).half(), torch.full((40, INPUTS), float("-inf")).half()
+
+    _, finite, _ = head(x, weight, logits=False)
+
+    assert not finite.any()
+
+
+@pytest.mark.parametrize("tiles", [1, 5, 4096, 9000])
+def test_the_largest_of_any_number_of_keys_is_found(tiles):
+    best = torch.randint(-(2**62), 2**62, (3, tiles))
+    token, finite = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.bool)
+
+    best_tokens(best, token, finite)
+
+    assert torch.equal(token, 0x7FFFFFFF - (best.amax(-1) & 0x7FFFFFFF))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 576, 1024])
+@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
+def test_a_norm_with_its_residual_agrees_with_its_formula(dtype, size, adds):
+    x, residual = torch.randn(2, 5, size).to(dtype)
+    weight = torch.rand(size).to(dtype)
+    total = x + residual if adds else x
+    before = residual.clone()
+
+    out = add_rms_norm(x, weight, 1e-5, residual=residual if adds else None)
+
+    assert torch.equal(residual, total if adds else before)
+    truth = reference.rms_norm(total, weight, 1e-5, torch.float64)
+    assert_no_worse_than(out, truth, reference.rms_norm(total, weight, 1e-5, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [8, 576, 1500])
+def test_a_gate_agrees_with_its_formula(dtype, size):
+    x = (torch.randn(3, 2 * size) * 4).to(dtype)
+
+    out = silu_and_mul(x)
+
+    truth = reference.silu_and_mul(x, torch.float64)
+    assert_no_worse_than(out, truth, kernels.silu_and_mul(x))
+
+
+class CacheCase:
+    """Tokens with a projection, a cache full of sevens, and what PyTorch's operations make of them."""
+
+    def __init__(self, tokens, heads, kv_heads, head_dim, dtype, *, norms, block_size=16):
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        size = (heads + 2 * kv_heads) * head_dim
+        around = torch.full((tokens, size + 16), float("nan"), dtype=dtype)
+        self.qkv = around[:, :size]
+        self.qkv.copy_(torch.randn(self.qkv.shape) * 2)
+        shape = (2, tokens // block_size + 2, block_size, kv_heads, head_dim)
+        self.kv = torch.full(shape, 7.0, dtype=dtype)
+        self.positions = torch.randint(0, 99, (tokens,))
+        self.slots = torch.randperm(shape[1] * block_size)[:tokens].int()
+        self.slots[tokens // 2] = -1 if tokens > 1 else 3
+        self.rope = kernels.rope_tables(torch.rand(99, head_dim // 2) * 100, dtype=dtype)
+        self.norms = tuple(torch.rand(2, head_dim).to(dtype) + 0.5) if norms else None
+
+    def expected(self, dtype=None):
+        """Do the same step by step; in float32 where a dtype is given."""
+        dtype = dtype or self.qkv.dtype
+        parts = [self.heads, self.kv_heads, self.kv_heads]
+        qkv = self.qkv.to(dtype).unflatten(1, (-1, self.head_dim))
+        q, k, v = torch.split(qkv, parts, 1)
+        if self.norms is not None:
+            q, k = (
+                kernels.rms_norm(x, w.to(dtype), 1e-5)
+                for x, w in zip((q, k), self.norms, strict=True)
+            )
+        cos, sin = (table[self.positions].to(dtype) for table in self.rope)
+        q, k = (kernels.apply_rope(x, cos, sin) for x in (q, k))
+        kv = reference.write_kv(k, v, self.kv.to(dtype), self.slots.tolist())
+        return q, kv
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim"),
+    [(1, 16, 8, 128), (5, 6, 2, 64), (3, 7, 1, 80), (2, 4, 4, 96)],
+)
+@pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
+def test_queries_are_turned_and_keys_and_values_reach_their_slots(
+    dtype, norms, tokens, heads, kv_heads, head_dim, in_place
+):
+    case = CacheCase(tokens, heads, kv_heads, head_dim, dtype, norms=norms)
+    (q, kv), (plain_q, plain_kv) = case.expected(torch.float32), case.expected()
+    values = case.qkv.clone()[:, (heads + kv_heads) * head_dim :].view(tokens, kv_heads, head_dim)
+    q_out = None if in_place else torch.full((tokens, heads, head_dim), 7.0, dtype=dtype)
+
+    found = rope_and_write_kv(
+        case.qkv, case.kv, case.rope, case.positions, case.slots,
+        norms=case.norms, eps=1e-5, q_out=q_out,
+    )  # fmt: skip
+
+    assert found.data_ptr() == (case.qkv if in_place else q_out).data_ptr()
+    assert_no_worse_than(found, q, plain_q)
+    assert_no_worse_than(case.kv, kv, plain_kv)
+    stored = case.kv[1].flatten(0, 1)[case.slots.long()]
+    written = case.slots >= 0
+    assert torch.equal(stored[written], values[written])
+    untouched = torch.ones(case.kv[0].flatten(0, 1).shape[0], dtype=torch.bool)
+    untouched[case.slots[written].long()] = False
+    assert bool((case.kv.flatten(1, 2)[:, untouched] == 7.0).all())
+
+
+def test_programs_with_several_heads_compute_the_same(monkeypatch):
+    monkeypatch.setattr(rope_cache, "_PROGRAMS_WANTED", 8)
+    case = CacheCase(5, 14, 2, 32, torch.float16, norms=True)
+    (q, kv), (plain_q, plain_kv) = case.expected(torch.float32), case.expected()
+
+    found = rope_and_write_kv(
+        case.qkv, case.kv, case.rope, case.positions, case.slots, norms=case.norms, eps=1e-5
+    )
+
+    assert heads_per_program(5, 18) == 8
+    assert_no_worse_than(found, q, plain_q)
+    assert_no_worse_than(case.kv, kv, plain_kv)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "wanted"), [(1, 32, 1), (64, 32, 1), (128, 32, 2), (4096, 32, 8)]
+)
+def test_programs_get_more_heads_as_there_are_more_of_them(tokens, heads, wanted):
+    assert heads_per_program(tokens, heads) == wanted
