@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import logging
 import signal
 import socket
@@ -19,9 +18,11 @@ from model.errors import ModelError
 from model.hub import BUNDLED, resolve
 from server.engine.client import EngineClient, EngineStartError
 from server.engine.protocol import EngineConfig
+from server.engine.quiet import quiet_idle_threads
 from server.http.config import HTTPConfig
 from server.log import configure_logging
 from server.settings import Settings, environment_variable, flag
+from server.version import version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; None takes the command line's.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    about = importlib.metadata.metadata("tessera")
-    parser = argparse.ArgumentParser(prog="tessera", description=about["Summary"])
-    parser.add_argument("--version", action="version", version=about["Version"])
+    parser = argparse.ArgumentParser(prog="tessera", description="Serve text from decoder models.")
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
     commands.add_parser(
@@ -70,11 +70,36 @@ def bench(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="tessera bench", description="Measure how fast it is.")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="kind")
     kinds.add_parser("serve", help="any server, over HTTP, as a client", add_help=False)
-    _, rest = parser.parse_known_args(arguments)
-    # Imported here, as each needs what the other commands do not.
-    from server.bench import serve_command  # noqa: PLC0415
+    kinds.add_parser("engine", help="the engine here, without HTTP", add_help=False)
+    kind, rest = parser.parse_known_args(arguments)
+    if kind.kind == "serve":
+        # Imported here, as each needs what the other commands do not.
+        from server.bench import serve_command  # noqa: PLC0415
 
-    serve_command.main(rest)
+        serve_command.main(rest)
+    else:
+        _bench_engine(rest)
+
+
+def _bench_engine(arguments: list[str]) -> None:
+    began = time.perf_counter()
+    # Read before PyTorch is imported, which takes seconds.
+    from server.bench.engine_options import SHAPES, read_options, shapes  # noqa: PLC0415
+
+    options, rest = read_options(arguments)
+    settings = _read_settings(rest, "bench engine")
+    if settings.model in shapes():
+        changes = {"model": str(SHAPES / settings.model), "load_format": "dummy"}
+        settings = settings.model_copy(update=changes)
+    configure_logging(settings.log_level)
+    quiet_idle_threads()
+    from server.bench import engine_command  # noqa: PLC0415 - PyTorch
+
+    try:
+        config = _engine_config(settings, resolve(settings.model, settings.revision))
+        engine_command.main(arguments, options, config, settings.model_fields_set, began)
+    except ModelError as error:
+        _fail(str(error), "bench engine")
 
 
 def serve(settings: Settings) -> None:
@@ -205,8 +230,8 @@ def _read_settings(arguments: list[str], command: str = "serve") -> Settings:
         raise SystemExit(2) from None
 
 
-def _fail(message: str) -> NoReturn:
-    print(f"tessera serve: error: {message}", file=sys.stderr)
+def _fail(message: str, command: str = "serve") -> NoReturn:
+    print(f"tessera {command}: error: {message}", file=sys.stderr)
     raise SystemExit(1)
 
 

@@ -9,7 +9,10 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 _CODE = ("benchmarks/*.py", "kernels", "model", "server")
@@ -98,3 +101,18 @@ def model_label(model_id: str) -> str:
 def number(value: float) -> float:
     """Round to four digits that mean something."""
     return float(f"{value:.4g}")
+
+
+def without(arguments: Sequence[str], hidden: Sequence[str]) -> list[str]:
+    """Leave out some flags and their values, as those that say where a result goes or that are secret."""
+    words: list[str] = []
+    skip = False
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif name in hidden:
+            skip = not equals
+        else:
+            words.append(word)
+    return words

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.metadata
 import shlex
 import sys
 import time
@@ -37,6 +36,7 @@ from server.bench.serve_options import read_options
 from server.bench.server_facts import ServerFacts, ask
 from server.bench.table import render
 from server.bench.workload import arrivals, share
+from server.version import version
 
 if TYPE_CHECKING:
     import argparse
@@ -48,6 +48,8 @@ _RETRY_SECONDS = 0.2
 _WARM_UP_AT_RATE = 8
 _PROMPTS_PER_STREAM = 4
 _LEAST_PROMPTS = 16
+# Headers may be secret, and where a result goes is no part of it.
+_NOT_TOLD = ("--header", "--json")
 
 
 class BenchError(Exception):
@@ -90,8 +92,10 @@ def main(arguments: Sequence[str]) -> None:
             "http",
             rows,
             machine=facts.machine,
-            versions={"tessera": importlib.metadata.version("tessera")} | facts.versions,
-            command=shlex.join(["tessera", "bench", "serve", *_public(arguments)]),
+            versions={"tessera": version()} | facts.versions,
+            command=shlex.join(
+                ["tessera", "bench", "serve", *result.without(arguments, _NOT_TOLD)]
+            ),
             extra={"server": facts.name, "client": result.processor_name(), "runs": runs},
         )
         print(result.write(record, options.json, facts.kind))
@@ -260,18 +264,3 @@ def _load(
 def _describe(options: argparse.Namespace, run: Run) -> str:
     load = f"{run.streams} streams" if run.streams else f"{options.rate:g} requests/s"
     return f"{load}, {options.input_len} in, {options.output_len} out"
-
-
-def _public(arguments: Sequence[str]) -> list[str]:
-    """The arguments without what headers say, which may be secret, and without where the result goes."""
-    words: list[str] = []
-    hidden = False
-    for word in arguments:
-        name, equals, _ = word.partition("=")
-        if hidden:
-            hidden = False
-        elif name in ("--header", "--json"):
-            hidden = not equals
-        else:
-            words.append(word)
-    return words

@@ -61,7 +61,8 @@ class Engine:
         self._stopping = False
 
     def run(self) -> None:
-        """Serve until a shutdown message comes."""
+        """Serve until a shutdown message comes; may be called again after that."""
+        self._stopping = False
         while not self._stopping:
             idle = not self._scheduler.has_work
             self.receive(block=idle and not self._runner.use_idle_time())

@@ -6,7 +6,6 @@ Started by `server.engine.client` as `python -m server.engine.process <socket fo
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ from server.engine.protocol import (
     StartupFailed,
     StartupPhase,
 )
+from server.engine.quiet import keep_what_is_there, quiet_idle_threads
 from server.log import configure_logging
 
 if TYPE_CHECKING:
@@ -93,9 +93,7 @@ def main() -> None:
         target=end_with_front_end, args=(sys.argv[1],), name="front-end-watch", daemon=True
     ).start()
 
-    # Idle OpenMP threads spin by default; beside any other load they then take the core that the
-    # working thread needs: 30 ms a token instead of 4 on two cores with two busy neighbours.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    quiet_idle_threads()
     channel.send(StartupPhase("importing PyTorch"))
     from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; the phase shows first
 
@@ -104,8 +102,7 @@ def main() -> None:
     except StartupError as error:
         channel.send(StartupFailed(str(error)))
         raise SystemExit(1) from None
-    gc.collect()
-    gc.freeze()  # what start-up made lives for ever: collections need not walk it
+    keep_what_is_there()
     channel.send(EngineReady(engine.info))
     engine.run()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -11,6 +10,7 @@ from server.http.context import AppContext
 from server.http.openapi import install_openapi
 from server.http.replying import install_error_handlers
 from server.http.routes import generate, info, metrics, tokenize
+from server.version import version
 
 if TYPE_CHECKING:
     from model.tokenizer import Tokenizer
@@ -29,11 +29,10 @@ def create_app(client: EngineClient, tokenizer: Tokenizer, config: HTTPConfig) -
     Returns:
         The application; it owns a few tokenizer threads and no other resources.
     """
-    version = importlib.metadata.version("tessera")
-    context = AppContext(client, tokenizer, config, version)
+    context = AppContext(client, tokenizer, config, version())
     app = FastAPI(
         title="Tessera",
-        version=version,
+        version=version(),
         description="Text generation with a small decoder model.",
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,

@@ -39,3 +39,60 @@ def test_the_service_is_measured_over_http_with_prompts_of_an_exact_length(
     assert bundled_service.metric("tessera_prompt_tokens_total") - before == sent * 32
     assert result["server"].startswith("tessera")
     assert {row["model"] for row in result["rows"]} == {"bundled"}
+
+
+SMALL = (
+    "engine", "--device=cpu", "--log-level=warning", "--prompt-tokens=16", "--steps=32",
+    "--lengths=10-40",
+)  # fmt: skip
+
+
+def test_the_engine_is_measured_without_http_and_a_profile_of_its_steps_adds_up(tmp_path):
+    workloads = ("--workloads", "batch1", "decode4", "ttft64", "mixed8")
+    done = bench(*SMALL, *workloads, "--profile", "--commit=abc", f"--json={tmp_path}/")
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "cpu-engine-abc.json").read_text())
+    assert result["plan"] == {"prefill": "torch_prefill", "decode": "torch_decode"}
+    found = [(row["model"], row["metric"], row["batch"]) for row in result["rows"]]
+    assert found == [
+        ("bundled", "ready_s", 1),
+        ("bundled", "ms_per_token", 1),
+        ("bundled", "decode_tok_s", 4),
+        ("bundled", "ttft_ms", 1),
+        ("bundled", "mixed_tok_s", 8),
+    ]
+    assert all(row["value"] > 0 and row["roofline"] is None for row in result["rows"])
+    assert [p["what"] for p in result["profiles"]] == [
+        "decode step of 1 sequences at 72 tokens",
+        "decode step of 4 sequences at 72 tokens",
+        "prompt of 64 tokens",
+    ]
+    for profile in result["profiles"]:
+        phases = profile["phases_us"]
+        assert sum(phases.values()) == pytest.approx(profile["step_us"])
+        for name in ("receive", "schedule", "build batch", "execute", "commit", "publish"):
+            assert phases[name] > 0
+            assert name in done.stdout
+
+
+def test_an_engine_that_cannot_start_says_why():
+    done = bench(*SMALL, "--workloads=batch1", "--max-model-len=1000000")
+
+    assert done.returncode == 1
+    assert "own limit of" in done.stderr.splitlines()[-1]
+
+
+def test_a_model_that_is_not_there_is_named():
+    done = bench(*SMALL, "--model=qwen9")
+
+    assert done.returncode == 1
+    assert "tessera bench engine: error: no folder 'qwen9'" in done.stderr
+
+
+def test_measurements_that_do_not_fit_the_model_are_left_out_and_said_so():
+    done = bench(*SMALL, "--workloads", "ttft256", "batch1", "--max-model-len=40", "--profile")
+
+    assert done.returncode == 0, done.stderr
+    assert "left out: 1 sequences, 48 tokens in all, of 40 that fit" in done.stderr
+    assert "left out: a prompt of 256 tokens" in done.stderr

@@ -15,7 +15,7 @@ from tests.gpu.python_headers import HEADERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+SHAPES = Path(__file__).parents[2] / "server" / "bench" / "shapes"
 START_SECONDS = 180.0
 
 

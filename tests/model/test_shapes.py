@@ -6,7 +6,7 @@ import pytest
 
 from model.config import ModelConfig
 
-SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+SHAPES = Path(__file__).parents[2] / "server" / "bench" / "shapes"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""What a process that runs the engine does before and after the start, so that nothing disturbs its steps."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+
+def quiet_idle_threads() -> None:
+    """Let OpenMP's idle threads sleep; to be called before PyTorch is imported.
+
+    They spin by default; beside any other load they then take the core that the working thread
+    needs: 30 ms a token instead of 4 on two cores with two busy neighbours.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def keep_what_is_there() -> None:
+    """Spare the garbage collector what start-up made, which lives for ever."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,33 @@
+"""A profile of the engine on a GPU: kernels are found, also those of a recorded step, and the times agree."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("graphs", ["false", "true"])
+def test_a_profile_tells_of_kernels_gaps_and_waits(tmp_path, graphs):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "server.main", "bench", "engine", "--profile", "--device=cuda",
+            "--workloads", "batch1", "decode4", "ttft64", f"--cuda-graphs={graphs}", f"--json={tmp_path}/r.json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    profiles = json.loads((tmp_path / "r.json").read_text())["profiles"]
+    assert len(profiles) == 3
+    for profile in profiles:
+        gpu = profile["gpu"]
+        assert gpu["launches"] > 10
+        assert 0 < gpu["busy_us"] < 2 * profile["step_us"]
+        assert sum(k["microseconds"] for k in gpu["kernels"]) >= 0.99 * gpu["busy_us"]
+        assert profile["phases_us"]["wait"] > 0
