@@ -85,7 +85,7 @@ def main(
         )
         if options.commit:
             record["commit"] = options.commit
-        print(result.write(record, options.json, arch.key))
+        print(result.write(record, options.json, arch.key, label))
 
 
 def _measure(

@@ -75,19 +75,22 @@ def record(
     }
 
 
-def write(result: dict[str, Any], path: Path, kind: str) -> Path:
+def write(result: dict[str, Any], path: Path, kind: str, model: str | None = None) -> Path:
     """Write a result.
 
     Args:
         result: from `record`.
-        path: of the file; in a folder it gets the name `<kind>-<topic>-<commit>.json`.
+        path: of the file; in a folder it gets the name `<kind>-<topic>-<commit>.json`, or with a model
+            `<kind>-<topic>-<model>-<commit>.json`.
         kind: "cpu", or the GPU's short name.
+        model: that the result is of, where there is one for each.
 
     Returns:
         The file written.
     """
     if path.is_dir() or str(path).endswith(os.sep):
-        path = path / f"{kind}-{result['topic']}-{result['commit']}.json"
+        words = (kind, result["topic"], model, result["commit"])
+        path = path / f"{'-'.join(word for word in words if word)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

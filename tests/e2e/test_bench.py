@@ -52,7 +52,7 @@ def test_the_engine_is_measured_without_http_and_a_profile_of_its_steps_adds_up(
     done = bench(*SMALL, *workloads, "--profile", "--commit=abc", f"--json={tmp_path}/")
 
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "cpu-engine-abc.json").read_text())
+    result = json.loads((tmp_path / "cpu-engine-bundled-abc.json").read_text())
     assert result["plan"] == {"prefill": "torch_prefill", "decode": "torch_decode"}
     found = [(row["model"], row["metric"], row["batch"]) for row in result["rows"]]
     assert found == [
