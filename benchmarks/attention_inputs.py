@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     from benchmarks.attention_shapes import Shape
     from kernels.arch import GPUArch
-    from kernels.plan import AttentionPlan, KernelSpec
+    from kernels.plan import AttentionPlan
+    from kernels.spec import KernelSpec
 
 BLOCK_SIZE = 16
 _CHECKED_ROWS = 64

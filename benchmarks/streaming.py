@@ -39,7 +39,7 @@ _BODY = b'{"inputs": "def", "parameters": {"details": true}}'
 _WAITING = (1, 4, 8)
 _NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
-    peak_tflops=0.0, dtype="none", num_heads=1, num_kv_heads=1, head_dim=1, block_size=1, phases=[],
+    peak_tflops=0.0, dtype="none", kv_dtype="none", num_heads=1, num_kv_heads=1, head_dim=1, block_size=1, phases=[],
 )  # fmt: skip
 
 

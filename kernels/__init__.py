@@ -17,10 +17,17 @@ import torch
 
 from kernels import plan as _plan
 from kernels.arch import GPUArch, detect
+from kernels.arguments import (
+    check_attention,
+    check_batch,
+    check_lse,
+    check_scale,
+    check_write,
+    describe,
+)
 from kernels.attention.torch_dense import flash_attention as _flash_attention
 from kernels.attention.torch_write_kv import write_kv as _write_kv
 from kernels.cascade import (
-    check_prefix,
     prefix_problem,
     prefix_selection,
     rest_of,
@@ -29,14 +36,8 @@ from kernels.cascade import (
 )
 from kernels.errors import KernelError, NoKernelError, ShapeError
 from kernels.fused.torch_ops import apply_rope, rms_norm, rope_tables, silu_and_mul
-from kernels.plan import (
-    AttentionPlan,
-    AttentionProblem,
-    PackedBatch,
-    PagedBatch,
-    Phase,
-    Selection,
-)
+from kernels.plan import AttentionPlan, AttentionProblem, PackedBatch, PagedBatch, Phase, Selection
+from kernels.quantised import FP8
 from kernels.registry import REGISTRY
 from kernels.tuning import tuned_launches
 
@@ -45,9 +46,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.plan import AttentionKernel, AttentionKernelFactory, KernelSpec
+    from kernels.plan import AttentionKernel, AttentionKernelFactory
+    from kernels.spec import KernelSpec
 
 __all__ = [
+    "FP8",
     "AttentionPlan",
     "AttentionProblem",
     "GPUArch",
@@ -72,8 +75,6 @@ __all__ = [
     "takes_shared_prefix",
     "write_kv",
 ]
-
-_SLOT_DTYPES = (torch.int32, torch.int64)
 
 _logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def plan_attention(
         ShapeError: the batch contradicts itself or the problem.
         NoKernelError: no row accepts the problem.
     """
-    _check_batch(problem, batch)
+    check_batch(problem, batch)
     if selection is None:
         selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
     heads = (problem.num_kv_heads, problem.head_dim)
@@ -154,6 +155,7 @@ def plan_attention(
         q_shape=(batch.num_tokens, problem.num_heads, problem.head_dim),
         kv_shape=heads if problem.block_size is None else (problem.block_size, *heads),
         dtype=getattr(torch, problem.dtype),
+        kv_dtype=getattr(torch, problem.cache_dtype),
         device=batch.cu_seqlens_q.device,
         prefix=prefix,
     )
@@ -182,46 +184,14 @@ def _bind(
     return CascadeDecode(problem, batch, cast("PrefixKernel", shared), rest), prefix
 
 
-def _check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> None:
-    """Compare the batch with itself and the problem, without reading anything back from a GPU."""
-    num_seqs = batch.num_seqs
-    expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-        "cu_seqlens_q": (batch.cu_seqlens_q, (num_seqs + 1,))
-    }
-    if isinstance(batch, PagedBatch):
-        if problem.block_size is None:
-            raise ShapeError("the batch is paged; the problem has no block_size")
-        expected["seq_lens"] = (batch.seq_lens, (num_seqs,))
-        expected["block_table"] = (batch.block_table, (num_seqs, *batch.block_table.shape[-1:]))
-        check_prefix(batch, problem.block_size)
-    else:
-        if problem.block_size is not None:
-            raise ShapeError(
-                f"the batch is packed; the problem has block_size {problem.block_size}, not None"
-            )
-        expected["cu_seqlens_k"] = (batch.cu_seqlens_k, (num_seqs + 1,))
-    device = batch.cu_seqlens_q.device
-    for name, (tensor, shape) in expected.items():
-        if (
-            tensor.shape != shape
-            or tensor.dtype is not torch.int32
-            or tensor.device != device
-            # Rows of the table may lie apart, as in a slice of a wider one.
-            or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1)
-        ):
-            raise ShapeError(
-                f"{name} is {_describe(tensor)}; expected {list(shape)} torch.int32 contiguous in "
-                f"its last dimension on {device}"
-            )
-    if problem.phase is Phase.DECODE and batch.max_seqlen_q > problem.max_query_tokens:
-        raise ShapeError(
-            f"max_seqlen_q is {batch.max_seqlen_q}; this decode takes at most "
-            f"{problem.max_query_tokens} per sequence"
-        )
-
-
 def prefill_attention(
-    q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, lse: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Attend a chunk of tokens per sequence to its history and, causally, to itself.
 
@@ -238,19 +208,29 @@ def prefill_attention(
             to become 0.
         lse: [T, H] float32 contiguous, the natural logarithm of the sum of exponentials of the
             scaled scores, -inf with nothing to attend to; where the problem asks for it.
+        kv_scale: [2, N, K, S] float32 contiguous, what each key and each value of a head is to be
+            multiplied by; with a quantised cache only. Slots that no token was written to may hold
+            anything, here as in `kv`.
 
     Raises:
         ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot
             address a tensor: `hopper_prefill` takes addresses and strides of q, kv and out that are
             multiples of 16 bytes.
     """
-    _check_attention(q, kv, plan, out, Phase.PREFILL)
-    _check_lse(lse, plan)
-    plan.run(q, kv, out, lse)
+    check_attention(q, kv, plan, out, Phase.PREFILL)
+    check_lse(lse, plan)
+    check_scale(kv, plan, kv_scale)
+    _run(q, kv, plan, out, lse, kv_scale)
 
 
 def decode_attention(
-    q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, lse: Tensor | None = None
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    kv_scale: Tensor | None = None,
 ) -> None:
     """Attend one new token per sequence, or a few, to its paged history.
 
@@ -261,110 +241,59 @@ def decode_attention(
         out: [T, H, D] contiguous, every row of a sequence is written; rows of sequences with no
             tokens become 0.
         lse: as in `prefill_attention`.
+        kv_scale: likewise.
 
     Raises:
         ShapeError: a shape, stride or dtype differs from the plan's.
     """
-    _check_attention(q, kv, plan, out, Phase.DECODE)
-    _check_lse(lse, plan)
-    plan.run(q, kv, out, lse)
+    check_attention(q, kv, plan, out, Phase.DECODE)
+    check_lse(lse, plan)
+    check_scale(kv, plan, kv_scale)
+    _run(q, kv, plan, out, lse, kv_scale)
 
 
-def _check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
-    if lse is None and not plan.problem.lse:
-        return
-    shape = plan.q_shape[:2]
-    if lse is None or not plan.problem.lse:
-        given, asked = (
-            "nothing" if lse is None else "a tensor",
-            "asks" if plan.problem.lse else "does not ask",
-        )
-        raise ShapeError(f"lse is {given}; the plan's problem {asked} for it")
-    if (
-        lse.shape != shape
-        or lse.dtype is not torch.float32
-        or not lse.is_contiguous()
-        or lse.device != plan.device
-    ):
-        raise ShapeError(
-            f"lse is {_describe(lse)}; the plan takes {list(shape)} torch.float32 contiguous on "
-            f"{plan.device}"
-        )
+def _run(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor,
+    lse: Tensor | None,
+    kv_scale: Tensor | None,
+) -> None:
+    """Run the plan's kernel; one that reads no quantised cache takes no scales."""
+    if kv_scale is None:
+        plan.run(q, kv, out, lse)
+    else:
+        plan.run(q, kv, out, lse, kv_scale=kv_scale)
 
 
-def _check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, phase: Phase) -> None:
-    """Compare shapes and dtypes with the plan's, in about a microsecond when all is well."""
-    if (
-        q.shape == plan.q_shape
-        and out.shape == plan.q_shape
-        and kv.shape[2:] == plan.kv_shape
-        and kv.shape[0] == 2
-        and q.dtype is plan.dtype
-        and kv.dtype is plan.dtype
-        and out.dtype is plan.dtype
-        and (kv.is_contiguous() or (len(plan.kv_shape) == 2 and kv.stride(-1) == 1))
-        and q.stride(-1) == 1
-        and out.is_contiguous()
-        and q.device == kv.device == out.device == plan.device
-        and plan.problem.phase is phase
-    ):
-        return
-    if plan.problem.phase is not phase:
-        raise ShapeError(f"the plan is for {plan.problem.phase.value}, this is {phase.value}")
-    shape = ", ".join(map(str, plan.kv_shape))
-    cache = f"contiguous [2, N, {shape}]" if len(plan.kv_shape) == 3 else f"[2, T, {shape}]"
-    raise ShapeError(
-        f"q is {_describe(q)}, out is {_describe(out)}, kv is {_describe(kv)}; the plan takes "
-        f"q {list(plan.q_shape)} contiguous in its last dimension, out {list(plan.q_shape)} "
-        f"contiguous, kv {cache}, all {plan.dtype} on {plan.device}"
-    )
-
-
-def _describe(tensor: Tensor) -> str:
-    text = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-    return text if tensor.is_contiguous() else f"{text} not contiguous"
-
-
-def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, *, kv_scale: Tensor | None = None
+) -> None:
     """Write a step's keys and values to their cache slots.
 
     Args:
-        k: [T, K, D] in the cache's dtype, contiguous in D.
+        k: [T, K, D] contiguous in D, in the cache's dtype unless that is float8_e4m3fn.
         v: [T, K, D], likewise.
-        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values.
+        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. In float8_e4m3fn each key and
+            each value of a head is divided by a 448th of its largest magnitude, and rounded to the
+            nearest, to even if two are.
         slot_mapping: [T] int32 (int64 is taken too) contiguous; block id * S + offset in the block,
             -1 to skip a token; else distinct.
+        kv_scale: [2, N, K, S] float32 contiguous, with a float8_e4m3fn cache only: takes what was
+            divided by; 1 for zeros.
 
     Raises:
         ShapeError: a shape or dtype differs from the above.
     """
-    if (
-        k.shape != v.shape
-        or k.shape[1:] != kv.shape[3:]
-        or kv.ndim != 5
-        or kv.shape[0] != 2
-        or slot_mapping.shape != k.shape[:1]
-        or slot_mapping.dtype not in _SLOT_DTYPES
-        or not slot_mapping.is_contiguous()
-        or k.dtype is not kv.dtype
-        or v.dtype is not kv.dtype
-        or not kv.is_contiguous()
-        or k.stride(-1) != 1
-        or v.stride(-1) != 1
-        or not k.device == v.device == slot_mapping.device == kv.device
-    ):
-        raise ShapeError(
-            f"k is {_describe(k)}, v is {_describe(v)}, kv is {_describe(kv)}, slot_mapping is "
-            f"{_describe(slot_mapping)}; expected k and v [T, K, D], kv contiguous "
-            "[2, N, S, K, D], all of one dtype, slot_mapping [T] int32 contiguous, on one device"
-        )
+    check_write(k, v, kv, slot_mapping, kv_scale)
     if kv.is_cuda:
         # Imported here: Triton is not there on a host without a GPU.
         from kernels.attention.portable_write_kv import write_kv as scatter  # noqa: PLC0415
 
-        scatter(k, v, kv, slot_mapping)
+        scatter(k, v, kv, slot_mapping, kv_scale)
     else:
-        _write_kv(k, v, kv, slot_mapping)
+        _write_kv(k, v, kv, slot_mapping, kv_scale)
 
 
 def flash_attention(
@@ -393,7 +322,7 @@ def flash_attention(
         or q.shape[2] % k.shape[2]
     ):
         raise ShapeError(
-            f"q is {_describe(q)}, k is {_describe(k)}, v is {_describe(v)}; expected "
+            f"q is {describe(q)}, k is {describe(k)}, v is {describe(v)}; expected "
             "q [B, S, H, D], k and v [B, S, K, D], H a multiple of K"
         )
     return _flash_attention(q, k, v, softmax_scale, sliding_window)

@@ -109,8 +109,7 @@ def shared_prefix_pays(
     """
     if prefix_selection(problem, arch) is None:
         return False
-    element = 4 if problem.dtype == "float32" else 2
-    token_bytes = 2 * problem.num_kv_heads * problem.head_dim * element
+    token_bytes = 2 * problem.num_kv_heads * problem.row_bytes
     saved = (num_seqs - 1) * num_tokens * token_bytes
     partial = _PARTIAL_BYTES * num_seqs * problem.num_heads * problem.head_dim
     bandwidth = 1e9 * (arch.memory_bandwidth_gbs or _FASTEST_GBS)

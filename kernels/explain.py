@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.arch import GPUArch
-    from kernels.plan import KernelSpec, Selection
+    from kernels.plan import Selection
+    from kernels.spec import KernelSpec
 
 PREFILL_STEPS = ((1, 128, 128), (1, 512, 512), (1, 2048, 2048), (1, 8192, 8192), (1, 512, 8192))
 """Sequences, new tokens of each, and its tokens in all; the last is a chunk after a history."""
@@ -126,7 +127,8 @@ class Explanation:
         shared_memory_bytes: most that a thread block may use; 0 for a CPU.
         memory_bandwidth_gbs: peak, 10^9 bytes per second; 0 if not known.
         peak_tflops: of matrix products in this dtype, 10^12 operations per second; 0 if not known.
-        dtype: of queries, cache and output.
+        dtype: of queries and output.
+        kv_dtype: of the cache.
         num_heads: query heads.
         num_kv_heads: key-value heads.
         head_dim: elements.
@@ -142,6 +144,7 @@ class Explanation:
     memory_bandwidth_gbs: int
     peak_tflops: float
     dtype: str
+    kv_dtype: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -176,6 +179,7 @@ def explain(
         memory_bandwidth_gbs=arch.memory_bandwidth_gbs,
         peak_tflops=arch.peak_tflops(shape.dtype),
         dtype=shape.dtype,
+        kv_dtype=shape.cache_dtype,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

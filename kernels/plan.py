@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kernels.errors import NoKernelError, ShapeError
+from kernels.quantised import KV_DTYPES, SCALE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
+    from kernels.spec import KernelSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,7 +40,8 @@ class AttentionProblem:
 
     Attributes:
         phase: prefill or decode.
-        dtype: of queries, cache and output: "float32", "bfloat16" or "float16".
+        dtype: of queries and output, and of the cache unless `kv_dtype` says otherwise: "float32",
+            "bfloat16" or "float16".
         num_heads: query heads H.
         num_kv_heads: key-value heads K; divides H.
         head_dim: D, elements.
@@ -54,6 +57,7 @@ class AttentionProblem:
             batch; costs some speed where few sequences are decoded.
         fp8: whether a prefill may multiply in FP8: faster, less exact. A permission: rows that do not
             multiply in FP8 take such a problem too, and rows that do take no other.
+        kv_dtype: of a quantised paged cache: "float8_e4m3fn"; None for one of `dtype`.
 
     Raises:
         ShapeError: a value is out of its range.
@@ -73,10 +77,19 @@ class AttentionProblem:
     lse: bool = False
     batch_invariant: bool = False
     fp8: bool = False
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ShapeError(f"dtype is {self.dtype!r}; attention takes one of {', '.join(DTYPES)}")
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise ShapeError(
+                f"kv_dtype is {self.kv_dtype!r}; it must be None or one of {', '.join(KV_DTYPES)}"
+            )
+        if self.kv_dtype is not None and self.block_size is None:
+            raise ShapeError(
+                f"packed keys and values have no scales; kv_dtype is {self.kv_dtype!r}"
+            )
         for field in ("num_heads", "num_kv_heads", "head_dim", "block_size", "max_query_tokens"):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -101,6 +114,18 @@ class AttentionProblem:
         """Query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def cache_dtype(self) -> str:
+        """Of keys and values as they lie in memory."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key or a value of one head in the cache, its scale included."""
+        if self.kv_dtype is not None:
+            return self.head_dim + SCALE_BYTES
+        return self.head_dim * (4 if self.dtype == "float32" else 2)
+
     def __str__(self) -> str:
         """One line for logs and error messages."""
         text = (
@@ -109,6 +134,7 @@ class AttentionProblem:
         )
         text += "packed" if self.block_size is None else f"S={self.block_size}"
         for shown, word in (
+            (self.kv_dtype is not None, f"kv={self.kv_dtype}"),
             (self.sliding_window is not None, f"window={self.sliding_window}"),
             (self.softcap is not None, f"softcap={self.softcap}"),
             (not self.causal, "not causal"),
@@ -219,7 +245,15 @@ class TunedLaunch:
 class AttentionKernel(Protocol):
     """One row's kernel, bound to the batch of one step and run once per layer."""
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`; shapes as in the door.
 
         A decode on a GPU also takes a float32 `out`, whatever the problem's dtype: it is merged then.
@@ -233,127 +267,6 @@ class AttentionKernelFactory(Protocol):
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> AttentionKernel:
         """Do the work of a step that all layers share."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpec:
-    """One row of the registry: what a kernel accepts, and where it lives.
-
-    Attributes:
-        name: unique; shown in logs, metrics and results.
-        phase: the phase it solves.
-        target: "module:attribute" of its `AttentionKernelFactory`; imported when first used, so
-            that a host without a GPU compiler can read every row.
-        dtypes: accepted dtypes.
-        cpu: whether it runs on a CPU.
-        sm: lowest and highest compute capability, both included; None for no GPU.
-        head_dims: accepted head dims; None for any.
-        block_sizes: smallest and largest block size, both included; None for any.
-        power_of_two_blocks: whether a block size must be a power of two.
-        group_sizes: accepted numbers of query heads per key-value head; None for any.
-        paged: whether it reads a cache in blocks.
-        packed: whether it reads packed keys and values.
-        sliding_window: whether it can limit attention to a window.
-        softcap: whether it can cap scores.
-        non_causal: whether a query may see keys after its own token.
-        several_queries: whether a decode may have more than one query token per sequence.
-        lse: whether it can write the log-sum-exp.
-        batch_invariant: whether a sequence's result can be made independent of its batch.
-        fp8: whether it multiplies in FP8, so that only problems that allow it are for it.
-        persistent: whether at most one thread block per SM is launched, which takes tile after tile.
-        row_tiles: values of `block_m` that it is written for; None for any power of two.
-        launch: tile sizes that are safe wherever it runs; `kernels/tuning` has better ones. None
-            where there is nothing to launch.
-        note: what a reader of the plan should know about this row.
-        arch_note: why it runs nowhere else, for the refusal.
-    """
-
-    name: str
-    phase: Phase
-    target: str
-    dtypes: frozenset[str]
-    cpu: bool = False
-    sm: tuple[int, int] | None = None
-    head_dims: frozenset[int] | None = None
-    block_sizes: tuple[int, int] | None = None
-    power_of_two_blocks: bool = False
-    group_sizes: frozenset[int] | None = None
-    paged: bool = True
-    packed: bool = False
-    sliding_window: bool = True
-    softcap: bool = True
-    non_causal: bool = False
-    several_queries: bool = False
-    lse: bool = False
-    batch_invariant: bool = False
-    fp8: bool = False
-    persistent: bool = False
-    row_tiles: frozenset[int] | None = None
-    launch: LaunchConfig | None = None
-    note: str = ""
-    arch_note: str = ""
-
-    def refuse(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
-        """List every reason why this row cannot solve `problem` on `arch`; empty if it can."""
-        tests = (
-            (problem.phase is not self.phase, f"solves {self.phase.value} only"),
-            (not self._runs_on(arch), self._arch_reason(arch)),
-            (problem.dtype not in self.dtypes, f"no {problem.dtype}"),
-            (
-                self.head_dims is not None and problem.head_dim not in self.head_dims,
-                f"head_dim {problem.head_dim} is not one of {sorted(self.head_dims or ())}",
-            ),
-            (
-                not self._takes_block_size(problem.block_size),
-                f"block_size {problem.block_size} is not from {self._block_range()}",
-            ),
-            (
-                self.power_of_two_blocks and (problem.block_size or 1).bit_count() > 1,
-                f"block_size {problem.block_size} is not a power of two",
-            ),
-            (problem.block_size is not None and not self.paged, "no paged cache"),
-            (problem.block_size is None and not self.packed, "no packed keys and values"),
-            (
-                self.group_sizes is not None and problem.group_size not in self.group_sizes,
-                f"no groups of {problem.group_size} query heads per key-value head",
-            ),
-            (problem.sliding_window is not None and not self.sliding_window, "no sliding window"),
-            (problem.softcap is not None and not self.softcap, "no softcap"),
-            (not problem.causal and not self.non_causal, "causal only"),
-            (
-                problem.phase is Phase.DECODE
-                and problem.max_query_tokens > 1
-                and not self.several_queries,
-                f"decodes 1 query token per sequence, not {problem.max_query_tokens}",
-            ),
-            (problem.lse and not self.lse, "no log-sum-exp"),
-            (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
-            (self.fp8 and not problem.fp8, "the problem does not allow FP8"),
-        )
-        return tuple(reason for refused, reason in tests if refused)
-
-    def _takes_block_size(self, size: int | None) -> bool:
-        if size is None or self.block_sizes is None:
-            return True
-        return self.block_sizes[0] <= size <= self.block_sizes[1]
-
-    def _block_range(self) -> str:
-        return f"{self.block_sizes[0]} to {self.block_sizes[1]}" if self.block_sizes else "any"
-
-    def _runs_on(self, arch: GPUArch) -> bool:
-        if arch.is_cpu:
-            return self.cpu
-        return self.sm is not None and self.sm[0] <= arch.sm <= self.sm[1]
-
-    def _arch_reason(self, arch: GPUArch) -> str:
-        if arch.is_cpu:
-            return "needs a GPU"
-        if self.sm is None:
-            return "runs on the CPU only"
-        lowest, highest = self.sm
-        needed = f"sm_{lowest}" if lowest == highest else f"sm_{lowest} to sm_{highest}"
-        text = f"needs {needed}, this is sm_{arch.sm}"
-        return f"{text} ({self.arch_note})" if self.arch_note else text
 
 
 class Refusal(NamedTuple):
@@ -407,7 +320,8 @@ class AttentionPlan:
         run: the bound kernel.
         q_shape: (T, H, D) that queries and output must have.
         kv_shape: (S, K, D) that the cache's blocks must have; (K, D) of packed keys and values.
-        dtype: of queries, cache and output.
+        dtype: of queries and output.
+        kv_dtype: of the cache.
         device: of these, and of the batch.
         prefix: the row that reads what the sequences share, where that is done once for all.
     """
@@ -418,6 +332,7 @@ class AttentionPlan:
     q_shape: tuple[int, int, int]
     kv_shape: tuple[int, ...]
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: torch.device
     prefix: Selection | None = None
 

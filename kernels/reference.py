@@ -129,6 +129,21 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: list[int]) -> Tenso
     return written
 
 
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x [..., D] to float8_e4m3fn with a float32 scale for each row, which makes its largest 448.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, table 1 for the largest number.
+    """
+    largest = x.float().abs().amax(dim=-1)
+    scale = torch.where(largest < 2.0**-100, 1.0, largest / 448)
+    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def dequantise(numbers: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Multiply float8 numbers [..., D] by the scales [...] of their rows."""
+    return numbers.to(dtype) * scale[..., None].to(dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Divide x [..., C] by its root mean square and multiply by weight [C].
 

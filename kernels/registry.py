@@ -5,7 +5,9 @@ A new kernel is a row here and a file in `kernels/attention/`. Nothing else deci
 
 from __future__ import annotations
 
-from kernels.plan import DTYPES, KernelSpec, LaunchConfig, Phase
+from kernels.plan import DTYPES, LaunchConfig, Phase
+from kernels.quantised import FP8, QuantisedCache
+from kernels.spec import KernelSpec
 
 _ANY_GPU = (0, 999)
 _AMPERE_ON = (80, 129)
@@ -20,6 +22,13 @@ _NEARLY_POWERS_OF_TWO = frozenset(
 )
 """A token's heads take a power of two of a tile's rows: with more than an eighth of them unused, the portable
 kernel is as fast."""
+_FP8_BY_TRITON = QuantisedCache(
+    kv_dtypes=frozenset({FP8}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    first_sm=89,
+    note="older ones have no instruction that converts it",
+)
+_FP8_BY_PYTORCH = QuantisedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
@@ -75,6 +84,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         non_causal=True,
         lse=True,
         batch_invariant=True,
+        quantised=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
         arch_note=_NO_TENSOR_CORES,
     ),
@@ -106,25 +116,28 @@ REGISTRY: tuple[KernelSpec, ...] = (
         several_queries=True,
         lse=True,
         batch_invariant=True,
+        quantised=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
         arch_note=_NO_TENSOR_CORES,
     ),
     KernelSpec(
         name="torch_prefill",
         phase=Phase.PREFILL,
-        target="kernels.attention.torch_prefill:TorchPrefill",
+        target="kernels.attention.torch_rows:make_prefill",
         dtypes=frozenset(DTYPES),
         cpu=True,
         sm=_ANY_GPU,
+        quantised=_FP8_BY_PYTORCH,
         note="PyTorch row: the kernel of the CPU, the fallback of every GPU",
     ),
     KernelSpec(
         name="torch_decode",
         phase=Phase.DECODE,
-        target="kernels.attention.torch_decode:TorchDecode",
+        target="kernels.attention.torch_rows:make_decode",
         dtypes=frozenset(DTYPES),
         cpu=True,
         sm=_ANY_GPU,
+        quantised=_FP8_BY_PYTORCH,
         note="PyTorch row: the kernel of the CPU, the fallback of every GPU",
     ),
 )
@@ -141,6 +154,7 @@ PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
         sliding_window=False,
         non_causal=True,
         lse=True,
+        quantised=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
         note="reads once what the sequences of a decode share",
         arch_note=_NO_TENSOR_CORES,

@@ -61,9 +61,11 @@ def attention_work(
     read = seen[-1][1] - seen[0][0]
     element = 4 if problem.dtype == "float32" else 2
     rows = problem.num_heads * query_tokens
-    elements = 2 * problem.head_dim * (rows + problem.num_kv_heads * read)
+    moved = 2 * (
+        rows * problem.head_dim * element + problem.num_kv_heads * read * problem.row_bytes
+    )
     flops = 4 * problem.num_heads * problem.head_dim * visible
-    return Work(num_seqs * element * elements, num_seqs * flops)
+    return Work(num_seqs * moved, num_seqs * flops)
 
 
 def roofline(work: Work, dtype: str, arch: GPUArch) -> Roofline | None:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 import kernels
 from kernels import reference
-from kernels.plan import AttentionProblem, KernelSpec, PackedBatch, PagedBatch, Phase, Selection
+from kernels.plan import AttentionProblem, PackedBatch, PagedBatch, Phase, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kernels.spec import KernelSpec
 
 UNUSED_BLOCK = (1 << 23) - 1
 """Fills the block table past a sequence's end: reading it is out of any test's cache, though its slots
@@ -80,6 +82,10 @@ class AttentionCase:
             ]
         )
 
+    def cache(self) -> dict[str, Tensor]:
+        """Name further arguments of the door."""
+        return {}
+
     def _sequences(self) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
         for seq, q in enumerate(torch.split(self.q, self.query_lens)):
             yield q, self.keys_and_values(seq)
@@ -105,9 +111,9 @@ class AttentionCase:
         if self.problem.lse:
             lse = torch.full(self.q.shape[:2], float("nan"), device=self.q.device)
         if self.problem.phase is Phase.DECODE:
-            kernels.decode_attention(self.q, self.kv, plan, out, lse)
+            kernels.decode_attention(self.q, self.kv, plan, out, lse, **self.cache())
         else:
-            kernels.prefill_attention(self.q, self.kv, plan, out, lse)
+            kernels.prefill_attention(self.q, self.kv, plan, out, lse, **self.cache())
         return out, lse
 
     def check(self, out: Tensor) -> None:
@@ -115,8 +121,18 @@ class AttentionCase:
         assert_no_worse_than(out, self.expected(truth_dtype(out.dtype)), self.expected(out.dtype))
 
     def check_lse(self, lse: Tensor) -> None:
-        """Compare a kernel's log-sum-exp with the reference; kernels keep it in float32."""
+        """Compare a kernel's log-sum-exp with the reference; kernels keep it in float32.
+
+        Keys of a quantised cache may be rounded to the queries' dtype once they have their scale.
+        """
         truth = self.expected_lse(torch.float64)
+        if self.problem.kv_dtype is not None:
+            unseen = truth == float("-inf")
+            assert torch.equal(lse == float("-inf"), unseen), "rows that see nothing differ"
+            same_precision = self.expected_lse(self.q.dtype)
+            seen = (x.double().masked_fill(unseen, 0.0) for x in (lse, truth, same_precision))
+            assert_no_worse_than(*seen, atol=1e-4)
+            return
         torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-4)
 
 
@@ -126,16 +142,25 @@ class PagedCase(AttentionCase):
 
     Attributes:
         block_table: block ids of each sequence.
+        kv_scale: of a quantised cache, as in the door; NaN where no token was written.
     """
 
     batch: PagedBatch
     block_table: list[list[int]]
+    kv_scale: Tensor | None = None
 
     def keys_and_values(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Gather a sequence's blocks."""
-        gathered = self.kv[:, self.block_table[seq]].flatten(1, 2)[:, : self.seq_lens[seq]]
-        keys, values = gathered.unbind(0)
+        """Gather a sequence's blocks; in float32 if they are quantised."""
+        blocks = self.block_table[seq]
+        gathered = self.kv[:, blocks]
+        if self.kv_scale is not None:
+            gathered = reference.dequantise(gathered, self.kv_scale[:, blocks].transpose(2, 3))
+        keys, values = gathered.flatten(1, 2)[:, : self.seq_lens[seq]].unbind(0)
         return keys, values
+
+    def cache(self) -> dict[str, Tensor]:
+        """Name the door's arguments that are there with a quantised cache only."""
+        return {} if self.kv_scale is None else {"kv_scale": self.kv_scale}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +255,10 @@ def make_case(
         for index, block in enumerate(table):
             used = min(size, length - index * size)
             kv[:, block, :used] = torch.randn((2, used, *heads), generator=generator).to(dtype)
+    kv_scale = None
+    if problem.kv_dtype is not None:
+        kv, kv_scale = _quantised(kv, generator)
+        kv_scale = kv_scale.to(device)
     shape = (sum(query_lens), problem.num_heads, problem.head_dim)
     width = max(1, *needed)
     padded = [table + [UNUSED_BLOCK] * (width - len(table)) for table in tables]
@@ -243,7 +272,17 @@ def make_case(
         shared_prefix=shared_prefix,
     )
     q = torch.randn(shape, generator=generator).to(device, dtype)
-    return PagedCase(problem, batch, q, kv.to(device), query_lens, seq_lens, tables)
+    return PagedCase(problem, batch, q, kv.to(device), query_lens, seq_lens, tables, kv_scale)
+
+
+def _quantised(kv: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Quantise a cache whose unwritten slots are NaN, after giving its rows sizes from 2^-6 to 2^6."""
+    sizes = torch.randint(-6, 7, kv.shape[:-1], generator=generator).exp2()
+    # Values only: keys of such sizes would leave one of them all the weight.
+    sizes[0] = sizes[0].sqrt().clamp(0.5, 2)
+    numbers, scale = reference.quantise(kv.float() * sizes[..., None])
+    scale = torch.where(kv[..., 0].isnan(), float("nan"), scale)
+    return numbers, scale.transpose(2, 3).contiguous()
 
 
 def _place(needed: list[int], layout: Layout, order: random.Random) -> list[list[int]]:

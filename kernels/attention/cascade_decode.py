@@ -39,7 +39,15 @@ class PrefixKernel(Protocol):
 
     num_parts: int
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write [P, L, D] and [P, L] float32, row h of token t at t * H + h; as `PortablePrefix`."""
 
 
@@ -82,10 +90,19 @@ class CascadeDecode:
             "num_warps": 4,
         }
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
-        self._prefix(q, kv, self._partial_out[:-1], self._partial_lse[:-1])
-        self._rest(q, kv, self._rest_out, self._rest_lse)
+        cache = {} if kv_scale is None else {"kv_scale": kv_scale}
+        self._prefix(q, kv, self._partial_out[:-1], self._partial_lse[:-1], **cache)
+        self._rest(q, kv, self._rest_out, self._rest_lse, **cache)
         self.merge(out, lse)
 
     def merge(self, out: Tensor, lse: Tensor | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -21,10 +22,12 @@ from kernels.attention.tile import (
     check_head_stride,
     load_rows,
     normalise,
+    scale_arguments,
     split_head_dim,
     store_rows,
     window_argument,
 )
+from kernels.attention.tile_pairs import attend_pairs, takes_pairs
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ def decode(
     q,
     k,
     v,
+    k_scale,
+    v_scale,
     out,
     lse,
     splits,
@@ -68,6 +73,8 @@ def decode(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     LSE: tl.constexpr,
+    FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Attend one tile of rows to one split; program (split, key-value head, row tile).
 
@@ -103,15 +110,23 @@ def decode(
     lowest = history + tl.minimum(first_row // GROUP, q_len - 1)
     highest = history + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
     stride: tl.constexpr = KV_HEADS * D
-    acc1, acc2, m, total = attend(
-        q_tile,
-        k + kv_head * D,
-        v + kv_head * D,
-        block_table + seq.to(tl.int64) * table_stride,
-        begin, end, num_keys, last_seen, lowest, highest,
-        stride, stride, scale, window, softcap,
-        True, True, WINDOW, SOFTCAP, True, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
-    )  # fmt: skip
+    table = block_table + seq.to(tl.int64) * table_stride
+    first_scale = kv_head * BLOCK_SIZE
+    scales = (k_scale + first_scale, v_scale + first_scale, KV_HEADS * BLOCK_SIZE)
+    if PAIRS:
+        acc1, acc2, m, total = attend_pairs(
+            q_tile, k + kv_head * D, v + kv_head * (D // 2), scales, table,
+            begin, end, num_keys, last_seen, lowest,
+            stride, scale, window, softcap,
+            True, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
+        )  # fmt: skip
+    else:
+        acc1, acc2, m, total = attend(
+            q_tile, k + kv_head * D, v + kv_head * D, scales, table,
+            begin, end, num_keys, last_seen, lowest, highest,
+            stride, stride, scale, window, softcap,
+            True, True, WINDOW, SOFTCAP, True, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2, FP8,
+        )  # fmt: skip
     acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
     out_row = q_row * HEADS + head
     if count == 1:
@@ -193,11 +208,21 @@ class PortableDecode:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
+            "FP8": problem.kv_dtype is not None,
+            "PAIRS": problem.kv_dtype is not None and takes_pairs(d1, d2),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
         }
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
         check_head_stride(q)
         problem = self._problem
@@ -205,7 +230,8 @@ class PortableDecode:
         decode[(self._list.num_programs,)](
             q,
             keys,
-            values,
+            values.view(torch.int16) if self._constants["PAIRS"] else values,
+            *scale_arguments(kv, kv_scale),
             out,
             out if lse is None else lse,
             self._list.splits,

@@ -23,6 +23,7 @@ from kernels.attention.tile import (
     check_head_stride,
     load_rows,
     normalise,
+    scale_arguments,
     split_head_dim,
     store_rows,
     window_argument,
@@ -92,6 +93,8 @@ def prefill(
     q,
     k,
     v,
+    k_scale,
+    v_scale,
     out,
     lse,
     tiles,
@@ -119,6 +122,7 @@ def prefill(
     SOFTCAP: tl.constexpr,
     LSE: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Attend one tile of rows; program (tile, key-value head). Shapes as in the door."""
     record = tiles + tl.program_id(0) * _TILE_FIELDS
@@ -150,14 +154,16 @@ def prefill(
     begin = 0
     if WINDOW:
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
+    first_scale = kv_head * BLOCK_SIZE
     acc1, acc2, m, total = attend(
         q_tile,
         k + k_start.to(tl.int64) * k_stride + kv_head.to(tl.int64) * k_head_stride,
         v + k_start.to(tl.int64) * v_stride + kv_head.to(tl.int64) * v_head_stride,
+        (k_scale + first_scale, v_scale + first_scale, HEADS // GROUP * BLOCK_SIZE),
         block_table + seq.to(tl.int64) * table_stride,
         begin, end, num_keys, last_seen, lowest, highest,
         k_stride, v_stride, scale, window, softcap,
-        PAGED, CAUSAL, WINDOW, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
+        PAGED, CAUSAL, WINDOW, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
     acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
     out_row = q_row * HEADS + head
@@ -232,11 +238,20 @@ class PortablePrefill:
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
             "ONE_LOOP": launch.one_loop,
+            "FP8": problem.kv_dtype is not None,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
         }
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
         if q.shape[0] == 0:
             return
@@ -252,6 +267,7 @@ class PortablePrefill:
             q,
             keys,
             values,
+            *scale_arguments(kv, kv_scale),
             out,
             out if lse is None else lse,
             self._tiles,

@@ -23,6 +23,7 @@ from kernels.attention.tile import (
     check_head_stride,
     load_rows,
     normalise,
+    scale_arguments,
     split_head_dim,
     store_rows,
 )
@@ -40,6 +41,8 @@ def prefix(
     q,
     k,
     v,
+    k_scale,
+    v_scale,
     out,
     lse,
     cu_seqlens_q,
@@ -63,6 +66,7 @@ def prefix(
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ONE_LOOP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Attend one tile of rows to one part of the keys; program (part, key-value head, row tile).
 
@@ -90,10 +94,11 @@ def prefix(
         q_tile,
         k + kv_head * (D1 + D2),
         v + kv_head * (D1 + D2),
+        (k_scale + kv_head * BLOCK_SIZE, v_scale + kv_head * BLOCK_SIZE, KV_HEADS * BLOCK_SIZE),
         block_table,
         begin, end, num_keys, row, num_keys - 1, num_keys - 1,
         stride, stride, scale, 0, softcap,
-        True, False, False, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2,
+        True, False, False, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
     acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
     line = part.to(tl.int64) * lines + q_row * HEADS + head
@@ -134,11 +139,20 @@ class PortablePrefix:
             "BLOCK_N": launch.block_n,
             "SOFTCAP": problem.softcap is not None,
             "ONE_LOOP": launch.one_loop,
+            "FP8": problem.kv_dtype is not None,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
         }
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write P partial results for every row.
 
         Args:
@@ -146,15 +160,15 @@ class PortablePrefix:
             kv: as there.
             out: [P, L, D] float32 contiguous, L at least T * H; row h of token t is at t * H + h.
             lse: [P, L] float32 contiguous, natural logarithm.
+            kv_scale: as there.
         """
         assert lse is not None, "parts cannot be merged without their log-sum-exp"
         check_head_stride(q)
         batch = self._batch
-        keys, values = kv.unbind(0)
         prefix[self._grid](
             q,
-            keys,
-            values,
+            *kv.unbind(0),
+            *scale_arguments(kv, kv_scale),
             out,
             lse,
             batch.cu_seqlens_q,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from kernels.attention.float8 import rescale
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -64,6 +65,15 @@ def check_head_stride(q: Tensor) -> None:
             f"the {q.shape[1]} heads of q lie {q.stride(1)} elements apart; the last may lie at most "
             f"{_LARGEST_INT32} behind the first"
         )
+
+
+def scale_arguments(kv: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scales of keys and of values as the kernels take them.
+
+    Without scales anything will do, for they are not read.
+    """
+    keys, values = (kv if kv_scale is None else kv_scale).unbind(0)
+    return keys, values
 
 
 def window_argument(problem: AttentionProblem) -> int:
@@ -119,11 +129,80 @@ def load_blocks(table, key, num_keys, BLOCK_SIZE: tl.constexpr, PAGED: tl.conste
 
 
 @triton.jit
+def keys_of_tile(
+    start, num_keys, lowest, window, MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Number the keys of the tile at `start`, and say which of them may be read."""
+    key = start + tl.arange(0, BLOCK_N)
+    exists = key < num_keys
+    if WINDOW and MASK:
+        # What every row's window has left behind may be gone from the cache: it is not read.
+        exists = exists & (key > lowest - window)
+    return key, exists
+
+
+@triton.jit
+def offsets_in_blocks(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return each key's place in its block; the same for all tiles where blocks fit into them."""
+    offset = key % BLOCK_SIZE
+    if BLOCK_N % BLOCK_SIZE == 0:
+        offset = tl.arange(0, BLOCK_N) % BLOCK_SIZE
+    return offset
+
+
+@triton.jit
+def cap_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Cap the scores where asked; also return what makes units of log2 of them."""
+    if SOFTCAP:
+        scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
+        factor = 1.0
+    else:
+        factor = scale * LOG2_E
+    return scores, factor
+
+
+@triton.jit
+def hide_scores(scores, key, exists, last_seen, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Set the scores of keys that a row does not see to -inf."""
+    seen = exists[None, :]
+    if CAUSAL:
+        seen = seen & (key[None, :] <= last_seen[:, None])
+    if WINDOW:
+        seen = seen & (key[None, :] > last_seen[:, None] - window)
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def dequantise(
+    tiles,
+    scales,
+    stride,
+    block,
+    key,
+    exists,
+    dtype: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D2: tl.constexpr,
+):
+    """Give both parts of a float8 tile the scales of its keys, which lie by block, then by token."""
+    first, second = tiles
+    place = block.to(tl.int64) * stride + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
+    scale = load_part(scales + place, exists, MASK)
+    first = rescale(first, scale, dtype)
+    if D2 > 0:
+        second = rescale(second, scale, dtype)
+    return first, second
+
+
+@triton.jit
 def attend_tiles(
     state,
     q,
     k_base,
     v_base,
+    scales,
     table,
     begin,
     end,
@@ -144,6 +223,7 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Attend to the key tiles from begin to end; unmasked, every row sees every key in them."""
     acc1, acc2, m, total = state
@@ -151,36 +231,27 @@ def attend_tiles(
     key = begin + tl.arange(0, BLOCK_N)
     block = load_blocks(table, key, num_keys, BLOCK_SIZE, PAGED)
     for start in tl.range(begin, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        exists = key < num_keys
-        if WINDOW and MASK:
-            # What every row's window has left behind may be gone from the cache: it is not read.
-            exists = exists & (key > lowest - window)
+        key, exists = keys_of_tile(start, num_keys, lowest, window, MASK, WINDOW, BLOCK_N)
         # Slots are 32 bits wide by the cache's contract; elements are not.
         slot = key
-        if PAGED and BLOCK_N % BLOCK_SIZE == 0:
-            slot = block * BLOCK_SIZE + tl.arange(0, BLOCK_N) % BLOCK_SIZE  # the same for all tiles
-        elif PAGED:
-            slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        if PAGED:
+            slot = block * BLOCK_SIZE + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
         slot = slot.to(tl.int64)
+        here = block
         # Read a tile ahead: keys whose address waits for a load cannot be fetched as early.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
         k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
+        if FP8:
+            k1, k2 = dequantise(
+                (k1, k2), scales[0], scales[2], here, key, exists,
+                q1.dtype, MASK, BLOCK_SIZE, BLOCK_N, D2,
+            )  # fmt: skip
         scores = tl.dot(q1, k1.T, input_precision="ieee")
         if D2 > 0:
             scores = tl.dot(q2, k2.T, scores, input_precision="ieee")
-        if SOFTCAP:
-            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
-            factor = 1.0
-        else:
-            factor = scale * LOG2_E
+        scores, factor = cap_scores(scores, scale, softcap, SOFTCAP)
         if MASK:
-            seen = exists[None, :]
-            if CAUSAL:
-                seen = seen & (key[None, :] <= last_seen[:, None])
-            if WINDOW:
-                seen = seen & (key[None, :] > last_seen[:, None] - window)
-            scores = tl.where(seen, scores, -float("inf"))
+            scores = hide_scores(scores, key, exists, last_seen, window, CAUSAL, WINDOW)
         new_m = tl.maximum(m, tl.max(scores, 1) * factor)
         # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
         base = tl.where(new_m == -float("inf"), 0.0, new_m) if MASK else new_m
@@ -190,6 +261,11 @@ def attend_tiles(
         m = new_m
         # The values of keys that were not read are 0, not what lies there: 0 * NaN is NaN.
         v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
+        if FP8:
+            v1, v2 = dequantise(
+                (v1, v2), scales[1], scales[2], here, key, exists,
+                q1.dtype, MASK, BLOCK_SIZE, BLOCK_N, D2,
+            )  # fmt: skip
         p = p.to(v1.dtype)
         acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
         if D2 > 0:
@@ -202,6 +278,7 @@ def attend(
     q,
     k_base,
     v_base,
+    scales,
     table,
     begin,
     end,
@@ -224,6 +301,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Attend to the keys from begin to end of one sequence, masking only the tiles that need it.
 
@@ -238,6 +316,8 @@ def attend(
         q: ([BLOCK_M, D1], [BLOCK_M, D2]); without D2 the first twice.
         k_base: pointer to key 0 of the head: of the cache where PAGED, else of the sequence.
         v_base: likewise for values.
+        scales: where FP8, pointers to the scales of the head's keys and values in block 0, and the
+            elements between those of one block and the next.
         table: pointer to the sequence's block ids.
         begin: first key, a multiple of BLOCK_N.
         end: one past the last key that any row sees.
@@ -261,9 +341,9 @@ def attend(
     state = (acc1, acc2, m, total)
     if ONE_LOOP:
         return attend_tiles(
-            state, q, k_base, v_base, table, begin, end, num_keys, last_seen, lowest,
+            state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest,
             stride_k, stride_v, scale, window, softcap,
-            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
     seen_by_all = tl.minimum(lowest + 1, num_keys) if CAUSAL else num_keys
     full = tl.minimum(seen_by_all, end) // BLOCK_N * BLOCK_N
@@ -272,20 +352,20 @@ def attend(
         clear = tl.maximum(highest - window + 1, begin)
         clear = tl.minimum((clear + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
         state = attend_tiles(
-            state, q, k_base, v_base, table, begin, clear, num_keys, last_seen, lowest,
+            state, q, k_base, v_base, scales, table, begin, clear, num_keys, last_seen, lowest,
             stride_k, stride_v, scale, window, softcap,
-            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
     full = tl.maximum(full, clear)
     state = attend_tiles(
-        state, q, k_base, v_base, table, clear, full, num_keys, last_seen, lowest,
+        state, q, k_base, v_base, scales, table, clear, full, num_keys, last_seen, lowest,
         stride_k, stride_v, scale, window, softcap,
-        False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+        False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
     return attend_tiles(
-        state, q, k_base, v_base, table, full, end, num_keys, last_seen, lowest,
+        state, q, k_base, v_base, scales, table, full, end, num_keys, last_seen, lowest,
         stride_k, stride_v, scale, window, softcap,
-        True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2,
+        True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
 
 

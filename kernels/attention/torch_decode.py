@@ -165,9 +165,18 @@ class TorchDecode:
         with torch.inference_mode(mode=False):
             self._scratch = torch.empty((2, most, row), dtype=dtype, device=device)
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
         assert lse is None, "the row refuses a problem that asks for it"
+        assert kv_scale is None, "the cache that this reads is not quantised"
         check_blocks(kv, self._blocks_needed)
         if self._has_empty:
             out[: self._num_seqs].zero_()

@@ -54,9 +54,18 @@ class TorchPrefill:
             for item in sequences
         ]
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
         assert lse is None, "the row refuses a problem that asks for it"
+        assert kv_scale is None, "the cache that this reads is not quantised"
         check_blocks(kv, self._blocks_needed)
         for rows, views, attend in self._work:
             keys, values = read_views(kv, views)

@@ -5,10 +5,17 @@ Knows slots, not blocks or sequences.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+LARGEST_E4M3 = 448.0
+SMALLEST_AMAX = 2.0**-100
+"""Rows without a larger number count as zeros; with it no scale, nor its inverse, is subnormal."""
 
-def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+
+def write_kv(
+    k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+) -> None:
     """Write each token's key and value to its slot; shapes as in the door's `write_kv`."""
     if slot_mapping.shape[0] == 0:
         return
@@ -17,9 +24,30 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
     slots = slot_mapping.long()
+    if kv_scale is not None:
+        _write_fp8(k, v, kv, slots, kv_scale)
+        return
     keys, values = kv.view(2, -1, *kv.shape[3:]).unbind(0)
     keys.index_copy_(0, slots, k)
     values.index_copy_(0, slots, v)
+
+
+def _write_fp8(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor, kv_scale: Tensor) -> None:
+    # Bytes, because PyTorch copies no float8 by index.
+    cache = kv.view(torch.uint8).view(2, -1, *kv.shape[3:])
+    block, offset = slots // kv.shape[2], slots % kv.shape[2]
+    for side, rows in enumerate((k, v)):
+        numbers, scale = quantise(rows)
+        cache[side].index_copy_(0, slots, numbers.view(torch.uint8))
+        kv_scale[side][block, :, offset] = scale
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows [..., D] to float8_e4m3fn, the largest of each to 448; also return their scales [...]."""
+    wide = rows.float()
+    largest = wide.abs().amax(-1)
+    scale = torch.where(largest >= SMALLEST_AMAX, largest / LARGEST_E4M3, torch.ones_like(largest))
+    return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def _smallest(slot_mapping: Tensor) -> int:

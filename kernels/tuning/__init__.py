@@ -1,7 +1,8 @@
 """Launch configurations per architecture: tables of data, each row with its provenance.
 
 A table is `sm_<compute capability>.json`; its rows name kernel, dtypes, head dims and the longest
-sequence they are for. Knows nothing of how a row was found; `check` knows what a table must hold.
+sequence they are for, and the dtypes of quantised caches if they are for these alone. Knows nothing of
+how a row was found; `check` knows what a table must hold.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kernels.plan import LaunchConfig, TunedLaunch
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
-    from kernels.plan import AttentionProblem, KernelSpec
+    from kernels.plan import AttentionProblem
+    from kernels.spec import KernelSpec
 
 _FOLDER = Path(__file__).parent
 
@@ -26,21 +28,26 @@ def tuned_launches(
 ) -> tuple[TunedLaunch, ...]:
     """Look up a row's tile sizes for a problem, by ascending length.
 
-    An architecture without a table of its own takes the nearest older one of its generation; what no
-    table has a row for gets the registry row's own safe default. Both say so. A batch invariant
-    problem gets the one configuration for any length.
+    An architecture without a table of its own takes the nearest older one of its generation; a
+    quantised cache without rows of its own takes those of any other; what no table has a row for gets
+    the registry row's own safe default. All say so. A batch invariant problem gets the one
+    configuration for any length.
     """
     assert spec.launch is not None
     source = table_for(arch.sm)
     found = []
     if source is not None:
-        found = [
-            _launch(row, source, arch.sm)
+        rows = [
+            row
             for row in table(source)
             if row["kernel"] == spec.name
             and problem.dtype in row["dtypes"]
             and problem.head_dim in row["head_dims"]
         ]
+        found = [_launch(row, source, arch.sm) for row in rows if is_for(row, problem.kv_dtype)]
+        if not found:
+            plain = [_launch(row, source, arch.sm) for row in rows if is_for(row, None)]
+            found = [_for_another_cache(tuned, problem.kv_dtype) for tuned in plain]
     found.sort(key=lambda row: (row.max_seqlen_k is None, row.max_seqlen_k or 0))
     if not found or found[-1].max_seqlen_k is not None:
         default = f"safe default of {spec.name}: no table has this head dim and dtype"
@@ -48,6 +55,11 @@ def tuned_launches(
             default = f"safe default of {spec.name}: sm_{arch.sm} has no table"
         found.append(TunedLaunch(spec.launch, None, default, measured=False))
     return tuple(found[-1:] if problem.batch_invariant else found)
+
+
+def is_for(row: dict[str, Any], kv_dtype: str | None) -> bool:
+    """Whether a row was written for caches of a dtype; None is that of the queries."""
+    return kv_dtype in row.get("kv_dtypes", (None,))
 
 
 def table_for(sm: int) -> int | None:
@@ -78,3 +90,10 @@ def _launch(row: dict[str, Any], source: int, sm: int) -> TunedLaunch:
         return tuned
     borrowed = f"table of sm_{source}, sm_{sm} has none; {tuned.provenance}"
     return dataclasses.replace(tuned, provenance=borrowed, measured=False)
+
+
+def _for_another_cache(tuned: TunedLaunch, kv_dtype: str | None) -> TunedLaunch:
+    provenance = (
+        f"row for a cache of the queries' dtype, none is for {kv_dtype}; {tuned.provenance}"
+    )
+    return dataclasses.replace(tuned, provenance=provenance, measured=False)

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.arch import CATALOGUE
 from kernels.plan import DTYPES, LaunchConfig
+from kernels.quantised import KV_DTYPES
 from kernels.registry import PREFIX_REGISTRY, REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kernels.plan import KernelSpec
+    from kernels.spec import KernelSpec
 
 _FIELDS = {"kernel", "dtypes", "head_dims", "max_seqlen_k", "launch", "provenance", "measured"}
+_OPTIONAL = {"kv_dtypes"}
 _LAUNCH_FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
 _NEEDED = {n for n, field in _LAUNCH_FIELDS.items() if field.default is dataclasses.MISSING}
 _SMALLEST_TILE = 16
@@ -47,12 +49,12 @@ def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
     return found or [*_repeated(sound), *_missing(sound, specs)]
 
 
-def shared_memory_estimate(launch: LaunchConfig, dtype: str, head_dim: int) -> int:
+def shared_memory_estimate(launch: LaunchConfig, cache_dtype: str, head_dim: int) -> int:
     """Bytes of the tiles of keys and values on their way while another is computed with.
 
     The compiler adds to this; what it needs in the end is tested by compiling.
     """
-    element = 4 if dtype == "float32" else 2
+    element = 4 if cache_dtype == "float32" else 1 if cache_dtype in KV_DTYPES else 2
     return max(1, launch.num_stages - 1) * launch.block_n * head_dim * 2 * element
 
 
@@ -61,8 +63,8 @@ def _runs_on(spec: KernelSpec, sm: int) -> bool:
 
 
 def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int) -> Iterator[str]:
-    if set(row) != _FIELDS:
-        yield f"has the keys {sorted(row)}; expected {sorted(_FIELDS)}"
+    if not _FIELDS <= set(row) <= _FIELDS | _OPTIONAL:
+        yield f"has the keys {sorted(row)}; expected {sorted(_FIELDS)}, may have {sorted(_OPTIONAL)}"
         return
     if not _NEEDED <= set(row["launch"]) <= set(_LAUNCH_FIELDS):
         yield f"launch has the keys {sorted(row['launch'])}; needs {sorted(_NEEDED)} of {sorted(_LAUNCH_FIELDS)}"
@@ -71,18 +73,7 @@ def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int)
     if spec is None:
         yield f"kernel {row['kernel']!r} is none of {', '.join(specs)}"
         return
-    if not row["dtypes"] or not set(row["dtypes"]) <= spec.dtypes:
-        yield f"dtypes {row['dtypes']} are not among {', '.join(DTYPES)}"
-    elif not row["head_dims"] or not set(row["head_dims"]) <= (spec.head_dims or set()):
-        yield f"head_dims {row['head_dims']} are not among {sorted(spec.head_dims or ())}"
-    elif wrong := list(_launch_mistakes(row["launch"], spec.row_tiles)):
-        yield from wrong
-    else:
-        launch = LaunchConfig(**row["launch"])
-        for dtype in row["dtypes"]:
-            needed = shared_memory_estimate(launch, dtype, max(row["head_dims"]))
-            if needed > limit:
-                yield f"needs about {needed} bytes of shared memory in {dtype}; the limit is {limit}"
+    yield from _case_mistakes(row, spec, limit)
     length = row["max_seqlen_k"]
     if length is not None and not (_is_count(length) and length >= 1):
         yield f"max_seqlen_k is {length!r}; it must be null or at least 1"
@@ -90,6 +81,33 @@ def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int)
         yield f"measured is {row['measured']!r}; it must be true or false"
     if not isinstance(row["provenance"], str) or not row["provenance"].strip():
         yield f"provenance is {row['provenance']!r}; it must say where the numbers come from"
+
+
+def _case_mistakes(row: dict[str, Any], spec: KernelSpec, limit: int) -> Iterator[str]:
+    if not row["dtypes"] or not set(row["dtypes"]) <= spec.dtypes:
+        yield f"dtypes {row['dtypes']} are not among {', '.join(DTYPES)}"
+    elif not row["head_dims"] or not set(row["head_dims"]) <= (spec.head_dims or set()):
+        yield f"head_dims {row['head_dims']} are not among {sorted(spec.head_dims or ())}"
+    elif "kv_dtypes" in row and not _reads(spec, row["kv_dtypes"], row["dtypes"]):
+        yield f"kv_dtypes {row['kv_dtypes']} are not what {spec.name} reads with {row['dtypes']}"
+    elif wrong := list(_launch_mistakes(row["launch"], spec.row_tiles)):
+        yield from wrong
+    else:
+        launch = LaunchConfig(**row["launch"])
+        for dtype in row.get("kv_dtypes", row["dtypes"]):
+            needed = shared_memory_estimate(launch, dtype, max(row["head_dims"]))
+            if needed > limit:
+                yield f"needs about {needed} bytes of shared memory in {dtype}; the limit is {limit}"
+
+
+def _reads(spec: KernelSpec, kv_dtypes: list[str], dtypes: list[str]) -> bool:
+    known = spec.quantised
+    return (
+        known is not None
+        and bool(kv_dtypes)
+        and set(kv_dtypes) <= known.kv_dtypes
+        and set(dtypes) <= known.dtypes
+    )
 
 
 def _launch_mistakes(
@@ -124,7 +142,7 @@ def _repeated(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         for key in _cases(row):
             if (case := (*key, row["max_seqlen_k"])) in seen:
-                yield f"{_name(key)}: two rows with max_seqlen_k {row['max_seqlen_k']}"
+                yield f"{_name(*key)}: two rows with max_seqlen_k {row['max_seqlen_k']}"
             seen.add(case)
 
 
@@ -133,13 +151,19 @@ def _missing(rows: Sequence[dict[str, Any]], specs: dict[str, KernelSpec]) -> It
     for spec in specs.values():
         for dtype in sorted(spec.dtypes):
             for head_dim in sorted(spec.head_dims or ()):
-                if (key := (spec.name, dtype, head_dim)) not in covered:
-                    yield f"{_name(key)}: no row for any length (max_seqlen_k null)"
+                if (spec.name, dtype, head_dim, None) not in covered:
+                    yield f"{_name(spec.name, dtype, head_dim)}: no row for any length (max_seqlen_k null)"
 
 
-def _cases(row: dict[str, Any]) -> list[tuple[str, str, int]]:
-    return [(row["kernel"], dtype, dim) for dtype in row["dtypes"] for dim in row["head_dims"]]
+def _cases(row: dict[str, Any]) -> list[tuple[str, str, int, str | None]]:
+    return [
+        (row["kernel"], dtype, dim, kv_dtype)
+        for dtype in row["dtypes"]
+        for dim in row["head_dims"]
+        for kv_dtype in row.get("kv_dtypes", (None,))
+    ]
 
 
-def _name(key: tuple[str, str, int]) -> str:
-    return f"{key[0]} {key[1]} head_dim {key[2]}"
+def _name(kernel: str, dtype: str, head_dim: int, kv_dtype: str | None = None) -> str:
+    cache = "" if kv_dtype is None else f" over {kv_dtype}"
+    return f"{kernel} {dtype} head_dim {head_dim}{cache}"

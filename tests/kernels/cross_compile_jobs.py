@@ -9,8 +9,10 @@ import dataclasses
 from typing import Any
 
 from kernels.arch import CATALOGUE
-from kernels.plan import DTYPES, AttentionProblem, KernelSpec, LaunchConfig, Phase
+from kernels.plan import DTYPES, AttentionProblem, LaunchConfig, Phase
+from kernels.quantised import FP8
 from kernels.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.spec import KernelSpec
 from kernels.tuning import tuned_launches
 
 ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.sm >= 80}
@@ -103,7 +105,11 @@ def problem(
 
 def jobs_for(sm: int) -> list[Job]:
     """List what is compiled for a compute capability, each code once."""
-    jobs = [job for spec in compiled_rows(sm) for job in (*_tabled(spec, sm), *_variants(spec, sm))]
+    jobs = [
+        job
+        for spec in compiled_rows(sm)
+        for job in (*_tabled(spec, sm), *_variants(spec, sm), *_quantised(spec, sm))
+    ]
     jobs += _planning(sm)
     return list({dataclasses.replace(job, name=""): job for job in reversed(jobs)}.values())[::-1]
 
@@ -171,6 +177,26 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     ]
 
 
+def _quantised(spec: KernelSpec, sm: int) -> list[Job]:
+    """List every launch over an FP8 cache, and variants on the commonest head dim."""
+    if spec.quantised is None or sm < spec.quantised.first_sm:
+        return []
+    asked = [
+        (problem(spec.phase, dtype, head_dim, kv_dtype=FP8), "")
+        for head_dim in sorted(spec.head_dims or ())
+        for dtype in sorted(spec.quantised.dtypes)
+        if dtype != "float16" or head_dim in SAMPLED_HEAD_DIMS
+    ]
+    fields = {"sliding_window": 1000, "softcap": 30.0, "lse": True, "num_heads": 24}
+    fields |= {"max_query_tokens": 8} if spec.phase is Phase.DECODE else {}
+    for size in (1, 256):
+        features = problem(spec.phase, kv_dtype=FP8, block_size=size, **fields)
+        asked.append((features, f"3 heads a group, blocks of {size}"))
+    return [
+        _job(sm, spec, it, launch, name) for it, name in asked for launch in _launches(spec, it, sm)
+    ]
+
+
 def _planning(sm: int) -> list[Job]:
     """List the functions that plan a step, the scatter, and the merge of a cascade."""
     prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
@@ -191,6 +217,8 @@ def _planning(sm: int) -> list[Job]:
         Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80), launch),
         Job(sm, "combine_parts", "run", problem(Phase.DECODE, head_dim=192, lse=True), launch),
         Job(sm, "combine_parts", "run", problem(Phase.DECODE, "float16", 256), launch),
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, kv_dtype=FP8), launch),
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80, kv_dtype=FP8), launch),
     ]
 
 

@@ -40,7 +40,16 @@ from triton.runtime.jit import JITFunction
 
 from kernels.attention.cascade_decode import CascadeDecode
 from kernels.attention.portable_write_kv import write_kv
-from kernels.plan import LaunchConfig, PackedBatch, PagedBatch, Phase, Selection, TunedLaunch
+from kernels.plan import (
+    AttentionProblem,
+    LaunchConfig,
+    PackedBatch,
+    PagedBatch,
+    Phase,
+    Selection,
+    TunedLaunch,
+)
+from kernels.quantised import KV_DTYPES
 from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from tests.kernels.cross_compile_jobs import ARCHES, Job, problem
 
@@ -154,7 +163,7 @@ class Compiler:
             self.compiled = []
             write_kv(*arguments)
             return
-        batch, q, kv = _step(job)
+        batch, q, cache = _step(job)
         out = q.float() if job.float32_out else torch.empty_like(q)
         lse = torch.empty(q.shape[:2]) if job.problem.lse else None
         if job.kernel == "combine_parts":
@@ -174,7 +183,7 @@ class Compiler:
         run = factory(job.problem, batch, selection)
         if job.stage == "run":
             self.compiled = []
-            run(q, kv, out, lse)
+            run(q, cache["kv"], out, lse, **{k: v for k, v in cache.items() if k != "kv"})
 
     def _watch(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
         """Wrap the stage that runs ptxas, the one that sees PTX, its log and the binary."""
@@ -216,8 +225,8 @@ def disassembled(cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, torch.Tensor]:
-    """Make a step's batch, queries and cache; their contents do not matter."""
+def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, dict[str, torch.Tensor]]:
+    """Make a step's batch, queries and cache, as arguments by name; their contents do not matter."""
     problem, num_seqs = job.problem, job.num_seqs
     dtype = getattr(torch, problem.dtype)
     tokens = num_seqs * problem.max_query_tokens
@@ -226,21 +235,36 @@ def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, torch.Tenso
     bounds = {"num_tokens": tokens, "max_seqlen_q": problem.max_query_tokens, "max_seqlen_k": 4096}
     heads = (problem.num_kv_heads, problem.head_dim)
     if problem.block_size is None:
-        return PackedBatch(offsets, offsets, **bounds), q, torch.empty((2, 64, *heads), dtype=dtype)
+        packed = {"kv": torch.empty((2, 64, *heads), dtype=dtype)}
+        return PackedBatch(offsets, offsets, **bounds), q, packed
     table = torch.empty((num_seqs, 8), dtype=torch.int32)
     bounds["shared_prefix"] = 4 * problem.block_size
     batch = PagedBatch(offsets, torch.empty(num_seqs, dtype=torch.int32), table, **bounds)
-    return batch, q, torch.empty((2, 3, problem.block_size, *heads), dtype=dtype)
+    return batch, q, _cache(problem)
 
 
-def _write_arguments(job: Job) -> tuple[torch.Tensor, ...]:
+def _cache(problem: AttentionProblem) -> dict[str, torch.Tensor]:
+    """Make a paged cache of three blocks, with its scales where it has any."""
+    assert problem.block_size is not None
+    heads, size = problem.num_kv_heads, problem.block_size
+    dtype = getattr(torch, problem.cache_dtype)
+    cache = {"kv": torch.empty((2, 3, size, heads, problem.head_dim), dtype=dtype)}
+    if problem.kv_dtype is not None:
+        cache["kv_scale"] = torch.empty((2, 3, heads, size))
+    return cache
+
+
+def _write_arguments(
+    job: Job,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Make keys and values as they lie in the output of one projection, a cache and slots."""
     heads, head_dim = job.problem.num_kv_heads, job.problem.head_dim
     dtype = getattr(torch, job.problem.dtype)
     qkv = torch.empty((2, 3 * heads, head_dim), dtype=dtype)
-    cache = torch.empty((2, 3, 16, heads, head_dim), dtype=dtype)
+    cache = _cache(job.problem)
     slots = torch.empty(2, dtype=torch.int32)
-    return qkv[:, heads : 2 * heads], qkv[:, 2 * heads :], cache, slots
+    key, value = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+    return key, value, cache["kv"], slots, cache.get("kv_scale")
 
 
 def serve(compiler: Compiler, job_from_json: Callable[[dict[str, Any]], Any]) -> None:
@@ -271,6 +295,7 @@ def job_from(**wanted: Any) -> Job:
         causal=not wanted.get("no_causal", False),
         max_query_tokens=wanted.get("queries", 1),
         lse=wanted.get("lse", False),
+        kv_dtype=wanted.get("kv_dtype") or None,
     )
     launch = LaunchConfig(
         wanted.get("block_m", 16 if decode else 128),
@@ -291,6 +316,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="portable_prefill")
     parser.add_argument("--stage", default="run", choices=("plan", "run"))
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="", choices=("", *KV_DTYPES))
     for name, default in (
         ("arch", 90), ("head-dim", 128), ("heads", 32), ("kv-heads", 8), ("block-size", 16),
         ("block-m", 128), ("block-n", 64), ("warps", 8), ("stages", 2), ("queries", 1), ("window", 0),

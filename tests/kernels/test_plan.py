@@ -15,7 +15,6 @@ from kernels.errors import NoKernelError, ShapeError
 from kernels.plan import (
     DTYPES,
     AttentionProblem,
-    KernelSpec,
     LaunchConfig,
     PagedBatch,
     Phase,
@@ -23,6 +22,7 @@ from kernels.plan import (
     select,
 )
 from kernels.registry import REGISTRY
+from kernels.spec import KernelSpec
 
 HALF = frozenset({"float16", "bfloat16"})
 TILES = TunedLaunch(LaunchConfig(128, 64, 8, 3), None, "a test", measured=False)

@@ -10,6 +10,7 @@ import pytest
 from kernels import tuning
 from kernels.arch import CATALOGUE
 from kernels.plan import DTYPES, AttentionProblem, LaunchConfig, Phase
+from kernels.quantised import FP8
 from kernels.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.tuning import table, table_for, tables, tuned_launches
 from kernels.tuning.check import mistakes, shared_memory_estimate
@@ -121,6 +122,28 @@ def test_rows_come_by_ascending_length_and_a_batch_invariant_problem_gets_the_la
     assert tuned_launches(PREFILL, invariant, gpu(90)) == launches[-1:]
 
 
+def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_saying_so(monkeypatch):
+    plain, own = (
+        sound_table()[1] | {"provenance": "timed there", "measured": True} | more
+        for more in ({}, {"kv_dtypes": [FP8], "head_dims": [64], "dtypes": ["bfloat16"]})
+    )
+    monkeypatch.setattr(tuning, "table", lambda sm: (plain, own))
+    spec = next(row for row in REGISTRY if row.name == plain["kernel"])
+
+    def rows_for(**more):
+        return tuned_launches(spec, problem(spec.phase, **more), gpu(90))
+
+    (for_own,) = rows_for(head_dim=64, kv_dtype=FP8)
+    (for_other,) = rows_for(head_dim=128, kv_dtype=FP8)
+    (unquantised,) = rows_for(head_dim=64)
+    assert (for_own.provenance, for_own.measured) == ("timed there", True)
+    assert (unquantised.provenance, unquantised.measured) == ("timed there", True)
+    assert for_other.provenance == (
+        "row for a cache of the queries' dtype, none is for float8_e4m3fn; timed there"
+    )
+    assert not for_other.measured
+
+
 def sound_table():
     """A table in which `mistakes` finds nothing."""
     return [
@@ -167,6 +190,9 @@ def test_a_sound_table_has_no_mistakes():
             "needs about 524288 bytes of shared memory in float32; the limit is 101376",
         ),
         ({"note": "x"}, "has the keys"),
+        ({"kv_dtypes": ["int8"]}, "kv_dtypes ['int8'] are not what"),
+        ({"kv_dtypes": []}, "kv_dtypes [] are not what"),
+        ({"kv_dtypes": [FP8]}, "are not what"),  # its dtypes include float32
     ],
     ids=str,
 )
@@ -234,4 +260,5 @@ def test_shared_memory_is_estimated_from_the_tiles_in_flight():
     launch = LaunchConfig(128, 64, 8, 3)
 
     assert shared_memory_estimate(launch, "bfloat16", 128) == 2 * 64 * 128 * 2 * 2
+    assert shared_memory_estimate(launch, "float8_e4m3fn", 128) == 2 * 64 * 128 * 2
     assert shared_memory_estimate(launch, "float32", 128) == 2 * 2 * 64 * 128 * 2 * 2

@@ -52,6 +52,7 @@ def load() -> None:
     try:
         for name in _MODULES:
             importlib.import_module(name)
+        _replace_assembly()
     finally:
         if before is None:
             del os.environ[_VARIABLE]
@@ -95,6 +96,25 @@ def huge_cache(num_blocks, *block):
     memory = untouched_memory(((num_blocks + 1) * size,), torch.bfloat16)
     inner = torch.empty(block, device="meta").stride()
     return memory.as_strided((2, num_blocks, *block), (size, size, *inner))
+
+
+def _replace_assembly() -> None:
+    """Say in Triton what the kernels say in assembly, which is not interpreted."""
+    import triton
+    import triton.language as tl
+
+    from kernels.attention import tile_pairs
+
+    @triton.jit
+    def unpack_pairs(pairs):
+        bits = pairs.to(tl.int32)
+        low, high = (bits & 0xFF).to(tl.uint8), ((bits >> 8) & 0xFF).to(tl.uint8)
+        return (
+            low.to(tl.float8e4nv, bitcast=True).to(tl.float16),
+            high.to(tl.float8e4nv, bitcast=True).to(tl.float16),
+        )
+
+    tile_pairs.unpack_pairs = unpack_pairs
 
 
 def _repair() -> None:
@@ -176,6 +196,8 @@ def _repair() -> None:
         setattr(builder, name, repaired_cast)
     builder.create_fp_to_fp = repaired_conversion
     builder.create_dot = repaired_dot
+    # It has none: a function of numbers is called with all of them.
+    tl.map_elementwise = lambda function, *arguments: function(*arguments)
     interpreter.GridExecutor.__call__ = quiet_launch
     # Arguments are on the host already, and are copied onto themselves: all pages of a huge cache.
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
