@@ -57,7 +57,7 @@ class _Engine:
         self.info = EngineInfo(
             model_id="none", device="cpu", dtype="none", vocab_size=vocab_size,
             max_model_len=length, max_total_tokens=length, max_num_seqs=1, block_size=1,
-            max_num_batched_tokens=1, num_blocks=1, num_parameters=0, plan=_NO_PLAN,
+            max_num_batched_tokens=1, num_blocks=1, kv_cache_dtype="none", num_parameters=0, plan=_NO_PLAN,
             startup_seconds={}, versions={},
         )  # fmt: skip
 

@@ -41,7 +41,7 @@ class PagedAttention:
 
     def __init__(self, config: ModelConfig, kv_cache: KVCache, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
-        self._layers = kv_cache.layers
+        self._layers, self._scales = kv_cache.layers, kv_cache.scales
         plans = (metadata.decode, metadata.prefill)
         sliding = (metadata.sliding_decode, metadata.sliding_prefill)
         self._plans = [
@@ -61,13 +61,13 @@ class PagedAttention:
         Returns:
             [T, H, D] contiguous.
         """
-        kv = self._layers[layer]
-        write_kv(k, v, kv, self._metadata.slot_mapping)
+        kv, scale = self._layers[layer], self._scales[layer]
+        write_kv(k, v, kv, self._metadata.slot_mapping, kv_scale=scale)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode, prefill = self._plans[layer]
         split = self._metadata.num_decode_tokens
         if decode is not None:
-            decode_attention(q[:split], kv, decode, out[:split])
+            decode_attention(q[:split], kv, decode, out[:split], kv_scale=scale)
         if prefill is not None:
-            prefill_attention(q[split:], kv, prefill, out[split:])
+            prefill_attention(q[split:], kv, prefill, out[split:], kv_scale=scale)
         return out

@@ -135,7 +135,7 @@ class DecoderLM(nn.Module):
         return self._packed_head is not None
 
     def attention_problem(
-        self, phase: Phase, block_size: int, *, sliding: bool = False
+        self, phase: Phase, block_size: int, *, sliding: bool = False, kv_dtype: str | None = None
     ) -> AttentionProblem:
         """Describe the attention of this model's layers to the kernels.
 
@@ -143,6 +143,7 @@ class DecoderLM(nn.Module):
             phase: prefill or decode.
             block_size: tokens per cache block.
             sliding: in a model that mixes both kinds of layer, whether its sliding ones are meant.
+            kv_dtype: of a quantised cache, as `KVCache.kv_dtype`.
         """
         config = self.config
         window = None if config.mixes_attention and not sliding else config.sliding_window
@@ -156,13 +157,16 @@ class DecoderLM(nn.Module):
             softmax_scale=self.softmax_scale,
             sliding_window=window,
             softcap=None,
+            kv_dtype=kv_dtype,
         )
 
-    def attention_problems(self, block_size: int) -> list[AttentionProblem]:
+    def attention_problems(
+        self, block_size: int, kv_dtype: str | None = None
+    ) -> list[AttentionProblem]:
         """Describe the attention of every kind of layer and phase; each is a kernel that a step may need."""
         kinds = (False, True) if self.config.mixes_attention else (False,)
         return [
-            self.attention_problem(phase, block_size, sliding=sliding)
+            self.attention_problem(phase, block_size, sliding=sliding, kv_dtype=kv_dtype)
             for sliding in kinds
             for phase in Phase
         ]
@@ -173,6 +177,7 @@ class DecoderLM(nn.Module):
         block_size: int,
         decode: PagedBatch | None,
         prefill: PagedBatch | None,
+        kv_dtype: str | None = None,
     ) -> AttentionMetadata:
         """Plan one step's attention, for every kind of layer the model has.
 
@@ -181,6 +186,7 @@ class DecoderLM(nn.Module):
             block_size: tokens per cache block.
             decode: the sequences with one token; None where there are none.
             prefill: the others.
+            kv_dtype: of a quantised cache, as `KVCache.kv_dtype`.
         """
 
         def plans(*, sliding: bool) -> list[AttentionPlan | None]:
@@ -188,7 +194,8 @@ class DecoderLM(nn.Module):
                 None
                 if batch is None
                 else plan_attention(
-                    self.attention_problem(phase, block_size, sliding=sliding), batch
+                    self.attention_problem(phase, block_size, sliding=sliding, kv_dtype=kv_dtype),
+                    batch,
                 )
                 for phase, batch in ((Phase.DECODE, decode), (Phase.PREFILL, prefill))
             ]

@@ -1,4 +1,4 @@
-"""Decides in which dtype a model is served.
+"""Decides in which dtype a model is served, and its KV cache kept.
 
 Knows the processor's abilities and the model's size. The figures behind the rule are in
 docs/decisions/0004-cpu-dtype.md.
@@ -14,6 +14,8 @@ import torch
 from model.config import ModelConfig
 from model.config_reader import DTYPES
 from model.errors import ModelError
+
+KV_DTYPES: Final = ("auto", "fp8")
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +54,21 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
         use_bfloat16 = config.dtype == "bfloat16" and large and _has_bfloat16_instructions()
         return torch.bfloat16 if use_bfloat16 else torch.float32
     return gpu_dtype(config, has_bfloat16=_gpu_has_bfloat16())
+
+
+def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
+    """Choose the dtype of the KV cache.
+
+    Args:
+        requested: "auto" for the model's own, or "fp8" for float8_e4m3fn with scales.
+        dtype: of the model.
+
+    Raises:
+        ModelError: `requested` is neither.
+    """
+    if requested not in KV_DTYPES:
+        raise ModelError(f"kv cache dtype {requested!r} is none of {', '.join(KV_DTYPES)}")
+    return dtype if requested == "auto" else torch.float8_e4m3fn
 
 
 def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:

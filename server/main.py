@@ -206,6 +206,7 @@ def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
+        kv_cache_dtype=settings.kv_cache_dtype,
         kv_cache_tokens=settings.kv_cache_tokens,
         kv_cache_gib=settings.kv_cache_gib,
         cuda_graphs=settings.cuda_graphs,

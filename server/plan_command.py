@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from kernels import KernelError, detect
+from kernels import FP8, KernelError, detect
 from kernels.arch import CATALOGUE
 from kernels.explain_text import render
 from model.config import ModelConfig
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kernels.explain import Explanation
     from server.settings import Settings
 
-_SETTINGS = "--model, --revision, --device, --dtype and --block-size"
+_SETTINGS = "--model, --revision, --device, --dtype, --kv-cache-dtype and --block-size"
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -87,7 +87,8 @@ def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
     folder = resolve(settings.model, settings.revision, config_only=True)
     config = ModelConfig.from_folder(folder)
     model = DecoderLM(config, _dtype(settings.dtype, config, arch), "meta")
-    return explain_model(model, settings.block_size, arch)
+    kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
+    return explain_model(model, settings.block_size, arch, kv_dtype)
 
 
 class _NoDeviceError(Exception):

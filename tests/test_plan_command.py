@@ -117,6 +117,23 @@ def test_the_dtype_is_the_one_that_the_service_would_choose_there(tessera, arch,
     assert f"bundled in {dtype}:" in out
 
 
+def test_a_float8_cache_is_planned_on_kernels_that_read_it(tessera):
+    asked = ("plan", "--arch", "h100", "--kv-cache-dtype", "fp8")
+
+    plan = json.loads(tessera(*asked, "--json")[1])
+    text = tessera(*asked)[1]
+
+    assert (plan["dtype"], plan["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert {phase["kernel"] for phase in plan["phases"]} == {"portable_prefill", "portable_decode"}
+    assert "bundled in bfloat16, cache in float8_e4m3fn: " in text
+    refused = {row["kernel"]: row["reasons"] for p in plan["phases"] for row in p["refused"]}
+    assert "no float8_e4m3fn cache" in refused["hopper_prefill"]
+    # Of 64 numbers and a scale of 4 bytes; queries and output are what they were.
+    exact = json.loads(tessera("plan", "--arch", "h100", "--json")[1])
+    moved = [p["phases"][-1]["steps"][0]["bytes_moved"] for p in (plan, exact)]
+    assert 0.53 < moved[0] / moved[1] < 0.54
+
+
 def test_a_float16_checkpoint_stays_so(tessera, checkpoint):
     _, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(torch_dtype="float16"))
 

@@ -67,7 +67,14 @@ def main(
         engine.use_idle_time()
         keep_what_is_there()
         arch = detect(engine.info.device)
-        work = ModelWork(model, getattr(torch, engine.info.dtype), config.block_size, arch)
+        kv_dtype = engine.info.kv_cache_dtype
+        work = ModelWork(
+            model,
+            getattr(torch, engine.info.dtype),
+            config.block_size,
+            arch,
+            None if kv_dtype == engine.info.dtype else kv_dtype,
+        )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)
         rows, measured = _measure(measures, plan, ready)
@@ -130,6 +137,7 @@ def _record(
         },
         "startup_seconds": info.startup_seconds,
         "dtype": info.dtype,
+        "kv_cache_dtype": info.kv_cache_dtype,
     }
     if profiles:
         extra["profiles"] = [dataclasses.asdict(profile) for profile in profiles]

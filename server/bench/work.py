@@ -44,13 +44,19 @@ class ModelWork:
 
     Args:
         config: of the model.
-        dtype: of weights, cache and activations.
+        dtype: of weights and activations.
         block_size: tokens of a block of the KV cache.
         arch: processor.
+        kv_dtype: of a quantised KV cache; None for one of `dtype`.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, block_size: int, arch: GPUArch
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        block_size: int,
+        arch: GPUArch,
+        kv_dtype: str | None = None,
     ) -> None:
         self._arch = arch
         self._dtype = str(dtype).removeprefix("torch.")
@@ -60,7 +66,7 @@ class ModelWork:
         self._head = head
         self._element = torch.empty((), dtype=dtype).element_size()
         self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
-        problems = DecoderLM(config, dtype, "meta").attention_problems(block_size)
+        problems = DecoderLM(config, dtype, "meta").attention_problems(block_size, kv_dtype)
         self._problems = {(p.phase, p.sliding_window): p for p in problems}
 
     def step(self, rows: Sequence[Rows]) -> Work:

@@ -168,7 +168,9 @@ class DecodeGraphs:
         )  # fmt: skip
 
         def compute() -> torch.Tensor:
-            metadata = self.model.attention_metadata(slots, self.kv_cache.block_size, batch, None)
+            metadata = self.model.attention_metadata(
+                slots, self.kv_cache.block_size, batch, None, self.kv_cache.kv_dtype
+            )
             hidden = self.model(input_ids, positions, self.kv_cache, metadata)
             return self.model.logits(hidden)
 

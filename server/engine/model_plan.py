@@ -11,15 +11,18 @@ if TYPE_CHECKING:
     from model.decoder import DecoderLM
 
 
-def explain_model(model: DecoderLM, block_size: int, arch: GPUArch) -> Explanation:
+def explain_model(
+    model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None = None
+) -> Explanation:
     """Explain the attention of every phase and kind of layer.
 
     Args:
         model: on any device; a model on `meta` has no weights and will do.
         block_size: tokens of a block of the KV cache.
         arch: where it would run.
+        kv_dtype: of a quantised KV cache; None for one of the model's dtype.
 
     Raises:
         NoKernelError: no kernel takes the model's attention there; lists every reason.
     """
-    return explain(model.attention_problems(block_size), arch, model.config.max_context)
+    return explain(model.attention_problems(block_size, kv_dtype), arch, model.config.max_context)

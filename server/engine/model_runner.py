@@ -23,6 +23,7 @@ from server.engine.warm_up import crowds, first_steps, largest_step, sharing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels import AttentionProblem
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
     from model.metadata import AttentionMetadata
@@ -81,6 +82,11 @@ class ModelRunner:
     def num_cache_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return self._kv_cache.num_blocks * self._kv_cache.block_size
+
+    @property
+    def cache_dtype(self) -> str:
+        """Of the KV cache's numbers, as PyTorch names it."""
+        return str(self._kv_cache.dtype).removeprefix("torch.")
 
     def record_decode_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
         """Replay decode steps from now on, as soon as they are recorded.
@@ -170,7 +176,7 @@ class ModelRunner:
     def compute_largest_step(self, limits: SchedulerConfig) -> None:
         """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""
         block_size, arch = self._kv_cache.block_size, detect(self._device)
-        problems = self._model.attention_problems(block_size)
+        problems = self._attention_problems()
         length = min(limits.max_model_len, limits.max_num_batched_tokens)
         if any(select(problem, arch).spec.launch is None for problem in problems):
             length = limits.max_model_len  # PyTorch's rows copy keys and values, ours do not
@@ -180,15 +186,19 @@ class ModelRunner:
 
     def describe_plan(self) -> PlanReport:
         """Tell which attention kernels run, how they are launched, and why."""
-        plan = explain_model(self._model, self._kv_cache.block_size, detect(self._device))
+        cache = self._kv_cache
+        plan = explain_model(self._model, cache.block_size, detect(self._device), cache.kv_dtype)
         return msgspec.convert(plan, PlanReport, from_attributes=True)
+
+    def _attention_problems(self) -> list[AttentionProblem]:
+        return self._model.attention_problems(self._kv_cache.block_size, self._kv_cache.kv_dtype)
 
     def _find_sharing(self) -> SharingPays | None:
         """Tell when a step should read once what its sequences share; None where no layer can."""
         arch = detect(self._device)
         takers = [
             problem
-            for problem in self._model.attention_problems(self._kv_cache.block_size)
+            for problem in self._attention_problems()
             if problem.phase is Phase.DECODE and takes_shared_prefix(problem, arch)
         ]
         if not takers:
@@ -200,9 +210,10 @@ class ModelRunner:
         self, output: SchedulerOutput, sharing_pays: SharingPays | None
     ) -> tuple[ModelInput, AttentionMetadata]:
         """Lay out a step and plan its attention; on a GPU both are queued, not waited for."""
-        batch = build_batch(output, self._kv_cache.block_size, self._device, sharing_pays)
+        cache = self._kv_cache
+        batch = build_batch(output, cache.block_size, self._device, sharing_pays)
         metadata = self._model.attention_metadata(
-            batch.slot_mapping, self._kv_cache.block_size, batch.decode, batch.prefill
+            batch.slot_mapping, cache.block_size, batch.decode, batch.prefill, cache.kv_dtype
         )
         return batch, metadata
 
@@ -224,7 +235,7 @@ class ModelRunner:
         if arch.is_cpu:
             return [min(longest, _CPU_WARM_UP_TOKENS)]
         lengths = {longest}
-        for problem in self._model.attention_problems(self._kv_cache.block_size):
+        for problem in self._attention_problems():
             bounds = (row.max_seqlen_k for row in select(problem, arch).launches)
             lengths.update(min(longest, max(2, bound)) for bound in bounds if bound is not None)
         return sorted(lengths)

@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens computed in one step, over all sequences; None chooses by device.
         block_size: tokens in a block of the KV cache.
+        kv_cache_dtype: "auto" or "fp8".
         kv_cache_tokens: tokens the KV cache holds; None derives it from the memory that is free.
         kv_cache_gib: the same as a size in GiB; at most one of the two is given.
         cuda_graphs: whether decode steps are recorded and replayed on a GPU.
@@ -53,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     kv_cache_gib: float | None = None
     cuda_graphs: bool = False
@@ -68,6 +70,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: tokens of prompt and output together that the model takes.
         max_total_tokens: the smaller of `max_model_len` and what the KV cache holds: the limit of one request.
         num_blocks: blocks of `block_size` tokens in the KV cache.
+        kv_cache_dtype: of its numbers, as PyTorch names it.
         plan: attention kernels that run, and why.
         startup_seconds: seconds of each start-up phase, in order.
         versions: of the libraries the result depends on.
@@ -83,6 +86,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
+    kv_cache_dtype: str
     num_parameters: int
     plan: PlanReport
     startup_seconds: dict[str, float]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from model.dtypes import resolve_kv_dtype
 from model.kv_cache import KVCache, bytes_per_token
 from model.memory import peak_memory, release_cached
 from model.replay import CudaGraphs
@@ -123,7 +124,10 @@ def _allocate(
         useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
         block_size=config.block_size,
         bytes_per_token=bytes_per_token(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, parameter.dtype
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
         ),
         kept_bytes=kept_bytes,
     )
@@ -140,7 +144,7 @@ def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRun
             config.block_size,
             shape.num_kv_heads,
             shape.head_dim,
-            parameter.dtype,
+            resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
             parameter.device,
         ),
     )

@@ -92,18 +92,20 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         max_num_batched_tokens=limits.max_num_batched_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,
+        kv_cache_dtype=runner.cache_dtype,
         num_parameters=model_config.num_parameters,
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
     )
     log.info(
-        "%s: %.1fM parameters in %s on %s, KV cache of %d tokens",
+        "%s: %.1fM parameters in %s on %s, KV cache of %d tokens in %s",
         info.model_id,
         info.num_parameters / 1e6,
         info.dtype,
         info.device,
         runner.num_cache_tokens,
+        info.kv_cache_dtype,
     )
     log.info("%s; GET /plan says why", info.plan)
     return Engine(Scheduler(limits, blocks), runner, channel, info)

@@ -135,7 +135,7 @@ ENGINE_STATE = Spec(
     "tessera_engine_state", GaugeMetricFamily, "1 for the state the engine is in.", ("state",)
 )
 BUILD = Spec("tessera_build", InfoMetricFamily, "What is served, and by which version.")
-CACHE_CONFIG = Spec("tessera_cache_config", InfoMetricFamily, "Size of the KV cache.")
+CACHE_CONFIG = Spec("tessera_cache_config", InfoMetricFamily, "Size and dtype of the KV cache.")
 ATTENTION_PLAN = Spec(
     "tessera_attention_plan",
     InfoMetricFamily,
@@ -360,6 +360,7 @@ class Metrics(Collector):
         if info is not None:
             build |= {"dtype": info.dtype, "device": info.device}
             cache = {"block_size": str(info.block_size), "num_blocks": str(info.num_blocks)}
+            cache |= {"dtype": info.kv_cache_dtype}
             yield _family(CACHE_CONFIG, cache)
             yield _attention_plan(info.plan)
         yield _family(BUILD, build)

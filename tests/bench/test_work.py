@@ -32,8 +32,8 @@ def config(**changes):
     )
 
 
-def work(arch=ARCH, **changes):
-    return ModelWork(config(**changes), torch.bfloat16, 16, arch)
+def work(arch=ARCH, kv_dtype=None, **changes):
+    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -46,6 +46,15 @@ def test_a_decode_step_reads_the_weights_and_every_key_and_value_once():
     cache = 5 * 2 * KV_HEADS * DIM * 100
     in_and_out = 5 * 2 * HEADS * DIM
     assert step.bytes_moved == 2 * (WEIGHTS + LAYERS * (cache + in_and_out))
+
+
+def test_a_cache_in_float8_is_read_as_bytes_and_scales():
+    exact, rounded = (
+        work(kv_dtype=kv_dtype).step([Rows(5, 1, 100)]).bytes_moved
+        for kv_dtype in (None, "float8_e4m3fn")
+    )
+
+    assert exact - rounded == LAYERS * 5 * 2 * KV_HEADS * 100 * (2 * DIM - (DIM + 4))
 
 
 def test_a_decode_step_multiplies_every_token_with_every_weight_and_with_its_context():

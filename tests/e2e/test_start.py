@@ -127,6 +127,7 @@ def test_an_unsupported_architecture_is_refused_by_name_and_supported_ones_are_l
         ("--kv-cache-gib=nan", ["--kv-cache-gib", "finite"]),
         ("--kv-cache-gib=1e308", ["--kv-cache-gib", "1e308", "1048576"]),
         ("--kv-cache-tokens=0", ["--kv-cache-tokens", "0", "1"]),
+        ("--kv-cache-dtype=int8", ["--kv-cache-dtype", "TESSERA_KV_CACHE_DTYPE", "int8", "fp8"]),
         ("--max-num-batched-tokens=8", ["--max-num-batched-tokens", "8", "--max-num-seqs", "64"]),
     ],
 )

@@ -215,3 +215,38 @@ def test_a_context_shorter_than_the_warm_up_serves(tmp_path):
     engine = make_engine(folder, max_model_len=None)
 
     assert len(engine.generate([greedy(1, [5] * 30, 2)])[0]) == 2
+
+
+def test_a_float8_cache_serves_the_same_requests_in_about_a_third_of_the_memory(checkpoint):
+    rng = random.Random(9)
+    requests = [greedy(i, random_prompt(rng, 3, 60), 20) for i in range(6)]
+    exact = make_engine(checkpoint)
+    engine = make_engine(checkpoint, kv_cache_dtype="fp8")
+
+    answers = engine.generate(requests)
+
+    assert [len(events) for events in answers] == [20] * 6
+    info = engine.engine.info
+    assert info.kv_cache_dtype == info.plan.kv_dtype == "float8_e4m3fn"
+    assert exact.engine.info.kv_cache_dtype == exact.engine.info.plan.kv_dtype == "float32"
+    # 16 bytes and a scale of 4 for 16 numbers of 4 bytes.
+    caches = (e.engine._runner._kv_cache.bytes_per_token for e in (engine, exact))
+    assert next(caches) * 64 == next(caches) * 20
+    assert_all_free(engine)
+
+
+def test_a_float8_cache_gives_the_same_tokens_in_any_company_and_from_cached_blocks(checkpoint):
+    rng = random.Random(10)
+    prompts = [random_prompt(rng, 30, 60) for _ in range(4)]
+    engine = make_engine(checkpoint, kv_cache_dtype="fp8")
+
+    alone = [tokens(engine.generate([greedy(i, p, 12)])[0]) for i, p in enumerate(prompts)]
+    together = engine.generate([greedy(10 + i, p, 12) for i, p in enumerate(prompts)])
+
+    # Cached blocks are read as they were written: nothing is quantised twice.
+    assert [tokens(events) for events in together] == alone
+
+
+def test_a_cache_dtype_that_is_none_is_refused(checkpoint):
+    with pytest.raises(StartupError, match="kv cache dtype 'int4' is none of auto, fp8"):
+        make_engine(checkpoint, kv_cache_dtype="int4")

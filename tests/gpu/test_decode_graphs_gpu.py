@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+import kernels
 from model.hub import BUNDLED, resolve
 from server.engine.decode_graphs import DecodeGraphs
 from server.engine.local import LocalEngine
@@ -83,6 +84,17 @@ def test_a_recording_of_as_many_rows_gives_the_same_bits(make_engine, sampling):
     expected = answers(make_engine(cuda_graphs=False), EXACT, 64, **sampling)
 
     assert answers(make_engine(cuda_graphs=True), EXACT, 64, **sampling) == expected
+
+
+def test_a_recording_over_a_float8_cache_gives_the_same_bits(make_engine):
+    if kernels.detect("cuda").sm < 89:
+        pytest.skip("PyTorch's rows, which read such a cache before sm_89, cannot be recorded")
+    expected = answers(make_engine(cuda_graphs=False, kv_cache_dtype="fp8"), EXACT, 64)
+
+    engine = make_engine(cuda_graphs=True, kv_cache_dtype="fp8")
+
+    assert answers(engine, EXACT, 64) == expected
+    assert recordings(engine)
 
 
 def test_preempted_sequences_give_the_same_tokens(make_engine):

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kernels import detect
 from tests.e2e.conftest import Service
 from tests.gpu.python_headers import HEADERS
 
@@ -110,6 +111,28 @@ def test_requests_that_come_together_are_all_answered_by_our_kernels(
         f"HTTP, {name} ({info['model_dtype']}): {num_prompts} of {num_prompts} concurrent /generate answered, 64 "
         f"tokens each in {took:.2f} s together; ready after {seconds:.1f} s; {blocks:.0f} KV blocks",
     )
+
+
+def test_a_float8_cache_holds_almost_twice_the_tokens_and_is_read_by_our_kernels(
+    services, record_property
+):
+    if detect("cuda").sm < 89:
+        pytest.skip("before sm_89 PyTorch's rows read such a cache")
+    blocks = []
+    for more in (("--kv-cache-dtype=fp8", "--cuda-graphs"), ()):
+        service = services(*shape("qwen3-0.6b"), "--kv-cache-gib=2", *more)
+        ready(service)
+        replies, took = answer(service, PROMPTS, 64)
+        assert_answered(replies, 64)
+        blocks.append(service.metric("tessera_kv_blocks"))
+        if more:
+            assert kernels(service) == {"prefill": "portable_prefill", "decode": "portable_decode"}
+            assert httpx.get(f"{service.url}/info").json()["kv_cache_dtype"] == "float8_e4m3fn"
+            assert_idle(service)
+            record_property("proof", f"HTTP, FP8 cache: 64 x 64 tokens in {took:.2f} s together")
+
+    # 128 numbers and a scale of 4 bytes instead of 128 of 2 bytes.
+    assert blocks[0] / blocks[1] == pytest.approx(256 / 132, rel=1e-3)
 
 
 def test_two_services_start_together_on_one_gpu(services, record_property):

@@ -13,7 +13,7 @@ BLOCK_SIZE = 4
 class PagedDriver:
     """Feeds any chunks of any sequences, a step at a time; blocks come from a shuffled pool."""
 
-    def __init__(self, model, num_blocks=160):
+    def __init__(self, model, num_blocks=160, cache_dtype=None):
         config = model.config
         self.model = model
         self.device = model.embed_tokens.device
@@ -23,11 +23,12 @@ class PagedDriver:
             BLOCK_SIZE,
             config.num_kv_heads,
             config.head_dim,
-            model.embed_tokens.dtype,
+            cache_dtype or model.embed_tokens.dtype,
             self.device,
         )
-        for layer in self.cache.layers:
-            layer.fill_(float("nan"))
+        for layer in (*self.cache.layers, *self.cache.scales):
+            if layer is not None:
+                layer.fill_(float("nan"))
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
         self._blocks = {}
@@ -57,6 +58,7 @@ class PagedDriver:
             BLOCK_SIZE,
             self._batch(ordered[:num_decode]),
             self._batch(ordered[num_decode:]),
+            self.cache.kv_dtype,
         )
         with torch.inference_mode():
             tokens, at = (torch.tensor(x, device=self.device) for x in (ids, positions))
@@ -85,18 +87,18 @@ class PagedDriver:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-def logits_in_chunks(model, tokens, chunk):
+def logits_in_chunks(model, tokens, chunk, cache_dtype=None):
     """Logits [S, V] of one sequence fed `chunk` tokens at a time."""
-    driver = PagedDriver(model)
+    driver = PagedDriver(model, cache_dtype=cache_dtype)
     parts = [
         driver.step({0: tokens[start : start + chunk]})[0] for start in range(0, len(tokens), chunk)
     ]
     return torch.cat(parts)
 
 
-def greedy(model, prompt, steps):
+def greedy(model, prompt, steps, cache_dtype=None):
     """The `steps` tokens that follow `prompt`, and the logits [steps, V] they were chosen from."""
-    driver = PagedDriver(model)
+    driver = PagedDriver(model, cache_dtype=cache_dtype)
     tokens, rows = list(prompt), []
     new = tokens
     for _ in range(steps):

@@ -90,6 +90,7 @@ def _info(context: AppContext) -> InfoReply:
         max_num_batched_tokens=info.max_num_batched_tokens,
         block_size=info.block_size,
         num_blocks=info.num_blocks,
+        kv_cache_dtype=info.kv_cache_dtype,
         router="tessera",
         version=context.version,
         sha=None,

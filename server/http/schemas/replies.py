@@ -122,6 +122,7 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     block_size: int
     num_blocks: int
+    kv_cache_dtype: str
     router: str
     version: str
     sha: str | None

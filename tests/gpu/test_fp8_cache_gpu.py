@@ -1,0 +1,255 @@
+"""An FP8 KV cache on the GPU: written as the CPU writes it, read as the reference reads what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from kernels.attention.torch_write_kv import write_kv as write_on_cpu
+from kernels.plan import Phase
+from kernels.quantised import FP8
+from kernels.registry import REGISTRY
+from model.config import ModelConfig
+from model.hub import BUNDLED, resolve
+from model.tokenizer import Tokenizer
+from model.weights import load_model
+from tests.gpu.attention_cases import (
+    DEVICE,
+    LONG_LENGTHS,
+    LONG_PAIRS,
+    SHORT_PAIRS,
+    around_block_boundaries,
+    judge,
+    make,
+    make_problem,
+    named,
+    one_sequence,
+    run,
+)
+from tests.model.paged import logits_in_chunks
+
+COMBINATIONS = [
+    ("bfloat16", 8, 2, 128, 16, {}),
+    ("bfloat16", 8, 2, 128, 16, {"lse": True}),
+    ("bfloat16", 6, 2, 80, 48, {"sliding_window": 37}),
+    ("bfloat16", 8, 2, 96, 256, {"sliding_window": 300, "softcap": 15.0, "lse": True}),
+    ("bfloat16", 7, 1, 192, 64, {"softcap": 15.0}),
+    ("bfloat16", 8, 1, 256, 256, {}),
+    ("float16", 6, 6, 64, 1, {"lse": True}),
+    ("float16", 8, 2, 64, 48, {"sliding_window": 1}),
+    ("float16", 6, 2, 32, 64, {"softmax_scale": 0.3}),
+    ("float16", 8, 1, 128, 256, {"sliding_window": 128}),
+]
+SEVERAL_QUERIES = ("bfloat16", 8, 2, 128, 16, {"max_query_tokens": 3})
+
+
+def readers(phase):
+    """The registry's GPU kernels that read such a cache here."""
+    if not torch.cuda.is_available():
+        return []
+    arch = kernels.detect(DEVICE)
+    asked = fp8_problem(phase, COMBINATIONS[0])
+    found = [row for row in REGISTRY if row.phase is phase and not row.refuse(asked, arch)]
+    return [pytest.param(row, id=row.name) for row in found]
+
+
+def fp8_problem(phase, combination, **more):
+    return dataclasses.replace(make_problem(phase, combination), kv_dtype=FP8, **more)
+
+
+PREFILL = pytest.mark.parametrize("row", readers(Phase.PREFILL))
+DECODE = pytest.mark.parametrize("row", readers(Phase.DECODE))
+BOTH = pytest.mark.parametrize("row", [*readers(Phase.PREFILL), *readers(Phase.DECODE)])
+
+
+def takes(row, problem):
+    if reasons := row.refuse(problem, kernels.detect(DEVICE)):
+        pytest.skip("; ".join(reasons))
+
+
+def queries_of(phase, count, most):
+    if phase is Phase.DECODE:
+        return [1] * count
+    return [1 + (37 * index) % most for index in range(count)]
+
+
+def test_a_gpu_that_converts_float8_itself_reads_it_with_our_kernels():
+    names = {parameter.id for phase in Phase for parameter in readers(phase)}
+
+    ours = kernels.detect(DEVICE).sm >= 89
+    assert ({"portable_prefill", "portable_decode"} <= names) is ours
+    assert {"torch_prefill", "torch_decode"} <= names
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "head_dim", "block_size"),
+    [
+        (torch.bfloat16, 8, 128, 16),
+        (torch.float16, 3, 80, 48),
+        (torch.float32, 1, 256, 64),
+        (torch.bfloat16, 2, 96, 1),
+    ],
+)
+def test_what_is_written_is_bitwise_what_the_cpu_writes(
+    dtype, heads, head_dim, block_size, index_dtype
+):
+    tokens, blocks = 300, 400 // block_size + 1
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(-20, 12, (tokens, 3 * heads, 1), generator=generator).exp2()
+    fused = torch.randn((tokens, 3 * heads, head_dim), generator=generator) * sizes
+    fused[7] = 0
+    fused = fused.to(dtype)
+    slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+    slots[::7] = -1
+    kv = torch.full((2, blocks, block_size, heads, head_dim), 7.0).to(torch.float8_e4m3fn)
+    scale = torch.full((2, blocks, heads, block_size), 7.0)
+    gpu_kv, gpu_scale = kv.to(DEVICE), scale.to(DEVICE)
+    k, v = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
+    write_on_cpu(k, v, kv, slots, scale)
+
+    fused = fused.to(DEVICE)
+    k, v = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
+    kernels.write_kv(k, v, gpu_kv, slots.to(DEVICE, index_dtype), kv_scale=gpu_scale)
+
+    assert torch.equal(gpu_kv.view(torch.uint8).cpu(), kv.view(torch.uint8))
+    assert torch.equal(gpu_scale.cpu(), scale)
+
+
+@PREFILL
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_prefill_agrees_over_ragged_queries_and_keys(row, combination):
+    problem = fp8_problem(Phase.PREFILL, combination)
+    takes(row, problem)
+    pairs = [pair for pair in SHORT_PAIRS if row.launch or pair[0] <= pair[1]]
+    case = make(problem, *(list(side) for side in zip(*pairs, strict=True)))
+
+    judge(case, *run(row, case))
+
+
+@PREFILL
+@pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[5]]))
+def test_prefill_agrees_over_long_sequences(row, combination):
+    problem = fp8_problem(Phase.PREFILL, combination)
+    takes(row, problem)
+    case = make(problem, *(list(side) for side in zip(*LONG_PAIRS, strict=True)))
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_decode_agrees_around_block_and_tile_boundaries_and_over_long_sequences(row, combination):
+    problem = fp8_problem(Phase.DECODE, combination)
+    takes(row, problem)
+    lengths = [0, *around_block_boundaries(combination[4]), *LONG_LENGTHS]
+    case = make(problem, [1] * len(lengths), lengths)
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("length", [1, 63, 1025, 32767])
+def test_decode_agrees_for_a_single_sequence_split_over_the_whole_gpu(row, length):
+    case = make(fp8_problem(Phase.DECODE, COMBINATIONS[0]), [1], [length])
+
+    judge(case, *run(row, case))
+
+
+@DECODE
+def test_decode_agrees_with_several_queries_per_sequence(row):
+    problem = fp8_problem(Phase.DECODE, SEVERAL_QUERIES)
+    takes(row, problem)
+    case = make(problem, [3, 1, 2, 3, 2, 1], [3, 1, 2, 100, 513, 4097])
+
+    judge(case, *run(row, case))
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4])
+def test_values_of_any_size_agree(row, size):
+    case = make(
+        fp8_problem(row.phase, COMBINATIONS[0]), queries_of(row.phase, 4, 90), [200, 1000, 333, 160]
+    )
+    case.kv_scale[1] *= size
+    out, _ = run(row, case)
+    truth, plain = case.expected(torch.float64), case.expected(out.dtype)
+
+    error, allowed = (float((x.double() - truth).abs().max()) for x in (out, plain))
+    assert error <= 2 * allowed
+
+
+@BOTH
+def test_a_batch_invariant_result_is_the_same_alone_and_among_neighbours(row):
+    problem = fp8_problem(row.phase, COMBINATIONS[0], batch_invariant=True)
+    takes(row, problem)
+    queries = queries_of(row.phase, 40, 60)
+    lengths = [max(count, 1 + (7919 * i) % 6000) for i, count in enumerate(queries)]
+    case = make(problem, queries, lengths)
+    selection = kernels.select(problem, kernels.detect(DEVICE), registry=(row,))
+    together, _ = case.attend(selection)
+    starts = torch.tensor([0, *queries]).cumsum(0).tolist()
+
+    for index in (0, 17, 39):
+        batch, q = one_sequence(case, index)
+        plan = kernels.plan_attention(problem, batch, selection=selection)
+        alone = torch.full_like(q, float("nan"))
+        plan.run(q, case.kv, alone, kv_scale=case.kv_scale)
+        assert torch.equal(alone, together[starts[index] : starts[index + 1]])
+
+
+@BOTH
+def test_repeats_and_a_captured_graph_give_the_same_bits(row):
+    problem = fp8_problem(row.phase, COMBINATIONS[0])
+    if row.launch is None:
+        pytest.skip("plans on the host")
+    case = make(problem, queries_of(row.phase, 20, 100), [100 + 97 * i for i in range(20)])
+    selection = kernels.select(problem, kernels.detect(DEVICE), registry=(row,))
+    first, _ = case.attend(selection)
+    plan = kernels.plan_attention(problem, case.batch, selection=selection)
+    out = torch.empty_like(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(case.q, case.kv, out, kv_scale=case.kv_scale)
+
+    for _ in range(100):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[1], COMBINATIONS[5]]))
+def test_a_prefix_that_all_share_is_read_once_and_changes_nothing_beyond_rounding(combination):
+    problem = fp8_problem(Phase.DECODE, combination)
+    if not kernels.takes_shared_prefix(problem, kernels.detect(DEVICE)):
+        pytest.skip("no row reads a shared prefix here")
+    lengths = [4096 + 1 + 13 * i for i in range(20)]
+    prefix = 4096 // combination[4] * combination[4]
+    case = make(problem, [1] * 20, lengths, shared_prefix=prefix)
+    plan = kernels.plan_attention(problem, case.batch)
+
+    out, lse = case.attend()
+
+    assert plan.prefix is not None
+    judge(case, out, lse)
+
+
+@pytest.mark.parametrize("chunk", [300, 37, 1], ids=["at once", "in chunks", "token by token"])
+def test_logits_of_the_bundled_model_change_but_little(chunk):
+    folder = resolve(BUNDLED)
+    config = ModelConfig.from_folder(folder)
+    model = load_model(folder, config, torch.bfloat16, torch.device(DEVICE))
+    tokens = Tokenizer.from_folder(folder).encode(Path(__file__).read_text(encoding="utf-8"))[:300]
+
+    exact, rounded = (
+        logits_in_chunks(model, tokens, chunk, dtype).float()
+        for dtype in (None, torch.float8_e4m3fn)
+    )
+
+    # On a CPU in float32 the first is 2.7 %, the second 97 %: docs/decisions/0016-fp8-kv-cache.md.
+    assert (rounded - exact).square().mean().sqrt() < 0.06 * exact.std()
+    assert (exact.argmax(-1) == rounded.argmax(-1)).float().mean() > 0.92
