@@ -16,7 +16,7 @@ from torch import Tensor
 
 from model.logprobs import log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
-from model.transfer import upload
+from model.transfer import Download, upload
 
 # Candidates of a filtered row that are looked at first: sorting a whole vocabulary costs far more, and nucleus and
 # top_k rarely reach further. Rows that do are found by the last candidate still being kept, and drawn again.
@@ -26,33 +26,50 @@ _ID_MASK = 0xFFFFFFFF
 _ENTROPY_SCALE = 2.0**36
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose one token for each row; the device is waited for once, or twice where candidates ran out.
+class DeviceDraw:
+    """A token for each row, drawn without waiting for the device.
 
     Args:
-        logits: [M, V] float32, contiguous. Not changed.
+        logits: [M, V] float32, contiguous. Not changed; must stay as it is until `result` where a row is not
+            `is_drawn_at_once`.
         rows: M >= 1 rows.
+
+    Attributes:
+        tokens: [M] int64; an arbitrary valid id for a row without a usable largest logit. Final for rows that are
+            `is_drawn_at_once`.
     """
-    tokens = logits.argmax(-1)  # NaN counts as the largest
-    finite = logits.gather(1, tokens[:, None])[:, 0].isfinite()
-    exact = torch.ones_like(finite)
-    for group in _groups(rows):
-        at = _indices(group, logits.device)
-        chosen, group_finite, exact[at] = _choose(
-            logits[at], [rows[i] for i in group], NUM_CANDIDATES
-        )
-        tokens[at] = chosen
-        finite[at] &= group_finite
-    table = _to_host(logits, rows, tokens, finite, exact)
-    again = [i for i, values in enumerate(table) if values[1] and not values[2]]
-    if again:
-        at = _indices(again, logits.device)
-        group_rows = [rows[i] for i in again]
-        chosen, finite, exact = _choose(logits[at], group_rows, logits.shape[1])
-        redrawn = _to_host(logits[at], group_rows, chosen, finite, exact)
-        for i, values in zip(again, redrawn, strict=True):
-            table[i] = values
-    return [_from_table(row, values) for row, values in zip(rows, table, strict=True)]
+
+    def __init__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+        self._logits, self._rows = logits, rows
+        self.tokens = logits.argmax(-1)  # NaN counts as the largest
+        finite = logits.gather(1, self.tokens[:, None])[:, 0].isfinite()
+        exact = torch.ones_like(finite)
+        for group in _groups(rows):
+            at = _indices(group, logits.device)
+            chosen, group_finite, exact[at] = _choose(
+                logits[at], [rows[i] for i in group], NUM_CANDIDATES
+            )
+            self.tokens[at] = chosen
+            finite[at] &= group_finite
+        self._table = Download(_tabulate(logits, rows, self.tokens, finite, exact))
+
+    def result(self) -> list[SampledToken]:
+        """Wait for the tokens; twice where candidates ran out."""
+        table: list[list[float]] = self._table.read().tolist()
+        again = [i for i, values in enumerate(table) if values[1] and not values[2]]
+        if again:
+            at = _indices(again, self._logits.device)
+            rows = [self._rows[i] for i in again]
+            chosen = _choose(self._logits[at], rows, self._logits.shape[1])
+            redrawn = _tabulate(self._logits[at], rows, *chosen).tolist()
+            for i, values in zip(again, redrawn, strict=True):
+                table[i] = values
+        return [_from_table(row, values) for row, values in zip(self._rows, table, strict=True)]
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose one token for each row and wait for them; arguments as for `DeviceDraw`."""
+    return DeviceDraw(logits, rows).result()
 
 
 def _groups(rows: Sequence[SamplingRow]) -> list[list[int]]:
@@ -88,12 +105,12 @@ def _choose(
     return tokens, finite, exact
 
 
-def _to_host(
+def _tabulate(
     logits: Tensor, rows: Sequence[SamplingRow], tokens: Tensor, finite: Tensor, exact: Tensor
-) -> list[list[float]]:
+) -> Tensor:
     """Return for each row: token, finite, exact and, where any row asks, log-probability, top ids, theirs.
 
-    float64 holds every id and every float32 exactly, so that one transfer brings them all.
+    [R, 3 or more] float64, which holds every id and every float32 exactly, so that one transfer brings them all.
     """
     columns = [tokens[:, None], finite[:, None], exact[:, None]]
     if any(row.wants_logprobs for row in rows):
@@ -102,8 +119,7 @@ def _to_host(
         keys = _ranking_keys(logits.amax(-1, keepdim=True) - logits)
         top = keys.topk(count, dim=-1, largest=False, sorted=True).values & _ID_MASK
         columns += [logprobs.gather(1, tokens[:, None]), top, logprobs.gather(1, top)]
-    table: list[list[float]] = torch.cat([column.double() for column in columns], dim=1).tolist()
-    return table
+    return torch.cat([column.double() for column in columns], dim=1)
 
 
 def _from_table(row: SamplingRow, values: list[float]) -> SampledToken:

@@ -17,17 +17,17 @@ class Replay(NamedTuple):
 
     Attributes:
         run: queues all of it again, on the memory that it was recorded on.
-        result: where its result is after that, until the next `run` of any replay of the same recorder.
+        result: where its results are after that, until the next `run` of any replay of the same recorder.
     """
 
     run: Callable[[], object]
-    result: Tensor
+    result: tuple[Tensor, ...]
 
 
 class Recorder(Protocol):
     """Makes replays that share the memory of what lies between their inputs and results."""
 
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
+    def record(self, compute: Callable[[], tuple[Tensor, ...]]) -> Replay:
         """Record a computation.
 
         Args:
@@ -44,7 +44,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
+    def record(self, compute: Callable[[], tuple[Tensor, ...]]) -> Replay:
         """Compute once for what is compiled or allocated at the first use, then once to be recorded.
 
         `torch.cuda.graph` would do the same, but first gives back the memory that a service holds for its largest

@@ -8,15 +8,44 @@ no text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from model import device_sampling
+from model.device_sampling import DeviceDraw
 from model.host_sampling import HostSampler
 from model.logprobs import prompt_logprobs
 from model.sampling import SampledToken, SamplingRow, TokenHistory
 
-__all__ = ["SampledToken", "Sampler", "SamplingRow", "TokenHistory", "prompt_logprobs"]
+__all__ = ["Draw", "SampledToken", "Sampler", "SamplingRow", "TokenHistory", "prompt_logprobs"]
+
+
+class Draw(Protocol):
+    """The tokens of some rows, not waited for."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[M] int64 on the device of the logits, valid ids; final for rows that are `is_drawn_at_once`."""
+
+    def result(self) -> list[SampledToken]:
+        """Wait for them; M tokens in the order of the rows."""
+
+
+class HostDraw:
+    """Tokens that are there already."""
+
+    def __init__(self, sampled: list[SampledToken]) -> None:
+        self._sampled = sampled
+
+    @property
+    def tokens(self) -> Tensor:
+        """[M] int64; 0 for a row without a token."""
+        return torch.tensor([token.token_id or 0 for token in self._sampled])
+
+    def result(self) -> list[SampledToken]:
+        """M tokens in the order of the rows."""
+        return self._sampled
 
 
 class Sampler:
@@ -26,7 +55,7 @@ class Sampler:
         self._host = HostSampler()
 
     def forward(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Choose one token for each row.
+        """Choose one token for each row and wait for them.
 
         Args:
             logits: [M, V], float32, bfloat16 or float16. Not changed.
@@ -36,10 +65,18 @@ class Sampler:
             M tokens in the order of the rows. A row with a NaN or a positive infinity among its logits, or with
             nothing left to draw from, has `error` set; the others are what they would be without it.
         """
+        return self.begin(logits, rows).result() if rows else []
+
+    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Draw:
+        """Choose one token for each row without waiting for the device.
+
+        Args:
+            logits: as for `forward`; must stay as they are until the result is there where a row is not
+                `is_drawn_at_once`.
+            rows: M >= 1 rows.
+        """
         assert len(rows) == len(logits), (logits.shape, len(rows))
-        if not rows:
-            return []
         logits = logits.detach().float().contiguous()
         if logits.device.type == "cpu":
-            return self._host.sample(logits, rows)
-        return device_sampling.sample(logits, rows)
+            return HostDraw(self._host.sample(logits, rows))
+        return DeviceDraw(logits, rows)

@@ -72,10 +72,9 @@ def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
 
 
 class StagedArrays:
-    """Arrays of fixed shapes that go to a device again and again, in one copy that nobody waits for.
+    """Arrays of fixed shapes that go to a device again and again, in one copy each time.
 
-    The host may write to them once the copy before has been made: after waiting for anything that the
-    device was given later.
+    The host writes to them after `wait`, for the copy before must have been made.
 
     Attributes:
         host: the arrays to write to, 0 at first; page-locked for a GPU.
@@ -95,13 +94,40 @@ class StagedArrays:
         on_gpu = device.type == "cuda"
         self._source = torch.zeros(_packed_size(templates), dtype=torch.uint8, pin_memory=on_gpu)
         self._target = self._source.to(device) if on_gpu else self._source
+        self._sent: torch.cuda.Event | None = None
         self.host: list[HostArray] = [part.numpy() for part in unpack(templates, self._source)]
         self.device = unpack(templates, self._target)
+
+    def wait(self) -> None:
+        """Wait until the last copy has been made, so that the host may write again."""
+        if self._sent is not None:
+            self._sent.synchronize()
 
     def send(self) -> None:
         """Queue the copy to the device."""
         if self._target is not self._source:
             self._target.copy_(self._source, non_blocking=True)
+            self._sent = torch.cuda.current_stream(self._target.device).record_event()
+
+
+class Download:
+    """A small tensor on its way to the host; who reads it waits for it, not for what is computed later.
+
+    Args:
+        tensor: on any device; what is computed on it later does not show.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.device.type == "cuda"
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._host.copy_(tensor, non_blocking=True)
+        self._made = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
+
+    def read(self) -> Tensor:
+        """Wait for the copy; returns it, on the host."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._host
 
 
 def _offsets(arrays: Sequence[HostArray]) -> list[int]:

@@ -210,6 +210,7 @@ def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         kv_cache_tokens=settings.kv_cache_tokens,
         kv_cache_gib=settings.kv_cache_gib,
         cuda_graphs=settings.cuda_graphs,
+        overlap=settings.overlap,
         enable_prefix_caching=settings.enable_prefix_caching,
         cpu_threads=settings.cpu_threads,
         log_level=settings.log_level,

@@ -87,6 +87,10 @@ class Settings(BaseSettings):
         False,
         description="on a GPU, record decode steps and replay them, one launch instead of hundreds",
     )
+    overlap: bool = Field(
+        True,
+        description="on a GPU, schedule and launch a step while the one before is computed",
+    )
     enable_prefix_caching: bool = Field(
         True, description="keep computed blocks for later prompts with the same beginning"
     )

@@ -51,11 +51,11 @@ HOST_PHASES: tuple[Timed, ...] = (
     ("schedule", scheduler.Scheduler, "schedule"),
     ("build batch", model_runner, "build_batch"),
     ("build batch", decode_graphs, "fill"),
-    ("execute", model_runner.ModelRunner, "execute"),
+    ("launch", model_runner.ModelRunner, "launch"),
     ("commit", scheduler.Scheduler, "commit"),
     ("publish", engine.Engine, "_publish"),
 )
-"""What is left of `execute` is launching on a GPU, and computing on a CPU."""
+"""What is left of `launch` is launching on a GPU, and computing on a CPU."""
 
 WAITS: tuple[Timed, ...] = (
     ("wait", torch.Tensor, "tolist"),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from model.transfer import HostArray
+    from server.engine.drawn_tokens import DrawnTokens
     from server.engine.scheduler import ScheduledSequence, SchedulerOutput
     from server.engine.shared_prefix import SharingPays
 
@@ -53,6 +54,7 @@ def build_batch(
     output: SchedulerOutput,
     block_size: int,
     device: torch.device,
+    drawn: DrawnTokens,
     sharing_pays: SharingPays | None = None,
 ) -> ModelInput:
     """Lay out one step.
@@ -61,6 +63,7 @@ def build_batch(
         output: at least one scheduled sequence; its blocks are reserved.
         block_size: S, tokens per block.
         device: where the tensors go.
+        drawn: has the tokens that the host does not know yet.
         sharing_pays: asked whether to read once what the one-token sequences share; None where no
             kernel can.
     """
@@ -72,12 +75,14 @@ def build_batch(
         start, table = s.start, s.sequence.block_table
         if s.samples:
             last_rows.append(len(ids))
-        ids.append(s.sequence.token_ids[start])
+        ids.append(drawn.id_or_row(s.sequence, start))
         positions.append(start)
         slots.append(table[start // block_size] * block_size + start % block_size)
     for s in output.prefill:
         start, end, table = s.start, s.start + s.num_tokens, s.sequence.block_table
         ids += s.sequence.token_ids[start:end]
+        if end > s.sequence.num_tokens:
+            ids.append(drawn.id_or_row(s.sequence, end - 1))
         positions += range(start, end)
         slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
         if s.samples:
@@ -99,6 +104,8 @@ def build_batch(
         )
     )
     input_ids, position_ids, last, slot_mapping = itertools.islice(tensors, 4)
+    if min(ids) < 0:
+        input_ids = drawn.look_up(input_ids)
     decode, prefill = (None if group is None else group.on_device(tensors) for group in groups)
     return ModelInput(input_ids, position_ids, slot_mapping, decode, prefill, last)
 

@@ -136,12 +136,17 @@ class BlockManager:
         self._extend(sequence.block_table, num_new)
         return True
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Enter the blocks that `num_computed_tokens` has filled since the last call."""
+    def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Enter the blocks that have been filled since the last call.
+
+        Args:
+            sequence: an admitted one.
+            num_tokens: its leading tokens whose ids are known and which are computed.
+        """
         if not self.enable_prefix_caching:
             return
         size = self.block_size
-        for index in range(sequence.num_linked_blocks, sequence.num_computed_tokens // size):
+        for index in range(sequence.num_linked_blocks, num_tokens // size):
             tokens = tuple(sequence.token_ids[index * size : (index + 1) * size])
             sequence.prefix_link = self._enter(
                 (sequence.prefix_link, tokens), sequence.block_table[index]

@@ -3,12 +3,15 @@
 A recording is for a number of sequences and a length of block tables; a step takes the smallest that it fits in, its
 missing sequences have no tokens. All recordings of a length and number share nothing but the model:
 
-    host arrays  ── one copy ──>  device arrays  ── replay ──>  logits
+    host arrays  ── one copy ──>  device arrays  ── replay ──>  logits, most likely tokens
     ids, positions, slots, lengths, block tables; page-locked, and only what changed is written
+
+A token that the host has not seen yet is looked up in what the step before drew (`drawn_tokens`), and the most
+likely tokens are left there for the next step.
 
 A recording is made when there is nothing else to do, small ones first, or after a step of its kind has been computed
 so often without it that it pays. Until then, and for what no recording takes, the step is launched kernel by kernel.
-Knows no sampling.
+Of sampling it knows the most likely token.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
     from model.replay import Recorder, Replay
+    from server.engine.drawn_tokens import DrawnTokens
     from server.engine.scheduler import SchedulerConfig
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput
@@ -41,6 +45,19 @@ _LARGE_ROW_STEP: Final = 32
 _LARGE_ROWS: Final = 128
 _PATIENCE: Final = 32
 """Steps of a kind that are launched kernel by kernel before its recording may make a step wait."""
+
+
+class Computed(NamedTuple):
+    """What a recording leaves.
+
+    Attributes:
+        logits: [B, V].
+        tokens: [B] int64, the most likely of each row, the smallest id among equals; -1 where the largest logit is
+            not a finite number.
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
 
 
 class GraphKey(NamedTuple):
@@ -77,6 +94,7 @@ class DecodeGraphs:
         kv_cache: its cache, which must stay where it is.
         recorder: makes recordings.
         limits: of a step.
+        drawn: with room for a step's rows.
         sharing_pays: asked whether a step should read once what its sequences share, which no recording does.
     """
 
@@ -84,6 +102,7 @@ class DecodeGraphs:
     kv_cache: KVCache
     recorder: Recorder
     limits: SchedulerConfig
+    drawn: DrawnTokens
     sharing_pays: SharingPays | None = None
     _kinds: dict[GraphKey, _Kind] = field(default_factory=dict, init=False)
     _waiting: list[GraphKey] = field(default_factory=list, init=False)
@@ -94,15 +113,14 @@ class DecodeGraphs:
         shortest = min(_FEWEST_COLUMNS, self._most_columns)
         self._waiting = [GraphKey(num_rows, shortest) for num_rows in rows]
 
-    def logits(self, output: SchedulerOutput) -> torch.Tensor | None:
+    def compute(self, output: SchedulerOutput) -> Computed | None:
         """Compute a step by a recording.
 
         Args:
             output: what to compute.
 
         Returns:
-            [B, V] for its sequences, valid until the next step; None where the step has to be launched kernel by
-            kernel.
+            What it leaves, valid until the next step; None where the step has to be launched kernel by kernel.
         """
         if not output.decode or output.prefill:
             return None
@@ -113,12 +131,14 @@ class DecodeGraphs:
         if kind is None or kind.replay is None:
             self._miss(key, kind)
             return None
-        fill(kind.arrays, kind.tables, output.decode, self.kv_cache.block_size)
+        kind.arrays.wait()
+        fill(kind.arrays, kind.tables, output.decode, self.kv_cache.block_size, self.drawn)
         if self.sharing_pays is not None and self._shares(output.decode, kind):
             return None
         kind.arrays.send()
         kind.replay.run()
-        return kind.replay.result[: len(output.decode)]
+        logits, tokens = kind.replay.result
+        return Computed(logits[: len(output.decode)], tokens[: len(output.decode)])
 
     def record_next(self) -> bool:
         """Make the next recording that is waited for; return whether there was one."""
@@ -157,6 +177,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _recorded(self, key: GraphKey, arrays: StagedArrays) -> Replay:
         """Record a step in which no sequence has a token: the same kernels run, and write to no block."""
+        arrays.wait()
         arrays.host[2].fill(-1)
         arrays.send()
         input_ids, positions, slots, seq_lens, table, cu_seqlens = arrays.device
@@ -167,14 +188,23 @@ class DecodeGraphs:
             max_seqlen_k=key.num_columns * self.kv_cache.block_size,
         )  # fmt: skip
 
-        def compute() -> torch.Tensor:
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
             metadata = self.model.attention_metadata(
                 slots, self.kv_cache.block_size, batch, None, self.kv_cache.kv_dtype
             )
-            hidden = self.model(input_ids, positions, self.kv_cache, metadata)
-            return self.model.logits(hidden)
+            ids = self.drawn.look_up(input_ids)
+            hidden = self.model(ids, positions, self.kv_cache, metadata)
+            logits = self.model.logits(hidden)
+            largest, tokens = logits.max(-1)
+            self.drawn.put(tokens)
+            # Not a number minus itself, and infinity minus itself, are not 0.
+            return logits, torch.where(largest - largest == 0, tokens, -1)
 
-        return self.recorder.record(compute)
+        # The step that is about to be computed may continue from what the last one drew.
+        kept = self.drawn.ids.clone()
+        replay = self.recorder.record(compute)
+        self.drawn.ids.copy_(kept)
+        return replay
 
     def _new_kind(self, key: GraphKey) -> _Kind:
         rows = key.num_rows
@@ -231,6 +261,7 @@ def fill(
     tables: list[tuple[list[int] | None, int]],
     decode: tuple[ScheduledSequence, ...],
     block_size: int,
+    drawn: DrawnTokens,
 ) -> None:
     """Write a step's numbers to the host arrays; rows past its sequences have no token.
 
@@ -240,11 +271,12 @@ def fill(
             another list afterwards.
         decode: sequences with one token each, as many as there are rows at most.
         block_size: tokens per block.
+        drawn: knows the rows of tokens that the host has not seen.
     """
     input_ids, positions, slots, seq_lens, block_table, _ = arrays.host
     count = len(decode)
     starts = [s.start for s in decode]
-    input_ids[:count] = [s.sequence.token_ids[s.start] for s in decode]
+    input_ids[:count] = [drawn.id_or_row(s.sequence, s.start) for s in decode]
     positions[:count] = starts
     seq_lens[:count] = starts
     seq_lens[:count] += 1
@@ -271,4 +303,4 @@ def fill(
 def _wants_hidden(scheduled: ScheduledSequence) -> bool:
     """Whether a step has to score a prompt's tokens, which needs more than the last row's logits."""
     sequence = scheduled.sequence
-    return sequence.sampling.prompt_logprobs and not sequence.num_output_tokens
+    return sequence.sampling.prompt_logprobs and not sequence.num_known_output_tokens

@@ -1,10 +1,17 @@
-"""The engine's loop: schedule, execute, commit, publish. Runs in one thread of the engine process."""
+"""The engine's loop: schedule, launch, commit, publish. Runs in one thread of the engine process.
+
+On a GPU it is one step ahead: while the device computes a step, the results of the one before are booked and
+published and the next is scheduled, so that the device does not wait for the host.
+
+    host      launch n+1 │ wait for n │ book n, publish n │ schedule and launch n+2 │ wait for n+1 │ ...
+    device    ... step n ────────────>│ step n+1 ──────────────────────────────────────────────────>│ ...
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from server.engine.protocol import (
     AbortRequests,
@@ -23,7 +30,7 @@ from server.engine.sequence import Sequence
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from server.engine.model_runner import ModelRunner, PromptLogprobs
+    from server.engine.model_runner import ModelRunner, PendingStep, PromptLogprobs, StepResult
     from server.engine.scheduler import Scheduler, SchedulerOutput
 
 log = logging.getLogger("tessera.engine")
@@ -39,6 +46,27 @@ class EngineChannel(Protocol):
         """Every message that is there; with `block`, wait for the first."""
 
 
+class _Step(NamedTuple):
+    """A step between its launch and its results."""
+
+    output: SchedulerOutput
+    started: list[SequenceStarted]
+    pending: PendingStep
+
+
+class _NotLaunched:
+    """Stands for a step whose launch raised."""
+
+    feeds_next = False
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        """Raise what the launch raised."""
+        raise self._error
+
+
 class Engine:
     """Owns the scheduler and the model runner; nobody else touches them.
 
@@ -47,10 +75,18 @@ class Engine:
         runner: computes it.
         channel: where requests come from and events go.
         info: what the front end is told about this engine.
+        runs_ahead: whether a step is launched before the results of the one before are booked, where these do not
+            matter to it. Gains nothing where a launch is the computation, as on a CPU.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, channel: EngineChannel, info: EngineInfo
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        channel: EngineChannel,
+        info: EngineInfo,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
         self.info = info
         self._scheduler = scheduler
@@ -58,15 +94,21 @@ class Engine:
         self._channel = channel
         self._arrivals: dict[int, float] = {}
         self._prompt_logprobs: dict[int, list[float]] = {}
+        self._runs_ahead = runs_ahead
+        self._launched: _Step | None = None
         self._stopping = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything for `step` to do."""
+        return self._scheduler.has_work or self._launched is not None
 
     def run(self) -> None:
         """Serve until a shutdown message comes; may be called again after that."""
         self._stopping = False
         while not self._stopping:
-            idle = not self._scheduler.has_work
-            self.receive(block=idle and not self._runner.use_idle_time())
-            if self._scheduler.has_work and not self._stopping:
+            self.receive(block=not self.has_work and not self._runner.use_idle_time())
+            if self.has_work and not self._stopping:
                 self.step()
 
     def receive(self, *, block: bool) -> None:
@@ -80,14 +122,40 @@ class Engine:
                 self._stopping = True
 
     def step(self) -> None:
-        """One forward pass: schedule, execute, commit, publish."""
+        """Launch a step and book the results of the one before; where nothing runs ahead, of this one."""
+        before, self._launched = self._launched, None
+        if self._scheduler.has_work and (before is None or before.pending.feeds_next):
+            self._launched = self._launch()
+        if before is not None:
+            self._book(before)
+        if self._launched is not None and not self._runs_ahead:
+            launched, self._launched = self._launched, None
+            self._book(launched)
+
+    def _launch(self) -> _Step | None:
+        """Schedule and launch; None where all that is left to do is in flight."""
         output = self._scheduler.schedule()
+        if not output.num_tokens:
+            return None
         started = self._note_started(output)
+        pending: PendingStep
         try:
-            result = self._runner.execute(output)
+            pending = self._runner.launch(output)
+        except Exception as error:
+            log.exception("a step could not be launched")
+            pending = _NotLaunched(error)
+        self._scheduler.start(output)
+        return _Step(output, started, pending)
+
+    def _book(self, step: _Step) -> None:
+        """Wait for a step's results, enter and publish them; a step without any ends its sequences."""
+        output, started, pending = step
+        try:
+            result = pending.result()
         except Exception as error:
             log.exception("a step failed; its sequences end with an error")
-            self._publish(self._fail(output), started, {})
+            events = self._scheduler.fail(output, "the forward pass failed")
+            self._publish(events, started, {})
             if not self._runner.recover(error):
                 raise  # the process ends, and the front end starts another one
             return
@@ -142,12 +210,6 @@ class Engine:
             )
             for sequence in output.first_scheduled
         ]
-
-    def _fail(self, output: SchedulerOutput) -> list[tuple[int, TokenEvent]]:
-        """End the sequences of a step that raised; what it left in their blocks serves nobody."""
-        for scheduled in (*output.decode, *output.prefill):
-            scheduled.sequence.error = "the forward pass failed"
-        return self._scheduler.commit(output, [])
 
     def _collect_prompt_logprobs(
         self, output: SchedulerOutput, computed: dict[int, PromptLogprobs]

@@ -68,6 +68,8 @@ class LocalEngine:
             if not unfinished:
                 break
             self.engine.step()
+        while self.engine.has_work:
+            self.engine.step()  # rows of sequences that ended while they were in flight
         return list(answers.values())
 
     def _take(self, answers: dict[int, list[TokenEvent]]) -> int:

@@ -1,11 +1,15 @@
-"""Computes a step: batch, forward pass, sampling. The only part of the engine's loop that waits for the device."""
+"""Computes a step: batch, forward pass, sampling. The only part of the engine's loop that waits for the device.
+
+`launch` gives a step to the device and waits for nothing; what it returns waits for the results. The tokens that a
+step draws stay on the device too, where the next one finds those that the host has not seen (`drawn_tokens`).
+"""
 
 from __future__ import annotations
 
 import functools
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -13,9 +17,11 @@ import torch
 from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
-from model.sampling import SamplingRow, TokenHistory
+from model.sampling import NOT_FINITE, SampledToken, SamplingRow, TokenHistory
+from model.transfer import Download
 from server.engine.batch import build_batch
 from server.engine.decode_graphs import DecodeGraphs
+from server.engine.drawn_tokens import DrawnTokens
 from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
 from server.engine.warm_up import crowds, first_steps, largest_step, sharing
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from model.kv_cache import KVCache
     from model.metadata import AttentionMetadata
     from model.replay import Recorder
-    from model.sampling import SampledToken
+    from model.sampler import Draw
     from server.engine.batch import ModelInput
     from server.engine.scheduler import SchedulerConfig
     from server.engine.sequence import Sequence
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
 # Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
 _PROMPT_LOGPROB_ROWS = 256
 _CPU_WARM_UP_TOKENS = 65
+_FEWEST_DRAWN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,45 @@ class StepResult:
     prompt_logprobs: dict[int, PromptLogprobs]
 
 
+class PendingStep(Protocol):
+    """A step that the device has been given."""
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the step behind it can be launched before its results are there."""
+
+    def result(self) -> StepResult:
+        """Wait for what it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A step whose tokens the sampler draws."""
+
+    draw: Draw | None
+    prompt_logprobs: dict[int, PromptLogprobs]
+    feeds_next: bool
+
+    def result(self) -> StepResult:
+        return StepResult([] if self.draw is None else self.draw.result(), self.prompt_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _MostLikely:
+    """A step whose recording has chosen the tokens."""
+
+    tokens: Download
+    feeds_next: bool = True
+
+    def result(self) -> StepResult:
+        tokens: list[int] = self.tokens.read().tolist()
+        sampled = [
+            SampledToken(token) if token >= 0 else SampledToken(error=NOT_FINITE)
+            for token in tokens
+        ]
+        return StepResult(sampled, {})
+
+
 class ModelRunner:
     """Owns the model and the KV cache. Used by the engine's thread alone.
 
@@ -75,6 +121,7 @@ class ModelRunner:
         self._device = kv_cache.layer(0).device
         self._sharing_pays = self._find_sharing()
         self._graphs: DecodeGraphs | None = None
+        self._drawn = DrawnTokens(_FEWEST_DRAWN, self._device)
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}
 
@@ -95,8 +142,9 @@ class ModelRunner:
             limits: of a step.
             recorder: of the cache's device.
         """
+        self._drawn = DrawnTokens(limits.max_num_seqs, self._device)
         self._graphs = DecodeGraphs(
-            self._model, self._kv_cache, recorder, limits, self._sharing_pays
+            self._model, self._kv_cache, recorder, limits, self._drawn, self._sharing_pays
         )
 
     def use_idle_time(self) -> bool:
@@ -126,28 +174,54 @@ class ModelRunner:
             return False
         return True
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Compute the scheduled tokens and draw one for each sequence that samples.
+        """Compute the scheduled tokens, draw one for each sequence that samples, and wait for them.
 
         Args:
-            output: at least one scheduled sequence; its blocks are reserved.
+            output: as for `launch`.
         """
-        if self._graphs is not None and (logits := self._graphs.logits(output)) is not None:
-            rows = [self._sampling_row(s.sequence) for s in output.decode]
-            return StepResult(self._sampler.forward(logits, rows), {})
-        return self._execute(output, self._sharing_pays)
+        return self.launch(output).result()
 
-    def _execute(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> StepResult:
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Have the scheduled tokens computed and one drawn for each sequence that samples.
+
+        Args:
+            output: at least one scheduled sequence; its blocks are reserved. Of the tokens that it continues from,
+                those that the host does not know are the ones that the step launched before it draws.
+        """
+        if self._graphs is not None and (computed := self._graphs.compute(output)) is not None:
+            rows = [self._sampling_row(s.sequence) for s in output.decode]
+            self._drawn.note(output.decode)
+            if all(row.is_argmax and not row.wants_logprobs for row in rows):
+                return _MostLikely(Download(computed.tokens))
+            return self._draw(computed.logits, rows, {})
+        return self._launch(output, self._sharing_pays)
+
+    def _launch(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PendingStep:
         scheduled = (*output.decode, *output.prefill)
         batch, metadata = self._prepare(output, sharing_pays)
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
-        rows = [self._sampling_row(s.sequence) for s in scheduled if s.samples]
-        sampled: list[SampledToken] = []
-        if rows:
-            last = hidden if len(rows) == len(hidden) else hidden[batch.last_rows]
-            sampled = self._sampler.forward(self._model.logits(last), rows)
-        return StepResult(sampled, self._prompt_logprobs(scheduled, hidden))
+        prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
+        sampling = [s for s in scheduled if s.samples]
+        self._drawn.note(sampling)
+        if not sampling:
+            return _Sampled(None, prompt_logprobs, feeds_next=True)
+        last = hidden if len(sampling) == len(hidden) else hidden[batch.last_rows]
+        rows = [self._sampling_row(s.sequence) for s in sampling]
+        return self._draw(self._model.logits(last), rows, prompt_logprobs)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        rows: list[SamplingRow],
+        prompt_logprobs: dict[int, PromptLogprobs],
+    ) -> PendingStep:
+        draw = self._sampler.begin(logits, rows)
+        if len(rows) > len(self._drawn.ids):
+            self._drawn.grow(len(rows))
+        self._drawn.put(draw.tokens)
+        return _Sampled(draw, prompt_logprobs, all(row.is_drawn_at_once for row in rows))
 
     def warm_up(self, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
         """Compute invented steps, so that no request pays for what is made at the first use.
@@ -211,7 +285,7 @@ class ModelRunner:
     ) -> tuple[ModelInput, AttentionMetadata]:
         """Lay out a step and plan its attention; on a GPU both are queued, not waited for."""
         cache = self._kv_cache
-        batch = build_batch(output, cache.block_size, self._device, sharing_pays)
+        batch = build_batch(output, cache.block_size, self._device, self._drawn, sharing_pays)
         metadata = self._model.attention_metadata(
             batch.slot_mapping, cache.block_size, batch.decode, batch.prefill, cache.kv_dtype
         )
@@ -225,7 +299,7 @@ class ModelRunner:
     def _compute_invented(
         self, output: SchedulerOutput, sharing_pays: SharingPays | None = None
     ) -> None:
-        self._execute(output, sharing_pays or self._sharing_pays)
+        self._launch(output, sharing_pays or self._sharing_pays).result()
         for scheduled in (*output.decode, *output.prefill):
             self.forget(scheduled.sequence.request_id)
 
@@ -260,7 +334,7 @@ class ModelRunner:
                 logprobs=sampling.logprobs,
                 top_logprobs=sampling.top_logprobs,
             )
-        row.position = sequence.num_tokens
+        row.position = sequence.num_known_tokens
         row.banned = tuple(sequence.banned_token_ids)
         if row.has_penalties:
             row.output_ids = sequence.output_token_ids
@@ -274,7 +348,7 @@ class ModelRunner:
         for s in scheduled:
             sequence, row = s.sequence, first_row
             first_row += s.num_tokens
-            if not sequence.sampling.prompt_logprobs or sequence.num_output_tokens:
+            if not sequence.sampling.prompt_logprobs or sequence.num_known_output_tokens:
                 continue
             # The row of token i says how likely token i + 1 was; the last prompt token's row is sampled.
             following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]

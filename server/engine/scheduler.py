@@ -5,15 +5,19 @@ It knows neither tensors nor time: a step is a list of (sequence, number of toke
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from server.engine.block_manager import BlockManager
 from server.engine.request import FinishReason, TokenEvent
 from server.engine.sequence import Sequence, SequenceStatus
 from server.engine.step import SampledResult, ScheduledSequence, SchedulerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "Scheduler",
@@ -71,6 +75,16 @@ class DuplicateRequestError(AdmissionError):
 
 
 @dataclass(frozen=True, slots=True)
+class _Failed:
+    """The result of every row of a step that could not be computed."""
+
+    error: str
+    token_id: None = None
+    logprob: None = None
+    top: tuple[()] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one step and of one sequence.
 
@@ -114,8 +128,17 @@ class Scheduler:
     context fits again; nobody is admitted in such a step. The oldest therefore always advances, and
     every sequence becomes the oldest.
 
-    Only the engine's loop calls it, from one thread, `schedule` and `commit` in turn. If a step
-    could not be computed, `schedule` may be called again instead of `commit`: nothing was booked.
+    Only the engine's loop calls it, from one thread. A step is scheduled, started and ended:
+
+        schedule    chooses tokens and gives them blocks; may be called again instead of `start`
+        start       the device has been given the step: its tokens count as computed from now on,
+                    and the ones it draws as known, so that the step behind it can be scheduled
+        commit      its results are there; `fail` where it has none
+
+    Steps end in the order in which they were started, and `schedule` finds one at most that has not
+    ended. What it does not know then, which of that step's tokens end their sequences, costs a row
+    whose result is ignored. Blocks that change hands meanwhile need no care: the device computes one
+    step after the other.
 
     Invariants (`check_invariants`): running sequences are older than waiting ones and both lists
     are in order of arrival; exactly the running ones own blocks; all running sequences but the
@@ -144,6 +167,7 @@ class Scheduler:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
+        self._started: deque[SchedulerOutput] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -188,7 +212,7 @@ class Scheduler:
     def abort(self, request_id: int) -> Sequence | None:
         """End a sequence in whatever state and free its blocks at once.
 
-        It may be called between `schedule` and `commit`; the step's result for it is then ignored.
+        It may be called between `schedule` and `commit`; the steps' results for it are then ignored.
 
         Returns:
             The sequence, or None where no unfinished one has this id.
@@ -198,8 +222,6 @@ class Scheduler:
             return None
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
-        else:
-            del self._waiting[request_id]
         self._finish(sequence, FinishReason.ABORT)
         return sequence
 
@@ -215,7 +237,9 @@ class Scheduler:
         # never takes a sequence that has already been given tokens.
         for sequence in self._running:
             start = sequence.num_computed_tokens
-            num_known = len(sequence.token_ids)
+            num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
+            if num_known == sequence.max_num_tokens:
+                continue  # its last token is in flight
             num_tokens = num_known - start
             if num_tokens > budget:
                 num_tokens = budget
@@ -241,36 +265,70 @@ class Scheduler:
         self._scheduled = output
         return output
 
-    def commit(
-        self, output: SchedulerOutput, results: TypingSequence[SampledResult]
-    ) -> list[tuple[int, TokenEvent]]:
-        """Book a computed step.
+    def start(self, output: SchedulerOutput) -> None:
+        """Book that the device has been given a step.
 
         Args:
             output: what the latest `schedule` returned.
-            results: one for each row that samples, decode rows first, then prefill rows. A row
-                whose sequence already has an `error` has no result.
+        """
+        assert output is self._scheduled, "a step is started once, and only the latest one"
+        self._scheduled = None
+        self._started.append(output)
+        for row in chain(output.decode, output.prefill):
+            sequence = row.sequence
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_computed_tokens = row.start + row.num_tokens
+                sequence.num_tokens_in_flight += row.samples
+
+    def commit(
+        self, output: SchedulerOutput, results: TypingSequence[SampledResult]
+    ) -> list[tuple[int, TokenEvent]]:
+        """Book the results of a step.
+
+        Args:
+            output: the earliest one that was started and has not ended.
+            results: one for each row that samples, decode rows first, then prefill rows.
 
         Returns:
             (request id, event) for every sequence that got a token or ended, in the order of rows.
             A result with an error ends its sequence; none of its blocks serves another one again.
         """
-        assert output is self._scheduled, "a step is committed once, and only the latest one"
-        self._scheduled = None
+        num_samples = sum(row.samples for row in chain(output.decode, output.prefill))
+        assert num_samples == len(results), f"{len(results)} results of {num_samples} rows"
+        remaining = iter(results)
+        return self._end(output, lambda row: next(remaining) if row.samples else None)
+
+    def fail(self, output: SchedulerOutput, error: str) -> list[tuple[int, TokenEvent]]:
+        """End the sequences of a step that could not be computed; what it left in their blocks serves nobody.
+
+        Args:
+            output: as for `commit`.
+            error: for the clients.
+
+        Returns:
+            As `commit`.
+        """
+        failed = _Failed(error)
+        return self._end(output, lambda _row: failed)
+
+    def _end(
+        self,
+        output: SchedulerOutput,
+        result_of: Callable[[ScheduledSequence], SampledResult | None],
+    ) -> list[tuple[int, TokenEvent]]:
+        assert self._started, "a step ends once, and after it was started"
+        assert output is self._started[0], "steps end in the order in which they were started"
+        self._started.popleft()
         events: list[tuple[int, TokenEvent]] = []
-        num_results, num_live = 0, len(self._live)
+        num_live = len(self._live)
         for row in chain(output.decode, output.prefill):
             sequence = row.sequence
-            result = None
-            if row.samples and sequence.error is None:
-                result = results[num_results]
-                num_results += 1
-            if sequence.status is not SequenceStatus.RUNNING:
+            result = result_of(row)
+            if sequence.status is SequenceStatus.FINISHED:
                 continue
             event = self._book(row, result)
             if event is not None:
                 events.append((sequence.request_id, event))
-        assert num_results == len(results), "more results than rows that sample"
         if len(self._live) < num_live:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
@@ -287,7 +345,18 @@ class Scheduler:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table, f"{sequence} waits and owns blocks"
         assert self._live == {sequence.request_id: sequence for sequence in running + waiting}
-        num_remaining = [sequence.num_tokens - sequence.num_computed_tokens for sequence in running]
+        for sequence in running + waiting:
+            drawing = [
+                any(
+                    row.sequence is sequence and row.samples
+                    for row in (*step.decode, *step.prefill)
+                )
+                for step in self._started
+            ]
+            assert sequence.num_tokens_in_flight == sum(drawing)
+        num_remaining = [
+            sequence.num_known_tokens - sequence.num_computed_tokens for sequence in running
+        ]
         assert all(count > 0 for count in num_remaining)
         assert sum(num_remaining[:-1]) < self.config.max_num_batched_tokens
         assert self.block_manager.owners == set(running)
@@ -328,15 +397,16 @@ class Scheduler:
     def _book(self, row: ScheduledSequence, result: SampledResult | None) -> TokenEvent | None:
         """Enter one computed row and the token drawn from it; returns what to tell the client."""
         sequence = row.sequence
+        sequence.num_tokens_in_flight -= row.samples
         if result is not None and result.error is not None:
             sequence.error = result.error
-        if sequence.error is not None:
             self._finish(sequence, FinishReason.ERROR)
             return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=sequence.error)
-        stop = row.start + row.num_tokens
-        sequence.num_computed_tokens = stop
-        if stop // self.block_manager.block_size > sequence.num_linked_blocks:
-            self.block_manager.cache_full_blocks(sequence)
+        # One that lost its blocks meanwhile still gets its token.
+        if sequence.status is SequenceStatus.RUNNING:
+            stop = row.start + row.num_tokens
+            if stop // self.block_manager.block_size > sequence.num_linked_blocks:
+                self.block_manager.cache_full_blocks(sequence, stop)
         if result is None:
             return None
         token_id = result.token_id
@@ -382,9 +452,11 @@ class Scheduler:
         return True
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free what it owns; the caller takes it out of its list."""
+        """End a sequence and free what it owns; the caller takes a running one out of its list."""
         if sequence.status is SequenceStatus.RUNNING:
             self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
+        else:
+            del self._waiting[sequence.request_id]
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         del self._live[sequence.request_id]

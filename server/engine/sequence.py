@@ -27,22 +27,26 @@ class Sequence:
     `Scheduler` alone changes it, except `block_table` and the two prefix fields, which belong to
     `BlockManager`. Token ids are only ever appended, so what was computed once stays valid.
 
-    Invariants: `0 <= num_computed_tokens < num_tokens` while it is unfinished, and
+    A token in flight is drawn by a step that is being computed: its position is known and its id is
+    not. It counts in `num_known_tokens` alone.
+
+    Invariants: `0 <= num_computed_tokens < num_known_tokens` while it is unfinished, and
     `num_computed_tokens <= len(block_table) * block_size`.
 
     Attributes:
         request_id: unique among the sequences of one scheduler.
         token_ids: prompt and output so far; append-only.
         num_prompt_tokens: tokens; the first so many of `token_ids` are the prompt.
-        num_computed_tokens: leading tokens whose keys and values are in the cache.
+        num_computed_tokens: leading tokens whose keys and values are in the cache, or will be before
+            the device computes anything that is scheduled later.
+        num_tokens_in_flight: how many steps that draw a token of it have been started and not ended.
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends when it has so many.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
         cache_salt: sequences share cached blocks only with sequences of an equal salt.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
-        error: what went wrong. Whoever runs the step may set it before `Scheduler.commit`, which
-            then ends the sequence.
+        error: what went wrong; None where nothing did.
         arrival: number of sequences added before it; gives the order of service.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
         first_scheduled_step: number of the step that first computed a token of it; None before.
@@ -65,6 +69,7 @@ class Sequence:
         "num_linked_blocks",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_tokens_in_flight",
         "prefix_link",
         "request_id",
         "sampling",
@@ -78,6 +83,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
+        self.num_tokens_in_flight = 0
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
         self.block_table: list[int] = []
         self.sampling = sampling
@@ -99,9 +105,19 @@ class Sequence:
         return len(self.token_ids)
 
     @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose position is taken: `num_tokens` and the one in flight."""
+        return len(self.token_ids) + self.num_tokens_in_flight
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_known_output_tokens(self) -> int:
+        """The same with the one in flight."""
+        return self.num_known_tokens - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -111,7 +127,7 @@ class Sequence:
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Ids that must not be drawn next: all that would end it while it is below its minimum."""
-        if self.num_output_tokens < self.sampling.min_new_tokens:
+        if self.num_known_output_tokens < self.sampling.min_new_tokens:
             return self._end_token_ids
         return frozenset()
 

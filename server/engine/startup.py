@@ -108,7 +108,8 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         info.kv_cache_dtype,
     )
     log.info("%s; GET /plan says why", info.plan)
-    return Engine(Scheduler(limits, blocks), runner, channel, info)
+    runs_ahead = config.overlap and device.type == "cuda"
+    return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
 
 
 def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:

@@ -58,9 +58,16 @@ def rows_of(output):
     ]
 
 
-def step(scheduler: Scheduler, token_id: int = 7):
-    """Schedule and commit, drawing the same token everywhere; returns the output and the events."""
+def begin(scheduler: Scheduler):
+    """Schedule a step and give it to a device."""
     output = scheduler.schedule()
+    scheduler.start(output)
+    return output
+
+
+def step(scheduler: Scheduler, token_id: int = 7):
+    """A step from its beginning to its end, drawing the same token everywhere; returns the output and the events."""
+    output = begin(scheduler)
     num_results = sum(row.samples for row in (*output.decode, *output.prefill))
     events = scheduler.commit(output, [Token(token_id)] * num_results)
     scheduler.check_invariants()
@@ -77,24 +84,27 @@ class NumberModel:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.last_drawn: dict[Sequence, int] = {}
 
     def execute(self, output) -> list[Token]:
+        """Compute a step, given before the tokens of the one before it are in the books."""
         rows = (*output.decode, *output.prefill)
+        drawn = {}
         for row in rows:
+            sequence = row.sequence
             for position in range(row.start, row.start + row.num_tokens):
-                before = self.read(row.sequence, position - 1) if position else 0
-                number = hash((before, row.sequence.token_ids[position]))
-                self.slots[self.slot(row.sequence, position)] = number
-        return [
-            Token(
-                draw(
-                    [self.read(row.sequence, p) for p in range(row.start + row.num_tokens)],
-                    row.sequence.banned_token_ids,
-                )
-            )
-            for row in rows
-            if row.samples and row.sequence.error is None
-        ]
+                before = self.read(sequence, position - 1) if position else 0
+                if position < sequence.num_tokens:
+                    token_id = sequence.token_ids[position]
+                else:
+                    assert position == sequence.num_tokens
+                    token_id = self.last_drawn[sequence]
+                self.slots[self.slot(sequence, position)] = hash((before, token_id))
+            if row.samples:
+                numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
+                drawn[sequence] = draw(numbers, sequence.banned_token_ids)
+        self.last_drawn = drawn
+        return [Token(drawn[row.sequence]) for row in rows if row.samples]
 
     def poison_empty_blocks(self, manager: BlockManager) -> None:
         for start, stop in manager._empty.stretches:

@@ -54,7 +54,7 @@ class ArithmeticRunner:
     def use_idle_time(self):
         return False
 
-    def execute(self, output):
+    def launch(self, output):
         if self.behaviour == "hang":
             time.sleep(3600)
         if self.behaviour == "slow":
@@ -65,7 +65,8 @@ class ArithmeticRunner:
         if any(667 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
             raise RuntimeError("fatal")
         sampled = [Sampled(next_token(s.sequence.token_ids)) for s in scheduled if s.samples]
-        return SimpleNamespace(sampled=sampled, prompt_logprobs={})
+        result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
+        return SimpleNamespace(feeds_next=False, result=lambda: result)
 
     def forget(self, request_id):
         pass

@@ -9,7 +9,7 @@ from tests.engine.bookkeeping import make_sequence
 def compute(manager: BlockManager, sequence) -> None:
     """Pretend that a step computed all known tokens."""
     sequence.num_computed_tokens = sequence.num_tokens
-    manager.cache_full_blocks(sequence)
+    manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
     manager.check_invariants()
 
 
@@ -160,7 +160,7 @@ def test_blocks_that_are_not_computed_yet_are_not_found():
     first = make_sequence(0, range(9))
     manager.admit(first)
     first.num_computed_tokens = 7
-    manager.cache_full_blocks(first)
+    manager.cache_full_blocks(first, first.num_computed_tokens)
     second = make_sequence(1, range(9))
 
     manager.admit(second)

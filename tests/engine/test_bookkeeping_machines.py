@@ -75,7 +75,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             tokens = tuple(sequence.token_ids[: (index + 1) * size])
             self.content[sequence.block_table[index]] = (sequence.cache_salt, tokens)
         sequence.num_computed_tokens = stop
-        self.manager.cache_full_blocks(sequence)
+        self.manager.cache_full_blocks(sequence, stop)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), discard=st.booleans())
@@ -133,6 +133,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.texts: dict[int, list[int]] = {}
         self.num_added = 0
         self.num_steps_owed = 0
+        self.in_flight = None
+        self.runs_ahead = False
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
@@ -215,9 +217,34 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_to_compute_and_try_again(self):
         self.scheduler.schedule()
 
+    @rule(runs_ahead=st.booleans())
+    def run_ahead_or_not(self, runs_ahead):
+        """From now on, schedule the next step before the results of the last are in the books, or after."""
+        self.runs_ahead = runs_ahead
+
     def serve(self, execute):
-        """One step; the oldest sequence must get on in it."""
+        """One step; the oldest sequence must get on in it, or have done so in the one that is in flight."""
         scheduler = self.scheduler
+        before, self.in_flight = self.in_flight, None
+        output = self.schedule()
+        results = execute(output)
+        scheduler.start(output)
+        scheduler.check_invariants()
+        if before is not None:
+            self.end(*before)
+        if self.runs_ahead:
+            self.in_flight = output, results
+        else:
+            self.end(output, results)
+        self.model.poison_empty_blocks(scheduler.block_manager)
+
+    def schedule(self):
+        scheduler = self.scheduler
+        ending = {
+            request_id
+            for request_id, sequence in self.live.items()
+            if sequence.num_known_tokens == sequence.max_num_tokens
+        }
         output = scheduler.schedule()
         scheduler.check_invariants()
         rows = rows_of(output)
@@ -225,13 +252,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_tokens <= scheduler.config.max_num_batched_tokens
         assert not {row[0] for row in rows} & set(output.preempted)
         if self.live:
-            assert min(self.live) in {row[0] for row in rows}
+            assert min(self.live) in {row[0] for row in rows} | ending
         for row in (*output.decode, *output.prefill):
             assert (row.num_tokens == 1) == (row in output.decode)
-            assert row.samples == (row.start + row.num_tokens == row.sequence.num_tokens)
-        for request_id, event in scheduler.commit(output, execute(output)):
+            assert row.samples == (row.start + row.num_tokens == row.sequence.num_known_tokens)
+        return output
+
+    def end(self, output, results):
+        for request_id, event in self.scheduler.commit(output, results):
             self.receive(request_id, event)
-        self.model.poison_empty_blocks(scheduler.block_manager)
 
     def receive(self, request_id, event):
         text = self.texts[request_id]
@@ -258,11 +287,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whatever is left finishes within as many steps as it has tokens."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(self.num_steps_owed):
-            if not self.live:
+        for _ in range(2 * self.num_steps_owed):
+            if not self.live and self.in_flight is None:
                 break
             self.step()
             self.scheduler.check_invariants()
+            self.runs_ahead &= bool(self.live)
         assert not self.live
         assert not self.scheduler.has_work
         manager = self.scheduler.block_manager

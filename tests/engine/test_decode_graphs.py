@@ -29,14 +29,16 @@ class Again:
         self.runs = 0
 
     def record(self, compute):
-        result = compute()
+        results = compute()
 
         def run():
             self.runs += 1
-            result.fill_(float("nan"))
-            result.copy_(compute())
+            for result in results:
+                result.fill_(float("nan") if result.is_floating_point() else -7)
+            for result, again in zip(results, compute(), strict=True):
+                result.copy_(again)
 
-        return Replay(run, result)
+        return Replay(run, results)
 
 
 class Broken:
@@ -154,7 +156,7 @@ def test_a_recording_with_long_tables_is_taken_where_the_short_ones_end(checkpoi
     engine = make_engine(checkpoint)
     runner = engine.engine._runner
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=8 * 200)
-    graphs = DecodeGraphs(runner._model, runner._kv_cache, Again(), limits)
+    graphs = DecodeGraphs(runner._model, runner._kv_cache, Again(), limits, runner._drawn)
 
     def key(start):
         scheduled = type("Scheduled", (), {"start": start})()

@@ -11,7 +11,7 @@ from server.engine.scheduler import (
     SchedulerConfig,
 )
 from server.engine.sequence import SequenceStatus
-from tests.engine.bookkeeping import Token, make_scheduler, make_sequence, rows_of, step
+from tests.engine.bookkeeping import Token, begin, make_scheduler, make_sequence, rows_of, step
 
 
 def add(scheduler, request_id, prompt, max_new_tokens=4, **sampling):
@@ -547,7 +547,7 @@ def test_the_result_of_a_sequence_aborted_during_the_step_is_ignored():
     scheduler = make_scheduler(16)
     for request_id in range(3):
         add(scheduler, request_id, 3)
-    output = scheduler.schedule()
+    output = begin(scheduler)
 
     check_aborted(scheduler, output.prefill[1].sequence)
     events = scheduler.commit(output, [Token(20), Token(21), Token(22)])
@@ -559,7 +559,7 @@ def test_the_result_of_a_sequence_aborted_during_the_step_is_ignored():
 def test_an_id_may_be_used_again_while_the_aborted_sequences_step_is_still_under_way():
     scheduler = make_scheduler(16)
     aborted = add(scheduler, 0, 3)
-    output = scheduler.schedule()
+    output = begin(scheduler)
     scheduler.abort(0)
     again = add(scheduler, 0, 5)
 
@@ -577,7 +577,7 @@ def test_results_belong_to_the_rows_that_sample_decode_first():
     step(scheduler)
     for request_id, num_tokens in ((1, 3), (2, 1), (3, 9)):
         add(scheduler, request_id, num_tokens)
-    output = scheduler.schedule()
+    output = begin(scheduler)
     assert rows_of(output) == [(0, 3, 1, True), (2, 0, 1, True), (1, 0, 3, True), (3, 0, 4, False)]
 
     events = scheduler.commit(output, [Token(20), Token(21), Token(22)])
@@ -593,7 +593,7 @@ def test_an_event_carries_the_log_probabilities_of_its_token():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3)
 
-    events = scheduler.commit(scheduler.schedule(), [Token(5, -0.25, ((5, -0.25), (6, -2.0)))])
+    events = scheduler.commit(begin(scheduler), [Token(5, -0.25, ((5, -0.25), (6, -2.0)))])
 
     expected = TokenEvent(token_id=5, logprob=-0.25, top_tokens=((5, -0.25), (6, -2.0)))
     assert events == [(0, expected)]
@@ -623,7 +623,7 @@ def test_a_result_with_an_error_ends_its_sequence_alone_and_leaves_nothing_cache
     scheduler = make_scheduler(16, 4)
     good, bad = add(scheduler, 0, 5), add(scheduler, 1, 9)
 
-    events = scheduler.commit(scheduler.schedule(), [Token(20), Token(None, error="not a number")])
+    events = scheduler.commit(begin(scheduler), [Token(20), Token(None, error="not a number")])
 
     error = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error="not a number")
     assert events == [(0, TokenEvent(token_id=20)), (1, error)]
@@ -642,7 +642,7 @@ def test_blocks_of_earlier_chunks_are_dropped_too_when_the_last_one_fails():
     step(scheduler)
     assert sequence.num_linked_blocks == 1
 
-    scheduler.commit(scheduler.schedule(), [Token(None, error="not a number")])
+    scheduler.commit(begin(scheduler), [Token(None, error="not a number")])
 
     assert scheduler.block_manager.num_idle_blocks == 0
     scheduler.check_invariants()
@@ -653,12 +653,10 @@ def test_a_step_that_failed_ends_all_its_sequences_without_results():
     add(scheduler, 0, 3)
     add(scheduler, 1, 9)
     waiting = add(scheduler, 2, 3)
-    output = scheduler.schedule()
+    output = begin(scheduler)
     assert [row[3] for row in rows_of(output)] == [True, False]
-    for row in output.prefill:
-        row.sequence.error = "the forward pass failed"
 
-    events = scheduler.commit(output, [])
+    events = scheduler.fail(output, "the forward pass failed")
 
     assert [(i, event.finish_reason, event.error) for i, event in events] == [
         (0, FinishReason.ERROR, "the forward pass failed"),
@@ -671,11 +669,10 @@ def test_a_step_that_failed_ends_all_its_sequences_without_results():
 def test_a_sequence_aborted_in_a_step_that_failed_gets_no_event():
     scheduler = make_scheduler(16)
     sequence = add(scheduler, 0, 3)
-    output = scheduler.schedule()
+    output = begin(scheduler)
     scheduler.abort(0)
-    sequence.error = "the forward pass failed"
 
-    assert scheduler.commit(output, []) == []
+    assert scheduler.fail(output, "the forward pass failed") == []
     assert sequence.finish_reason is FinishReason.ABORT
 
 
@@ -690,9 +687,10 @@ def test_a_step_that_was_not_computed_can_be_scheduled_again():
 
     assert rows_of(second) == rows_of(first)
     with pytest.raises(AssertionError, match="only the latest one"):
-        scheduler.commit(first, [Token(20)])
+        scheduler.start(first)
+    scheduler.start(second)
     assert [event.token_id for _, event in scheduler.commit(second, [Token(20)])] == [20]
-    with pytest.raises(AssertionError, match="committed once"):
+    with pytest.raises(AssertionError, match="ends once"):
         scheduler.commit(second, [Token(20)])
 
 
@@ -700,8 +698,8 @@ def test_a_result_too_many_is_noticed():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3)
 
-    with pytest.raises(AssertionError, match="more results than rows"):
-        scheduler.commit(scheduler.schedule(), [Token(20), Token(21)])
+    with pytest.raises(AssertionError, match="2 results of 1 rows"):
+        scheduler.commit(begin(scheduler), [Token(20), Token(21)])
 
 
 def test_a_result_with_neither_token_nor_error_is_noticed():
@@ -709,4 +707,102 @@ def test_a_result_with_neither_token_nor_error_is_noticed():
     add(scheduler, 0, 3)
 
     with pytest.raises(AssertionError, match="a token or an error"):
-        scheduler.commit(scheduler.schedule(), [Token(None)])
+        scheduler.commit(begin(scheduler), [Token(None)])
+
+
+# A step ahead of the results
+
+
+def test_the_next_step_can_be_scheduled_before_the_tokens_of_the_last_are_known():
+    scheduler = make_scheduler(16, 4)
+    sequence = add(scheduler, 0, 3, max_new_tokens=5)
+    first = begin(scheduler)
+    assert (sequence.num_tokens, sequence.num_known_tokens) == (3, 4)
+
+    second = begin(scheduler)
+
+    assert rows_of(second) == [(0, 3, 1, True)]
+    scheduler.check_invariants()
+    assert scheduler.commit(first, [Token(20)]) == [(0, TokenEvent(token_id=20))]
+    assert scheduler.commit(second, [Token(21)]) == [(0, TokenEvent(token_id=21))]
+    assert sequence.token_ids[3:] == [20, 21]
+    scheduler.check_invariants()
+
+
+def test_a_sequence_whose_last_token_is_in_flight_is_not_scheduled_again():
+    scheduler = make_scheduler(16, 4)
+    add(scheduler, 0, 3, max_new_tokens=1)
+    first = begin(scheduler)
+
+    second = scheduler.schedule()
+
+    assert second.num_tokens == 0
+    assert scheduler.has_work
+    [(_, event)] = scheduler.commit(first, [Token(20)])
+    assert event.finish_reason is FinishReason.LENGTH
+    assert not scheduler.has_work
+
+
+def test_the_row_of_a_sequence_that_ended_one_step_earlier_is_ignored():
+    scheduler = make_scheduler(16, 4)
+    ended = add(scheduler, 0, 3, eos_token_ids=(0,))
+    other = add(scheduler, 1, 3)
+    first = begin(scheduler)
+    second = begin(scheduler)
+
+    scheduler.commit(first, [Token(0), Token(20)])
+    assert ended.finish_reason is FinishReason.EOS
+    assert not ended.block_table
+    events = scheduler.commit(second, [Token(30), Token(21)])
+
+    assert events == [(1, TokenEvent(token_id=21))]
+    assert ended.output_token_ids == [0]
+    assert other.output_token_ids == [20, 21]
+    scheduler.check_invariants()
+
+
+@pytest.mark.parametrize(("token_id", "reason"), [(22, None), (0, FinishReason.EOS)])
+def test_a_sequence_that_loses_its_blocks_still_gets_its_token(token_id, reason):
+    scheduler = make_scheduler(5, 2, max_num_seqs=2)
+    add(scheduler, 0, 3, max_new_tokens=5)
+    younger = add(scheduler, 1, 2, max_new_tokens=5, eos_token_ids=(0,))
+    step(scheduler, 20)
+    step(scheduler, 20)
+    first = begin(scheduler)
+
+    second = begin(scheduler)
+
+    assert second.preempted == (1,)
+    assert younger.num_tokens_in_flight == 1
+    scheduler.check_invariants()
+    events = dict(scheduler.commit(first, [Token(21), Token(token_id)]))
+    assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason)
+    assert younger.output_token_ids == [20, 20, token_id]
+    assert scheduler.num_waiting == (reason is None)
+    scheduler.check_invariants()
+    scheduler.commit(second, [Token(23)])
+    finish_everything(scheduler)
+
+
+def test_steps_end_in_the_order_in_which_they_were_started():
+    scheduler = make_scheduler(16, 4)
+    add(scheduler, 0, 3)
+    begin(scheduler)
+    second = begin(scheduler)
+
+    with pytest.raises(AssertionError, match="in the order"):
+        scheduler.commit(second, [Token(21)])
+
+
+def test_a_step_that_fails_ends_its_sequences_after_the_results_of_the_one_before_it():
+    scheduler = make_scheduler(16, 4)
+    sequence = add(scheduler, 0, 3)
+    first = begin(scheduler)
+    second = begin(scheduler)
+
+    events = scheduler.commit(first, [Token(20)]) + scheduler.fail(second, "out of memory")
+
+    assert [event.token_id for _, event in events] == [20, None]
+    assert sequence.error == "out of memory"
+    assert scheduler.block_manager.num_free_blocks == 16
+    scheduler.check_invariants()

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 import server.engine.model_runner
 from kernels.arch import CATALOGUE
 from server.engine.batch import build_batch
+from server.engine.drawn_tokens import DrawnTokens
 from server.engine.shared_prefix import shared_blocks, shared_tokens
 from server.engine.warm_up import sharing
 from tests.engine.test_engine_model import assert_all_free, greedy, make_engine, tokens
 from tests.engine.test_warm_up import S, assert_sound, limits
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+CPU = torch.device("cpu")
 
 
 def always(_num_seqs, _num_tokens):
@@ -91,9 +94,9 @@ def steps(monkeypatch):
     """Makes sharing pay always, and keeps every step with its batch and its block tables."""
     seen = []
 
-    def build(output, block_size, device, sharing_pays):
+    def build(output, block_size, device, drawn, sharing_pays):
         assert sharing_pays is None
-        batch = build_batch(output, block_size, device, always)
+        batch = build_batch(output, block_size, device, drawn, always)
         seen.append((output, batch, [tuple(s.sequence.block_table) for s in output.decode]))
         return batch
 
@@ -196,7 +199,7 @@ def test_the_invented_sequences_share_the_least_that_can_be(length):
     (output,) = sharing(length, limits(), S)
 
     assert_sound(output, limits(), 256)
-    batch = build_batch(output, S, torch.device("cpu"), always).decode
+    batch = build_batch(output, S, CPU, DrawnTokens(1, CPU), always).decode
     assert batch.shared_prefix == 4 * S
     assert batch.max_seqlen_k == min(4 * S + length, 256)
 
