@@ -100,20 +100,23 @@ class DecoderLM(nn.Module):
             self._ops = self._plain_ops()
         return self._run_layers(hidden, self.rope.table(positions), attention, self._ops)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Score the vocabulary.
 
         Args:
-            hidden: [..., hidden_size] from `forward`.
+            hidden: [..., hidden_size] from `forward`; [M, hidden_size] with `out`.
+            out: [M, vocab_size], where the scores are to lie.
 
         Returns:
-            [..., vocab_size] in the parameters' dtype.
+            [..., vocab_size] in the parameters' dtype; `out` where it is given.
         """
         if self._packed_head is not None:
-            return self._packed_head(hidden)
-        return functional.linear(
-            hidden, self.embed_tokens if self.lm_head is None else self.lm_head
-        )
+            scores = self._packed_head(hidden)
+            return scores if out is None else out.copy_(scores)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        if out is None:
+            return functional.linear(hidden, head)
+        return torch.mm(hidden, head.t(), out=out)
 
     def pack(self) -> None:
         """Bring the matrices into the CPU's fastest layout, for serving only; a no-op elsewhere.

@@ -17,7 +17,8 @@ class Replay(NamedTuple):
 
     Attributes:
         run: queues all of it again, on the memory that it was recorded on.
-        result: where its results are after that, until the next `run` of any replay of the same recorder.
+        result: where its results are after that; those that `compute` allocated, until the next `run` of any replay
+            of the same recorder.
     """
 
     run: Callable[[], object]

@@ -85,7 +85,7 @@ class Settings(BaseSettings):
     )
     cuda_graphs: bool = Field(
         False,
-        description="on a GPU, record decode steps and replay them, one launch instead of hundreds",
+        description="on a GPU, record steps and replay them, one launch instead of hundreds",
     )
     overlap: bool = Field(
         True,

@@ -78,15 +78,12 @@ def build_batch(
         ids.append(drawn.id_or_row(s.sequence, start))
         positions.append(start)
         slots.append(table[start // block_size] * block_size + start % block_size)
+    prompts = [prompt_rows(s, block_size) for s in output.prefill]
+    end = len(ids)
     for s in output.prefill:
-        start, end, table = s.start, s.start + s.num_tokens, s.sequence.block_table
-        ids += s.sequence.token_ids[start:end]
-        if end > s.sequence.num_tokens:
-            ids.append(drawn.id_or_row(s.sequence, end - 1))
-        positions += range(start, end)
-        slots += [table[i // block_size] * block_size + i % block_size for i in range(start, end)]
+        end += s.num_tokens
         if s.samples:
-            last_rows.append(len(ids) - 1)
+            last_rows.append(end - 1)
     groups = [
         _host_batch(output.decode, block_size, sharing_pays),
         _host_batch(output.prefill, block_size, None),
@@ -94,20 +91,46 @@ def build_batch(
     tensors = iter(
         upload(
             [
-                np.array(ids, np.int64),
-                np.array(positions, np.int64),
+                np.concatenate([np.array(ids, np.int64), *(rows.ids for rows in prompts)]),
+                np.concatenate(
+                    [np.array(positions, np.int64), *(rows.positions for rows in prompts)]
+                ),
                 np.array(last_rows, np.int64),
-                np.array(slots, np.int32),
+                np.concatenate([np.array(slots, np.int32), *(rows.slots for rows in prompts)]),
                 *(array for group in groups if group is not None for array in group.arrays),
             ],
             device,
         )
     )
     input_ids, position_ids, last, slot_mapping = itertools.islice(tensors, 4)
-    if min(ids) < 0:
+    if ids and min(ids) < 0:
         input_ids = drawn.look_up(input_ids)
     decode, prefill = (None if group is None else group.on_device(tensors) for group in groups)
     return ModelInput(input_ids, position_ids, slot_mapping, decode, prefill, last)
+
+
+class PromptRows(NamedTuple):
+    """The tokens of one chunk of a prompt: ids [n] int64, positions [n] int64, slots [n] int32."""
+
+    ids: HostArray
+    positions: HostArray
+    slots: HostArray
+
+
+def prompt_rows(scheduled: ScheduledSequence, block_size: int) -> PromptRows:
+    """Lay out a chunk whose tokens the host knows.
+
+    Args:
+        scheduled: its blocks are reserved.
+        block_size: tokens per block.
+    """
+    start, end = scheduled.start, scheduled.start + scheduled.num_tokens
+    first = start // block_size
+    blocks = np.array(scheduled.sequence.block_table[first : -(-end // block_size)], np.int32)
+    positions = np.arange(start, end)
+    slots = blocks[positions // block_size - first] * block_size + positions % block_size
+    ids = np.array(scheduled.sequence.token_ids[start:end], np.int64)
+    return PromptRows(ids, positions, slots.astype(np.int32))
 
 
 class _HostBatch(NamedTuple):

@@ -55,6 +55,10 @@ class DrawnTokens:
         """Make room for more rows; the tokens that are there get lost."""
         self.ids = torch.zeros(capacity, dtype=torch.int64, device=self.ids.device)
 
+    def put_at(self, places: Tensor, tokens: Tensor) -> None:
+        """Leave tokens, [M] int64, at places, [M] int64, of which several may be the same; both on the device."""
+        self.ids.index_copy_(0, places, tokens)
+
     def put(self, tokens: Tensor) -> None:
         """Leave a step's tokens, [M] int64, on the device."""
         self.ids[: len(tokens)].copy_(tokens)

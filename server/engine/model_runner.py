@@ -20,10 +20,11 @@ from model.sampler import Sampler, prompt_logprobs
 from model.sampling import NOT_FINITE, SampledToken, SamplingRow, TokenHistory
 from model.transfer import Download
 from server.engine.batch import build_batch
-from server.engine.decode_graphs import DecodeGraphs
 from server.engine.drawn_tokens import DrawnTokens
 from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
+from server.engine.step_graph import StepModel
+from server.engine.step_graphs import StepGraphs
 from server.engine.warm_up import crowds, first_steps, largest_step, sharing
 
 if TYPE_CHECKING:
@@ -95,11 +96,11 @@ class _Sampled:
 class _MostLikely:
     """A step whose recording has chosen the tokens."""
 
-    tokens: Download
+    tokens: list[Download]
     feeds_next: bool = True
 
     def result(self) -> StepResult:
-        tokens: list[int] = self.tokens.read().tolist()
+        tokens: list[int] = [token for part in self.tokens for token in part.read().tolist()]
         sampled = [
             SampledToken(token) if token >= 0 else SampledToken(error=NOT_FINITE)
             for token in tokens
@@ -120,7 +121,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.layer(0).device
         self._sharing_pays = self._find_sharing()
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._drawn = DrawnTokens(_FEWEST_DRAWN, self._device)
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}
@@ -135,20 +136,19 @@ class ModelRunner:
         """Of the KV cache's numbers, as PyTorch names it."""
         return str(self._kv_cache.dtype).removeprefix("torch.")
 
-    def record_decode_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
-        """Replay decode steps from now on, as soon as they are recorded.
+    def record_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
+        """Replay steps from now on, as soon as they are recorded.
 
         Args:
             limits: of a step.
             recorder: of the cache's device.
         """
-        self._drawn = DrawnTokens(limits.max_num_seqs, self._device)
-        self._graphs = DecodeGraphs(
-            self._model, self._kv_cache, recorder, limits, self._drawn, self._sharing_pays
-        )
+        self._drawn = DrawnTokens(limits.max_num_seqs + 1, self._device)
+        model = StepModel(self._model, self._kv_cache, recorder, self._drawn)
+        self._graphs = StepGraphs(model, limits, self._sharing_pays)
 
     def use_idle_time(self) -> bool:
-        """Record one kind of decode step; return whether there was one to record."""
+        """Record one kind of step; return whether there was one to record."""
         return self._graphs is not None and self._graphs.record_next()
 
     def forget(self, request_id: int) -> None:
@@ -191,11 +191,14 @@ class ModelRunner:
                 those that the host does not know are the ones that the step launched before it draws.
         """
         if self._graphs is not None and (computed := self._graphs.compute(output)) is not None:
-            rows = [self._sampling_row(s.sequence) for s in output.decode]
-            self._drawn.note(output.decode)
+            sampling = [s for s in (*output.decode, *output.prefill) if s.samples]
+            self._drawn.note(sampling)
+            if not sampling:
+                return _Sampled(None, {}, feeds_next=True)
+            rows = [self._sampling_row(s.sequence) for s in sampling]
             if all(row.is_argmax and not row.wants_logprobs for row in rows):
-                return _MostLikely(Download(computed.tokens))
-            return self._draw(computed.logits, rows, {})
+                return _MostLikely([Download(part.tokens) for part in computed])
+            return self._draw(torch.cat([part.logits for part in computed]), rows, {})
         return self._launch(output, self._sharing_pays)
 
     def _launch(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PendingStep:

@@ -39,7 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_dtype: "auto" or "fp8".
         kv_cache_tokens: tokens the KV cache holds; None derives it from the memory that is free.
         kv_cache_gib: the same as a size in GiB; at most one of the two is given.
-        cuda_graphs: whether decode steps are recorded and replayed on a GPU.
+        cuda_graphs: whether steps are recorded and replayed on a GPU.
         overlap: whether a step is launched on a GPU before the results of the one before are booked.
         enable_prefix_caching: whether finished blocks are kept for prompts with the same beginning.
         cpu_threads: threads of a forward pass on the CPU; None takes PyTorch's choice.

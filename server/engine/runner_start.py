@@ -89,7 +89,7 @@ def _start_on_gpu(
         max_total_tokens = _max_total_tokens(runner, limits)
     if config.cuda_graphs:
         served = dataclasses.replace(limits, max_model_len=max_total_tokens)
-        runner.record_decode_steps(served, CudaGraphs(device))
+        runner.record_steps(served, CudaGraphs(device))
     return runner, max_total_tokens
 
 

@@ -1,15 +1,20 @@
 """Decode steps from recordings: the tokens of steps without them, whatever comes, goes and is preempted."""
 
+import itertools
 import logging
 import random
 
 import pytest
+import torch
 
 from model.replay import Replay
 from server.engine.decode_graphs import DecodeGraphs, GraphKey, row_counts
+from server.engine.drawn_tokens import DrawnTokens
 from server.engine.local import LocalEngine
+from server.engine.prefill_graphs import PrefillGraphs, PrefillKey, token_counts
 from server.engine.protocol import Shutdown
 from server.engine.scheduler import SchedulerConfig
+from server.engine.step_graph import StepModel
 from tests.engine.test_engine_model import (
     assert_all_free,
     greedy,
@@ -19,7 +24,7 @@ from tests.engine.test_engine_model import (
 )
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
-LIMITS = SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=64, max_model_len=256)
+CPU = torch.device("cpu")
 
 
 class Again:
@@ -54,7 +59,7 @@ def checkpoint(tmp_path_factory):
 def recording_engine(checkpoint, recorder, *, ahead=100, **changes) -> LocalEngine:
     engine = make_engine(checkpoint, max_num_seqs=20, **changes)
     runner = engine.engine._runner
-    runner.record_decode_steps(LIMITS, recorder)
+    runner.record_steps(engine.engine._scheduler.config, recorder)
     for _ in range(ahead):
         runner.use_idle_time()
     return engine
@@ -113,9 +118,11 @@ def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, mo
     monkeypatch.setattr(engine.channel, "receive", receive)
     engine.engine.run()
 
-    kinds = engine.engine._runner._graphs._kinds
-    assert [key.num_rows for key, kind in kinds.items() if kind.replay] == row_counts(20)
-    assert asked == [False] * len(kinds) + [True]
+    graphs = engine.engine._runner._graphs
+    decode, prefill = graphs.decode.recordings.recorded, graphs.prefill.recordings.recorded
+    assert [key.num_rows for key in decode] == row_counts(20)
+    assert [key.num_tokens for key in prefill] == token_counts(256)
+    assert asked == [False] * (len(decode) + len(prefill)) + [True]
 
 
 def test_log_probabilities_of_a_prompt_are_computed_without_a_recording(checkpoint):
@@ -127,15 +134,16 @@ def test_log_probabilities_of_a_prompt_are_computed_without_a_recording(checkpoi
     assert answers(engine, prompts, prompt_logprobs=True) == expected
 
 
-def test_what_cannot_be_recorded_is_launched_and_said_once(checkpoint, caplog):
+def test_what_cannot_be_recorded_is_launched_and_said_once_for_each_kind(checkpoint, caplog):
     with caplog.at_level(logging.WARNING, "tessera.engine"):
         engine = recording_engine(checkpoint, Broken())
         found = answers(engine, [[1, 2, 3], [4, 5]])
 
     assert found == answers(make_engine(checkpoint), [[1, 2, 3], [4, 5]])
+    reason = "failed: operation not permitted when stream is capturing"
     assert [r.getMessage() for r in caplog.records if "recorded" in r.getMessage()] == [
-        "no more decode steps are recorded: GraphKey(num_rows=1, num_columns=32) failed: "
-        "operation not permitted when stream is capturing"
+        f"no more steps are recorded: GraphKey(num_rows=1, num_columns=32) {reason}",
+        f"no more steps are recorded: PrefillKey(num_tokens=16, num_seqs=1, num_columns=32) {reason}",
     ]
 
 
@@ -156,7 +164,8 @@ def test_a_recording_with_long_tables_is_taken_where_the_short_ones_end(checkpoi
     engine = make_engine(checkpoint)
     runner = engine.engine._runner
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=8 * 200)
-    graphs = DecodeGraphs(runner._model, runner._kv_cache, Again(), limits, runner._drawn)
+    model = StepModel(runner._model, runner._kv_cache, Again(), DrawnTokens(5, CPU))
+    graphs = DecodeGraphs(model, limits)
 
     def key(start):
         scheduled = type("Scheduled", (), {"start": start})()
@@ -165,3 +174,60 @@ def test_a_recording_with_long_tables_is_taken_where_the_short_ones_end(checkpoi
     assert key(0) == key(8 * 64 - 1) == GraphKey(4, 64)
     assert key(8 * 64) == key(8 * 128 - 1) == GraphKey(4, 128)
     assert key(8 * 128) == key(8 * 200 - 1) == GraphKey(4, 200)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_from_recordings_that_leave_at_most_a_fifth_unused():
+    counts = token_counts(8192)
+
+    assert counts[:8] == [16, 20, 24, 28, 32, 40, 48, 56]
+    assert counts[-3:] == [6144, 7168, 8192]
+    assert all(larger <= 1.25 * smaller for smaller, larger in itertools.pairwise(counts))
+    assert token_counts(100)[-2:] == [96, 100]
+    assert token_counts(3) == [3]
+
+
+def test_a_prompt_takes_the_smallest_recording_that_it_fits_in(checkpoint):
+    runner = make_engine(checkpoint).engine._runner
+    limits = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=8 * 200)
+    model = StepModel(runner._model, runner._kv_cache, Again(), DrawnTokens(65, CPU))
+    graphs = PrefillGraphs(model, limits)
+
+    def key(*chunks):
+        scheduled = [type("Chunk", (), {"start": a, "num_tokens": n})() for a, n in chunks]
+        return graphs._key(tuple(scheduled))
+
+    assert key((0, 2)) == PrefillKey(16, 1, 32)
+    assert key((0, 129)) == PrefillKey(160, 1, 32)
+    assert key((8 * 32, 100)) == PrefillKey(112, 1, 64)
+    assert key((8 * 199, 8)) == PrefillKey(16, 1, 200)
+    assert key((0, 10), (8, 20)) == PrefillKey(32, 8, 32)
+    assert key(*[(0, 2)] * 9) == PrefillKey(20, 64, 32)
+
+
+@pytest.mark.parametrize("budget", [20, 64])
+def test_chunks_prefix_hits_and_crowds_of_prompts_give_the_tokens_of_steps_without_recordings(
+    checkpoint, budget
+):
+    rng = random.Random(3)
+    common = random_prompt(rng, 40, 40)
+    prompts = [common + random_prompt(rng, 1, 40) for _ in range(12)] + [common[:9]]
+    limits = {"max_num_batched_tokens": budget}
+    expected = answers(make_engine(checkpoint, max_num_seqs=20, **limits), prompts)
+    recorder = Again()
+    engine = recording_engine(checkpoint, recorder, **limits)
+    while engine.engine._runner.use_idle_time():
+        pass
+
+    for _ in range(3):  # what was missed is recorded in between
+        assert answers(engine, prompts) == expected
+        while engine.engine._runner.use_idle_time():
+            pass
+    before = recorder.runs
+    assert answers(engine, prompts) == expected
+
+    assert engine.engine.stats().prefix_cache_hit_tokens > 0
+    assert recorder.runs - before > 30
+    assert_all_free(engine)

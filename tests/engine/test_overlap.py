@@ -8,7 +8,7 @@ import torch
 from server.engine.model_runner import ModelRunner
 from server.engine.protocol import AbortRequests
 from server.engine.request import FinishReason, GenerateRequest, SamplingParams
-from tests.engine.test_decode_graphs import LIMITS, Again
+from tests.engine.test_decode_graphs import Again
 from tests.engine.test_engine_model import (
     assert_all_free,
     greedy,
@@ -46,7 +46,7 @@ def ahead(request, checkpoint):
         engine.engine._runs_ahead = True
         if request.param:
             runner = engine.engine._runner
-            runner.record_decode_steps(LIMITS, Again())
+            runner.record_steps(engine.engine._scheduler.config, Again())
             while runner.use_idle_time():
                 pass
         return engine

@@ -57,8 +57,7 @@ def answers(engine, prompts, num_tokens, **sampling):
 
 
 def recordings(engine):
-    kinds = engine.engine._runner._graphs._kinds
-    return [key for key, kind in kinds.items() if kind.replay is not None]
+    return list(engine.engine._runner._graphs.decode.recordings.recorded)
 
 
 PROMPTS = [[(7 * i + j) % 500 + 5 for j in range(3 + 13 * i)] for i in range(20)]
