@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import decode_attention, flash_attention, prefill_attention, write_kv
+from kernels.layer_ops import CacheSlots, FusedNorm, rope_and_write_kv
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.metadata import AttentionMetadata
@@ -63,6 +64,60 @@ class PagedAttention:
         """
         kv, scale = self._layers[layer], self._scales[layer]
         write_kv(k, v, kv, self._metadata.slot_mapping, kv_scale=scale)
+        return self.attend(layer, q)
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of keys and values that a layer reads at most."""
+        kv = self._layers[0]
+        return self._metadata.most_keys * 2 * kv.shape[3] * kv.shape[4] * kv.dtype.itemsize
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: Tensor,
+        positions: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[FusedNorm, FusedNorm] | None,
+        ahead: tuple[Tensor, Tensor] | None,
+        *,
+        pdl: bool,
+    ) -> Tensor:
+        """Make queries of a projection, and write its keys and values to the cache; on a GPU.
+
+        Args:
+            layer: index.
+            qkv: [T, (H + 2 * K) * D] contiguous, rows as above; is overwritten.
+            positions: [T] int64.
+            rope: as `RotaryEmbedding.tables`.
+            norms: of queries and keys; None where the family has none.
+            ahead: weights that the GPU's cache should fetch meanwhile.
+            pdl: launch before the kernel before has ended.
+
+        Returns:
+            The queries [T, H, D], a view of `qkv`.
+        """
+        return rope_and_write_kv(
+            qkv,
+            CacheSlots(self._layers[layer], self._metadata.slot_mapping, self._scales[layer]),
+            rope,
+            positions,
+            norms=norms,
+            ahead=ahead,
+            pdl=pdl,
+        )
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """Attend to a cache that holds the step's keys and values already.
+
+        Args:
+            layer: index.
+            q: [T, H, D], as above.
+
+        Returns:
+            [T, H, D] contiguous.
+        """
+        kv, scale = self._layers[layer], self._scales[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode, prefill = self._plans[layer]
         split = self._metadata.num_decode_tokens

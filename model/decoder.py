@@ -10,9 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, plan_attention, rms_norm
+from kernels import (
+    AttentionPlan,
+    AttentionProblem,
+    PagedBatch,
+    Phase,
+    detect,
+    plan_attention,
+    rms_norm,
+)
+from kernels.layer_ops import objection
 from model.attention import DenseAttention, PagedAttention
 from model.config import ModelConfig
+from model.fused_layers import FusedLayers
 from model.kv_cache import KVCache
 from model.layers import DecoderLayer, LayerOps, LayerShape, layer_forward
 from model.linear import Linear, can_pack, packed_linear
@@ -55,6 +65,7 @@ class DecoderLM(nn.Module):
         )
         self._ops: list[LayerOps] | None = None
         self._packed_head: Linear | None = None
+        self._fused: FusedLayers | None = None
         self._positions_reserved = False
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -96,6 +107,8 @@ class DecoderLM(nn.Module):
             capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
             self.rope.reserve(capacity, hidden.dtype, hidden.device)
         attention = PagedAttention(self.config, kv_cache, metadata)
+        if self._fused is not None and metadata.launches_ours:
+            return self._fused(hidden, positions, self.rope.tables, attention)
         if self._ops is None:
             self._ops = self._plain_ops()
         return self._run_layers(hidden, self.rope.table(positions), attention, self._ops)
@@ -113,10 +126,11 @@ class DecoderLM(nn.Module):
         if self._packed_head is not None:
             scores = self._packed_head(hidden)
             return scores if out is None else out.copy_(scores)
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        if self._fused is not None and hidden.ndim == 2:
+            return self._fused.logits(hidden, out)
         if out is None:
-            return functional.linear(hidden, head)
-        return torch.mm(hidden, head.t(), out=out)
+            return functional.linear(hidden, self._head)
+        return torch.mm(hidden, self._head.t(), out=out)
 
     def pack(self) -> None:
         """Bring the matrices into the CPU's fastest layout, for serving only; a no-op elsewhere.
@@ -127,10 +141,26 @@ class DecoderLM(nn.Module):
         embeddings = self.embed_tokens
         if self.is_packed or not can_pack(embeddings.dtype, embeddings.device):
             return
-        head = embeddings if self.lm_head is None else self.lm_head
-        self._packed_head = packed_linear(head, None)
+        self._packed_head = packed_linear(self._head, None)
         self.lm_head = None
         self._ops = [layer.pack() for layer in self._decoder_layers()]
+
+    def fuse(self) -> str:
+        """Compute cached passes with few launches from now on, on GPUs that have the kernels.
+
+        Not differentiable from then on. A step whose attention none of our kernels takes is computed as before.
+
+        Returns:
+            Why nothing has changed; empty where it has.
+        """
+        parameter = self.embed_tokens
+        arch = detect(parameter.device)
+        reason = objection(arch, parameter.dtype)
+        if not reason:
+            self._fused = FusedLayers(
+                self._decoder_layers(), self.norm, self._head, self._shape.eps, arch
+            )
+        return reason
 
     @property
     def is_packed(self) -> bool:
@@ -205,7 +235,13 @@ class DecoderLM(nn.Module):
 
         sliding = plans(sliding=True) if self.config.mixes_attention else [None, None]
         num_decode_tokens = 0 if decode is None else decode.seq_lens.shape[0]
-        return AttentionMetadata(slot_mapping, num_decode_tokens, *plans(sliding=False), *sliding)
+        most_keys = sum(
+            batch.num_seqs * batch.max_seqlen_k for batch in (decode, prefill) if batch is not None
+        )
+        full = plans(sliding=False)
+        return AttentionMetadata(
+            slot_mapping, num_decode_tokens, full[0], full[1], sliding[0], sliding[1], most_keys
+        )
 
     def init_weights(self, std: float | None = None, seed: int | None = None) -> None:
         """Draw fresh weights: normal matrices, zero biases, unit norms.
@@ -240,6 +276,10 @@ class DecoderLM(nn.Module):
 
     def _plain_ops(self) -> list[LayerOps]:
         return [layer.ops() for layer in self._decoder_layers()]
+
+    @property
+    def _head(self) -> nn.Parameter:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

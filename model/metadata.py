@@ -26,6 +26,7 @@ class AttentionMetadata:
         sliding_decode: plan of the decode rows for sliding layers, in models that mix both kinds
             of layer; elsewhere None, and `decode` fits every layer.
         sliding_prefill: the same for the prefill rows.
+        most_keys: that a layer attends to at most, of all sequences.
     """
 
     slot_mapping: Tensor
@@ -34,3 +35,10 @@ class AttentionMetadata:
     prefill: AttentionPlan | None
     sliding_decode: AttentionPlan | None = None
     sliding_prefill: AttentionPlan | None = None
+    most_keys: int = 0
+
+    @property
+    def launches_ours(self) -> bool:
+        """Whether all of it is computed by kernels of ours, none by PyTorch's operations."""
+        plans = (self.decode, self.prefill, self.sliding_decode, self.sliding_prefill)
+        return all(plan.selection.spec.launch is not None for plan in plans if plan is not None)

@@ -140,6 +140,11 @@ class RotaryEmbedding:
             tables = rope_tables(angles, self._rope.attention_factor, dtype)
             self._cos[start:stop], self._sin[start:stop] = tables
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The rotations of all reserved positions: cos and sin, [positions, 1, D] each, contiguous."""
+        return self._cos, self._sin
+
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Look up the rotations of served tokens, once per step.
 

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.hopper_consumer import cap_scores, keep_rows, mask_scores, softmax_step
 from kernels.attention.hopper_merge import DecodeConstants, merge_parts, store_part, store_rows
@@ -32,6 +33,7 @@ from kernels.attention.hopper_prefill import bulk_strides, exponents
 from kernels.attention.hopper_producer import copy_tile, rows_of_tile
 from kernels.attention.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.tile import window_argument
+from kernels.fused.dependent import dependent_launch, may_depend
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def decode(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     LSE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Attend one tile of rows to one split; program (split, key-value head, row tile).
 
@@ -79,6 +82,9 @@ def decode(
         WINDOW, SOFTCAP, LSE,
     )  # fmt: skip
     TILES: gl.constexpr = KV_HEADS * ROW_TILES
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = gl.program_id(0)
     tile = program % TILES
     kv_head = tile // ROW_TILES
@@ -250,6 +256,7 @@ class HopperDecode:
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
             "num_warps": launch.num_warps,
+            **dependent_launch(may_depend(selection.arch, batch.seq_lens.device)),
         }
 
     def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.combine import combine_columns
 from kernels.attention.split_list import SPLIT_FIELDS, SplitList
@@ -28,6 +29,7 @@ from kernels.attention.tile import (
     window_argument,
 )
 from kernels.attention.tile_pairs import attend_pairs, takes_pairs
+from kernels.fused.dependent import dependent_launch, may_depend
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def decode(
     LSE: tl.constexpr,
     FP8: tl.constexpr,
     PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attend one tile of rows to one split; program (split, key-value head, row tile).
 
@@ -82,6 +85,9 @@ def decode(
     """
     TILES: tl.constexpr = KV_HEADS * ROW_TILES
     D: tl.constexpr = D1 + D2
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0)
     tile = program % TILES
     kv_head = tile // ROW_TILES
@@ -212,6 +218,7 @@ class PortableDecode:
             "PAIRS": problem.kv_dtype is not None and takes_pairs(d1, d2),
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
+            **dependent_launch(may_depend(selection.arch, batch.seq_lens.device)),
         }
 
     def __call__(

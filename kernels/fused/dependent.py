@@ -12,7 +12,19 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.arch import GPUArch
+
+_HOPPER = 90
+
+
+def may_depend(arch: GPUArch, device: torch.device) -> bool:
+    """Whether kernels may be launched so, which the interpreter on a CPU cannot, whatever it is to stand for."""
+    return arch.sm >= _HOPPER and device.type == "cuda"
 
 
 def dependent_launch(pdl: bool) -> dict[str, Any]:

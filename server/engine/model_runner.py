@@ -25,7 +25,7 @@ from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
 from server.engine.step_graph import StepModel
 from server.engine.step_graphs import StepGraphs
-from server.engine.warm_up import crowds, first_steps, largest_step, sharing
+from server.engine.warm_up import crowds, few_rows, first_steps, largest_step, sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,6 +248,8 @@ class ModelRunner:
                 for output in sharing(length, limits, block_size):
                     self._compute_invented(output, lambda *_: True)
         if self._device.type == "cuda":
+            for output in few_rows(limits, block_size):
+                self._compute_invented(output)
             self.compute_largest_step(limits)
 
     def compute_largest_step(self, limits: SchedulerConfig) -> None:

@@ -72,6 +72,8 @@ def _start_on_gpu(
 ) -> tuple[ModelRunner, int]:
     device = model.embed_tokens.device
     with phases("warming up"):
+        if reason := model.fuse():
+            log.warning("layers are computed operation by operation, which is slower: %s", reason)
         model.reserve_positions(limits.max_model_len)
         with peak_memory(device) as peak_bytes:
             _runner(model, config, num_blocks=1).warm_up(limits, phases.say)

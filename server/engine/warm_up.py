@@ -55,6 +55,19 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
         count *= 2
 
 
+def few_rows(limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
+    """Decode steps of 2 sequences and of 4: linear layers have kernels of their own for so few.
+
+    Args:
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    for count in sorted({min(2, most), min(4, most)}):
+        members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
+        yield _output(tuple(_chunk(s, 1) for s in members), ())
+
+
 def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
     """Two sequences that share the fewest tokens that may be read once: the kernels of such a step.
 

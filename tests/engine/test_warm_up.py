@@ -3,7 +3,7 @@
 import pytest
 
 from server.engine.scheduler import SchedulerConfig
-from server.engine.warm_up import crowds, first_steps, largest_step
+from server.engine.warm_up import crowds, few_rows, first_steps, largest_step
 
 S = 16
 
@@ -43,6 +43,17 @@ def test_a_prompt_and_a_token_reach_the_given_length(length, tokens):
     assert not prefill.decode
     assert decode.decode
     assert not decode.prefill
+
+
+@pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4])])
+def test_steps_of_few_rows_are_decoded(seqs, counts):
+    config = limits(seqs=seqs)
+    outputs = list(few_rows(config, S))
+
+    for output in outputs:
+        assert_sound(output, config, 2)
+    assert [len(output.decode) for output in outputs] == counts
+    assert not any(output.prefill for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ class FusedJob:
         sm: compute capability; kernels are launched dependently from 90 on.
         operation: "linear", "add_norm", "gate", "rope" or "best".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too).
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of "rope",
+            "norm" and "ahead".
         tokens: of a step, for "rope".
         head_dim: likewise.
     """
@@ -151,6 +152,7 @@ class FusedCompiler(Compiler):
             torch.empty(tokens, dtype=torch.int32),
             norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
             eps=1e-6,
+            ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
             pdl=pdl,
         )
 

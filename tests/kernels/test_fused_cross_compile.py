@@ -67,6 +67,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "best"),
         FusedJob(sm, "rope", around=("norm",)),
+        FusedJob(sm, "rope", around=("norm", "ahead")),
         FusedJob(sm, "rope", tokens=4096, head_dim=64),
         FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
     ]
@@ -97,7 +98,7 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    if waits != (job.sm >= HOPPER):
+    if waits != (job.sm >= HOPPER) * (1 + ("ahead" in job.around)):
         found.append(f"waits {waits} times")
     if job.choice is None:
         return found

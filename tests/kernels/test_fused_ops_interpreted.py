@@ -194,8 +194,36 @@ def test_queries_are_turned_and_keys_and_values_reach_their_slots(
     assert bool((case.kv.flatten(1, 2)[:, untouched] == 7.0).all())
 
 
+def test_keys_that_are_not_written_are_turned_where_they_are():
+    case = CacheCase(3, 4, 2, 32, torch.float16, norms=True)
+    values = case.qkv.clone()[:, 6 * 32 :]
+    k = case.expected()[1][0].flatten(0, 1)
+
+    rope_and_write_kv(
+        case.qkv, case.kv, case.rope, case.positions, case.slots,
+        norms=case.norms, eps=1e-5, write=False,
+    )  # fmt: skip
+
+    written = case.slots >= 0
+    keys = case.qkv[:, 4 * 32 : 6 * 32].view(3, 2, 32)[written]
+    torch.testing.assert_close(keys, k[case.slots[written].long()], rtol=2e-3, atol=2e-3)
+    assert torch.equal(case.qkv[:, 6 * 32 :], values)
+    assert bool((case.kv == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("bytes_of", "lines"),
+    [((4096, 1000), (32, 7)), ((30 << 20, 4096), (24 << 13, 0)), ((4 << 20, 40 << 20), (4 << 13, 20 << 13))],
+)  # fmt: skip
+def test_what_is_fetched_ahead_is_bounded_and_the_first_goes_first(bytes_of, lines):
+    tensors = tuple(torch.empty(size, dtype=torch.int8, device="meta") for size in bytes_of)
+
+    assert rope_cache.lines_ahead(tensors) == lines
+    assert rope_cache.lines_ahead(None) == (0, 0)
+
+
 def test_programs_with_several_heads_compute_the_same(monkeypatch):
-    monkeypatch.setattr(rope_cache, "_PROGRAMS_WANTED", 8)
+    monkeypatch.setattr(rope_cache, "_MANY_PROGRAMS", 8)
     case = CacheCase(5, 14, 2, 32, torch.float16, norms=True)
     (q, kv), (plain_q, plain_kv) = case.expected(torch.float32), case.expected()
 
@@ -209,7 +237,7 @@ def test_programs_with_several_heads_compute_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "wanted"), [(1, 32, 1), (64, 32, 1), (128, 32, 2), (4096, 32, 8)]
+    ("tokens", "heads", "wanted"), [(1, 32, 1), (256, 32, 1), (257, 32, 8), (4096, 32, 8)]
 )
 def test_programs_get_more_heads_as_there_are_more_of_them(tokens, heads, wanted):
     assert heads_per_program(tokens, heads) == wanted

@@ -1,0 +1,112 @@
+"""The layers of a decoder on a GPU, with as few launches as it takes: what `model.layers` computes, for a cached pass.
+
+    norm, qkv | norms per head, rotation, cache | attention | output, residual | norm, gate, up, SiLU | down, residual
+
+With more rows than few the library multiplies; then a norm, and the gate of a product, are launches of their own. A GPU
+takes longer to begin a kernel than to compute a small one. Knows no sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from kernels.layer_ops import FusedLinear, FusedNorm, may_depend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from kernels import GPUArch
+    from model.attention import PagedAttention
+    from model.layers import DecoderLayer
+
+
+_LITTLE_BYTES: Final = 16 << 20
+"""Keys and values of a layer up to which its weights, fetched before them, are still in the cache behind them."""
+
+
+class FusedOps(NamedTuple):
+    """One layer, each norm bound to the projection behind it."""
+
+    qkv: FusedLinear
+    head_norms: tuple[FusedNorm, FusedNorm] | None
+    output: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
+
+
+class FusedLayers:
+    """All layers of a model, the norm behind them and its head; their parameters must not be replaced.
+
+    Args:
+        layers: in their order.
+        norm: weight of the norm behind them.
+        head: [V, hidden_size].
+        eps: of all norms.
+        arch: of the device that all lie on.
+    """
+
+    def __init__(
+        self, layers: Iterable[DecoderLayer], norm: Tensor, head: Tensor, eps: float, arch: GPUArch
+    ) -> None:
+        self._pdl = may_depend(arch, norm.device)
+        self._ops = [fused_ops(layer, eps, arch) for layer in layers]
+        self._fetches = self._pdl
+        self._norm = FusedNorm(norm, eps)
+        self._head = FusedLinear(head, None, arch)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: PagedAttention,
+    ) -> Tensor:
+        """Compute the hidden states after the last norm.
+
+        Args:
+            hidden: [T, hidden_size] contiguous, the embeddings; is overwritten.
+            positions: [T] int64.
+            rope: cos and sin of all positions, as `RotaryEmbedding.tables`.
+            attention: of this step.
+
+        Returns:
+            [T, hidden_size], a new tensor.
+        """
+        pdl = self._pdl
+        fetches = self._fetches and attention.most_bytes <= _LITTLE_BYTES
+        for layer, ops in enumerate(self._ops):
+            qkv = ops.qkv(hidden, pdl=pdl)
+            ahead = (ops.output.weight, ops.gate_up.weight) if fetches else None
+            q = attention.rotate_and_write(
+                layer, qkv, positions, rope, ops.head_norms, ahead, pdl=pdl
+            )
+            attended = attention.attend(layer, q)
+            ops.output(attended.flatten(-2), hidden, pdl=pdl)
+            ops.down(ops.gate_up(hidden, pdl=pdl), hidden, pdl=pdl)
+        return self._norm(hidden, pdl=pdl)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Score the vocabulary: [T, hidden_size] to [T, V], in `out` where it is given."""
+        return self._head(hidden, out=out, pdl=self._pdl)
+
+
+def fused_ops(layer: DecoderLayer, eps: float, arch: GPUArch) -> FusedOps:
+    """Bind a layer's parameters."""
+    head_norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        head_norms = FusedNorm(layer.q_norm, eps), FusedNorm(layer.k_norm, eps)
+    return FusedOps(
+        qkv=FusedLinear(layer.qkv, layer.qkv_bias, arch, FusedNorm(layer.input_norm, eps)),
+        head_norms=head_norms,
+        output=FusedLinear(layer.output, layer.output_bias, arch),
+        gate_up=FusedLinear(
+            layer.gate_up, layer.gate_up_bias, arch, FusedNorm(layer.mlp_norm, eps), gated=True
+        ),
+        down=FusedLinear(layer.down, layer.down_bias, arch),
+    )
