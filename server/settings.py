@@ -84,7 +84,7 @@ class Settings(BaseSettings):
         description="size of the KV cache in GiB, instead of --kv-cache-tokens",
     )
     cuda_graphs: bool = Field(
-        False,
+        True,
         description="on a GPU, record steps and replay them, one launch instead of hundreds",
     )
     overlap: bool = Field(

@@ -58,7 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     kv_cache_gib: float | None = None
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     overlap: bool = True
     enable_prefix_caching: bool = True
     cpu_threads: int | None = None

@@ -119,7 +119,7 @@ def test_a_float8_cache_holds_almost_twice_the_tokens_and_is_read_by_our_kernels
     if detect("cuda").sm < 89:
         pytest.skip("before sm_89 PyTorch's rows read such a cache")
     blocks = []
-    for more in (("--kv-cache-dtype=fp8", "--cuda-graphs"), ()):
+    for more in (("--kv-cache-dtype=fp8",), ()):
         service = services(*shape("qwen3-0.6b"), "--kv-cache-gib=2", *more)
         ready(service)
         replies, took = answer(service, PROMPTS, 64)
