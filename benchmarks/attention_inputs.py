@@ -42,6 +42,9 @@ BLOCK_SIZE = 16
 _CHECKED_ROWS = 64
 _MICRO = 1e6
 _MILLI_TO_MICRO = 1e3
+_CLEARED_BYTES = 1 << 30
+_CLEARING_MS = 0.4
+_FEWEST_CALLS = 5
 
 
 class Timing(NamedTuple):
@@ -249,6 +252,9 @@ def time_call(
 ) -> Timing:
     """Time one call with cold caches: device events on a GPU, one turn of the host's clock elsewhere.
 
+    Between two calls the device clears more memory than its caches hold, which takes it longer than the host to launch
+    the next call: what is timed is the device's work.
+
     Args:
         call: launches the work.
         device: that the work runs on.
@@ -259,7 +265,25 @@ def time_call(
         begin = time.perf_counter()
         call()
         return Timing(*[(time.perf_counter() - begin) * _MICRO] * 3)
-    from triton.testing import do_bench  # noqa: PLC0415  # a host without a GPU may have no Triton
+    cleared = torch.empty(_CLEARED_BYTES, dtype=torch.uint8, device=device)
+    call()
+    turn_ms = max(_timed(call, cleared, _FEWEST_CALLS)) + _CLEARING_MS
+    _timed(call, cleared, max(1, int(warmup_ms / turn_ms)))
+    times = torch.tensor(_timed(call, cleared, max(_FEWEST_CALLS, int(rep_ms / turn_ms))))
+    median, low, high = (_MILLI_TO_MICRO * times.quantile(torch.tensor([0.5, 0.2, 0.8]))).tolist()
+    return Timing(median, low, high)
 
-    times = do_bench(call, warmup=warmup_ms, rep=rep_ms, quantiles=[0.5, 0.2, 0.8])
-    return Timing(*(float(value) * _MILLI_TO_MICRO for value in times))
+
+def _timed(call: Callable[[], object], cleared: torch.Tensor, count: int) -> list[float]:
+    """Milliseconds of each of some calls."""
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        for _ in range(count)
+    ]
+    for begin, end in events:
+        cleared.zero_()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(cleared.device)
+    return [begin.elapsed_time(end) for begin, end in events]
