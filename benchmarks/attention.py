@@ -23,7 +23,12 @@ import torch
 
 import kernels
 from benchmarks import precompile
-from benchmarks.attention_fp8 import has_fp8_row, time_fp8
+from benchmarks.attention_fp8 import (
+    has_fp8_cache_row,
+    has_fp8_row,
+    time_fp8,
+    time_fp8_cache,
+)
 from benchmarks.attention_inputs import (
     arch_of,
     forced,
@@ -150,6 +155,7 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
             record |= time_fp8(inputs, timing.median) if has_fp8_row(shape) else {}
     else:
         record["gbs"] = _four_digits(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
+        record |= time_fp8_cache(inputs, timing.median) if has_fp8_cache_row(shape) else {}
     return record | (_without_sharing(inputs, selection, timing.median) if shape.shared else {})
 
 

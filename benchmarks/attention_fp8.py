@@ -1,7 +1,7 @@
-"""The prefill that multiplies in FP8 beside ours in half precision: how much faster, and how much less exact.
+"""The prefill that multiplies in FP8, and the decode over a cache in FP8, beside ours in half precision.
 
-Times are of the benchmark's own inputs. Errors are those of one long sequence with outliers, a number in a
-thousand ten times as large, against float64: ours in half precision, ours in FP8, and the plainest FP8 as
+Times are of the benchmark's own inputs. The prefill's errors are those of one long sequence with outliers, a number
+in a thousand ten times as large, against float64: ours in half precision, ours in FP8, and the plainest FP8 as
 PyTorch computes it, with one scale per tensor. Knows nothing of which shapes are of interest but their
 length.
 """
@@ -16,9 +16,10 @@ import torch
 
 import kernels
 from benchmarks.attention_inputs import arch_of, time_call
-from benchmarks.attention_shapes import PREFILL
+from benchmarks.attention_shapes import DECODE, PREFILL
 from kernels import reference, reference_fp8
 from kernels.plan import PackedBatch
+from kernels.quantised import FP8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,12 +38,69 @@ FA3 = MappingProxyType(
 )
 """TFLOP/s of FA3 in FP8 on operands that are quantised already: (heads, batch, length); as `PEERS_SOURCE`."""
 _HEADS = 2
+_MOST_TOKENS = 8 * 8192
+_BLOCKS_AT_ONCE = 4096
+_FP8_DIFFERENCE = 0.06
+"""Relative: e4m3 rounds by up to a sixteenth, a value's errors have either sign."""
 _DRAWS = 2
 
 
 def has_fp8_row(shape: Shape) -> bool:
     """Whether a shape is also measured in FP8: the long ones of the peers' tables, where our kernel takes them."""
     return shape in PREFILL and _key(shape) in FA3
+
+
+def has_fp8_cache_row(shape: Shape) -> bool:
+    """Whether a decode is also measured over a cache in FP8: those of the peers' tables that read the most."""
+    return shape in DECODE and shape.batch * shape.length >= _MOST_TOKENS
+
+
+def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
+    """Time a decode over the same keys and values in FP8, as a record's entries.
+
+    Args:
+        inputs: in half precision, with their output in `out`.
+        half_us: what the same call took without FP8.
+
+    Raises:
+        AssertionError: the output differs by more than FP8 explains.
+    """
+    device = inputs.q.device
+    problem = dataclasses.replace(inputs.problem, kv_dtype=FP8)
+    selection = kernels.select(problem, arch_of(device))
+    numbers, scale = (part.contiguous() for part in _quantised(inputs.kv))
+    expected = inputs.out.float()
+    plan = kernels.plan_attention(problem, inputs.batch, selection=selection)
+
+    def call() -> None:
+        kernels.decode_attention(inputs.q, numbers, plan, inputs.out, kv_scale=scale)
+
+    call()
+    difference = float((inputs.out.float() - expected).norm() / expected.norm())
+    assert difference <= _FP8_DIFFERENCE, f"differs by {difference:.2g} from half precision"
+    timing = time_call(call, device)
+    figures: dict[str, Any] = {
+        "kernel": selection.spec.name,
+        "us": round(timing.median, 2),
+        "us_p20_p80": [round(timing.low, 2), round(timing.high, 2)],
+        "gain": _four_digits(half_us / timing.median),
+        "difference": _four_digits(difference),
+    }
+    if selection.launches:
+        launch = selection.launch_for(inputs.batch.max_seqlen_k)
+        figures["launch"] = dataclasses.asdict(launch)
+    return {"fp8_cache": figures}
+
+
+def _quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """A cache [2, N, S, K, D] in FP8 and its scales [2, N, K, S], one key or value of a head each."""
+    blocks = kv.flatten(0, 1)
+    numbers = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(blocks.shape[:-1], device=kv.device)
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        some = slice(start, start + _BLOCKS_AT_ONCE)
+        numbers[some], scale[some] = reference.quantise(blocks[some])
+    return numbers.view(kv.shape), scale.view(kv.shape[:-1]).transpose(2, 3)
 
 
 def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:

@@ -104,6 +104,12 @@ def decode_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
         for row in mine
         if "gain" in row
     ]
+    lines += [
+        f"{_heads(row):>10} {size(row)}: {row['fp8_cache']['us']:.1f} us over a cache in FP8, "
+        f"{row['fp8_cache']['gain']:.2f} times as fast"
+        for row in mine
+        if "fp8_cache" in row
+    ]
     ratios = [row["ratio_to_best_peer"] for row in mine if "ratio_to_best_peer" in row]
     lines.append(
         f"at most what the better peer takes in {sum(r <= 1 for r in ratios)} of {len(ratios)} rows"

@@ -156,8 +156,34 @@ def _decode(result: dict[str, Any]) -> list[str]:
             _figure(row.get("ratio_to_best_peer"), 2),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    in_fp8 = [row for row in result["rows"] if "fp8_cache" in row]
+    lines += _fp8_decode(in_fp8) if in_fp8 else []
     shared = [row for row in result["rows"] if "gain" in row]
     return [*lines, *_shared_decode(shared)] if shared else lines
+
+
+def _fp8_decode(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows that were measured over a cache in FP8 too."""
+    lines = [
+        "",
+        "Decode over a cache in FP8, microseconds, and how far the output is from that over the same cache in half",
+        "precision, relative.",
+        "",
+        "| heads H/K/D | batch x context | half | FP8 | times faster | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        fp8 = row["fp8_cache"]
+        cells = [
+            _heads(row),
+            f"{row['batch']} x {row['context']}",
+            f"{row['us']:.1f}",
+            f"**{fp8['us']:.1f}**",
+            f"**{fp8['gain']:.2f}**",
+            f"{fp8['difference']:.1%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _shared_decode(rows: list[dict[str, Any]]) -> list[str]:

@@ -8,8 +8,15 @@ import sys
 import pytest
 import torch
 
-from benchmarks import report
-from benchmarks.attention_fp8 import FA3, has_fp8_row, measure_errors
+import kernels
+from benchmarks import attention_fp8, report
+from benchmarks.attention_fp8 import (
+    FA3,
+    has_fp8_cache_row,
+    has_fp8_row,
+    measure_errors,
+    time_fp8_cache,
+)
 from benchmarks.attention_inputs import make_inputs, parse_launch, problem_of
 from benchmarks.attention_report import Ceilings, decode_table, fp8_table, prefill_table
 from benchmarks.attention_shapes import DECODE, MORE_DECODE, MORE_PREFILL, PREFILL, TINY, Shape
@@ -137,6 +144,38 @@ def test_rows_in_fp8_have_tables_of_their_own(tmp_path):
     assert len(short) == 3
     assert short[-1].split()[2:5] == ["400", "800", "2.00"]
     assert fp8_table(ROWS) == []
+
+
+def test_rows_over_a_cache_in_fp8_have_a_table_of_their_own(tmp_path):
+    row = decode_row(40.0) | {"fp8_cache": {"us": 22.35, "gain": 1.79, "difference": 0.021}}
+    write_result(tmp_path, "2026-01-01", [row])
+
+    assert "| 8 x 1024 | 40.0 | **22.4** | **1.79** | 2.1% |" in attention_table(tmp_path)
+    short = "\n".join(decode_table([row], Ceilings(785.0, 3024.0)))
+    assert "8x1024: 22.4 us over a cache in FP8, 1.79 times as fast" in short
+
+
+def test_a_decode_over_a_cache_in_fp8_is_held_to_the_one_in_half_precision(monkeypatch):
+    monkeypatch.setattr(attention_fp8, "arch_of", lambda _device: kernels.detect("cpu"))
+    shape = next(shape for shape in TINY if shape.phase == "decode")
+    inputs = make_inputs(shape, "float16", torch.device("cpu"))
+    inputs.run(kernels.plan_attention(inputs.problem, inputs.batch))
+
+    found = time_fp8_cache(inputs, 100.0)["fp8_cache"]
+
+    assert found["kernel"] == "torch_decode"
+    assert 0.0 < found["difference"] < 0.06
+    inputs.out.neg_()
+    with pytest.raises(AssertionError, match="from half precision"):
+        time_fp8_cache(inputs, 100.0)
+
+
+def test_the_decodes_that_read_the_most_are_measured_over_a_cache_in_fp8_too():
+    found = [shape for shape in DECODE if has_fp8_cache_row(shape)]
+
+    assert {(s.batch, s.length) for s in found} == {
+        (1, 131072), (8, 8192), (32, 4096), (128, 1024), (128, 4096), (256, 1024),
+    }  # fmt: skip
 
 
 def test_the_long_rows_of_the_peers_tables_are_measured_in_fp8_too():
