@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from model.attention import PagedAttention
     from model.layers import DecoderLayer
 
-
 _LITTLE_BYTES: Final = 16 << 20
 """Keys and values of a layer up to which its weights, fetched before them, are still in the cache behind them."""
+_FEW_ROWS: Final = 64
+"""Tokens up to which a step is bound by its weights; with more they are not what it waits for."""
 
 
 class FusedOps(NamedTuple):
@@ -78,7 +79,8 @@ class FusedLayers:
             [T, hidden_size], a new tensor.
         """
         pdl = self._pdl
-        fetches = self._fetches and attention.most_bytes <= _LITTLE_BYTES
+        fetches = self._fetches and len(hidden) <= _FEW_ROWS
+        fetches = fetches and attention.most_bytes <= _LITTLE_BYTES
         for layer, ops in enumerate(self._ops):
             qkv = ops.qkv(hidden, pdl=pdl)
             ahead = (ops.output.weight, ops.gate_up.weight) if fetches else None

@@ -1,4 +1,4 @@
-"""Device functions that the fused kernels share: waiting for the kernel before, gates, and keys to rank by.
+"""Device functions that the fused kernels share: fetching ahead, norms and rotations, gates, and keys to rank by.
 
 Know values and addresses, not whose they are.
 """
@@ -24,6 +24,44 @@ def prefetch(addresses):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def fetch_lines(first, second, lines_1, lines_2, start, COUNT: tl.constexpr):
+    """Have the second-level cache fetch COUNT of the lines of two tensors, numbered one after the other.
+
+    Those behind the last are no lines: many programs that fetch the same one would wait for each other.
+    """
+    if start < lines_1 + lines_2:
+        line = tl.minimum(start + tl.arange(0, COUNT), lines_1 + lines_2 - 1)
+        base = tl.where(line < lines_1, first.to(tl.int64), second.to(tl.int64))
+        prefetch(base + tl.where(line < lines_1, line, line - lines_1).to(tl.int64) * LINE_BYTES)
+
+
+@triton.jit
+def load_halves(address, exists, D: tl.constexpr):
+    """Load the halves of vectors of D elements, 0 where there are none."""
+    first = tl.load(address, mask=exists, other=0.0)
+    return first, tl.load(address + D // 2, mask=exists, other=0.0)
+
+
+@triton.jit
+def normalise_halves(first, second, gain_1, gain_2, eps, D: tl.constexpr, like):
+    """Normalise heads, given in halves, over D; all float32, rounded to the type that `like` points to.
+
+    The projection, the norm and the rotation each round in PyTorch, and a cached key stays for long.
+    """
+    squares = tl.sum(first * first + second * second, 1)[:, None]
+    scale = 1.0 / tl.sqrt(squares / D + eps)
+    first = (first * scale * gain_1).to(like.dtype.element_ty)
+    second = (second * scale * gain_2).to(like.dtype.element_ty)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def rotate_halves(first, second, cosine, sine):
+    """Rotate heads, given in halves, by the angles of their token."""
+    return first * cosine - second * sine, second * cosine + first * sine
 
 
 @triton.jit

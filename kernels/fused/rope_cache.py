@@ -6,28 +6,48 @@ after a short attention, during which memory has little to do. Knows slots and p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.fused.dependent import dependent_launch
-from kernels.fused.device import LINE_BYTES, prefetch
+from kernels.fused.device import (
+    LINE_BYTES,
+    fetch_lines,
+    load_halves,
+    normalise_halves,
+    rotate_halves,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MANY_PROGRAMS = 8192
-"""Thread blocks of one head each that a GPU runs at once, about; with more, each treats several heads."""
-_SEVERAL_HEADS = 8
+_FEW_HEADS = 2048
+"""Heads of all tokens up to which each has a program of its own, since these run all at once."""
+_MANY_TOKENS = 1024
 _FETCH_LINES = 512
 """Of a program that has lines fetched."""
 _FETCH_BYTES = 24 << 20
 """Half of a second-level cache of 50 MB, as Hopper's."""
 
 
-@triton.jit
+class RotationLaunch(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        tokens: of a program, a power of two.
+        heads: of a program, one after the other; what a token shares is then loaded once for all of them.
+        num_warps: of a program.
+    """
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+@triton.jit(do_not_specialize=["num_tokens", "lines_1", "lines_2"])
 def rotate_and_write(
     qkv,
     q_out,
@@ -43,6 +63,7 @@ def rotate_and_write(
     ahead_2,
     lines_1,
     lines_2,
+    num_tokens,
     qkv_stride,
     q_stride,
     eps,
@@ -50,20 +71,21 @@ def rotate_and_write(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
     WRITE: tl.constexpr,
     FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Treat some heads of one token; program (token, heads), the heads being those of q, k and v.
+    """Treat some heads of some tokens; program (tokens, heads), the heads being those of q, k and v.
 
     HALF is D / 2 rounded up to a power of two. Where FETCH is not 0, programs behind those of the heads
-    have FETCH lines fetched each.
+    have FETCH lines fetched each. Addresses within a program are 32 bits from its first.
     """
-    token = tl.program_id(0).to(tl.int64)
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     if FETCH > 0:
-        HEAD_PROGRAMS: tl.constexpr = (HEADS + 2 * KV_HEADS + BLOCK_H - 1) // BLOCK_H
+        HEAD_PROGRAMS: tl.constexpr = (ALL + BLOCK_H - 1) // BLOCK_H
         if tl.program_id(1) >= HEAD_PROGRAMS:
             number = (tl.program_id(1) - HEAD_PROGRAMS) * tl.num_programs(0) + tl.program_id(0)
             if PDL:
@@ -72,81 +94,90 @@ def rotate_and_write(
             if PDL:
                 gdc_wait()
             return
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    first_token = tl.program_id(0) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)[:, None]
     column = tl.arange(0, HALF)[None, :]
-    is_query = head < HEADS
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
-    inside = column < D // 2
-    rotates = (is_query | is_key) & inside
+    is_token = first_token + row < num_tokens
+    exists = is_token & (column < D // 2)
     if PDL:
         gdc_launch_dependents()
     # Nothing since the last launch that waited for all before it has written these.
-    position = tl.load(positions + token, cache_modifier=".cg").to(tl.int64)
-    slot = tl.load(slot_mapping + token, cache_modifier=".cg").to(tl.int64)
-    cos_1 = tl.load(cos + position * D + column, mask=inside, other=0.0).to(tl.float32)
-    cos_2 = tl.load(cos + position * D + D // 2 + column, mask=inside, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin + position * D + column, mask=inside, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin + position * D + D // 2 + column, mask=inside, other=0.0).to(tl.float32)
+    place = first_token + row
+    position = tl.load(positions + place, mask=is_token, other=0, cache_modifier=".cg").to(tl.int32)
+    slot = tl.load(slot_mapping + place, mask=is_token, other=-1, cache_modifier=".cg").to(tl.int64)
+    # The halves of cos are the same, those of sin up to their sign.
+    angle = position * D + column
+    cosine = tl.load(cos + angle, mask=exists, other=0.0).to(tl.float32)
+    sine = tl.load(sin + D // 2 + angle, mask=exists, other=0.0).to(tl.float32)
+    q_gains = (cosine, cosine)
+    k_gains = (cosine, cosine)
+    if NORM:
+        wide = row * 0 + column
+        q_gains = load_halves(q_weight + wide, exists, D)
+        k_gains = load_halves(k_weight + wide, exists, D)
     if PDL:
         gdc_wait()
 
-    source = qkv + token * qkv_stride + head * D + column
-    exists = (head < HEADS + 2 * KV_HEADS) & inside
-    raw_1 = tl.load(source, mask=exists, other=0.0)
-    raw_2 = tl.load(source + D // 2, mask=exists, other=0.0)
-    first = raw_1.to(tl.float32)
-    second = raw_2.to(tl.float32)
-    if NORM:
-        squares = tl.sum(first * first + second * second, 1)[:, None]
-        scale = 1.0 / tl.sqrt(squares / D + eps)
-        for_q = tl.load(q_weight + column, mask=inside, other=0.0).to(tl.float32)
-        for_k = tl.load(k_weight + column, mask=inside, other=0.0).to(tl.float32)
-        first = first * scale * tl.where(is_query, for_q, for_k)
-        for_q = tl.load(q_weight + D // 2 + column, mask=inside, other=0.0).to(tl.float32)
-        for_k = tl.load(k_weight + D // 2 + column, mask=inside, other=0.0).to(tl.float32)
-        second = second * scale * tl.where(is_query, for_q, for_k)
-        # The projection, the norm and the rotation each round in PyTorch, and a cached key stays for long.
-        first = first.to(raw_1.dtype).to(tl.float32)
-        second = second.to(raw_2.dtype).to(tl.float32)
-    turned_1 = tl.where(rotates, first * cos_1 + second * sin_1, 0.0).to(raw_1.dtype)
-    turned_2 = tl.where(rotates, second * cos_2 + first * sin_2, 0.0).to(raw_2.dtype)
-
-    target = q_out + token * q_stride + head * D + column
-    tl.store(target, turned_1, mask=is_query & inside)
-    tl.store(target + D // 2, turned_2, mask=is_query & inside)
-    if not WRITE:
-        tl.store(source, turned_1, mask=is_key & inside)
-        tl.store(source + D // 2, turned_2, mask=is_key & inside)
-        return
-    if slot < 0:
-        return
-    line = keys + slot * (KV_HEADS * D) + (head - HEADS) * D + column
-    tl.store(line, turned_1, mask=is_key & inside)
-    tl.store(line + D // 2, turned_2, mask=is_key & inside)
-    line = values + slot * (KV_HEADS * D) + (head - HEADS - KV_HEADS) * D + column
-    tl.store(line, raw_1, mask=is_value & inside)
-    tl.store(line + D // 2, raw_2, mask=is_value & inside)
+    first_head = tl.program_id(1) * BLOCK_H
+    source = qkv + first_token.to(tl.int64) * qkv_stride + first_head * D
+    source += row * qkv_stride + column
+    firsts = load_heads(source, exists, ALL - first_head, D, BLOCK_H)
+    seconds = load_heads(source + D // 2, exists, ALL - first_head, D, BLOCK_H)
+    target = q_out + first_token.to(tl.int64) * q_stride + row * q_stride + column
+    line = slot * (KV_HEADS * D) + column
+    is_slot = exists & (slot >= 0)
+    for i in tl.static_range(BLOCK_H):
+        head = first_head + i
+        is_query = head < HEADS
+        first = firsts[i].to(tl.float32)
+        second = seconds[i].to(tl.float32)
+        if NORM:
+            gain_1 = tl.where(is_query, q_gains[0], k_gains[0]).to(tl.float32)
+            gain_2 = tl.where(is_query, q_gains[1], k_gains[1]).to(tl.float32)
+            first, second = normalise_halves(first, second, gain_1, gain_2, eps, D, qkv)
+        first, second = rotate_halves(first, second, cosine, sine)
+        first = first.to(qkv.dtype.element_ty)
+        second = second.to(qkv.dtype.element_ty)
+        if is_query:
+            tl.store(target + head * D, first, mask=exists)
+            tl.store(target + head * D + D // 2, second, mask=exists)
+        elif head < HEADS + KV_HEADS:
+            if WRITE:
+                tl.store(keys + (head - HEADS) * D + line, first, mask=is_slot)
+                tl.store(keys + (head - HEADS) * D + D // 2 + line, second, mask=is_slot)
+            else:
+                tl.store(source + i * D, first, mask=exists)
+                tl.store(source + i * D + D // 2, second, mask=exists)
+        elif WRITE & (head < ALL):
+            at = values + (head - HEADS - KV_HEADS) * D + line
+            tl.store(at, firsts[i], mask=is_slot)
+            tl.store(at + D // 2, seconds[i], mask=is_slot)
 
 
 @triton.jit
-def fetch_lines(first, second, lines_1, lines_2, start, COUNT: tl.constexpr):
-    """Have the second-level cache fetch some of the lines of two tensors, numbered one after the other."""
-    line = tl.minimum(start + tl.arange(0, COUNT), lines_1 + lines_2 - 1)
-    base = tl.where(line < lines_1, first.to(tl.int64), second.to(tl.int64))
-    prefetch(base + tl.where(line < lines_1, line, line - lines_1).to(tl.int64) * LINE_BYTES)
+def load_heads(address, exists, num_heads, D: tl.constexpr, COUNT: tl.constexpr):
+    """Load the halves of COUNT heads that lie D apart, of which `num_heads` are there."""
+    halves = ()
+    for i in tl.static_range(COUNT):
+        half = tl.load(address + i * D, mask=exists & (i < num_heads), other=0.0)
+        halves = halves + (half,)  # type: ignore[assignment]
+    return halves
 
 
-def heads_per_program(num_tokens: int, num_heads: int) -> int:
-    """Return how many heads a program treats: one while programs are few, so that none takes long.
+def rotation_launch(num_tokens: int, num_heads: int, half: int) -> RotationLaunch:
+    """Choose how the work is cut: small while it is little, so that no program takes long.
 
-    Nothing between: each number is a kernel to compile.
+    Nothing between: each launch is a kernel to compile. A thread of the larger ones loads 16 bytes at once.
 
     Args:
         num_tokens: T.
         num_heads: of queries, keys and values together.
+        half: HALF.
     """
-    return 1 if num_tokens * num_heads <= _MANY_PROGRAMS else _SEVERAL_HEADS
+    if num_tokens * num_heads <= _FEW_HEADS:
+        return RotationLaunch(1, 1, 1)
+    warps = 1 if num_tokens < _MANY_TOKENS else 4
+    return RotationLaunch(max(1, warps * 256 // half), 4, warps)
 
 
 def lines_ahead(tensors: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
@@ -202,12 +233,13 @@ def rope_and_write_kv(
         return q_out
     keys, values = kv.unbind(0)
     half = triton.next_power_of_2(head_dim // 2)
-    block = heads_per_program(tokens, heads + 2 * kv_heads)
+    launch = rotation_launch(tokens, heads + 2 * kv_heads, half)
+    blocks = triton.cdiv(tokens, launch.tokens)
     q_weight, k_weight = (qkv, qkv) if norms is None else norms
     lines = lines_ahead(ahead)
-    programs = triton.cdiv(heads + 2 * kv_heads, block)
-    programs += triton.cdiv(sum(lines), _FETCH_LINES * tokens)
-    rotate_and_write[(tokens, programs)](
+    programs = triton.cdiv(heads + 2 * kv_heads, launch.heads)
+    programs += triton.cdiv(sum(lines), _FETCH_LINES * blocks)
+    rotate_and_write[(blocks, programs)](
         qkv,
         q_out,
         keys,
@@ -219,6 +251,7 @@ def rope_and_write_kv(
         slot_mapping,
         *((qkv, qkv) if ahead is None else ahead),
         *lines,
+        tokens,
         qkv.stride(0),
         q_out.stride(0),
         eps,
@@ -226,11 +259,12 @@ def rope_and_write_kv(
         KV_HEADS=kv_heads,
         D=head_dim,
         HALF=half,
-        BLOCK_H=block,
+        BLOCK_T=launch.tokens,
+        BLOCK_H=launch.heads,
         NORM=norms is not None,
         WRITE=write,
         FETCH=0 if ahead is None else _FETCH_LINES,
-        num_warps=max(1, min(4, block * half // 128)),
+        num_warps=launch.num_warps,
         **dependent_launch(pdl),
     )
     return q_out

@@ -183,7 +183,7 @@ def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
     assert bool(finite.all())
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 300, 4096])
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300, 4096])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_dim, norms):

@@ -19,7 +19,7 @@ from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
 from tests.kernels.cross_compile_worker import Compiler, serve
 
-_GLOBAL_LOAD = re.compile(r"(LDGSTS|LDG)\.([\w.]*)")
+_GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -88,13 +88,13 @@ class FusedCompiler(Compiler):
         getattr(self, f"_{job.operation}")(job, job.sm >= 90)
 
     def count(self, sass: str) -> dict[str, int]:
-        """Count global loads by width, before and after the wait where there is one."""
+        """Count global loads and stores by width, before and after the wait where there is one."""
         found: collections.Counter[str] = collections.Counter()
         when = "early " if "ACQBULK" in sass else ""
         for line in sass.splitlines():
             if "ACQBULK" in line:
                 when = ""
-            for kind, modifiers in _GLOBAL_LOAD.findall(line):
+            for kind, modifiers in _GLOBAL_ACCESS.findall(line):
                 width = next((w for w in _WIDTHS if w in modifiers.split(".")), "32")
                 found[f"{when}{kind}.{width}"] += 1
         return dict(found)

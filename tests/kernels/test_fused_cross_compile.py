@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for 
 
 REGISTERS = 64 * 1024
 HOPPER = 90
+FEW_TOKENS = 64
 COMPUTE_CAPABILITIES = (80, 89, 90, 100)
 QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
     ((4096, 1024, False), ("norm",)),
@@ -68,6 +69,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "best"),
         FusedJob(sm, "rope", around=("norm",)),
         FusedJob(sm, "rope", around=("norm", "ahead")),
+        FusedJob(sm, "rope", around=("norm",), tokens=256),
         FusedJob(sm, "rope", tokens=4096, head_dim=64),
         FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
     ]
@@ -100,6 +102,11 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
     if waits != (job.sm >= HOPPER) * (1 + ("ahead" in job.around)):
         found.append(f"waits {waits} times")
+    if job.operation == "rope" and job.tokens > FEW_TOKENS:
+        # What a thread loads for all of a token's elements is narrow: its position and its slot.
+        narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
+        expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
+        found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
     if job.choice is None:
         return found
     return found + load_faults(job, job.choice, facts["sass"])
@@ -145,6 +152,8 @@ FACTS = {
     "registers": 64, "threads": 128, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0,
     "warnings": [], "ptx": {"griddepcontrol.wait": 1},
 }  # fmt: skip
+ROPE = FusedJob(HOPPER, "rope", tokens=4096)
+WIDE_ROPE = {"early LDG.32": 2, "LDG.128": 8, "STG.128": 24}
 VECTOR = layer(HOPPER, *QKV, 1, "bfloat16")
 WEIGHTS, OTHERS = wide_loads(VECTOR.choice, VECTOR.around)
 GOOD = FACTS | {"sass": {"early LDG.128": WEIGHTS, "LDG.128": OTHERS}}
@@ -166,6 +175,12 @@ def test_each_fault_of_a_fused_kernel_is_found(change, fault):
     found = faults(VECTOR, GOOD | change)
 
     assert found == [] if fault is None else fault in "; ".join(found)
+
+
+@pytest.mark.parametrize("narrow", ["LDG.64", "STG.32", "early LDG.U16"])
+def test_narrow_accesses_of_many_tokens_are_found(narrow):
+    assert faults(ROPE, FACTS | {"sass": WIDE_ROPE}) == []
+    assert narrow in str(faults(ROPE, FACTS | {"sass": WIDE_ROPE | {narrow: 1}}))
 
 
 def test_a_job_survives_the_pipe():

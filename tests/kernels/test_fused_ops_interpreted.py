@@ -11,7 +11,7 @@ from kernels.fused import rope_cache
 from kernels.fused.best_token import best_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
 from kernels.fused.linear import LinearArguments, linear
-from kernels.fused.rope_cache import heads_per_program, rope_and_write_kv
+from kernels.fused.rope_cache import RotationLaunch, rope_and_write_kv, rotation_launch
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
 from kernels.testing import assert_no_worse_than
 from tests.kernels import triton_interpreter
@@ -132,7 +132,8 @@ def test_a_gate_agrees_with_its_formula(dtype, size):
 class CacheCase:
     """Tokens with a projection, a cache full of sevens, and what PyTorch's operations make of them."""
 
-    def __init__(self, tokens, heads, kv_heads, head_dim, dtype, *, norms, block_size=16):
+    def __init__(self, tokens, heads, kv_heads, head_dim, dtype, *, norms, block_size=16, seed=0):
+        torch.manual_seed(seed)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         size = (heads + 2 * kv_heads) * head_dim
         around = torch.full((tokens, size + 16), float("nan"), dtype=dtype)
@@ -222,22 +223,40 @@ def test_what_is_fetched_ahead_is_bounded_and_the_first_goes_first(bytes_of, lin
     assert rope_cache.lines_ahead(None) == (0, 0)
 
 
-def test_programs_with_several_heads_compute_the_same(monkeypatch):
-    monkeypatch.setattr(rope_cache, "_MANY_PROGRAMS", 8)
-    case = CacheCase(5, 14, 2, 32, torch.float16, norms=True)
-    (q, kv), (plain_q, plain_kv) = case.expected(torch.float32), case.expected()
+@pytest.mark.parametrize(
+    "launch", [RotationLaunch(1, 4, 1), RotationLaunch(4, 4, 1), RotationLaunch(4, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (16, 8), (3, 1)])
+def test_programs_with_several_tokens_and_heads_compute_the_same(
+    launch, norms, heads, kv_heads, monkeypatch
+):
+    case, same = (
+        CacheCase(9, heads, kv_heads, 32, torch.float16, norms=norms, seed=1) for _ in range(2)
+    )
+    around = {"norms": case.norms, "eps": 1e-5}
+    ahead = tuple(torch.empty(1000, dtype=torch.int8) for _ in range(2))
+    one = rope_and_write_kv(same.qkv, same.kv, same.rope, same.positions, same.slots, **around)
+    monkeypatch.setattr(rope_cache, "rotation_launch", lambda *_: launch)
 
     found = rope_and_write_kv(
-        case.qkv, case.kv, case.rope, case.positions, case.slots, norms=case.norms, eps=1e-5
+        case.qkv, case.kv, case.rope, case.positions, case.slots, ahead=ahead, **around
     )
 
-    assert heads_per_program(5, 18) == 8
-    assert_no_worse_than(found, q, plain_q)
-    assert_no_worse_than(case.kv, kv, plain_kv)
+    assert torch.equal(found, one)
+    assert torch.equal(case.kv, same.kv)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "wanted"), [(1, 32, 1), (256, 32, 1), (257, 32, 8), (4096, 32, 8)]
+    ("tokens", "heads", "half", "wanted"),
+    [
+        (1, 32, 64, (1, 1, 1)),
+        (64, 32, 64, (1, 1, 1)),
+        (65, 32, 64, (4, 4, 1)),
+        (256, 48, 32, (8, 4, 1)),
+        (4096, 32, 64, (16, 4, 4)),
+        (4096, 8, 128, (8, 4, 4)),
+    ],
 )
-def test_programs_get_more_heads_as_there_are_more_of_them(tokens, heads, wanted):
-    assert heads_per_program(tokens, heads) == wanted
+def test_programs_get_more_tokens_and_heads_as_there_are_more_of_them(tokens, heads, half, wanted):
+    assert rotation_launch(tokens, heads, half) == wanted

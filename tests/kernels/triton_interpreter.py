@@ -104,6 +104,11 @@ def _replace_assembly() -> None:
     import triton.language as tl
 
     from kernels.attention import tile_pairs
+    from kernels.fused import device
+
+    @triton.jit
+    def prefetch(addresses):
+        pass
 
     @triton.jit
     def unpack_pairs(pairs):
@@ -115,6 +120,7 @@ def _replace_assembly() -> None:
         )
 
     tile_pairs.unpack_pairs = unpack_pairs
+    device.prefetch = prefetch
 
 
 def _repair() -> None:
