@@ -47,18 +47,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands.add_parser(
         "plan", help="show which attention kernels a GPU would run, and why", add_help=False
     )
+    commands.add_parser(
+        "warmup", help="fill the cache of compiled kernels for `serve`", add_help=False
+    )
     commands.add_parser("bench", help="measure a server, or the engine", add_help=False)
     command, rest = parser.parse_known_args(arguments)
     if command.command == "serve":
         serve(_read_settings(rest))
     elif command.command == "bench":
         bench(rest)
+    elif command.command == "warmup":
+        _warm_up(rest)
     else:
         # Imported here: it imports PyTorch, which `serve` leaves to the engine process.
         from server import plan_command  # noqa: PLC0415
 
         options, rest = plan_command.read_options(rest)
         plan_command.plan(options, _read_settings(rest, "plan"))
+
+
+def _warm_up(arguments: list[str]) -> None:
+    began = time.perf_counter()
+    settings = _read_settings(arguments, "warmup")
+    configure_logging(settings.log_level)
+    quiet_idle_threads()
+    from server import warmup_command  # noqa: PLC0415 - PyTorch
+
+    try:
+        config = _engine_config(settings, resolve(settings.model, settings.revision))
+    except ModelError as error:
+        _fail(str(error), "warmup")
+    warmup_command.warm_up(config, began)
 
 
 def bench(arguments: list[str]) -> None:

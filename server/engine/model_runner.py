@@ -7,6 +7,7 @@ step draws stay on the device too, where the next one finds those that the host 
 from __future__ import annotations
 
 import functools
+import logging
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ import msgspec
 import torch
 
 from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
+from kernels.compile_ahead import compile_ahead
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import NOT_FINITE, SampledToken, SamplingRow, TokenHistory
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from server.engine.sequence import Sequence
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput
+
+log = logging.getLogger("tessera.engine")
 
 # Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies.
 _PROMPT_LOGPROB_ROWS = 256
@@ -235,6 +239,20 @@ class ModelRunner:
             limits: of a step.
             say: told how far it is.
         """
+        if self._device.type == "cuda":
+            say("compiling kernels")
+            try:
+                with compile_ahead():
+                    self._compute_first_steps(limits, lambda _: None)
+            except Exception:
+                # What does not compile is told when it is launched.
+                log.warning("kernels are compiled one by one", exc_info=True)
+        self._compute_first_steps(limits, say)
+        if self._device.type == "cuda":
+            self.compute_largest_step(limits)
+
+    def _compute_first_steps(self, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
+        """Compute the least that uses every kernel."""
         block_size = self._kv_cache.block_size
         lengths = self._distinct_lengths(limits.max_model_len)
         for number, length in enumerate(lengths, start=1):
@@ -250,7 +268,6 @@ class ModelRunner:
         if self._device.type == "cuda":
             for output in few_rows(limits, block_size):
                 self._compute_invented(output)
-            self.compute_largest_step(limits)
 
     def compute_largest_step(self, limits: SchedulerConfig) -> None:
         """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""

@@ -1,0 +1,51 @@
+"""Compiles the kernels of a piece of work side by side, before it is done.
+
+Triton compiles a kernel where it is first launched, one after the other. Nearly all of that is spent outside Python, so
+threads compile as many at once as there are processors. Knows no kernel: it has the work done with launches left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MOST_THREADS: Final = 32
+
+
+@contextlib.contextmanager
+def compile_ahead() -> Iterator[None]:
+    """Compile what is launched inside, and do not launch it; on leaving, all of it is compiled.
+
+    What the kernels would write stays as it was: nothing inside may take it for a number that decides anything, as an
+    index. For one thread at a time. Without Triton it does nothing.
+
+    Raises:
+        Exception: what the compiler raises, on leaving.
+    """
+    try:
+        from triton import AsyncCompileMode  # noqa: PLC0415 - not everywhere
+        from triton.runtime.jit import JITFunction  # noqa: PLC0415 - as above
+    except ImportError:
+        yield
+        return
+    launch = JITFunction.run
+
+    def compile_only(function: object, *arguments: object, **options: object) -> object:
+        kernel: Any = launch(function, *arguments, **options | {"warmup": True})
+        # Triton keeps it at hand from then on; until then each launch looks for it anew.
+        if hasattr(kernel, "future") and kernel.future.done():
+            kernel.result()
+        return kernel
+
+    threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as workers, AsyncCompileMode(workers):
+        JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            JITFunction.run = launch

@@ -1,0 +1,32 @@
+"""`tessera warmup` starts what `tessera serve` would, says what it took and ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+def warm_up(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "server.main", "warmup", *arguments],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+
+
+def test_it_starts_an_engine_and_says_what_each_phase_took():
+    done = warm_up("--device=cpu", "--kv-cache-tokens=512")
+
+    assert done.returncode == 0, done.stderr
+    assert "ready after" in done.stdout
+    assert "loading the weights" in done.stdout
+    assert "finds its kernels" not in done.stdout  # a CPU has none to compile
+
+
+def test_what_cannot_start_ends_with_status_1_and_the_reason():
+    done = warm_up("--device=cpu", "--max-model-len=1000000")
+
+    assert done.returncode == 1
+    assert "tessera warmup: error: --max-model-len 1000000 is more than" in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,94 @@
+"""Kernels are compiled side by side and not launched; for a GPU that need not be there."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+BEGIN = """
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+from kernels.compile_ahead import compile_ahead
+from tests.kernels.cross_compile_worker import AbsentGPU
+
+driver.set_active(AbsentGPU())
+AbsentGPU.sm = 90
+x = torch.zeros(64)
+"""
+KERNELS = """
+@triton.jit
+def add(x, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+
+@triton.jit
+def broken(x, SIZE: tl.constexpr):
+    tl.static_assert(SIZE == 1)
+"""
+
+
+def run(tmp_path, body):
+    """Run a script whose kernels are in a file of its own, as Triton wants them."""
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + KERNELS + textwrap.dedent(body))
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path.cwd()),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        with compile_ahead():
+            for size in (16, 32, 64, 16):
+                add[(1,)](x, SIZE=size)
+        assert not x.any()
+        kernels = add.device_caches[90][0]
+        print(sorted(kernel.metadata.name for kernel in kernels.values()))
+        try:
+            add[(1,)](x, SIZE=16)
+        except Exception as error:
+            print("launched outside:", type(error).__name__)
+        """,
+    )
+
+    assert done.stdout.splitlines()[0] == "['add', 'add', 'add']", done.stderr
+    assert done.stdout.splitlines()[1].startswith("launched outside")
+
+
+def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches_again(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        run = type(add).run
+        try:
+            with compile_ahead():
+                broken[(1,)](x, SIZE=16)
+                print("left")
+        except triton.compiler.errors.CompileTimeAssertionFailure as error:
+            print("raised")
+        assert type(add).run is run
+        """,
+    )
+
+    assert done.stdout.split() == ["left", "raised"], done.stderr
