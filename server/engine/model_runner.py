@@ -199,10 +199,11 @@ class ModelRunner:
             self._drawn.note(sampling)
             if not sampling:
                 return _Sampled(None, {}, feeds_next=True)
-            rows = [self._sampling_row(s.sequence) for s in sampling]
-            if all(row.is_argmax and not row.wants_logprobs for row in rows):
+            if all(s.sequence.takes_most_likely for s in sampling):
                 return _MostLikely([Download(part.tokens) for part in computed])
-            return self._draw(torch.cat([part.logits for part in computed]), rows, {})
+            rows = [self._sampling_row(s.sequence) for s in sampling]
+            logits = [part.logits for part in computed]
+            return self._draw(logits[0] if len(logits) == 1 else torch.cat(logits), rows, {})
         return self._launch(output, self._sharing_pays)
 
     def _launch(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PendingStep:

@@ -43,6 +43,7 @@ class Sequence:
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends when it has so many.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
+        takes_most_likely: as in `SamplingParams`, kept because every step asks.
         cache_salt: sequences share cached blocks only with sequences of an equal salt.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
@@ -74,6 +75,7 @@ class Sequence:
         "request_id",
         "sampling",
         "status",
+        "takes_most_likely",
         "token_ids",
     )
 
@@ -87,6 +89,7 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
         self.block_table: list[int] = []
         self.sampling = sampling
+        self.takes_most_likely = sampling.takes_most_likely
         self.cache_salt = cache_salt
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None

@@ -62,3 +62,22 @@ def test_the_length_ends_it_even_below_the_minimum():
     sequence = make_sequence(0, [5], 1, min_new_tokens=5, eos_token_ids=(0,))
 
     assert sequence.append(0) is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, True),
+        ({"temperature": 0.0, "eos_token_ids": (1,), "prompt_logprobs": True}, True),
+        ({"temperature": 0.1}, False),
+        ({"temperature": 0.0, "repetition_penalty": 1.1}, False),
+        ({"temperature": 0.0, "presence_penalty": 0.1}, False),
+        ({"temperature": 0.0, "frequency_penalty": 0.1}, False),
+        ({"temperature": 0.0, "logprobs": True}, False),
+        ({"temperature": 0.0, "top_logprobs": 2}, False),
+        ({"temperature": 0.0, "min_new_tokens": 1}, False),
+    ],
+)
+def test_only_what_asks_for_no_more_takes_the_most_likely_tokens_as_they_are(sampling, expected):
+    assert make_sequence(0, 3, **sampling).takes_most_likely is expected
