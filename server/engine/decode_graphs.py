@@ -1,7 +1,7 @@
 """Decode steps that are recorded once and replayed: one launch for the host instead of hundreds.
 
-A recording is for a number of sequences and a length of block tables; a step takes the smallest that it fits in, its
-missing sequences have no tokens. All recordings of a length and number share nothing but the model:
+A recording is for a number of sequences and a length of block tables; a step takes the smallest there is that it fits
+in, its missing sequences have no tokens. All recordings of a length and number share nothing but the model:
 
     host arrays  ── one copy ──>  device arrays  ── replay ──>  logits, most likely tokens
     ids, positions, slots, lengths, block tables; page-locked, and only what changed is written
@@ -12,6 +12,7 @@ likely tokens are left there for the next step. Of sampling it knows the most li
 
 from __future__ import annotations
 
+import bisect
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ from server.engine.shared_prefix import shared_tokens
 from server.engine.step_graph import Computed, StepModel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from model.replay import Replay
     from server.engine.drawn_tokens import DrawnTokens
     from server.engine.scheduler import SchedulerConfig
@@ -34,6 +37,7 @@ _FEWEST_COLUMNS: Final = 64
 _ROW_STEP: Final = 16
 _LARGE_ROW_STEP: Final = 32
 _LARGE_ROWS: Final = 128
+_SOME: Final = 3
 
 
 class GraphKey(NamedTuple):
@@ -115,9 +119,18 @@ class DecodeGraphs:
         self._row_counts = row_counts(limits.max_num_seqs)
         room = model.make_room(limits.max_num_seqs)
         shortest = min(_FEWEST_COLUMNS, self._most_columns)
+        some = self._row_counts[::_SOME]
         self.recordings: Recordings[GraphKey, DecodeGraph] = Recordings(
             lambda key: DecodeGraph(key, model, room),
-            [GraphKey(num_rows, shortest) for num_rows in self._row_counts],
+            [
+                *(GraphKey(rows, shortest) for rows in self._row_counts),
+                # For longer tables a few that others fit in until they have their own.
+                *(
+                    GraphKey(rows, columns)
+                    for columns in self._columns(shortest + 1)
+                    for rows in sorted({*some, limits.max_num_seqs})
+                ),
+            ],
         )
 
     def prepare(self, decode: tuple[ScheduledSequence, ...]) -> DecodeGraph | None:
@@ -129,7 +142,7 @@ class DecodeGraphs:
         Returns:
             None where the step has to be launched kernel by kernel.
         """
-        graph = self.recordings.find(self._key(decode))
+        graph = self.recordings.find(self._keys(decode))
         if graph is None:
             return None
         graph.arrays.wait()
@@ -141,14 +154,23 @@ class DecodeGraphs:
                 return None
         return graph
 
-    def _key(self, decode: tuple[ScheduledSequence, ...]) -> GraphKey:
-        """Return the smallest key that a step fits in."""
+    def _keys(self, decode: tuple[ScheduledSequence, ...]) -> Iterator[GraphKey]:
+        """Yield the keys that a step fits in, the smallest first, more rows before more columns."""
         blocks = max(s.start for s in decode) // self._block_size + 1
+        first = bisect.bisect_left(self._row_counts, len(decode))
+        for columns in self._columns(blocks):
+            for rows in self._row_counts[first:]:
+                yield GraphKey(rows, columns)
+
+    def _columns(self, least: int) -> Iterator[int]:
+        """Yield the lengths of tables that hold so many blocks."""
         columns = _FEWEST_COLUMNS
-        while columns < blocks:
+        while columns < self._most_columns:
+            if columns >= least:
+                yield columns
             columns *= 2
-        rows = next(n for n in self._row_counts if n >= len(decode))
-        return GraphKey(rows, min(columns, self._most_columns))
+        if least <= self._most_columns:
+            yield self._most_columns
 
 
 def row_counts(most: int) -> list[int]:

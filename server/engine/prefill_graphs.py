@@ -1,12 +1,14 @@
 """Prompts that are recorded and replayed, as decode steps are (`decode_graphs`): in whole, in chunks, several at once.
 
-A recording is for a number of tokens, of sequences and of block-table columns; a step takes the smallest that it fits
-in. Tokens past its own have no slot and belong to no sequence: every kernel computes them and nothing reads them.
-Their share is at most a fifth. Knows no sampling but the most likely token.
+A recording is for a number of tokens, of sequences and of block-table columns; a step takes the smallest there is that
+it fits in, and that has at most half as many tokens more. Tokens past its own have no slot and belong to no sequence:
+every kernel computes them and nothing reads them. Their share is at most a fifth once a step's own recording has been
+made. Knows no sampling but the most likely token.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -19,14 +21,18 @@ from server.engine.recordings import Recordings
 from server.engine.step_graph import Computed, StepModel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from model.replay import Replay
     from server.engine.scheduler import SchedulerConfig
     from server.engine.step import ScheduledSequence
 
 _FEWEST_TOKENS: Final = 16
-_FEWEST_COLUMNS: Final = 32
+_FEWEST_COLUMNS: Final = 64
+"""Blocks of the shorter tables: 1024 tokens in blocks of 16. The others are as long as the model's context."""
+_MOST_WASTE: Final = 1.5
 _CROWD: Final = 8
-"""Sequences of a step from which on a recording has room for as many as a step may have."""
+"""Sequences of a recording between one and as many as a step may have."""
 
 
 class PrefillKey(NamedTuple):
@@ -127,17 +133,21 @@ class PrefillGraphs:
     """
 
     def __init__(self, model: StepModel, limits: SchedulerConfig) -> None:
-        self._limits = limits
         self._block_size = model.kv_cache.block_size
         self._most_columns = -(-limits.max_model_len // self._block_size)
+        self._fewest_columns = min(_FEWEST_COLUMNS, self._most_columns)
         self._token_counts = token_counts(limits.max_num_batched_tokens)
+        self._seq_counts = sorted({1, min(_CROWD, limits.max_num_seqs), limits.max_num_seqs})
         room = model.make_room(limits.max_num_seqs)
         self.recordings: Recordings[PrefillKey, PrefillGraph] = Recordings(
             lambda key: PrefillGraph(key, model, room),
             [
-                PrefillKey(tokens, 1, self._columns(-(-tokens // self._block_size)))
+                PrefillKey(tokens, seqs, columns)
+                for seqs, columns in itertools.product(
+                    self._seq_counts[:2], sorted({self._fewest_columns, self._most_columns})
+                )
                 for tokens in self._token_counts
-                if tokens <= limits.max_model_len
+                if tokens <= seqs * columns * self._block_size
             ],
         )
 
@@ -149,29 +159,23 @@ class PrefillGraphs:
         Returns:
             None where the step has to be launched kernel by kernel.
         """
-        graph = self.recordings.find(self._key(prefill))
+        graph = self.recordings.find(self._keys(prefill))
         if graph is not None:
             graph.fill(prefill, first_place)
         return graph
 
-    def _key(self, prefill: tuple[ScheduledSequence, ...]) -> PrefillKey:
-        """Return the smallest key that a step fits in."""
+    def _keys(self, prefill: tuple[ScheduledSequence, ...]) -> Iterator[PrefillKey]:
+        """Yield the keys that a step fits in, the smallest first; more tokens before more columns or sequences."""
         num_tokens = sum(s.num_tokens for s in prefill)
-        num_seqs = 1
-        if len(prefill) > 1:
-            num_seqs = _CROWD if len(prefill) <= _CROWD else self._limits.max_num_seqs
-        longest = max(s.start + s.num_tokens for s in prefill)
-        return PrefillKey(
-            next(n for n in self._token_counts if n >= num_tokens),
-            min(num_seqs, self._limits.max_num_seqs),
-            self._columns(-(-longest // self._block_size)),
-        )
-
-    def _columns(self, blocks: int) -> int:
-        columns = _FEWEST_COLUMNS
-        while columns < blocks:
-            columns *= 2
-        return min(columns, self._most_columns)
+        blocks = -(-max(s.start + s.num_tokens for s in prefill) // self._block_size)
+        first = bisect.bisect_left(self._token_counts, num_tokens)
+        most = max(self._token_counts[first], int(_MOST_WASTE * num_tokens))
+        stop = bisect.bisect_right(self._token_counts, most)
+        for seqs in self._seq_counts[bisect.bisect_left(self._seq_counts, len(prefill)) :]:
+            for columns in sorted({self._fewest_columns, self._most_columns}):
+                if columns >= blocks:
+                    for tokens in self._token_counts[first:stop]:
+                        yield PrefillKey(tokens, seqs, columns)
 
 
 def token_counts(most: int) -> list[int]:

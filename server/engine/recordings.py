@@ -1,7 +1,8 @@
 """Which kinds of step are recorded, and when the others will be.
 
-A recording is made when there is nothing else to do, in the order given and those that were missed first, or after a
-kind of step has been computed so often without one that it pays. Knows nothing of what is recorded.
+A step takes the recording of its own kind, or of a larger one until that has been made. Recordings are made when there
+is nothing else to do, those that were missed first, then in the order given; or after so many steps without that it
+pays to wait for one. Knows nothing of what is recorded.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from model.replay import Replay
 
 log = logging.getLogger("tessera.engine")
 
-_PATIENCE: Final = 32
-"""Steps of a kind that are launched kernel by kernel before its recording may make a step wait."""
+_PATIENCE: Final = 3
+"""Steps of a kind that are launched kernel by kernel before its recording makes one wait, which takes as long as they
+lose.
+"""
+_PATIENCE_WITH_A_LARGER: Final = 64
+"""The same for steps that a larger kind's recording serves meanwhile."""
 
 
 class Recorded(Protocol):
@@ -51,13 +56,22 @@ class Recordings(Generic[K, R]):
         """The kinds that have a recording."""
         return {key: kind for key, kind in self._kinds.items() if kind.replay is not None}
 
-    def find(self, key: K) -> R | None:
-        """Return a kind that is recorded, or count that it was missed."""
-        kind = self._kinds.get(key)
-        if kind is not None and kind.replay is not None:
-            return kind
-        if not self._closed:
-            self._miss(key)
+    def find(self, keys: Iterable[K]) -> R | None:
+        """Return the first kind that is recorded; the first of all is recorded next if it is another one.
+
+        Args:
+            keys: kinds that a step fits in, at least one, its own first.
+        """
+        own = None
+        for key in keys:
+            own = key if own is None else own
+            kind = self._kinds.get(key)
+            if kind is not None and kind.replay is not None:
+                if key != own:
+                    self._miss(own, _PATIENCE_WITH_A_LARGER)
+                return kind
+        assert own is not None
+        self._miss(own, _PATIENCE)
         return None
 
     def record_next(self) -> bool:
@@ -67,12 +81,15 @@ class Recordings(Generic[K, R]):
         self._record(self._waiting.pop(0))
         return True
 
-    def _miss(self, key: K) -> None:
-        self._num_missed[key] = self._num_missed.get(key, 0) + 1
+    def _miss(self, key: K, patience: int) -> None:
+        """Count a step without its own recording; the last of so many waits for it to be made."""
+        if self._closed:
+            return
         if key in self._waiting:
             self._waiting.remove(key)
         self._waiting.insert(0, key)
-        if self._num_missed[key] >= _PATIENCE:
+        self._num_missed[key] = self._num_missed.get(key, 0) + 1
+        if self._num_missed[key] >= patience:
             self.record_next()
 
     def _record(self, key: K) -> None:

@@ -102,9 +102,10 @@ def test_a_step_that_was_never_recorded_is_after_some_time(checkpoint):
     expected = answers(make_engine(checkpoint), [[1, 2, 3]])
 
     assert answers(engine, [[1, 2, 3]]) == expected
-    assert recorder.runs == 0
+    assert 20 < recorder.runs < 29
+    before = recorder.runs
     assert answers(engine, [[1, 2, 3]]) == expected
-    assert recorder.runs > 10
+    assert recorder.runs - before == 29
 
 
 def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, monkeypatch):
@@ -121,7 +122,8 @@ def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, mo
     graphs = engine.engine._runner._graphs
     decode, prefill = graphs.decode.recordings.recorded, graphs.prefill.recordings.recorded
     assert [key.num_rows for key in decode] == row_counts(20)
-    assert [key.num_tokens for key in prefill] == token_counts(256)
+    assert [key.num_tokens for key in prefill if key.num_seqs == 1] == token_counts(256)
+    assert {key.num_seqs for key in prefill} == {1, 8}
     assert asked == [False] * (len(decode) + len(prefill)) + [True]
 
 
@@ -169,7 +171,7 @@ def test_a_recording_with_long_tables_is_taken_where_the_short_ones_end(checkpoi
 
     def key(start):
         scheduled = type("Scheduled", (), {"start": start})()
-        return graphs._key((scheduled, scheduled, scheduled))
+        return next(graphs._keys((scheduled, scheduled, scheduled)))
 
     assert key(0) == key(8 * 64 - 1) == GraphKey(4, 64)
     assert key(8 * 64) == key(8 * 128 - 1) == GraphKey(4, 128)
@@ -197,14 +199,15 @@ def test_a_prompt_takes_the_smallest_recording_that_it_fits_in(checkpoint):
 
     def key(*chunks):
         scheduled = [type("Chunk", (), {"start": a, "num_tokens": n})() for a, n in chunks]
-        return graphs._key(tuple(scheduled))
+        return next(graphs._keys(tuple(scheduled)))
 
-    assert key((0, 2)) == PrefillKey(16, 1, 32)
-    assert key((0, 129)) == PrefillKey(160, 1, 32)
-    assert key((8 * 32, 100)) == PrefillKey(112, 1, 64)
+    assert key((0, 2)) == PrefillKey(16, 1, 64)
+    assert key((0, 129)) == PrefillKey(160, 1, 64)
+    assert key((8 * 64 - 100, 100)) == PrefillKey(112, 1, 64)
+    assert key((8 * 64 - 99, 100)) == PrefillKey(112, 1, 200)
     assert key((8 * 199, 8)) == PrefillKey(16, 1, 200)
-    assert key((0, 10), (8, 20)) == PrefillKey(32, 8, 32)
-    assert key(*[(0, 2)] * 9) == PrefillKey(20, 64, 32)
+    assert key((0, 10), (8, 20)) == PrefillKey(32, 8, 64)
+    assert key(*[(0, 2)] * 9) == PrefillKey(20, 64, 64)
 
 
 @pytest.mark.parametrize("budget", [20, 64])
