@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from model.transfer import HostArray
     from server.engine.drawn_tokens import DrawnTokens
-    from server.engine.scheduler import ScheduledSequence, SchedulerOutput
     from server.engine.shared_prefix import SharingPays
+    from server.engine.step import ScheduledSequence, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

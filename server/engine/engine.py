@@ -13,6 +13,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from server.engine.admission import AdmissionError
 from server.engine.protocol import (
     AbortRequests,
     EngineInfo,
@@ -24,14 +25,14 @@ from server.engine.protocol import (
     StepMessage,
 )
 from server.engine.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.scheduler import AdmissionError
 from server.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from server.engine.model_runner import ModelRunner, PendingStep, PromptLogprobs, StepResult
-    from server.engine.scheduler import Scheduler, SchedulerOutput
+    from server.engine.scheduler import Scheduler
+    from server.engine.step import SchedulerOutput
 
 log = logging.getLogger("tessera.engine")
 

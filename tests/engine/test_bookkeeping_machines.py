@@ -6,9 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from server.engine.admission import CapacityError
 from server.engine.block_manager import BlockManager
 from server.engine.request import FinishReason
-from server.engine.scheduler import CapacityError, Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler, SchedulerConfig
 from server.engine.sequence import Sequence
 from tests.engine.bookkeeping import (
     VOCAB_SIZE,

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.request import FinishReason, TokenEvent
-from server.engine.scheduler import (
+from server.engine.admission import (
     AdmissionError,
     CapacityError,
     DuplicateRequestError,
     EmptyRequestError,
-    SchedulerConfig,
 )
+from server.engine.request import FinishReason, TokenEvent
+from server.engine.scheduler import SchedulerConfig
 from server.engine.sequence import SequenceStatus
 from tests.engine.bookkeeping import Token, begin, make_scheduler, make_sequence, rows_of, step
 
