@@ -3,10 +3,12 @@
     wanted = programs the GPU holds at once / programs that one split takes
     chunk  = ceil(tiles of all sequences / wanted), in tiles of keys
     splits of a sequence = ceil(its tiles / chunk), at least 1; its tiles divided evenly among them
+    order of the launch = the sequences with the longest splits first
 
 So a long sequence gets more splits than a short one beside it, and their number never exceeds
 wanted + B, whatever the lengths: a launch of that many is right for every step with B sequences,
-and a captured graph may be replayed as the lengths grow.
+and a captured graph may be replayed as the lengths grow. Where a batch has more splits than the GPU
+holds at once, the last to start are the shortest: a long one that starts late reads alone at the end.
 
 Source: our own; the chunk common to all sequences is that of FlashInfer's decode plan (Ye et al., 2025).
 """
@@ -79,14 +81,18 @@ def plan_splits(
         fixed: tiles of a split, or 0 where `wanted` decides.
 
     Returns:
-        The splits in order; a sequence with nothing to attend to has one, empty.
+        The splits in the order of the launch, those of a sequence side by side; a sequence with
+        nothing to attend to has one, empty.
     """
     firsts = [first // block_n for first, _ in ranges]
     tiles = [-(-stop // block_n) - first for first, (_, stop) in zip(firsts, ranges, strict=True)]
     chunk = fixed or max(1, -(-sum(tiles) // wanted))
+    counts = [max(1, -(-total // chunk)) for total in tiles]
+    longest = [-(-total // count) for total, count in zip(tiles, counts, strict=True)]
     splits: list[KVSplit] = []
-    for seq, (first, total, (_, stop)) in enumerate(zip(firsts, tiles, ranges, strict=True)):
-        count = max(1, -(-total // chunk))
+    for seq in sorted(range(len(ranges)), key=lambda seq: -longest[seq]):
+        first, total, count = firsts[seq], tiles[seq], counts[seq]
+        stop = ranges[seq][1]
         for number in range(count):
             begin = first + number * total // count
             end = first + (number + 1) * total // count

@@ -5,6 +5,7 @@ planning nor a captured graph needs to know them:
 
     split      programs of one (sequence, key-value head, row tile), neighbours in the launch
     chunk      key tiles of a split: ceil(tiles of all sequences / splits wanted), see kernels/splits.py
+    order      sequences with the longest splits first, so that what is left for the end is short
 
 Each program writes its partial result; the last to arrive of a (sequence, key-value head, row tile)
 merges them. Knows nothing of how a split is attended.
@@ -48,7 +49,8 @@ def list_splits(
     """List the splits of a step; one program per entry of `splits`, [entries, 8] int32.
 
     `fixed` is the chunk in tiles, or 0 to aim at `wanted` splits; `kernels.splits` says the same on
-    the host. Also sets `arrivals` to 0.
+    the host. A program writes the split that is number `entry` in the order of the sequences to its
+    place in the order of the launch. Also sets `arrivals` to 0.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -65,12 +67,15 @@ def list_splits(
         chunk = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, 1)
     count = tl.where(real, tl.maximum((tiles + chunk - 1) // chunk, 1), 0)
     seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
-    base = splits + entry * SPLIT_FIELDS
     if seq >= num_seqs:
-        tl.store(base, -1)
+        tl.store(splits + entry * SPLIT_FIELDS, -1)
     else:
         mine = b == seq
         number = entry - tl.sum(tl.where(b < seq, count, 0), 0)
+        longest = (tiles + count - 1) // tl.maximum(count, 1)
+        my_longest = tl.sum(tl.where(mine, longest, 0), 0)
+        before = (longest > my_longest) | ((longest == my_longest) & (b < seq))
+        base = splits + (tl.sum(tl.where(before, count, 0), 0) + number) * SPLIT_FIELDS
         my_first = tl.sum(tl.where(mine, first, 0), 0)
         my_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
         my_count = tl.sum(tl.where(mine, count, 0), 0)

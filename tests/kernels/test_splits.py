@@ -35,7 +35,8 @@ def splits_of(splits, seq):
 def test_every_key_is_in_one_split_and_they_come_in_order(ranges, block_n, wanted, fixed):
     splits = plan_splits(ranges, block_n, wanted, fixed)
 
-    assert [split.seq for split in splits] == sorted(split.seq for split in splits)
+    neighbours = [seq for seq, _ in itertools.groupby(splits, key=lambda split: split.seq)]
+    assert sorted(neighbours) == list(range(len(ranges)))
     for seq, (first, stop) in enumerate(ranges):
         mine = splits_of(splits, seq)
         assert mine[0].begin == first // block_n * block_n
@@ -73,6 +74,25 @@ def test_the_tiles_of_a_sequence_are_divided_evenly(ranges, block_n, wanted):
     for seq in range(len(ranges)):
         tiles = [-(-(split.end - split.begin) // block_n) for split in splits_of(splits, seq)]
         assert max(tiles) - min(tiles) <= 1
+
+
+@given(key_ranges(), BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]))
+def test_the_sequences_with_the_longest_splits_come_first(ranges, block_n, wanted, fixed):
+    splits = plan_splits(ranges, block_n, wanted, fixed)
+
+    longest = {
+        seq: max(-(-(split.end - split.begin) // block_n) for split in splits_of(splits, seq))
+        for seq in range(len(ranges))
+    }
+    order = [seq for seq, _ in itertools.groupby(splits, key=lambda split: split.seq)]
+    assert order == sorted(order, key=lambda seq: (-longest[seq], seq))
+
+
+@given(st.integers(1, 64), st.integers(0, 20_000), BLOCK_NS, WANTED)
+def test_sequences_of_one_length_keep_their_order(num_seqs, length, block_n, wanted):
+    splits = plan_splits([(0, length)] * num_seqs, block_n, wanted)
+
+    assert [split.seq for split in splits] == sorted(split.seq for split in splits)
 
 
 @given(key_ranges(max_size=8), BLOCK_NS, WANTED)
@@ -131,6 +151,12 @@ def test_keys_below_every_window_are_in_no_split():
 
     assert splits[0].begin == 960
     assert splits[-1].end == 1500
+
+
+def test_a_long_sequence_at_the_end_of_a_batch_starts_first():
+    splits = plan_splits([(0, 1024)] * 40 + [(0, 2000)], 64, wanted=16)
+
+    assert [split.seq for split in splits] == [40, *range(40)]
 
 
 @pytest.mark.parametrize("programs_per_split", [1, 264, 10_000])
