@@ -149,6 +149,9 @@ def _fallback_byte(token: str) -> int | None:
 
 
 class _Stream(Protocol):
+    @property
+    def at_rest(self) -> bool: ...
+
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
@@ -169,6 +172,10 @@ class _PieceStream:
         self._spaces = rules.strip_spaces
         # Whether the rules for the beginning of a text are still to be applied.
         self._at_start = bool(rules.strip_spaces) or rules.drop_first_marks
+
+    @property
+    def at_rest(self) -> bool:
+        return not self._pending and not self._at_start
 
     def push(self, token_id: int) -> str:
         piece = self._loaded.get(token_id)
@@ -246,6 +253,10 @@ class _WindowStream:
         self._window: list[int] = []
         self._given = 0  # tokens of the window whose text was given out
 
+    @property
+    def at_rest(self) -> bool:
+        return False
+
     def push(self, token_id: int) -> str:
         if self._pieces.token(token_id) is None:
             return ""
@@ -295,6 +306,14 @@ class IncrementalDetokenizer:
         self._stream = stream(tokenizer.library, tokenizer.pieces(skip_special_tokens))
         if prompt_ids:
             self._stream.skip(prompt_ids)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing that was pushed has a say in the text of the next token: nothing is held back.
+
+        A token whose text leaves it so has the same text, and leaves it so, each time it is pushed in this state.
+        """
+        return self._stream.at_rest
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes; empty while it ends within a character.

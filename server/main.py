@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from model.config import ModelConfig
 from model.errors import ModelError
 from model.hub import BUNDLED, resolve
-from server.engine.client import EngineClient, EngineStartError
+from server.engine.client import ENGINE_COMMAND, EngineClient, EngineStartError
 from server.engine.protocol import EngineConfig
-from server.engine.quiet import quiet_idle_threads
+from server.engine.quiet import keep_what_is_there, quiet_idle_threads
 from server.http.config import HTTPConfig
 from server.log import configure_logging
 from server.settings import Settings, environment_variable, flag
@@ -121,8 +121,13 @@ def _bench_engine(arguments: list[str]) -> None:
         _fail(str(error), "bench engine")
 
 
-def serve(settings: Settings) -> None:
-    """Serve until a signal ends the process; exits with status 1 where the service cannot start."""
+def serve(settings: Settings, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
+    """Serve until a signal ends the process; exits with status 1 where the service cannot start.
+
+    Args:
+        settings: of the service.
+        engine_command: starts an engine process; takes the socket folder as its last argument.
+    """
     started = time.perf_counter()
     configure_logging(settings.log_level)
     try:
@@ -134,11 +139,14 @@ def serve(settings: Settings) -> None:
         _fail(str(error))
     # Until the event loop takes the signal over: leave by way of `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    client = EngineClient(_engine_config(settings, model_path), settings.engine_hang_seconds)
+    client = EngineClient(
+        _engine_config(settings, model_path), settings.engine_hang_seconds, engine_command
+    )
     try:
         client.launch()  # the engine process imports PyTorch while this one imports HTTP libraries
         tokenizer_path = _tokenizer_path(settings, model_path)
         server = _create_server(client, tokenizer_path, _http_config(settings, model_config))
+        keep_what_is_there()
         with asyncio.Runner(loop_factory=server.loop_factory) as runner:
             runner.run(_serve(server, client, listener, started))
     except (ModelError, EngineStartError) as error:

@@ -38,7 +38,13 @@ from server.engine.stream import RequestStream
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-__all__ = ["EngineClient", "EngineStartError", "EngineUnavailableError", "RequestStream"]
+__all__ = [
+    "ENGINE_COMMAND",
+    "EngineClient",
+    "EngineStartError",
+    "EngineUnavailableError",
+    "RequestStream",
+]
 
 log = logging.getLogger("tessera.client")
 
@@ -46,6 +52,8 @@ log = logging.getLogger("tessera.client")
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+# Taken together at most, so that an engine which is faster than we are cannot keep us from everything else.
+_MOST_MESSAGES = 64
 
 
 class EngineUnavailableError(Exception):
@@ -210,27 +218,49 @@ class EngineClient:
             self._loop.remove_reader(engine.steps_fd)
 
     def _receive(self, engine: EngineProcess) -> None:
-        """Take every message that is there: the descriptor speaks up only once for all of them."""
-        while engine is self._engine:
-            try:
-                data = engine.steps.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._last_message = time.monotonic()
-            try:
-                message = self._decoder.decode(data)
-            except msgspec.DecodeError:
-                log.exception("the engine sent a message that cannot be read; killing it")
-                engine.process.kill()
-                engine.process.wait()
-                self._end(engine)
-                return
+        """Take what is there; the descriptor speaks up only once for all of it."""
+        if self._take_messages(engine):
+            assert self._loop is not None
+            self._loop.call_soon(self._receive, engine)
+
+    def _take_messages(self, engine: EngineProcess) -> bool:
+        """Read messages, then hand over all that they bring: a slow front end sends the tokens of steps together.
+
+        Returns:
+            Whether there may be more.
+        """
+        touched: list[RequestStream] = []
+        more = False
+        for _ in range(_MOST_MESSAGES):
+            more = engine is self._engine and self._take_message(engine, touched)
+            if not more:
+                break
+        for stream in touched:
+            stream.deliver()
+        return more
+
+    def _take_message(self, engine: EngineProcess, touched: list[RequestStream]) -> bool:
+        try:
+            data = engine.steps.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._last_message = time.monotonic()
+        try:
+            message = self._decoder.decode(data)
+        except msgspec.DecodeError:
+            log.exception("the engine sent a message that cannot be read; killing it")
+            engine.process.kill()
+            engine.process.wait()
+            self._end(engine)
+            return False
+        if isinstance(message, StepMessage):
+            self._dispatch(message, touched)
+        else:
             self._handle(message)
+        return True
 
     def _handle(self, message: EngineMessage) -> None:
-        if isinstance(message, StepMessage):
-            self._dispatch(message)
-        elif isinstance(message, StartupPhase):
+        if isinstance(message, StartupPhase):
             self.phase = message.name
         elif isinstance(message, EngineReady):
             self.info = message.info
@@ -245,28 +275,36 @@ class EngineClient:
         elif isinstance(message, StartupFailed):
             self._on_start_failure(message.error)
 
-    def _dispatch(self, step: StepMessage) -> None:
+    def _dispatch(self, step: StepMessage, touched: list[RequestStream]) -> None:
+        """Sort a step's events into their streams, and add those to `touched`."""
         self.stats = step.stats
         streams = self._streams
         for started in step.started:
             if stream := streams.get(started.request_id):
                 stream.queue_seconds = started.queue_seconds
                 stream.num_cached_tokens = started.num_cached_tokens
-        for request_id, logprobs in step.prompt_logprobs.items():
+        for request_id, prompt_logprobs in step.prompt_logprobs.items():
             if stream := streams.get(request_id):
-                stream.prompt_logprobs = logprobs
+                stream.prompt_logprobs = prompt_logprobs
+        token_ids, finish_reasons, logprobs = step.token_ids, step.finish_reasons, step.logprobs
+        unusual = step.top_tokens or step.errors
         for i, request_id in enumerate(step.request_ids):
             stream = streams.get(request_id)
             if stream is None:
                 continue
-            stream.push(step.event(i))
-            if step.finish_reasons[i]:
+            if unusual or finish_reasons[i]:
+                stream.push(step.event(i))
+            else:
+                stream.push(TokenEvent(token_id=token_ids[i], logprob=logprobs.get(i)))
+            touched.append(stream)
+            if finish_reasons[i]:
                 del streams[request_id]
 
     def _fail_streams(self, error: str) -> None:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
+            stream.deliver()
 
     def _on_start_failure(self, error: str) -> None:
         # Clients see the phase; the error may name paths of this machine and goes to the log alone.
@@ -279,7 +317,8 @@ class EngineClient:
     def _on_exit(self, engine: EngineProcess) -> None:
         if engine is not self._engine or self.state is EngineState.STOPPED:
             return
-        self._receive(engine)  # what it said last, a reason perhaps
+        while self._take_messages(engine):  # what it said last, a reason perhaps
+            pass
         if engine is self._engine:
             self._end(engine)
 

@@ -1,4 +1,4 @@
-"""What a process that runs the engine does before and after the start, so that nothing disturbs its steps."""
+"""What a process does before and after its start, so that nothing disturbs the steps or the streams."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
     sampling: SamplingParams
 
 
-class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generated token of one request, or the end of it.
 
     Attributes:

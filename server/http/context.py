@@ -34,6 +34,8 @@ class AppContext:
     """Owns what the routes share; lives on the event loop.
 
     Attributes:
+        plain_tokens: text, and beginning of a frame, of tokens that were seen to have the same text wherever nothing is
+            held back; see `Transcript.plain`.
         in_flight: sequences that were admitted and not yet answered, <= `max_concurrent_requests`.
     """
 
@@ -44,6 +46,7 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
+        self.plain_tokens: dict[int, tuple[str, bytes]] = {}
         self.in_flight = 0
         self.metrics = Metrics(client, config, version, lambda: self.in_flight)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")

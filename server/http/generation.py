@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from model.tokenizer import Tokenizer
     from server.engine.client import RequestStream
     from server.engine.protocol import EngineInfo
-    from server.engine.request import SamplingParams
+    from server.engine.request import SamplingParams, TokenEvent
     from server.http.context import AppContext
     from server.http.metrics import RequestRecord
     from server.http.schemas.limits import GenerateOptions
@@ -125,7 +125,8 @@ class Generation:
     async def _finish(self, draw: Draw, record: RequestRecord) -> None:
         transcript, details = draw.transcript, self.options.details
         clock = record.clock()
-        async for events in draw.stream:
+
+        def take(events: list[TokenEvent]) -> bool:
             for event in events:
                 if details:
                     draw.tokens.append(transcript.token(event))
@@ -134,11 +135,14 @@ class Generation:
                     transcript.push(event)
                 draw.logprob_sum += event.logprob or 0.0
                 if transcript.finish_reason is not None:
-                    draw.stream.abort()  # at a stop string the engine would go on
-                    clock.tokens(len(events))
-                    return
+                    break
             clock.tokens(len(events))
-        raise IncompleteGenerationError
+            return transcript.finish_reason is None
+
+        await draw.stream.follow(take)
+        if transcript.finish_reason is None:
+            raise IncompleteGenerationError
+        draw.stream.abort()  # at a stop string the engine would go on
 
     def reply(self) -> GenerateReply:
         """The answer, once `finish` has returned."""

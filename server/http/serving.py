@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from server.http.wire import WithWires
+
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ class HTTPServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                WithWires(app),
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

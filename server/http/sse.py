@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import types
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,12 +18,14 @@ from server.http.guard import ClientDisconnectedError
 from server.http.schemas.replies import ErrorReply, StreamDetails, Token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Generator
+    from typing import Any, TypeGuard
 
     from starlette.types import Send
 
     from server.errors import TesseraError
     from server.http.config import HTTPConfig
+    from server.http.wire import Wire
 
 # A comment without text; clients skip it, proxies see traffic.
 KEEP_ALIVE_FRAME = b":\n\n"
@@ -36,16 +39,15 @@ _JSON = msgspec.json.Encoder()
 _encode = _JSON.encode
 # The lowest float32; below it are -inf and NaN alone, which JSON does not have.
 _LOWEST = -3.5e38
-_FRAME = (
-    b'data:{"index":%d,"token":{"id":%d,"text":%b,"logprob":%.9g,"special":%b}'
-    b',"generated_text":null,"details":null}\n\n'
-)
+_HEAD = b'{"id":%d,"text":%b,"logprob":'
+_FRAME = b'data:{"index":%d,"token":%b%.9g,"special":%b},"generated_text":null,"details":null}\n\n'
+_PLAIN_FRAME = _FRAME.replace(b'"special":%b', b'"special":false')
 _FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b}\n\n'
 
 
 def wire_logprob(value: float | None) -> float | None:
     """A log-probability as it stands on the wire: float32 needs 9 digits; null where it is not finite."""
-    if value is None or not value > _LOWEST:
+    if not is_wire_logprob(value):
         return None
     return float(f"{value:.9g}")
 
@@ -62,9 +64,30 @@ def token_frame(
         logprob: natural logarithm; None and values that are not finite become null.
         special: whether the token is not part of the text.
     """
-    if logprob is None or not logprob > _LOWEST:
+    if not is_wire_logprob(logprob):
         return full_frame(index, Token(token_id, text, None, special))
-    return _FRAME % (index, token_id, _encode(text), logprob, b"true" if special else b"false")
+    return _FRAME % (index, token_head(token_id, text), logprob, b"true" if special else b"false")
+
+
+def token_head(token_id: int, text: str) -> bytes:
+    """The part of a frame that is the same wherever a token has the same text."""
+    return _HEAD % (token_id, _encode(text))
+
+
+def plain_frame(index: int, head: bytes, logprob: float) -> bytes:
+    """The frame of a token that is not special.
+
+    Args:
+        index: of the token in the stream, from 1.
+        head: from `token_head`.
+        logprob: for which `is_wire_logprob` holds.
+    """
+    return _PLAIN_FRAME % (index, head, logprob)
+
+
+def is_wire_logprob(value: float | None) -> TypeGuard[float]:
+    """Whether a log-probability can be written as a number."""
+    return value is not None and value > _LOWEST
 
 
 def full_frame(
@@ -85,7 +108,7 @@ def error_frame(error: TesseraError) -> bytes:
 
 
 class EventStream:
-    """Sends the frames of one response; used by one task. Made by `open_event_stream`.
+    """Sends the frames of one response, in the order of the calls. Made by `open_event_stream`.
 
     Attributes:
         stalled: whether the client was given up on, because it took no bytes for too long.
@@ -100,11 +123,15 @@ class EventStream:
         "_loop",
         "_send",
         "_timer",
+        "_wire",
         "stalled",
     )
 
-    def __init__(self, send: Send, config: HTTPConfig, deadline: asyncio.Timeout) -> None:
+    def __init__(
+        self, send: Send, config: HTTPConfig, deadline: asyncio.Timeout, wire: Wire | None
+    ) -> None:
         self._send = send
+        self._wire = wire
         self._config = config
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
@@ -114,10 +141,39 @@ class EventStream:
         self._comment: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(config.keep_alive_seconds, self._tick)
 
+    def start(self, data: bytes, *, more: bool = True) -> Awaitable[None] | None:
+        """Send frames from any callback, without a task.
+
+        Args:
+            data: frames.
+            more: whether others follow.
+
+        Returns:
+            None where the client took them, as it nearly always does. Else what a task has to wait for before
+            anything else is sent.
+        """
+        if more and self._wire is not None and self._wire.write(data):
+            self._last = self._loop.time()
+            return None
+        steps = self._send(
+            {"type": "http.response.body", "body": data, "more_body": more}
+        ).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:
+            self._last = self._loop.time()
+            return None
+        self._busy_since = self._loop.time()
+        return self._finish(steps, waits_for)
+
     async def send(self, data: bytes, *, more: bool = True) -> None:
         """Send frames; waits while the client is too slow to take them."""
-        self._busy_since = self._loop.time()
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        rest = self.start(data, more=more)
+        if rest is not None:
+            await rest
+
+    async def _finish(self, steps: Generator[object, Any, None], waits_for: object) -> None:
+        await _resume(steps, waits_for)
         self._busy_since = None
         self._last = self._loop.time()
 
@@ -148,9 +204,32 @@ class EventStream:
         self._timer = self._loop.call_at(due, self._tick)
 
 
+@types.coroutine
+def _resume(steps: Generator[object, Any, None], waits_for: object) -> Generator[object, Any, None]:
+    """Go on, in a task, with what was begun outside of one and has come to a wait.
+
+    Args:
+        steps: of a coroutine.
+        waits_for: the future that it gave to whoever runs it.
+    """
+    while True:
+        try:
+            try:
+                sent = yield waits_for
+            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
+                waits_for = steps.throw(error)
+            else:
+                waits_for = steps.send(sent)
+        except StopIteration:
+            return
+
+
 @contextlib.asynccontextmanager
 async def open_event_stream(
-    send: Send, config: HTTPConfig, headers: list[tuple[bytes, bytes]]
+    send: Send,
+    config: HTTPConfig,
+    headers: list[tuple[bytes, bytes]],
+    wire: Wire | None = None,
 ) -> AsyncIterator[EventStream]:
     """Start a response of server-sent events.
 
@@ -158,6 +237,7 @@ async def open_event_stream(
         send: of the ASGI server.
         config: for the intervals.
         headers: beside those that every stream has.
+        wire: a shorter way than `send` for the frames; None where there is none.
 
     Raises:
         ClientDisconnectedError: the client took no bytes for `send_timeout_seconds`, or the server
@@ -172,7 +252,7 @@ async def open_event_stream(
                     "headers": [*STREAM_HEADERS, *headers],
                 }
             )
-            stream = EventStream(send, config, deadline)
+            stream = EventStream(send, config, deadline, wire)
             try:
                 yield stream
             finally:

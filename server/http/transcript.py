@@ -44,6 +44,8 @@ class Transcript:
     Attributes:
         num_tokens: tokens so far.
         finish_reason: as on the wire; None while the sequence goes on.
+        plain: whether a token that goes on may be entered with `add`, given its text from another time when this held
+            before it and after it.
     """
 
     __slots__ = (
@@ -56,6 +58,7 @@ class Transcript:
         "_tokenizer",
         "finish_reason",
         "num_tokens",
+        "plain",
     )
 
     def __init__(
@@ -74,6 +77,7 @@ class Transcript:
         self._min_new_tokens = min_new_tokens
         self._seen = 0
         self._texts: list[str] = []
+        self.plain = not stop and self._detokenizer.at_rest
 
     @property
     def text(self) -> str:
@@ -105,7 +109,17 @@ class Transcript:
             if surplus and not special:
                 shown = text = text[:-surplus]
         self._texts.append(text)
+        self.plain = self._stop_checker is None and self._detokenizer.at_rest
         return shown, special
+
+    def add(self, text: str) -> None:
+        """Take the next token where its text is known; see `plain`.
+
+        Args:
+            text: of a token that is not special.
+        """
+        self.num_tokens += 1
+        self._texts.append(text)
 
     def _look_for_stop(self, text: str) -> int:
         """How many characters at the end of `text` come after a stop string that it completes."""

@@ -91,6 +91,24 @@ def test_concurrent_requests_do_not_mix():
     run(scenario())
 
 
+def test_a_front_end_that_was_busy_for_many_steps_gets_all_of_them():
+    async def scenario():
+        async with running() as client:
+            batches = []
+            task = asyncio.ensure_future(
+                submit(client, [1, 2, 3], 400).follow(lambda e: batches.append(e) or True)
+            )
+            await asyncio.sleep(0)
+            time.sleep(0.5)  # noqa: ASYNC251 - the loop is to stand still
+            await task
+
+        events = [event for batch in batches for event in batch]
+        assert [e.token_id for e in events] == expected_tokens([1, 2, 3], 400)
+        assert max(map(len, batches)) > 10
+
+    run(scenario())
+
+
 def test_an_aborted_request_frees_its_blocks_and_others_go_on():
     async def scenario():
         async with running("slow") as client:

@@ -100,6 +100,7 @@ def put(stream: RequestStream, *events: TokenEvent) -> None:
     for event in events:
         if not stream._finished:
             stream.push(event)
+    stream.deliver()
 
 
 def event(

@@ -6,17 +6,20 @@ import socket
 
 import uvicorn
 
+from server.http.wire import WithWires
+
 
 class Server:
     """uvicorn on a loopback port, in the test's own event loop."""
 
-    def __init__(self, app, implementation):
-        self.app = app
+    def __init__(self, app, implementation, send_buffer=None):
         config = uvicorn.Config(
-            app, http=implementation, lifespan="off", log_config=None, access_log=False
+            WithWires(app), http=implementation, lifespan="off", log_config=None, access_log=False
         )
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
+        if send_buffer:  # connections inherit it
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = self._socket.getsockname()[1]
 
     async def __aenter__(self):

@@ -31,6 +31,7 @@ from server.http.schemas.generate import GenerateBody
 from server.http.schemas.limits import check
 from server.http.schemas.replies import GenerateReply, StreamEvent
 from server.http.streaming import stream_generation
+from server.http.wire import wire_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -117,7 +118,9 @@ class _Exchange(Response):
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if streaming:
-                        await stream_generation(generation, send, headers, config, record, watch)
+                        await stream_generation(
+                            generation, send, headers, context, record, watch, wire_of(scope)
+                        )
                     else:
                         await self._reply(generation, send, headers, record, watch)
             finally:

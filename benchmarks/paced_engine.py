@@ -1,0 +1,119 @@
+"""An engine process that computes nothing: it hands every request its next token, so many steps a second.
+
+For `benchmarks.streaming`, started as the engine process is, with the rate before the socket folder. The messages are
+what the real engine sends for as many sequences. Knows neither models nor HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import msgspec
+
+from server.engine.plan_report import PlanReport
+from server.engine.process import Channel, end_with_front_end
+from server.engine.protocol import (
+    AbortRequests,
+    EngineConfig,
+    EngineInfo,
+    EngineReady,
+    EngineStats,
+    SequenceStarted,
+    Shutdown,
+    StepMessage,
+)
+from server.engine.request import FinishReason, GenerateRequest
+
+_NO_PLAN = PlanReport(
+    arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
+    peak_tflops=0.0, dtype="none", kv_dtype="none", num_heads=1, num_kv_heads=1, head_dim=1, block_size=1, phases=[],
+)  # fmt: skip
+_LIMIT = 1 << 20
+_FIRST_TOKEN, _TOKENS = 300, 1000
+
+
+class PacedEngine:
+    """Owns the requests in flight.
+
+    Args:
+        channel: to the front end.
+        rate: steps in a second.
+    """
+
+    def __init__(self, channel: Channel, rate: float) -> None:
+        self._channel = channel
+        self._seconds = 1 / rate
+        self._left: dict[int, int] = {}
+        self._started: list[SequenceStarted] = []
+        self._generated = 0
+        self._steps = 0
+
+    def run(self) -> None:
+        """Serve until a shutdown message comes."""
+        due = time.perf_counter()
+        while self._receive():
+            self._step()
+            due = max(due + self._seconds, time.perf_counter())
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+    def _receive(self) -> bool:
+        for message in self._channel.receive(block=not self._left):
+            if isinstance(message, GenerateRequest):
+                self._left[message.request_id] = message.sampling.max_new_tokens
+                self._started.append(SequenceStarted(message.request_id, 0.0, 0))
+            elif isinstance(message, AbortRequests):
+                for request_id in message.request_ids:
+                    self._left.pop(request_id, None)
+            elif isinstance(message, Shutdown):
+                return False
+        return True
+
+    def _step(self) -> None:
+        ids = list(self._left)
+        finished = []
+        for request_id in ids:
+            self._left[request_id] -= 1
+            finished.append(0 if self._left[request_id] else int(FinishReason.LENGTH))
+            if not self._left[request_id]:
+                del self._left[request_id]
+        self._steps += 1
+        self._generated += len(ids)
+        started, self._started = self._started, []
+        token = _FIRST_TOKEN + self._steps % _TOKENS
+        self._channel.send(
+            StepMessage(
+                request_ids=ids,
+                token_ids=[token] * len(ids),
+                finish_reasons=finished,
+                logprobs=dict.fromkeys(range(len(ids)), -1.23456789),
+                started=started,
+                stats=EngineStats(
+                    num_running=len(self._left),
+                    num_blocks=1,
+                    generation_tokens=self._generated,
+                    num_steps=self._steps,
+                ),
+            )
+        )
+
+
+def main() -> None:
+    """Start, and run until the front end says so or disappears."""
+    config = msgspec.json.decode(os.read(0, 1 << 16), type=EngineConfig)
+    rate, folder = sys.argv[1:]
+    channel = Channel(folder)
+    threading.Thread(target=end_with_front_end, args=(folder,), daemon=True).start()
+    info = EngineInfo(
+        model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
+        max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=1, block_size=1,
+        num_blocks=1, kv_cache_dtype="none", num_parameters=0, plan=_NO_PLAN, startup_seconds={}, versions={},
+    )  # fmt: skip
+    channel.send(EngineReady(info))
+    PacedEngine(channel, float(rate)).run()
+
+
+if __name__ == "__main__":
+    main()
