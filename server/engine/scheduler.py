@@ -89,7 +89,8 @@ class Scheduler:
 
     Invariants (`check_invariants`): running sequences are older than waiting ones and both lists
     are in order of arrival; exactly the running ones own blocks; all running sequences but the
-    youngest need no more than the budget together, so each of them gets at least one token.
+    youngest, and those whose last token is in flight, need no more than the budget together, so each
+    of them gets at least one token.
 
     Attributes:
         num_steps: steps scheduled so far.
@@ -302,7 +303,9 @@ class Scheduler:
             ]
             assert sequence.num_tokens_in_flight == sum(drawing)
         num_remaining = [
-            sequence.num_known_tokens - sequence.num_computed_tokens for sequence in running
+            sequence.num_known_tokens - sequence.num_computed_tokens
+            for sequence in running
+            if sequence.num_known_tokens < sequence.max_num_tokens
         ]
         assert all(count > 0 for count in num_remaining)
         assert sum(num_remaining[:-1]) < self.config.max_num_batched_tokens
