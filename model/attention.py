@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import decode_attention, flash_attention, prefill_attention, write_kv
-from kernels.layer_ops import CacheSlots, FusedNorm, rope_and_write_kv
+from kernels.layer_ops import CacheSlots, FusedNorm, TokenAttention, rope_and_write_kv
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.metadata import AttentionMetadata
@@ -72,7 +72,7 @@ class PagedAttention:
         kv = self._layers[0]
         return self._metadata.most_keys * 2 * kv.shape[3] * kv.shape[4] * kv.dtype.itemsize
 
-    def rotate_and_write(
+    def attend_projected(
         self,
         layer: int,
         qkv: Tensor,
@@ -80,10 +80,11 @@ class PagedAttention:
         rope: tuple[Tensor, Tensor],
         norms: tuple[FusedNorm, FusedNorm] | None,
         ahead: tuple[Tensor, Tensor] | None,
+        one_launch: TokenAttention,
         *,
         pdl: bool,
     ) -> Tensor:
-        """Make queries of a projection, and write its keys and values to the cache; on a GPU.
+        """Make queries of a projection, write its keys and values to the cache, and attend; on a GPU.
 
         Args:
             layer: index.
@@ -92,20 +93,25 @@ class PagedAttention:
             rope: as `RotaryEmbedding.tables`.
             norms: of queries and keys; None where the family has none.
             ahead: weights that the GPU's cache should fetch meanwhile.
+            one_launch: does all of it where it is for the step.
             pdl: launch before the kernel before has ended.
 
         Returns:
-            The queries [T, H, D], a view of `qkv`.
+            [T, H, D] contiguous.
         """
-        return rope_and_write_kv(
-            qkv,
-            CacheSlots(self._layers[layer], self._metadata.slot_mapping, self._scales[layer]),
-            rope,
-            positions,
-            norms=norms,
-            ahead=ahead,
-            pdl=pdl,
-        )
+        slots = self._metadata.slot_mapping
+        cache = CacheSlots(self._layers[layer], slots, self._scales[layer])
+        decode, prefill = self._plans[layer]
+        batch = self._metadata.decode_batch
+        if decode is not None and batch is not None and prefill is None:
+            launch = one_launch.launch(decode.problem, batch)
+            if launch is not None:
+                step = (decode.problem, batch, launch)
+                return one_launch(
+                    qkv, cache, rope, positions, step, norms=norms, ahead=ahead, pdl=pdl
+                )
+        q = rope_and_write_kv(qkv, cache, rope, positions, norms=norms, ahead=ahead, pdl=pdl)
+        return self.attend(layer, q)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attend to a cache that holds the step's keys and values already.

@@ -2,8 +2,9 @@
 
     norm, qkv | norms per head, rotation, cache | attention | output, residual | norm, gate, up, SiLU | down, residual
 
-With more rows than few the library multiplies; then a norm, and the gate of a product, are launches of their own. A GPU
-takes longer to begin a kernel than to compute a small one. Knows no sequences.
+Where attention reads little it is one launch with what lies before it. With more rows than few the library multiplies;
+then a norm, and the gate of a product, are launches of their own. A GPU takes longer to begin a kernel than to compute
+a small one. Knows no sequences.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from kernels.layer_ops import FusedLinear, FusedNorm, may_depend
+from kernels.layer_ops import FusedLinear, FusedNorm, TokenAttention, may_depend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,6 +57,7 @@ class FusedLayers:
         self._pdl = may_depend(arch, norm.device)
         self._ops = [fused_ops(layer, eps, arch) for layer in layers]
         self._fetches = self._pdl
+        self._one_launch = TokenAttention(arch, norm.device)
         self._norm = FusedNorm(norm, eps)
         self._head = FusedLinear(head, None, arch)
 
@@ -84,10 +86,9 @@ class FusedLayers:
         for layer, ops in enumerate(self._ops):
             qkv = ops.qkv(hidden, pdl=pdl)
             ahead = (ops.output.weight, ops.gate_up.weight) if fetches else None
-            q = attention.rotate_and_write(
-                layer, qkv, positions, rope, ops.head_norms, ahead, pdl=pdl
+            attended = attention.attend_projected(
+                layer, qkv, positions, rope, ops.head_norms, ahead, self._one_launch, pdl=pdl
             )
-            attended = attention.attend(layer, q)
             ops.output(attended.flatten(-2), hidden, pdl=pdl)
             ops.down(ops.gate_up(hidden, pdl=pdl), hidden, pdl=pdl)
         return self._norm(hidden, pdl=pdl)

@@ -3,8 +3,9 @@
 A kernel launched so may do what does not depend on the one before, as loading weights, until it waits for it.
 The rules that keep a chain of such kernels right:
 
-- Each kernel that is launched so waits, in all of its programs, before it reads what an earlier kernel
-  wrote and before it writes anything. Since each waits, the end of the one before is the end of all.
+- Each kernel that is launched so waits, in each of its programs that reads what an earlier kernel wrote or that
+  writes anything, before it does. At least one of its programs waits, so the end of one kernel is the end of all
+  before it.
 - What is read before the wait was written before the last launch that was not programmatic.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".

@@ -46,15 +46,15 @@ def load_halves(address, exists, D: tl.constexpr):
 
 
 @triton.jit
-def normalise_halves(first, second, gain_1, gain_2, eps, D: tl.constexpr, like):
-    """Normalise heads, given in halves, over D; all float32, rounded to the type that `like` points to.
+def normalise_halves(first, second, gain_1, gain_2, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Normalise heads, given in halves, over D; all float32, rounded to `dtype`.
 
     The projection, the norm and the rotation each round in PyTorch, and a cached key stays for long.
     """
     squares = tl.sum(first * first + second * second, 1)[:, None]
     scale = 1.0 / tl.sqrt(squares / D + eps)
-    first = (first * scale * gain_1).to(like.dtype.element_ty)
-    second = (second * scale * gain_2).to(like.dtype.element_ty)
+    first = (first * scale * gain_1).to(dtype)
+    second = (second * scale * gain_2).to(dtype)
     return first.to(tl.float32), second.to(tl.float32)
 
 
