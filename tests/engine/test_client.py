@@ -50,7 +50,7 @@ async def collect(stream):
     return events
 
 
-async def until(condition, seconds=5.0):
+async def until(condition, seconds=25.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
