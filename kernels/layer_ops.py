@@ -134,6 +134,32 @@ class FusedLinear:
         linear(x, self.weight, choice, out, arguments)
         return out
 
+    def most_likely(self, x: Tensor, out: Tensor, tokens: Tensor, *, pdl: bool) -> Tensor | None:
+        """Compute the layer, and which output of each row is the largest, without reading them again.
+
+        Args:
+            x: [T, C], contiguous in C.
+            out: [T, N] contiguous, where the result is to lie.
+            tokens: [T] int64 contiguous; the number of the largest output, the smallest among equals, or -1 where it
+                is no finite number.
+            pdl: launch before the kernel before has ended.
+
+        Returns:
+            [T] int64, a new tensor: `tokens` with valid numbers in the place of -1; None, and nothing is computed,
+            where the library multiplies.
+        """
+        from kernels.fused.best_token import best_tokens  # noqa: PLC0415 - as above
+        from kernels.fused.linear import LinearArguments, linear  # noqa: PLC0415
+
+        choice = self.choose(len(x))
+        if not choice.tiles:
+            return None
+        best = torch.empty((len(x), choice.tiles), dtype=torch.int64, device=x.device)
+        ids = torch.empty_like(tokens)
+        linear(x, self.weight, choice, out, LinearArguments(bias=self.bias, best=best, pdl=pdl))
+        best_tokens(best, ids, tokens, pdl=pdl)
+        return ids
+
     def choose(self, rows: int) -> LinearChoice:
         """Choose what computes so many rows."""
         stacked, inputs = self.weight.shape

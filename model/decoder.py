@@ -132,6 +132,27 @@ class DecoderLM(nn.Module):
             return functional.linear(hidden, self._head)
         return torch.mm(hidden, self._head.t(), out=out)
 
+    def most_likely(self, hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Score the vocabulary and choose the most likely token of each row, the smallest id among equals.
+
+        Args:
+            hidden: [M, hidden_size] from `forward`.
+            logits: [M, vocab_size] contiguous; written.
+            tokens: [M] int64 contiguous; written, -1 where the largest logit is not a finite number.
+
+        Returns:
+            [M] int64: `tokens` with any valid ids in the place of -1.
+        """
+        if self._fused is not None:
+            ids = self._fused.most_likely(hidden, logits, tokens)
+            if ids is not None:
+                return ids
+        self.logits(hidden, out=logits)
+        largest, ids = logits.max(-1)
+        # Not a number minus itself, and infinity minus itself, are not 0.
+        tokens.copy_(torch.where(largest - largest == 0, ids, -1))
+        return ids
+
     def pack(self) -> None:
         """Bring the matrices into the CPU's fastest layout, for serving only; a no-op elsewhere.
 

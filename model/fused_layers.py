@@ -98,6 +98,11 @@ class FusedLayers:
         """Score the vocabulary: [T, hidden_size] to [T, V], in `out` where it is given."""
         return self._head(hidden, out=out, pdl=self._pdl)
 
+    @torch.no_grad()
+    def most_likely(self, hidden: Tensor, out: Tensor, tokens: Tensor) -> Tensor | None:
+        """As `DecoderLM.most_likely`."""
+        return self._head.most_likely(hidden, out, tokens, pdl=self._pdl)
+
 
 def fused_ops(layer: DecoderLayer, eps: float, arch: GPUArch) -> FusedOps:
     """Bind a layer's parameters."""

@@ -21,9 +21,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def best_of_tiles(
-    best, token, finite, num_tiles, token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def best_of_tiles(best, ids, tokens, num_tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Reduce the keys of one row; program (row)."""
     row = tl.program_id(0)
     if PDL:
@@ -35,28 +33,28 @@ def best_of_tiles(
         place = best + row.to(tl.int64) * num_tiles + tile
         keys = tl.maximum(keys, tl.load(place, mask=tile < num_tiles, other=LOWEST_KEY))
     key = tl.max(keys, 0)
-    tl.store(token + row * token_stride, ranked_id(key))
-    tl.store(finite + row, ranked_is_finite(key))
+    chosen = ranked_id(key)
+    tl.store(ids + row, chosen)
+    tl.store(tokens + row, tl.where(ranked_is_finite(key), chosen, -1))
 
 
-def best_tokens(best: Tensor, token: Tensor, finite: Tensor, *, pdl: bool = False) -> None:
+def best_tokens(best: Tensor, ids: Tensor, tokens: Tensor, *, pdl: bool = False) -> None:
     """Choose the most likely token of each row, the smallest id among equals.
 
     Args:
         best: [rows, tiles] int64 contiguous, from a linear layer with `best`.
-        token: [rows] int64; may be the next step's input.
-        finite: [rows] bool contiguous; False where the largest logit is no finite number, as where
-            any is NaN.
+        ids: [rows] int64 contiguous; may be the next step's input.
+        tokens: [rows] int64 contiguous; the ids, and -1 where the largest logit is no finite number, as where any
+            is NaN.
         pdl: launch before the kernel before has ended.
     """
     rows, tiles = best.shape
     block = min(_BLOCK, triton.next_power_of_2(tiles))
     best_of_tiles[(rows,)](
         best,
-        token,
-        finite,
+        ids,
+        tokens,
         tiles,
-        token.stride(0),
         BLOCK=block,
         num_warps=min(8, max(1, block // 256)),
         **dependent_launch(pdl),

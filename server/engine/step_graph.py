@@ -89,10 +89,7 @@ class StepModel:
         Returns:
             [M] int64, valid ids: the tokens, and anything in the place of -1.
         """
-        self.model.logits(hidden, out=room.logits)
-        largest, ids = room.logits.max(-1)
-        # Not a number minus itself, and infinity minus itself, are not 0.
-        room.tokens.copy_(torch.where(largest - largest == 0, ids, -1))
+        ids: Tensor = self.model.most_likely(hidden, room.logits, room.tokens)
         return ids
 
     @torch.inference_mode()

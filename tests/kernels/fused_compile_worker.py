@@ -149,8 +149,8 @@ class FusedCompiler(Compiler):
 
     def _best(self, job: FusedJob, pdl: bool) -> None:
         best = torch.empty((job.tokens, 19000), dtype=torch.int64)
-        token, finite = torch.empty(job.tokens, dtype=torch.int64), torch.empty(job.tokens) > 0
-        best_tokens(best, token, finite, pdl=pdl)
+        ids, tokens = torch.empty((2, job.tokens), dtype=torch.int64)
+        best_tokens(best, ids, tokens, pdl=pdl)
 
     def _rope(self, job: FusedJob, pdl: bool) -> None:
         def empty(*shape: int) -> torch.Tensor:

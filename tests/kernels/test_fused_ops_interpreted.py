@@ -31,16 +31,17 @@ def _poison():
 
 
 def head(x, weight, *, logits):
-    """Multiply by the LM head; returns token, finite and logits."""
+    """Multiply by the LM head; returns ids, whether their logits are finite, and logits."""
     problem = LinearProblem(len(x), len(weight), x.shape[1], "float16")
     choice = LinearChoice(problem, LinearKernel.VECTOR, LAUNCH, "for the test")
     best = torch.empty((len(x), choice.tiles), dtype=torch.int64)
     out = torch.empty((len(x), len(weight)), dtype=x.dtype) if logits else None
     linear(x, weight, choice, out, LinearArguments(best=best))
-    token = torch.empty(len(x), dtype=torch.int64)
-    finite = torch.empty(len(x), dtype=torch.bool)
-    best_tokens(best, token, finite)
-    return token, finite, out
+    ids, tokens = torch.empty((2, len(x)), dtype=torch.int64)
+    best_tokens(best, ids, tokens)
+    finite = tokens >= 0
+    assert torch.equal(torch.where(finite, tokens, ids), ids)
+    return ids, finite, out
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
@@ -95,11 +96,11 @@ def test_logits_of_minus_infinity_everywhere_have_no_token():
 @pytest.mark.parametrize("tiles", [1, 5, 4096, 9000])
 def test_the_largest_of_any_number_of_keys_is_found(tiles):
     best = torch.randint(-(2**62), 2**62, (3, tiles))
-    token, finite = torch.empty(3, dtype=torch.int64), torch.empty(3, dtype=torch.bool)
+    ids, tokens = torch.empty((2, 3), dtype=torch.int64)
 
-    best_tokens(best, token, finite)
+    best_tokens(best, ids, tokens)
 
-    assert torch.equal(token, 0x7FFFFFFF - (best.amax(-1) & 0x7FFFFFFF))
+    assert torch.equal(ids, 0x7FFFFFFF - (best.amax(-1) & 0x7FFFFFFF))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

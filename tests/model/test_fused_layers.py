@@ -185,6 +185,30 @@ def test_a_decoded_token_takes_few_launches(rows, of_a_layer, one_launch, on_a_g
 
 
 @triton_interpreter.interpreted
+@pytest.mark.parametrize("rows", [1, 3, 5])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_the_most_likely_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
+    made = build()
+    if fused:
+        on_a_gpu()
+        made.fuse()
+    hidden = torch.randn(rows, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(1))
+    hidden[-1, 0] = float("nan") if rows > 1 else 0.5
+    logits, tokens = torch.empty(rows, SHAPE["vocab_size"]), torch.empty(rows, dtype=torch.int64)
+
+    with torch.no_grad():
+        ids = made.most_likely(hidden, logits, tokens)
+        expected = made.logits(hidden)
+
+    torch.testing.assert_close(logits, expected, equal_nan=True)
+    wanted = expected.argmax(-1)
+    wanted[expected.isnan().any(-1)] = -1
+    assert tokens.tolist() == wanted.tolist()
+    assert torch.equal(ids[tokens >= 0], tokens[tokens >= 0])
+    assert bool(((ids >= 0) & (ids < SHAPE["vocab_size"])).all())
+
+
+@triton_interpreter.interpreted
 def test_attention_that_no_kernel_takes_is_computed_as_before(on_a_gpu, monkeypatch):
     expected = drive(build(head_dim=16), (1,))
     on_a_gpu()
