@@ -11,13 +11,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.fused.device import LINE_BYTES, LOWEST_KEY, prefetch, ranking_keys, silu
+from kernels.fused.device import (
+    LINE_BYTES,
+    LOWEST_KEY,
+    fetch_lines,
+    prefetch,
+    ranking_keys,
+    silu,
+)
 
 _VECTOR = tl.constexpr(8)
 """Elements that a thread loads at once, 16 bytes; their products are added up before any are exchanged."""
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "lines"])
 def vector_linear(
     x,
     weight,
@@ -26,6 +33,8 @@ def vector_linear(
     residual,
     out,
     best,
+    ahead,
+    lines,
     num_rows,
     x_stride,
     residual_stride,
@@ -43,6 +52,7 @@ def vector_linear(
     RESIDUAL: tl.constexpr,
     STORE: tl.constexpr,
     ARGMAX: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `kernels.fused.linear`.
@@ -51,6 +61,8 @@ def vector_linear(
         best: [rows, programs] int64, the largest key of each program's outputs; where ARGMAX.
         ROWS: a power of two, at least `num_rows`.
         AHEAD: chunks of BLOCK_K columns that are loaded to registers before the wait.
+        FETCH: of `lines` lines at `ahead`, weights that a later kernel multiplies by, how many each of the first
+            programs has the second-level cache fetch; 0 for none.
     """
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     FIRST: tl.constexpr = AHEAD if AHEAD < CHUNKS else CHUNKS
@@ -63,9 +75,23 @@ def vector_linear(
     ups = tiles
     if GATED:
         ups = load_first(base + N * K, first, FIRST, N, K, BLOCK_N, BLOCK_K, PDL)
+    if FETCH > 0:
+        fetch_lines(ahead, ahead, lines, 0, tl.program_id(0) * FETCH, FETCH)
+    output = first + tl.arange(0, BLOCK_N)
+    exists = output < N
+    biases = exists
+    up_biases = exists
+    if BIAS:
+        biases = tl.load(bias + output, mask=exists, other=0.0)
+        if GATED:
+            up_biases = tl.load(bias + N + output, mask=exists, other=0.0)
     if PDL:
         gdc_wait()
 
+    # Asked for here, it is there when the sums are; with more rows the registers are needed for weights.
+    before = ()
+    if RESIDUAL and ROWS <= 2:
+        before = load_outputs(residual, residual_stride, output, exists, num_rows, ROWS)
     sums = zeros(ROWS, BLOCK_N, PARTS)
     up_sums = sums
     squares = zeros(ROWS, 1, PARTS)
@@ -82,20 +108,19 @@ def vector_linear(
         if GATED:
             up_sums = add_products(up_sums, repeat(ups[i], ROWS), rows, ROWS, BLOCK_N, PARTS)
 
-    output = first + tl.arange(0, BLOCK_N)
-    exists = output < N
+    if RESIDUAL and ROWS > 2:
+        before = load_outputs(residual, residual_stride, output, exists, num_rows, ROWS)
     for r in tl.static_range(ROWS):
         result, up = add_up(sums[r], up_sums[r], squares[r], eps, K, BLOCK_N, PARTS, GATED, NORM)
         if BIAS:
-            result += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+            result += biases.to(tl.float32)
         if GATED:
             if BIAS:
-                up += tl.load(bias + N + output, mask=exists, other=0.0).to(tl.float32)
+                up += up_biases.to(tl.float32)
             result = silu(result) * up
         real = exists & (r < num_rows)
         if RESIDUAL:
-            place = residual + r * residual_stride + output
-            result += tl.load(place, mask=real, other=0.0).to(tl.float32)
+            result += before[r].to(tl.float32)
         rounded = result.to(out.dtype.element_ty)
         if STORE:
             tl.store(out + r * out_stride + output, rounded, mask=real)
@@ -103,6 +128,16 @@ def vector_linear(
             keys = tl.where(exists, ranking_keys(rounded.to(tl.float32), output), LOWEST_KEY)
             place = best + r * tl.num_programs(0) + tl.program_id(0)
             tl.store(place, tl.max(keys, 0), mask=r < num_rows)
+
+
+@triton.jit
+def load_outputs(base, stride, output, exists, num_rows, ROWS: tl.constexpr):
+    """Load some columns of all rows, [BLOCK_N] each; 0 where there are none."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        row = tl.load(base + r * stride + output, mask=exists & (r < num_rows), other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]
+    return rows
 
 
 @triton.jit

@@ -34,8 +34,8 @@ class FusedJob:
         sm: compute capability; kernels are launched dependently from 90 on.
         operation: "linear", "add_norm", "gate", "rope", "best" or "token".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of "rope",
-            "norm" and "ahead".
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too) and "ahead";
+            of "rope", "norm" and "ahead".
         tokens: of a step, for "rope".
         head_dim: likewise, and for "token"; its `tokens` are sequences, and `around` may have "loops", "window" and
             "softcap".
@@ -135,6 +135,7 @@ class FusedCompiler(Compiler):
             residual=out if "residual" in job.around else None,
             best=best,
             pdl=pdl,
+            ahead=empty(2048, 1024) if "ahead" in job.around else None,
         )
         stored = None if "best" in job.around else out
         linear(x, empty(weights, problem.inputs), choice, stored, arguments)

@@ -14,6 +14,7 @@ from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch
 from kernels.token_plan import TokenChoice, TokenLaunch
 from model.config import ModelConfig, RopeConfig
 from model.decoder import DecoderLM
+from model.fused_layers import soon
 from tests.kernels import triton_interpreter
 from tests.model.paged import PagedDriver
 
@@ -120,6 +121,27 @@ def test_a_family_has_the_logits_and_tokens_of_its_operations(family, on_a_gpu):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@triton_interpreter.interpreted
+def test_weights_that_are_fetched_ahead_change_nothing(on_a_gpu):
+    on_a_gpu()
+    fused = build(num_layers=2)
+    fused.fuse()
+    expected = drive(fused, (1,))
+
+    fused._fused._chains = fused._fused._fetches = True
+
+    for ours, theirs in zip(drive(fused, (1,)), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_layer_that_takes_long_has_nothing_fetched():
+    short, long = torch.empty(2, 1 << 20), torch.empty(5, 1 << 20)
+
+    for weight, expected in ((short, long), (long, None)):
+        linear = kernels.layer_ops.FusedLinear(weight, None, H100)
+        assert soon(linear, long) is expected
 
 
 @triton_interpreter.interpreted
