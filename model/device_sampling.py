@@ -1,137 +1,200 @@
 """Draws the tokens of many rows on an accelerator, all rows at once and without waiting for the device.
 
 Every result is bitwise independent of the other rows: what is computed per element or selected is exact, and
-sums are taken over integers (see `WEIGHT_SCALE`), so no reduction order can show. Knows no CUDA: it runs on any
-PyTorch device, and its tests run it on the CPU beside `model.host_sampling`, whose rules it follows.
+sums are taken over integers (see `WEIGHT_SCALE`), so no reduction order can show. Kernels draw where there are any
+(`kernels.token_ops`), PyTorch draws elsewhere and behind typical_p, both by the rules of `model.host_sampling`. Knows
+no CUDA: its tests run it on the CPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.token_ops import (
+    FILTERED,
+    GREEDY,
+    UNFILTERED,
+    DrawRow,
+    candidate_bounds,
+    draw_tokens,
+    has_kernels,
+)
 from model.logprobs import log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
 from model.transfer import Download, upload
 
-# Candidates of a filtered row that are looked at first: sorting a whole vocabulary costs far more, and nucleus and
+USE_KERNELS = False
+"""Whether kernels draw where there are any; PyTorch draws everywhere if not."""
+
+# Candidates of a filtered row that PyTorch looks at first: sorting a whole vocabulary costs far more, and nucleus and
 # top_k rarely reach further. Rows that do are found by the last candidate still being kept, and drawn again.
 NUM_CANDIDATES = 1024
 
 _ID_MASK = 0xFFFFFFFF
 _ENTROPY_SCALE = 2.0**36
+_BROKEN: Final = -1
+_AGAIN: Final = -2
 
 
 class DeviceDraw:
     """A token for each row, drawn without waiting for the device.
 
     Args:
-        logits: [M, V] float32, contiguous. Not changed; must stay as it is until `result` where a row is not
-            `is_drawn_at_once`.
+        logits: [M, V] float32, bfloat16 or float16, contiguous in V. Not changed; must stay as it is until `result`
+            unless the draw `feeds_next`.
         rows: M >= 1 rows.
+        by_kernel: None has kernels draw where there are any.
 
     Attributes:
-        tokens: [M] int64; an arbitrary valid id for a row without a usable largest logit. Final for rows that are
-            `is_drawn_at_once`.
+        tokens: [M] int64, valid ids; arbitrary for a row without a usable largest logit.
+        feeds_next: whether `tokens` are final, and the host need not see them before the next ones are drawn: no row
+            has penalties, which count tokens there, and none may have to be drawn again.
     """
 
-    def __init__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    def __init__(
+        self, logits: Tensor, rows: Sequence[SamplingRow], *, by_kernel: bool | None = None
+    ) -> None:
+        if by_kernel is None:
+            by_kernel = USE_KERNELS and has_kernels(logits.device)
         self._logits, self._rows = logits, rows
-        self.tokens = logits.argmax(-1)  # NaN counts as the largest
-        finite = logits.gather(1, self.tokens[:, None])[:, 0].isfinite()
-        exact = torch.ones_like(finite)
-        for group in _groups(rows):
-            at = _indices(group, logits.device)
-            chosen, group_finite, exact[at] = _choose(
-                logits[at], [rows[i] for i in group], NUM_CANDIDATES
-            )
-            self.tokens[at] = chosen
-            finite[at] &= group_finite
-        self._table = Download(_tabulate(logits, rows, self.tokens, finite, exact))
+        self.tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        self._checked = torch.empty_like(self.tokens)
+        as_they_are, changed, *others = _groups(rows, by_kernel=by_kernel)
+        if as_they_are:
+            self._draw_by_kernel(logits, as_they_are, as_they_are)
+        if changed:
+            self._draw_changed(changed)
+        for group in others:
+            self._draw_by_torch(group, NUM_CANDIDATES)
+        # The last group is that of filters in PyTorch.
+        self.feeds_next = not others[-1] and not any(row.has_penalties for row in rows)
+        self._answers = Download(self._checked)
+        self._wanted = [i for i, row in enumerate(rows) if row.wants_logprobs]
+        self._logprobs = self._look_up_logprobs()
 
     def result(self) -> list[SampledToken]:
         """Wait for the tokens; twice where candidates ran out."""
-        table: list[list[float]] = self._table.read().tolist()
-        again = [i for i, values in enumerate(table) if values[1] and not values[2]]
+        answers: list[int] = self._answers.read().tolist()
+        again = [i for i, answer in enumerate(answers) if answer == _AGAIN]
         if again:
-            at = _indices(again, self._logits.device)
-            rows = [self._rows[i] for i in again]
-            chosen = _choose(self._logits[at], rows, self._logits.shape[1])
-            redrawn = _tabulate(self._logits[at], rows, *chosen).tolist()
-            for i, values in zip(again, redrawn, strict=True):
-                table[i] = values
-        return [_from_table(row, values) for row, values in zip(self._rows, table, strict=True)]
+            self._draw_by_torch(again, self._logits.shape[1])
+            answers = self._checked.tolist()
+            self._logprobs = self._look_up_logprobs()
+        tokens = [
+            SampledToken(error=NOT_FINITE) if answer == _BROKEN else SampledToken(answer)
+            for answer in answers
+        ]
+        if self._logprobs is not None:
+            for i, values in zip(self._wanted, self._logprobs.read().tolist(), strict=True):
+                tokens[i] = _with_logprobs(tokens[i], self._rows[i], values)
+        return tokens
+
+    def _draw_by_kernel(self, logits: Tensor, sources: Sequence[int], group: list[int]) -> None:
+        """Draw the rows of a group from rows of logits."""
+        size = logits.shape[1]
+        draws = [
+            draw_row(self._rows[i], source, i, size)
+            for source, i in zip(sources, group, strict=True)
+        ]
+        (table,) = upload([np.array(draws, np.float64)], logits.device)
+        draw_tokens(logits, draws, table, self.tokens, self._checked)
+
+    def _draw_changed(self, group: list[int]) -> None:
+        """Draw rows from a copy of their logits with penalties and bans applied."""
+        at = _indices(group, self._logits.device)
+        logits = self._logits[at].float()
+        finite = logits.amax(-1).isfinite()  # a ban may hide what is not
+        apply_penalties(logits, [self._rows[i] for i in group])
+        self._draw_by_kernel(logits, range(len(group)), group)
+        self._checked[at] = torch.where(finite, self._checked[at], _BROKEN)
+
+    def _draw_by_torch(self, group: list[int], num_candidates: int) -> None:
+        """Draw rows of one of PyTorch's groups."""
+        if not group:
+            return
+        at = _indices(group, self._logits.device)
+        rows = [self._rows[i] for i in group]
+        logits = self._logits[at].float()
+        finite = logits.amax(-1).isfinite()
+        apply_penalties(logits, rows)
+        finite &= logits.amax(-1).isfinite()
+        if rows[0].temperature == 0.0:
+            chosen, exact = logits.argmax(-1), torch.ones_like(finite)
+        else:
+            chosen, exact = draw(logits, rows, num_candidates)
+        self.tokens[at] = chosen
+        checked = torch.where(exact, chosen, _AGAIN)
+        self._checked[at] = torch.where(finite, checked, _BROKEN)
+
+    def _look_up_logprobs(self) -> Download | None:
+        """Send the host what `_with_logprobs` takes for each row that asks."""
+        if not self._wanted:
+            return None
+        at = _indices(self._wanted, self._logits.device)
+        logits = self._logits[at].float()
+        count = min(max(self._rows[i].top_logprobs for i in self._wanted), logits.shape[1])
+        logprobs = log_softmax(logits)
+        keys = _ranking_keys(logits.amax(-1, keepdim=True) - logits)
+        top = keys.topk(count, dim=-1, largest=False, sorted=True).values & _ID_MASK
+        drawn = logprobs.gather(1, self.tokens[at][:, None])
+        # Float64 holds every id and every float32 exactly, so that one transfer brings them all.
+        columns = (drawn, top, logprobs.gather(1, top))
+        return Download(torch.cat([column.double() for column in columns], dim=1))
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def sample(
+    logits: Tensor, rows: Sequence[SamplingRow], *, by_kernel: bool | None = None
+) -> list[SampledToken]:
     """Choose one token for each row and wait for them; arguments as for `DeviceDraw`."""
-    return DeviceDraw(logits, rows).result()
+    return DeviceDraw(logits, rows, by_kernel=by_kernel).result()
 
 
-def _groups(rows: Sequence[SamplingRow]) -> list[list[int]]:
-    """Return the rows that need more than an argmax: greedy ones, unfiltered and filtered ones."""
-    groups: list[list[int]] = [[], [], []]
+def _groups(rows: Sequence[SamplingRow], *, by_kernel: bool) -> list[list[int]]:
+    """Sort rows by who draws them: kernels, the same from a copy, PyTorch greedily, unfiltered, filtered."""
+    groups: list[list[int]] = [[], [], [], [], []]
     for i, row in enumerate(rows):
-        if row.temperature > 0.0:
-            groups[2 if row.is_filtered else 1].append(i)
-        elif not row.is_argmax:
-            groups[0].append(i)
-    return [group for group in groups if group]
+        if by_kernel and (row.temperature == 0.0 or row.typical_p == 1.0):
+            groups[1 if row.banned or row.has_penalties else 0].append(i)
+        elif row.temperature == 0.0:
+            groups[2].append(i)
+        else:
+            groups[4 if row.is_filtered else 3].append(i)
+    return groups
 
 
 def _indices(rows: list[int], device: torch.device) -> Tensor:
     return upload([np.array(rows, np.int64)], device)[0]
 
 
-def _choose(
-    logits: Tensor, rows: Sequence[SamplingRow], num_candidates: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids [R] int64, whether each row is finite [R], and whether its draw is final [R].
-
-    Args:
-        logits: [R, V] float32; overwritten.
-        rows: one of the groups of `_groups`.
-        num_candidates: see `draw`.
-    """
-    apply_penalties(logits, rows)
-    finite = logits.amax(-1).isfinite()
-    if rows[0].temperature == 0.0:
-        return logits.argmax(-1), finite, torch.ones_like(finite)
-    tokens, exact = draw(logits, rows, num_candidates)
-    return tokens, finite, exact
+def draw_row(row: SamplingRow, source: int, target: int, size: int) -> DrawRow:
+    """Return what the kernels need to know of a row of `size` logits."""
+    if row.temperature == 0.0:
+        return DrawRow(source, target, GREEDY)
+    number = uniform(row.seed, row.position)
+    if not row.is_filtered:
+        return DrawRow(source, target, UNFILTERED, number, row.inverse_temperature)
+    top_k = row.top_k if row.top_k < size else 0
+    bounds = candidate_bounds(size, top_k, row.top_p)
+    return DrawRow(
+        source, target, FILTERED, number, row.inverse_temperature,
+        top_k, row.top_p, row.min_p_distance, *bounds,
+    )  # fmt: skip
 
 
-def _tabulate(
-    logits: Tensor, rows: Sequence[SamplingRow], tokens: Tensor, finite: Tensor, exact: Tensor
-) -> Tensor:
-    """Return for each row: token, finite, exact and, where any row asks, log-probability, top ids, theirs.
-
-    [R, 3 or more] float64, which holds every id and every float32 exactly, so that one transfer brings them all.
-    """
-    columns = [tokens[:, None], finite[:, None], exact[:, None]]
-    if any(row.wants_logprobs for row in rows):
-        count = min(max(row.top_logprobs for row in rows), logits.shape[1])
-        logprobs = log_softmax(logits)
-        keys = _ranking_keys(logits.amax(-1, keepdim=True) - logits)
-        top = keys.topk(count, dim=-1, largest=False, sorted=True).values & _ID_MASK
-        columns += [logprobs.gather(1, tokens[:, None]), top, logprobs.gather(1, top)]
-    return torch.cat([column.double() for column in columns], dim=1)
-
-
-def _from_table(row: SamplingRow, values: list[float]) -> SampledToken:
-    token_id, finite, _, *logprobs = values
-    if not finite:
-        return SampledToken(error=NOT_FINITE)
-    if not row.wants_logprobs:
-        return SampledToken(int(token_id))
-    count = len(logprobs) // 2
-    top = zip(logprobs[1 : 1 + count], logprobs[1 + count :], strict=True)
+def _with_logprobs(token: SampledToken, row: SamplingRow, values: list[float]) -> SampledToken:
+    """Add to a row's token: values are its log-probability, the likeliest ids, and their log-probabilities."""
+    if token.token_id is None:
+        return token
+    count = len(values) // 2
+    top = zip(values[1 : 1 + count], values[1 + count :], strict=True)
     likeliest = tuple((int(i), p) for i, p in list(top)[: row.top_logprobs] if math.isfinite(p))
-    return SampledToken(int(token_id), logprobs[0], likeliest)
+    return SampledToken(token.token_id, values[0], likeliest)
 
 
 def _ranking_keys(distances: Tensor) -> Tensor:

@@ -26,17 +26,26 @@ class Draw(Protocol):
 
     @property
     def tokens(self) -> Tensor:
-        """[M] int64 on the device of the logits, valid ids; final for rows that are `is_drawn_at_once`."""
+        """[M] int64 on the device of the logits, valid ids."""
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the next tokens can be drawn behind `tokens` before the host has seen them."""
 
     def result(self) -> list[SampledToken]:
         """Wait for them; M tokens in the order of the rows."""
 
 
 class HostDraw:
-    """Tokens that are there already."""
+    """Tokens that are there already.
 
-    def __init__(self, sampled: list[SampledToken]) -> None:
+    Attributes:
+        feeds_next: whether no row has penalties, which count tokens on the host.
+    """
+
+    def __init__(self, sampled: list[SampledToken], rows: Sequence[SamplingRow]) -> None:
         self._sampled = sampled
+        self.feeds_next = not any(row.has_penalties for row in rows)
 
     @property
     def tokens(self) -> Tensor:
@@ -71,12 +80,11 @@ class Sampler:
         """Choose one token for each row without waiting for the device.
 
         Args:
-            logits: as for `forward`; must stay as they are until the result is there where a row is not
-                `is_drawn_at_once`.
+            logits: as for `forward`; must stay as they are until the result is there unless the draw `feeds_next`.
             rows: M >= 1 rows.
         """
         assert len(rows) == len(logits), (logits.shape, len(rows))
-        logits = logits.detach().float().contiguous()
+        logits = logits.detach()
         if logits.device.type == "cpu":
-            return HostDraw(self._host.sample(logits, rows))
-        return DeviceDraw(logits, rows)
+            return HostDraw(self._host.sample(logits.float().contiguous(), rows), rows)
+        return DeviceDraw(logits.contiguous(), rows)

@@ -142,14 +142,6 @@ class SamplingRow:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
 
     @property
-    def is_drawn_at_once(self) -> bool:
-        """Whether the next token can be computed from this one before the host has seen it.
-
-        With penalties the host counts tokens; behind filters it may have to draw again.
-        """
-        return not self.has_penalties and (self.temperature == 0.0 or not self.is_filtered)
-
-    @property
     def wants_logprobs(self) -> bool:
         """Whether the row's log-probabilities are to be computed."""
         return self.logprobs or self.top_logprobs > 0

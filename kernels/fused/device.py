@@ -71,20 +71,32 @@ def silu(x):
 
 
 @triton.jit
-def ranking_keys(values, ids):
-    """Return int64 keys that order by value, then by smaller id; what is not a number is the largest.
+def ranking_bits(values):
+    """Return int32 that order like float32 values; what is not a number is the largest.
 
     Zeros of both signs are equal, as they are to `torch.argmax`.
+    """
+    values = tl.where(values == 0.0, 0.0, values)
+    bits = values.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(values != values, 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def ranked_value(bits):
+    """Return the float32 that `ranking_bits` made int32 of."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ranking_keys(values, ids):
+    """Return int64 keys that order by value as `ranking_bits` does, then by smaller id.
 
     Args:
         values: float32.
         ids: int32, at least 0, of a shape that broadcasts.
     """
-    values = tl.where(values == 0.0, 0.0, values)
-    bits = values.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = tl.where(values != values, 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    return (ranking_bits(values).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
 
 
 @triton.jit

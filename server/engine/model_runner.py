@@ -229,7 +229,7 @@ class ModelRunner:
         if len(rows) > len(self._drawn.ids):
             self._drawn.grow(len(rows))
         self._drawn.put(draw.tokens)
-        return _Sampled(draw, prompt_logprobs, all(row.is_drawn_at_once for row in rows))
+        return _Sampled(draw, prompt_logprobs, draw.feeds_next)
 
     def warm_up(self, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
         """Compute invented steps, so that no request pays for what is made at the first use.

@@ -8,14 +8,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from kernels.draw_rows import FILTERED, UNFILTERED, DrawRow
 from kernels.fused.attend_token import TokenRoom, attend_tokens
 from kernels.fused.best_token import best_tokens
+from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
 from kernels.fused.linear import LinearArguments, Norm, linear
+from kernels.fused.most_likely import most_likely_tokens
 from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
 from kernels.plan import AttentionProblem, PagedBatch, Phase
@@ -23,6 +26,7 @@ from kernels.token_plan import TokenLaunch
 from tests.kernels.cross_compile_worker import Compiler, serve
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
+VOCABULARY = 151936
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -32,7 +36,7 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "add_norm", "gate", "rope", "best" or "token".
+        operation: "linear", "add_norm", "gate", "rope", "best", "token", "most_likely" or "draw".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too) and "ahead";
             of "rope", "norm" and "ahead".
@@ -41,6 +45,7 @@ class FusedJob:
             "softcap".
         token: `TokenLaunch` for "token".
         group: query heads of a key-value head, for "token".
+        function: of the kernels that "most_likely" and "draw" launch, the one to compile.
     """
 
     sm: int
@@ -51,8 +56,7 @@ class FusedJob:
     head_dim: int = 128
     token: tuple[int, int, int] | None = None
     group: int = 2
-    function: ClassVar[str] = ""
-    """Of those that an operation launches, the one to compile: there is one only."""
+    function: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -82,6 +86,8 @@ class FusedJob:
         text = f"sm_{self.sm} {self.operation} {' '.join(self.around)}"
         if self.token is not None:
             text += f" {self.token} group {self.group}"
+        if self.function:
+            return f"{text} {self.function}"
         if self.choice is None:
             return f"{text} {self.tokens} tokens D={self.head_dim}"
         it = self.choice.launch
@@ -215,6 +221,17 @@ class FusedCompiler(Compiler):
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
             pdl=pdl,
         )
+
+    def _most_likely(self, job: FusedJob, pdl: bool) -> None:
+        tokens = torch.empty(2, dtype=torch.int64)
+        logits = torch.empty((2, VOCABULARY), dtype=torch.bfloat16)
+        most_likely_tokens(logits, tokens, tokens, pdl=pdl)
+
+    def _draw(self, job: FusedJob, pdl: bool) -> None:
+        tokens = torch.empty(2, dtype=torch.int64)
+        table = torch.empty((2, len(DrawRow._fields)), dtype=torch.float64)
+        logits = torch.empty((2, VOCABULARY), dtype=torch.bfloat16)
+        draw_tokens(logits, table, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
 
 
 if __name__ == "__main__":

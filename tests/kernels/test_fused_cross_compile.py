@@ -32,6 +32,7 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
     ((151936, 1024, False), ("norm", "best")),
 )
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
+DRAWING = ("rank_tiles", "set_limits", "weigh_tiles", "draw_unfiltered", "draw_filtered")
 ODD = (((1001, 576, False), ("bias", "both")), ((1536, 576, True), ("bias", "norm")))
 
 
@@ -89,6 +90,8 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "add_norm", tokens=64),
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "best"),
+        *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
+        *(FusedJob(sm, "draw", function=name) for name in DRAWING),
         FusedJob(sm, "rope", around=("norm",)),
         FusedJob(sm, "rope", around=("norm", "ahead")),
         FusedJob(sm, "rope", around=("norm",), tokens=256),

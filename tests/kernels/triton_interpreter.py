@@ -27,6 +27,7 @@ _MODULES = (
     "kernels.attention.hopper_fp8_quantise",
     "kernels.fused.attend_token",
     "kernels.fused.best_token",
+    "kernels.fused.draw_tokens",
     "kernels.fused.elementwise",
     "kernels.fused.rope_cache",
     "kernels.fused.vector_linear",

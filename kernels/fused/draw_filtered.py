@@ -1,0 +1,304 @@
+"""A filtered row's draw: weighted selection on the order by likelihood, without sorting.
+
+A row's tokens are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps the
+first so many. So each of them, and the draw, asks for the first key whose cumulative amount exceeds a target: the
+count for top_k, the weight for the others. The answer is found by dividing a window of keys, [low, high), into
+parts until it holds one token. A window is looked at in the list of candidates where it lies in there; else in the
+logits, until it has become small enough for a list.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.fused.draw_tiles import (
+    COLUMNS,
+    FILTERED,
+    INVERSE_TEMPERATURE,
+    SOURCE,
+    TARGET,
+    TOP_K,
+    TOP_P,
+    UNIFORM,
+    drawn_amount,
+    ordering_keys,
+    weights_of,
+)
+
+_NOWHERE = tl.constexpr(0x7F800000)
+"""Bits of an infinite distance."""
+_WEIGHTLESS = tl.constexpr(0x41E00000)
+"""Bits of 28: so far below the peak no token has a weight."""
+_WIDE = tl.constexpr(256)
+"""Units of a float32's last bit: a part of so many has another first and last distance, whatever is rounded."""
+
+
+@triton.jit
+def load_keys(
+    logits, listed, start, size, in_list, peak, scale, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return keys and weights of some listed candidates, or of some ids."""
+    at = start + tl.arange(0, BLOCK)
+    if in_list:
+        nowhere = tl.full([BLOCK], _NOWHERE, tl.int64) << ID_BITS
+        keys = tl.load(listed + at, mask=at < size, other=0)
+        keys = tl.where(at < size, keys, nowhere)
+    else:
+        values = tl.load(logits + at, mask=at < size, other=-float("inf")).to(tl.float32)
+        keys = ordering_keys((peak - values) * scale, at, ID_BITS)
+    distances = (keys >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+    return keys, weights_of(distances)
+
+
+@triton.jit
+def tighten(
+    logits,
+    listed,
+    size,
+    in_list,
+    peak,
+    scale,
+    low,
+    high,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Cut off what a window holds before its first token with a weight and behind its last; counts them too."""
+    least = tl.full([BLOCK], 0, tl.int64) + high
+    most = tl.full([BLOCK], -1, tl.int64)
+    number = tl.full([BLOCK], 0, tl.int32)
+    for start in range(0, size, BLOCK):
+        keys, weights = load_keys(logits, listed, start, size, in_list, peak, scale, ID_BITS, BLOCK)
+        inside = (keys >= low) & (keys < high) & (weights > 0)
+        least = tl.minimum(least, tl.where(inside, keys, high))
+        most = tl.maximum(most, tl.where(inside, keys, -1))
+        number += inside.to(tl.int32)
+    return tl.min(least, 0), tl.max(most, 0) + 1, tl.sum(number, 0)
+
+
+@triton.jit
+def split(low, high, ID_BITS: tl.constexpr, WAYS: tl.constexpr):
+    """Return the upper edges [WAYS] of a window's parts; the last is `high`.
+
+    Distances are more even than the bits of floats are, so a window is divided by them while it is wide enough.
+    """
+    part = tl.arange(0, WAYS) + 1
+    low_bits, high_bits = (low >> ID_BITS).to(tl.int32), (high >> ID_BITS).to(tl.int32)
+    nearest = low_bits.to(tl.float32, bitcast=True)
+    farthest = high_bits.to(tl.float32, bitcast=True)
+    distances = nearest + (farthest - nearest) * (part.to(tl.float32) / WAYS)
+    by_distance = distances.to(tl.int32, bitcast=True).to(tl.int64) << ID_BITS
+    by_distance = tl.minimum(tl.maximum(by_distance, low), high)
+    wide = high_bits - low_bits > _WIDE
+    edges = tl.where(wide, by_distance, low + (high - low) * part // WAYS)
+    return tl.where(part == WAYS, high, edges)
+
+
+@triton.jit
+def narrow(
+    logits,
+    listed,
+    size,
+    in_list,
+    peak,
+    scale,
+    target,
+    counting,
+    enough,
+    low,
+    high,
+    low_amount,
+    high_amount,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Narrow a window around the first key whose cumulative amount exceeds `target`, to `enough` tokens at most.
+
+    Amounts at `low` and `high` are those of all keys below. A list holds the keys from its window's `low` on.
+    """
+    base = low_amount
+    low, high, number = tighten(
+        logits, listed, size, in_list, peak, scale, low, high, ID_BITS, BLOCK
+    )
+    while number > enough:
+        edges = split(low, high, ID_BITS, WAYS)
+        sums = tl.full([BLOCK, WAYS], 0, tl.int64)
+        for start in range(0, size, BLOCK):
+            keys, weights = load_keys(
+                logits, listed, start, size, in_list, peak, scale, ID_BITS, BLOCK
+            )
+            amounts = tl.where(counting, (weights > 0).to(tl.int64), weights)
+            sums += tl.where(keys[:, None] < edges[None, :], amounts[:, None], 0)
+        amounts = base + tl.sum(sums, 0)
+        beyond = amounts > target
+        low_amount = tl.maximum(low_amount, tl.max(tl.where(beyond, low_amount, amounts), 0))
+        high_amount = tl.minimum(high_amount, tl.min(tl.where(beyond, amounts, high_amount), 0))
+        low = tl.maximum(low, tl.max(tl.where(beyond, low, edges), 0))
+        high = tl.min(tl.where(beyond, edges, high), 0)
+        low, high, number = tighten(
+            logits, listed, size, in_list, peak, scale, low, high, ID_BITS, BLOCK
+        )
+    return low, high, low_amount, high_amount
+
+
+@triton.jit
+def gather(
+    logits, listed, low, high, size, peak, scale, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """List the tokens with a weight in [low, high); returns how many they are."""
+    tl.debug_barrier()  # what was listed before has been read
+    number = tl.full([], 0, tl.int32)
+    for start in range(0, size, BLOCK):
+        keys, weights = load_keys(logits, listed, start, size, False, peak, scale, ID_BITS, BLOCK)
+        wanted = (keys >= low) & (keys < high) & (weights > 0)
+        at = number + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(listed + at, keys, mask=wanted)
+        number += tl.sum(wanted.to(tl.int32), 0)
+    tl.debug_barrier()
+    return number
+
+
+@triton.jit
+def weight_below(
+    logits, listed, size, in_list, edge, peak, scale, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the weight of all keys below an edge."""
+    sums = tl.full([BLOCK], 0, tl.int64)
+    for start in range(0, size, BLOCK):
+        keys, weights = load_keys(logits, listed, start, size, in_list, peak, scale, ID_BITS, BLOCK)
+        sums += tl.where(keys < edge, weights, 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def find(
+    logits,
+    listed,
+    size,
+    peak,
+    scale,
+    target,
+    counting,
+    low,
+    high,
+    low_amount,
+    high_amount,
+    end,
+    total,
+    V: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Find the first key whose cumulative amount exceeds `target`, first listing what is around it if that is not.
+
+    Returns:
+        The key, the next one, the amount below that, and the list's size and window.
+    """
+    if (target < low_amount) | (target >= high_amount):
+        low, high, low_amount, high_amount = narrow(
+            logits, listed, V, False, peak, scale, target, counting, CAPACITY,
+            end * 0, end, end * 0, total, ID_BITS, BLOCK, WAYS,
+        )  # fmt: skip
+        size = gather(logits, listed, low, high, V, peak, scale, ID_BITS, BLOCK)
+    found, edge, _, reached = narrow(
+        logits, listed, size, True, peak, scale, target, counting, 1,
+        low, high, low_amount, high_amount, ID_BITS, BLOCK, WAYS,
+    )  # fmt: skip
+    return found, edge, reached, size, low, high, low_amount, high_amount
+
+
+@triton.jit
+def draw_filtered(
+    logits,
+    table,
+    kinds,
+    peaks,
+    counts,
+    sums,
+    listed,
+    tokens,
+    checked,
+    row_stride,
+    V: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Apply top_k, top_p and min_p, each to what the one before has kept, and draw; program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(kinds + row) != FILTERED:
+        return
+    entry = table + row * COLUMNS
+    logits += tl.load(entry + SOURCE).to(tl.int64) * row_stride
+    listed += row * CAPACITY
+    scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
+    top_k = tl.load(entry + TOP_K).to(tl.int64)
+    top_p = tl.load(entry + TOP_P)
+    peak = tl.load(peaks + row)
+    candidates = tl.load(counts + row)
+    tile = tl.arange(0, TILES)
+    of_tiles = sums + row * 2 * NUM_TILES + tile
+    total = tl.sum(tl.load(of_tiles, mask=tile < NUM_TILES, other=0), 0)
+    near = tl.sum(tl.load(of_tiles + NUM_TILES, mask=tile < NUM_TILES, other=0), 0)
+
+    # The list's window, and the amounts below its ends: counts at first, weights from the second stage on. A list that
+    # overflowed holds nothing that can be relied on.
+    first = tl.full([], 0, tl.int64)
+    end = tl.full([], _WEIGHTLESS, tl.int64) << ID_BITS
+    size = tl.where(candidates <= CAPACITY, candidates, 0)
+    low, high, low_amount, high_amount = first, end, first, size.to(tl.int64)
+    everything = tl.full([], V, tl.int64)
+
+    kept = total
+    found = first
+    for stage in range(3):
+        counting = stage == 0
+        # Fewer candidates than top_k are all that have a weight.
+        needed = (top_k > 0) & (top_k <= candidates)
+        target = top_k - 1
+        if stage == 1:
+            mass = top_p * kept.to(tl.float64)
+            cut = mass.to(tl.int64)
+            target = cut + (cut.to(tl.float64) < mass).to(tl.int64) - 1
+            kept = tl.minimum(kept, near)
+            # A mass of 1 never cuts: rounding the total to a float must not drop a token.
+            needed = (top_p < 1.0) & (target < kept)
+        if stage == 2:
+            target = drawn_amount(tl.load(entry + UNIFORM), kept)
+            needed = kept > 0
+        if needed:
+            found, edge, reached, size, low, high, low_amount, high_amount = find(
+                logits, listed, size, peak, scale, target, counting,
+                low, high, low_amount, high_amount, end, tl.where(counting, everything, total),
+                V, CAPACITY, ID_BITS, BLOCK, WAYS,
+            )  # fmt: skip
+            if stage == 0:
+                # Those that tie with the last one are kept, and may lie outside of the window.
+                edge = ((found >> ID_BITS) + 1) << ID_BITS
+                in_list = candidates <= CAPACITY
+                kept = weight_below(
+                    logits, listed, tl.where(in_list, size, V), in_list, edge, peak, scale,
+                    ID_BITS, BLOCK,
+                )  # fmt: skip
+            if stage == 1:
+                kept = tl.minimum(kept, reached)
+        if stage == 0:
+            size = tl.where(candidates <= CAPACITY, size, 0)
+            high_amount = weight_below(logits, listed, size, True, end, peak, scale, ID_BITS, BLOCK)
+            low_amount = first
+    token = found & ((1 << ID_BITS) - 1)
+    to = tl.load(entry + TARGET).to(tl.int64)
+    tl.store(tokens + to, token)
+    tl.store(checked + to, token)

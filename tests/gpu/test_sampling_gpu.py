@@ -1,0 +1,180 @@
+"""Tokens drawn by kernels on a GPU: bit for bit what the rules make of its weights, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernels
+from kernels import token_ops
+from kernels.draw_rows import DrawSizes
+from kernels.fused.most_likely import most_likely_tokens
+from model.device_sampling import DeviceDraw
+from model.sampler import Sampler, SamplingRow
+from tests.kernels.sampled import by_host, by_kernel, by_rule
+from tests.model.sampling_rows import varied_rows
+
+VOCABULARIES = [32003, 151936, 262144]
+FILTERS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 1.8},
+    {"top_k": 50},
+    {"top_p": 0.95},
+    {"min_p": 0.02},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.9},
+    {"top_k": 3000, "temperature": 1.5},
+    {"top_k": 20000, "top_p": 0.99},
+    {"top_p": 0.999999, "temperature": 3.0},
+    {"top_k": 10**9},
+]
+
+
+def can_depend():
+    return kernels.detect("cuda").sm >= 90
+
+
+def logits_on_gpu(rows, vocab, scale=2.5, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(rows, vocab, device="cuda", generator=generator) * scale).to(dtype)
+
+
+def filtered_rows(count, seed=0):
+    return [
+        SamplingRow(seed=seed * 1000 + i, position=i, **FILTERS[i % len(FILTERS)])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [0.5, 2.5], ids=["flat", "peaked"])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_tokens_are_bit_for_bit_those_of_the_rules(vocab, scale, dtype):
+    for seed in range(2):
+        logits = logits_on_gpu(24, vocab, scale, dtype, seed)
+        rows = filtered_rows(24, seed)
+
+        assert by_kernel(logits, rows) == by_rule(logits, rows)
+
+
+@pytest.mark.parametrize("kind", ["equal", "few", "tiny", "huge", "sparse"])
+def test_ties_and_extremes_follow_the_rules(kind):
+    logits = logits_on_gpu(12, 151936, dtype=torch.float32)
+    if kind == "equal":
+        logits.zero_()
+    elif kind == "few":
+        logits.round_()
+    elif kind == "sparse":
+        logits.masked_fill_(logits < 9, -math.inf)
+    else:
+        logits *= {"tiny": 1e-20, "huge": 1e30}[kind]
+    rows = filtered_rows(12)
+
+    assert by_kernel(logits, rows) == by_rule(logits, rows)
+
+
+def test_tokens_are_those_of_the_host_but_for_rounding():
+    logits, rows = logits_on_gpu(240, 50257), filtered_rows(240)
+
+    pairs = zip(by_kernel(logits, rows), by_host(logits, rows), strict=True)
+
+    assert sum(ours == host for ours, host in pairs) >= 238
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
+    logits, rows = logits_on_gpu(300, vocab), filtered_rows(300)
+
+    together = by_kernel(logits, rows)
+
+    assert by_kernel(logits, rows) == together
+    for i in (0, 1, 4, 6, 151, 299):
+        assert by_kernel(logits[i : i + 1], rows[i : i + 1]) == [together[i]]
+    assert by_kernel(logits[100:228], rows[100:228]) == together[100:228]
+    if can_depend():
+        assert by_kernel(logits, rows, pdl=True) == together
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [DrawSizes(tile=1024), DrawSizes(capacity=256), DrawSizes(group=64, chunk=1024, ways=4)],
+    ids=str,
+)
+def test_no_size_changes_a_token(sizes):
+    logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
+
+    assert by_kernel(logits, rows, sizes) == by_kernel(logits, rows)
+
+
+def test_a_draw_by_kernels_is_that_of_pytorch_but_for_rounding():
+    logits, rows = logits_on_gpu(330, 50257), varied_rows(330, 50257)
+    before = logits.clone()
+
+    ours, theirs = (DeviceDraw(logits, rows, by_kernel=flag).result() for flag in (True, False))
+
+    assert torch.equal(logits, before)
+    assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 328
+
+
+def test_a_draw_waits_for_nothing_until_it_is_asked():
+    logits, rows = logits_on_gpu(16, 151936), filtered_rows(16)
+    DeviceDraw(logits, rows, by_kernel=True).result()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        draw = DeviceDraw(logits, rows, by_kernel=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert draw.feeds_next
+    assert draw.tokens.tolist() == [token.token_id for token in draw.result()]
+
+
+def test_a_row_that_is_not_finite_fails_alone():
+    logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
+    clean = DeviceDraw(logits, rows, by_kernel=True).result()
+    logits[4, 151935], logits[9, 7], logits[12] = math.nan, math.inf, -math.inf
+
+    tokens = DeviceDraw(logits, rows, by_kernel=True).result()
+
+    assert [i for i, token in enumerate(tokens) if token.error] == [4, 9, 12]
+    assert all(a == b for a, b in zip(tokens, clean, strict=True) if not a.error)
+    assert Sampler().forward(logits[:4], rows[:4]) == clean[:4]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 64, 512])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_the_most_likely_token_is_the_first_of_the_largest(vocab, rows, dtype):
+    logits = logits_on_gpu(rows, vocab, 1.0, dtype).mul_(4).round_()
+    tokens, checked = torch.full((2, rows), -7, device="cuda")
+    largest = logits.amax(-1, keepdim=True)
+    first = (logits == largest).int().argmax(-1)
+
+    most_likely_tokens(logits, tokens, checked)
+
+    assert torch.equal(tokens, first)
+    assert torch.equal(checked, first)
+
+
+def test_the_most_likely_token_can_be_recorded():
+    logits = logits_on_gpu(64, 151936)
+    tokens, checked = torch.zeros((2, 64), dtype=torch.int64, device="cuda")
+    token_ops.most_likely_tokens(logits, tokens, checked)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_ops.most_likely_tokens(logits, tokens, checked)
+
+    for seed in range(1, 4):
+        logits.copy_(logits_on_gpu(64, 151936, 3.0, seed=seed))
+        logits[seed, 5 * seed] = math.nan
+        graph.replay()
+        assert checked[seed] == -1
+        assert tokens[seed] == 5 * seed
+        largest = logits.amax(-1, keepdim=True)
+        first = (logits == largest).int().argmax(-1)
+        first[seed] = -1
+        assert torch.equal(checked, first)
