@@ -14,7 +14,7 @@ import time
 import msgspec
 
 from server.engine.plan_report import PlanReport
-from server.engine.process import Channel, end_with_front_end
+from server.engine.process import Channel
 from server.engine.protocol import (
     AbortRequests,
     EngineConfig,
@@ -26,6 +26,7 @@ from server.engine.protocol import (
     StepMessage,
 )
 from server.engine.request import FinishReason, GenerateRequest
+from server.engine.standard_input import end_with_parent
 
 _NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
@@ -105,7 +106,7 @@ def main() -> None:
     config = msgspec.json.decode(os.read(0, 1 << 16), type=EngineConfig)
     rate, folder = sys.argv[1:]
     channel = Channel(folder)
-    threading.Thread(target=end_with_front_end, args=(folder,), daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=1, block_size=1,

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import logging
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
@@ -17,14 +16,17 @@ from model.config import ModelConfig
 from model.errors import ModelError
 from model.hub import BUNDLED, resolve
 from server.engine.client import ENGINE_COMMAND, EngineClient, EngineStartError
+from server.engine.hub import EngineHub
 from server.engine.protocol import EngineConfig
 from server.engine.quiet import keep_what_is_there, quiet_idle_threads
 from server.http.config import HTTPConfig
+from server.listening import ListenError, listen
 from server.log import configure_logging
 from server.settings import Settings, environment_variable, flag
 from server.version import version
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Sequence
     from pathlib import Path
 
@@ -134,18 +136,32 @@ def serve(settings: Settings, engine_command: Sequence[str] = ENGINE_COMMAND) ->
         model_path = resolve(settings.model, settings.revision)
         # An unsupported model is refused here, before anything is started.
         model_config = ModelConfig.from_folder(model_path)
-        listener = _listen(settings.host, settings.port)
-    except (ModelError, _ListenError) as error:
+        listeners = listen(settings.host, settings.port, settings.frontends)
+        tokenizer_path = _tokenizer_path(settings, model_path)
+    except (ModelError, ListenError) as error:
         _fail(str(error))
     # Until the event loop takes the signal over: leave by way of `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    client = EngineClient(
-        _engine_config(settings, model_path), settings.engine_hang_seconds, engine_command
-    )
+    limits, config = _http_config(settings, model_config), _engine_config(settings, model_path)
+    if settings.frontends > 1:
+        hub = EngineHub(config, settings.engine_hang_seconds, engine_command)
+        _serve_fleet(hub, listeners, tokenizer_path, limits, started)
+    else:
+        client = EngineClient(config, settings.engine_hang_seconds, engine_command)
+        _serve_alone(client, listeners[0], tokenizer_path, limits, started)
+
+
+def _serve_alone(
+    client: EngineClient,
+    listener: socket.socket,
+    tokenizer_path: Path,
+    limits: HTTPConfig,
+    started: float,
+) -> None:
+    """Be the front end and own the engine process."""
     try:
         client.launch()  # the engine process imports PyTorch while this one imports HTTP libraries
-        tokenizer_path = _tokenizer_path(settings, model_path)
-        server = _create_server(client, tokenizer_path, _http_config(settings, model_config))
+        server = _create_server(client, tokenizer_path, limits)
         keep_what_is_there()
         with asyncio.Runner(loop_factory=server.loop_factory) as runner:
             runner.run(_serve(server, client, listener, started))
@@ -153,6 +169,26 @@ def serve(settings: Settings, engine_command: Sequence[str] = ENGINE_COMMAND) ->
         _fail(str(error))
     finally:
         client.kill()
+
+
+def _serve_fleet(
+    hub: EngineHub,
+    listeners: list[socket.socket],
+    tokenizer_path: Path,
+    limits: HTTPConfig,
+    started: float,
+) -> None:
+    """Own the engine process and the front-end processes."""
+    from server.fleet import FrontEndStartError, run_fleet  # noqa: PLC0415 - the metrics' library
+
+    try:
+        hub.launch()
+        keep_what_is_there()
+        asyncio.run(run_fleet(hub, listeners, tokenizer_path, limits, started))
+    except (EngineStartError, FrontEndStartError) as error:
+        _fail(str(error))
+    finally:
+        hub.kill()
 
 
 def _tokenizer_path(settings: Settings, model_path: Path) -> Path:
@@ -193,24 +229,6 @@ async def _serve(
         ready.cancel()
         await asyncio.gather(serving, ready, return_exceptions=True)
         await client.stop()
-
-
-class _ListenError(Exception):
-    """The address cannot be listened on; the text says why."""
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind before anything slow starts, so that a port in use is known at once."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()  # two sockets may be bound to one port until one of them listens
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise _ListenError(f"cannot listen on {host}:{port}: {reason}") from error
-    return listener
 
 
 def _http_config(settings: Settings, model_config: ModelConfig) -> HTTPConfig:

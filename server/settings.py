@@ -39,6 +39,13 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
+    frontends: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that share the port and the work of HTTP, tokenizing and streaming; one serves some "
+        "50,000 tokens per second",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="auto takes the GPU where there is one; of several, the first that CUDA_VISIBLE_DEVICES leaves",

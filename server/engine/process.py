@@ -5,10 +5,7 @@ Started by `server.engine.client` as `python -m server.engine.process <socket fo
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import shutil
 import signal
 import sys
 import threading
@@ -26,6 +23,7 @@ from server.engine.protocol import (
     StartupPhase,
 )
 from server.engine.quiet import keep_what_is_there, quiet_idle_threads
+from server.engine.standard_input import end_with_parent, read_line
 from server.log import configure_logging
 
 if TYPE_CHECKING:
@@ -63,34 +61,18 @@ class Channel:
             yield self._decoder.decode(data)
 
 
-def end_with_front_end(directory: str) -> None:
-    """Leave when standard input ends: the front end is gone, however it went.
-
-    Args:
-        directory: of the sockets; removed, since a front end that was killed could not.
-    """
-    with contextlib.suppress(OSError):
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
-
-
 def main() -> None:
     """Start the engine and run it until the front end says so or disappears."""
     # Signals often go to the whole process group; the front end decides when we end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        if not (byte := os.read(sys.stdin.fileno(), 65536)):
-            return
-        line += byte
+    if not (line := read_line()):
+        return
     config = msgspec.json.decode(line, type=EngineConfig)
     configure_logging(config.log_level)
     channel = Channel(sys.argv[1])
     threading.Thread(
-        target=end_with_front_end, args=(sys.argv[1],), name="front-end-watch", daemon=True
+        target=end_with_parent, args=(sys.argv[1],), name="front-end-watch", daemon=True
     ).start()
 
     quiet_idle_threads()

@@ -95,6 +95,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
+COUNTERS = (
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_cache_query_tokens",
+    "prefix_cache_hit_tokens",
+    "num_preemptions",
+    "num_steps",
+)
+"""Fields of `EngineStats` that only grow while one engine process lives."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's gauges and counters after a step; counters start at 0 with each engine process.
 
@@ -117,6 +128,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+
+
+def add_counters(a: EngineStats, b: EngineStats) -> EngineStats:
+    """Add up what only grows while an engine process lives; the gauges are left at their defaults."""
+    return EngineStats(**{name: getattr(a, name) + getattr(b, name) for name in COUNTERS})
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -194,5 +210,28 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
         )
 
 
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """Where the engine stands, for a front end that does not own it: the first message, and one for each change.
+
+    Attributes:
+        stats: the newest numbers.
+        past: counters of the engine processes before this one, added up.
+        lost: set where the requests in flight are lost; why, for their clients.
+    """
+
+    state: EngineState
+    phase: str
+    info: EngineInfo | None
+    stats: EngineStats
+    past: EngineStats
+    restarts: int
+    lost: str | None = None
+
+
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """A front end that does not own the engine reads its messages from now on."""
+
+
 FrontEndMessage = GenerateRequest | AbortRequests | Shutdown
 EngineMessage = StartupPhase | EngineReady | StartupFailed | StepMessage
+HubMessage = EngineStatus | StepMessage

@@ -14,22 +14,26 @@ from server.version import version
 
 if TYPE_CHECKING:
     from model.tokenizer import Tokenizer
-    from server.engine.client import EngineClient
+    from server.engine.handle import EngineHandle
+    from server.http.board import Board
     from server.http.config import HTTPConfig
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer, config: HTTPConfig) -> FastAPI:
+def create_app(
+    client: EngineHandle, tokenizer: Tokenizer, config: HTTPConfig, board: Board | None = None
+) -> FastAPI:
     """Make the ASGI application of one service.
 
     Args:
         client: of the engine that computes; it need not be ready yet.
         tokenizer: of the model that is served.
         config: limits and intervals.
+        board: for the counts, where other processes of the service count too.
 
     Returns:
         The application; it owns a few tokenizer threads and no other resources.
     """
-    context = AppContext(client, tokenizer, config, version())
+    context = AppContext(client, tokenizer, config, version(), board)
     app = FastAPI(
         title="Tessera",
         version=version(),

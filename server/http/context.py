@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from model.tokenizer import Tokenizer
-    from server.engine.client import EngineClient, RequestStream
+    from server.engine.handle import EngineHandle
     from server.engine.protocol import EngineInfo
     from server.engine.request import GenerateRequest
+    from server.engine.stream import RequestStream
+    from server.http.board import Board
     from server.http.config import HTTPConfig
 
 ResultT = TypeVar("ResultT")
@@ -36,35 +38,40 @@ class AppContext:
     Attributes:
         plain_tokens: text, and beginning of a frame, of tokens that were seen to have the same text wherever nothing is
             held back; see `Transcript.plain`.
-        in_flight: sequences that were admitted and not yet answered, <= `max_concurrent_requests`.
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, config: HTTPConfig, version: str
+        self,
+        client: EngineHandle,
+        tokenizer: Tokenizer,
+        config: HTTPConfig,
+        version: str,
+        board: Board | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
         self.plain_tokens: dict[int, tuple[str, bytes]] = {}
-        self.in_flight = 0
-        self.metrics = Metrics(client, config, version, lambda: self.in_flight)
+        self.metrics = Metrics(client, config, version, board)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
         """Hold a place for each sequence of a request.
 
+        The places are those of the service: front ends that admit at the same moment may go over by one request each.
+
         Raises:
             OverloadedError: there are not as many places left.
         """
-        if self.in_flight + sequences > self.config.max_concurrent_requests:
+        if self.metrics.in_flight + sequences > self.config.max_concurrent_requests:
             raise OverloadedError
-        self.in_flight += sequences
+        self.metrics.add_in_flight(sequences)
         try:
             yield
         finally:
-            self.in_flight -= sequences
+            self.metrics.add_in_flight(-sequences)
 
     def engine_info(self) -> EngineInfo:
         """What the running engine told about itself.

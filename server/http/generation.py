@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from server.engine.protocol import EngineInfo
     from server.engine.request import SamplingParams, TokenEvent
     from server.http.context import AppContext
-    from server.http.metrics import RequestRecord
+    from server.http.records import RequestRecord
     from server.http.schemas.limits import GenerateOptions
 
 

@@ -1,17 +1,19 @@
 """Every metric of the service: one table of names, and what counts them.
 
-The front end counts what it sees of requests; gauges and counters of the engine are read from the
-client when the metrics are scraped. Text from a client never becomes a label. Knows no routes.
+The front end counts what it sees of requests, on a board that all front ends share; gauges and counters
+of the engine are read from the client when the metrics are scraped. Text
+from a client never becomes a label. Knows no routes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import time
+import itertools
+import os
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,14 +23,17 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from server.engine.protocol import EngineState
-from server.http.counters import EngineTotals, Histogram
+from server.http.board import Board
+from server.http.counters import Histogram, cumulative, num_cells
+from server.http.processes import ProcessesCollector
+from server.http.records import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from prometheus_client.metrics_core import Metric
 
-    from server.engine.client import EngineClient
+    from server.engine.handle import EngineHandle
     from server.engine.plan_report import PlanReport
     from server.engine.protocol import EngineStats
     from server.http.config import HTTPConfig
@@ -169,7 +174,7 @@ _ENGINE_GAUGES: tuple[tuple[Spec, Callable[[EngineStats], float]], ...] = (
         lambda stats: stats.num_free_blocks,
     ),
 )
-# Counters of the engine: they start at 0 with each engine process, see `EngineTotals`.
+# Counters of the engine; they start at 0 with each engine process.
 _ENGINE_COUNTERS: tuple[tuple[Spec, str], ...] = (
     (
         Spec("tessera_prompt_tokens", CounterMetricFamily, "Prompt tokens of admitted sequences."),
@@ -224,103 +229,62 @@ SPECS: tuple[Spec, ...] = (
 )
 
 
-class TokenClock:
-    """Measures the waits between the tokens of one sequence."""
-
-    __slots__ = ("_last", "_metrics", "_started")
-
-    def __init__(self, metrics: Metrics, started: float) -> None:
-        self._metrics = metrics
-        self._started = started
-        self._last = 0.0
-
-    def tokens(self, count: int) -> None:
-        """`count` tokens arrived together."""
-        now = time.perf_counter()
-        if self._last:
-            self._metrics.itl.observe((now - self._last) / count, count)
-        else:
-            self._metrics.ttft.observe(now - self._started)
-        self._last = now
-
-
-class RequestRecord:
-    """What is measured about one request; `finish` or `succeed` counts it, once.
-
-    Attributes:
-        started: when its first byte was seen, `time.perf_counter` seconds.
-    """
-
-    __slots__ = ("_endpoint", "_finished", "_metrics", "started")
-
-    def __init__(self, metrics: Metrics, endpoint: Endpoint) -> None:
-        self.started = time.perf_counter()
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._finished = False
-
-    def clock(self) -> TokenClock:
-        """For one of the request's sequences."""
-        return TokenClock(self._metrics, self.started)
-
-    def finish(self, outcome: Outcome) -> None:
-        """Count the request; further calls do nothing."""
-        if not self._finished:
-            self._finished = True
-            requests = self._metrics.requests
-            requests[self._endpoint, outcome] = requests.get((self._endpoint, outcome), 0) + 1
-            self._metrics.read_engine_counters()
-
-    def succeed(
-        self, outcome: Outcome, *, queue_seconds: float, prompt_tokens: int, generated_tokens: int
-    ) -> None:
-        """Count a request that was answered in full."""
-        if not self._finished:
-            metrics = self._metrics
-            metrics.duration.observe(time.perf_counter() - self.started)
-            metrics.queue.observe(queue_seconds)
-            metrics.prompt_length.observe(prompt_tokens)
-            metrics.output_length.observe(generated_tokens)
-        self.finish(outcome)
+# Where each number stands in a row of the board.
+_REQUEST_CELLS = {pair: i for i, pair in enumerate(itertools.product(Endpoint, Outcome))}
+_IN_FLIGHT_CELL = len(_REQUEST_CELLS)
+_PID_CELL = _IN_FLIGHT_CELL + 1
+_STARTS = itertools.accumulate(
+    (num_cells(spec.buckets) for spec in _HISTOGRAMS), initial=_PID_CELL + 1
+)
+_HISTOGRAM_CELLS = [slice(a, b) for a, b in itertools.pairwise(_STARTS)]
+NUM_CELLS = _HISTOGRAM_CELLS[-1].stop
+"""Numbers in a row of a service's `Board`."""
 
 
 class Metrics(Collector):
-    """Owns all counts of one app, and its registry; lives on the event loop.
+    """Owns the counts of one process, and the registry that tells those of the service; lives on the event loop.
 
     Args:
         client: where the engine's state and numbers are read.
         config: names the model.
         version: of this service.
-        in_flight: tells how many sequences are admitted now.
+        board: of `NUM_CELLS`, where the service has several processes.
     """
 
     def __init__(
-        self, client: EngineClient, config: HTTPConfig, version: str, in_flight: Callable[[], int]
+        self, client: EngineHandle, config: HTTPConfig, version: str, board: Board | None = None
     ) -> None:
-        self.requests: dict[tuple[Endpoint, Outcome], int] = {}
+        self._board = board or Board.private(NUM_CELLS)
+        mine = self._board.mine
+        mine[_IN_FLIGHT_CELL] = 0  # those of a process that was here before us are gone
+        mark_process(self._board)
         self.ttft, self.itl, self.duration, self.queue, self.prompt_length, self.output_length = (
-            Histogram(spec.buckets) for spec in _HISTOGRAMS
+            Histogram(spec.buckets, mine[cells])
+            for spec, cells in zip(_HISTOGRAMS, _HISTOGRAM_CELLS, strict=True)
         )
         self.registry = CollectorRegistry()
         self._client = client
         self._config = config
         self._version = version
-        self._in_flight = in_flight
-        self._totals = EngineTotals()
         self.registry.register(self)
-        ProcessCollector(registry=self.registry)
+        ProcessesCollector(self.registry, lambda: [row[_PID_CELL] for row in self._board.rows])
 
     def begin(self, endpoint: Endpoint) -> RequestRecord:
         """Start to measure a request."""
         return RequestRecord(self, endpoint)
 
-    def read_engine_counters(self) -> dict[str, int]:
-        """Totals of the engine's counters.
+    def count_request(self, endpoint: Endpoint, outcome: Outcome) -> None:
+        """Count a request that has ended."""
+        self._board.mine[_REQUEST_CELLS[endpoint, outcome]] += 1
 
-        Called at the end of every request too: when the engine dies, all requests end, and its
-        last numbers are still there.
-        """
-        return self._totals.update(self._client.stats, self._client.info)
+    @property
+    def in_flight(self) -> int:
+        """Sequences that the service admitted and did not yet answer, in all of its processes."""
+        return int(self._board.total(_IN_FLIGHT_CELL))
+
+    def add_in_flight(self, sequences: int) -> None:
+        """Admit sequences; a negative number answers them."""
+        self._board.mine[_IN_FLIGHT_CELL] += sequences
 
     def describe(self) -> Iterable[Metric]:
         """The names, without reading anything."""
@@ -328,17 +292,16 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """All metrics as they are now."""
+        totals = self._board.totals()
         requests = _family(REQUESTS)
-        for (endpoint, outcome), count in self.requests.items():
-            requests.add_metric([endpoint.value, outcome.value], count)
+        for (endpoint, outcome), cell in _REQUEST_CELLS.items():
+            if totals[cell]:
+                requests.add_metric([endpoint.value, outcome.value], totals[cell])
         yield requests
-        yield _single(IN_FLIGHT, self._in_flight())
-        histograms = (
-            self.ttft, self.itl, self.duration, self.queue, self.prompt_length, self.output_length
-        )  # fmt: skip
-        for spec, histogram in zip(_HISTOGRAMS, histograms, strict=True):
+        yield _single(IN_FLIGHT, totals[_IN_FLIGHT_CELL])
+        for spec, cells in zip(_HISTOGRAMS, _HISTOGRAM_CELLS, strict=True):
             family = _family(spec)
-            family.add_metric([], *histogram.buckets())
+            family.add_metric([], *cumulative(spec.buckets, totals[cells]))
             yield family
         yield from self._engine()
 
@@ -346,9 +309,8 @@ class Metrics(Collector):
         client = self._client
         for spec, value in _ENGINE_GAUGES:
             yield _single(spec, value(client.stats))
-        totals = self.read_engine_counters()
         for spec, field in _ENGINE_COUNTERS:
-            yield _single(spec, totals[field])
+            yield _single(spec, getattr(client.past, field) + getattr(client.stats, field))
         yield _single(RESTARTS, client.restarts)
         yield _single(ENGINE_UP, client.state is EngineState.READY)
         states = _family(ENGINE_STATE)
@@ -364,6 +326,11 @@ class Metrics(Collector):
             yield _family(CACHE_CONFIG, cache)
             yield _attention_plan(info.plan)
         yield _family(BUILD, build)
+
+
+def mark_process(board: Board) -> None:
+    """Let the metrics of a service have the processor time and memory of this process too."""
+    board.mine[_PID_CELL] = os.getpid()
 
 
 def _attention_plan(plan: PlanReport) -> Metric:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from server.http.context import AppContext
     from server.http.generation import Generation
     from server.http.guard import ClientWatch
-    from server.http.metrics import RequestRecord
+    from server.http.records import RequestRecord
     from server.http.sse import EventStream
     from server.http.wire import Wire
 

@@ -1,9 +1,9 @@
 """An engine process with the real loop, scheduler and channel, and a model that is plain arithmetic.
 
 It starts in a fraction of a second, so that what the front end does with engine processes can be
-tested closely. `EngineConfig.model_path` chooses its behaviour: "ok", "fail" (refuses to start),
-"crash" (dies while starting), "sleep" (never ready),
-"hang" (stops answering at the first step), "slow" (50 ms a step).
+tested closely. `EngineConfig.model_path`, or an argument before the socket folder, chooses its
+behaviour: "ok", "fail" (refuses to start), "crash" (dies while starting), "sleep" (never ready),
+"hang" (stops answering at the first step), "slow" (50 ms a step), "garbage" (cannot be read).
 """
 
 import gc
@@ -18,7 +18,7 @@ import msgspec
 
 from server.engine.block_manager import BlockManager
 from server.engine.engine import Engine
-from server.engine.process import Channel, end_with_front_end
+from server.engine.process import Channel
 from server.engine.protocol import (
     EngineConfig,
     EngineInfo,
@@ -27,6 +27,7 @@ from server.engine.protocol import (
     StartupPhase,
 )
 from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.standard_input import end_with_parent
 from tests.plans import PLAN
 
 VOCAB_SIZE = 1000
@@ -111,8 +112,11 @@ def make_engine(config, channel, num_blocks=256):
 
 def main():
     config = msgspec.json.decode(os.read(0, 1 << 16), type=EngineConfig)
-    channel = Channel(sys.argv[1])
-    threading.Thread(target=end_with_front_end, args=(sys.argv[1],), daemon=True).start()
+    *behaviour, folder = sys.argv[1:]
+    if behaviour:
+        config = msgspec.structs.replace(config, model_path=behaviour[0])
+    channel = Channel(folder)
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     channel.send(StartupPhase("pretending to load"))
     if config.model_path == "fail":
         channel.send(StartupFailed("shard 2 is truncated"))

@@ -62,6 +62,7 @@ class FakeEngine:
         self.phase = "ready"
         self.info: EngineInfo | None = INFO
         self.stats = EngineStats(num_blocks=64, num_free_blocks=64)
+        self.past = EngineStats()
         self.restarts = 0
         self.script: Script = script or say([72, 105], FinishReason.LENGTH)
         self.requests: list[GenerateRequest] = []

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from server.engine.protocol import EngineInfo
     from server.http.context import AppContext
-    from server.http.metrics import RequestRecord
+    from server.http.records import RequestRecord
 
 _encode_json = msgspec.json.Encoder().encode
 

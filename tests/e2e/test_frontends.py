@@ -1,0 +1,292 @@
+"""`--frontends 2`: two processes answer on one port, with one engine process of plain arithmetic behind them."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = """
+import sys
+from server.main import serve
+from server.settings import Settings
+command = (sys.executable, "-m", "tests.engine.fake_engine", sys.argv[1])
+serve(Settings(_cli_parse_args=sys.argv[2:]), command)
+"""
+
+
+class Fleet:
+    """A service of two front ends, and connections that are known to lead to the one or the other."""
+
+    def __init__(self, behaviour="slow", *arguments):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-c", SCRIPT, behaviour, "--frontends=2", f"--port={self.port}"]
+        self.process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+
+    def wait_until_healthy(self, seconds=30.0):
+        until(lambda: self.health() == 200, seconds)
+
+    def health(self):
+        assert self.process.poll() is None, self.process.stderr.read()
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health").status_code
+        return None
+
+    def children(self, module):
+        files = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        return sorted(p for p in pids if module in Path(f"/proc/{p}/cmdline").read_text())
+
+    def one_client_each(self):
+        """A client for each front end: its connection is kept, and so is the process at its other end."""
+        clients = {}
+        while len(clients) < 2:
+            client = httpx.Client(base_url=self.url, timeout=20)
+            assert client.get("/health").status_code == 200
+            port = client._transport._pool.connections[
+                0
+            ]._connection._network_stream.get_extra_info("client_addr")[1]
+            owner = self.owner(port)
+            clients.setdefault(owner, client)
+            if clients[owner] is not client:
+                client.close()
+        return clients
+
+    def owner(self, client_port):
+        """The front end that accepted the connection from a port."""
+        theirs = f":{self.port:04X} 0100007F:{client_port:04X} 01"
+        (inode,) = {
+            line.split()[9]
+            for line in Path("/proc/net/tcp").read_text().splitlines()
+            if theirs in line
+        }
+        for pid in self.children("server.front_end"):
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(file.readlink()) == f"socket:[{inode}]":
+                        return pid
+        raise AssertionError("nobody has it")
+
+    def metric(self, name, client=httpx):
+        url = "/metrics" if client is not httpx else f"{self.url}/metrics"
+        found = [
+            float(line.rsplit(" ", 1)[1])
+            for line in client.get(url).text.splitlines()
+            if line.split("{")[0].split(" ")[0] == name
+        ]
+        return sum(found)
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.communicate(timeout=30)[1]
+        finally:
+            self.process.kill()
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        time.sleep(0.02)
+
+
+def body(tokens, prompt="x"):
+    return {"inputs": prompt, "parameters": {"max_new_tokens": tokens, "ignore_eos": True}}
+
+
+def events(client, tokens, prompt="x"):
+    found = []
+    with client.stream("POST", "/generate_stream", json=body(tokens, prompt)) as reply:
+        assert reply.status_code == 200
+        found.extend(
+            json.loads(line.removeprefix("data:"))
+            for line in reply.iter_lines()
+            if line.startswith("data:")
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    fleet = Fleet()
+    fleet.wait_until_healthy()
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture
+def clients(fleet):
+    clients = fleet.one_client_each()
+    yield list(clients.values())
+    for client in clients.values():
+        client.close()
+
+
+def test_both_answer_with_one_engine_and_do_not_mix_their_requests(fleet, clients):
+    assert len(fleet.children("fake_engine")) == 1
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(events, clients, (20, 20), ("x", "y")))
+    alone = [events(client, 20, p) for client, p in zip(clients[::-1], ("x", "y"), strict=True)]
+
+    for together, by_itself in zip(answers, alone, strict=True):
+        assert [e["token"]["id"] for e in together] == [e["token"]["id"] for e in by_itself]
+    assert answers[0] != answers[1]
+
+
+def test_metrics_are_the_sum_over_both_wherever_they_are_asked_for(fleet, clients):
+    names = (
+        "tessera_requests_total",
+        "tessera_time_to_first_token_seconds_count",
+        "tessera_inter_token_latency_seconds_count",
+        "tessera_generation_tokens_total",
+    )
+    before = [fleet.metric(name) for name in names]
+    for client, requests in zip(clients, (1, 3), strict=True):
+        for _ in range(requests):
+            assert client.post("/generate", json=body(5)).status_code == 200
+
+    for client in clients:
+        after = [fleet.metric(name, client) for name in names]
+        assert [a - b for a, b in zip(after, before, strict=True)] == [4, 4, 16, 20]
+        assert fleet.metric("tessera_requests_in_flight", client) == 0
+        assert fleet.metric("process_resident_memory_bytes", client) > 100e6
+
+
+def test_an_abort_on_one_leaves_the_requests_of_the_other_alone(fleet, clients):
+    leaving, staying = clients
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(events, staying, 30)
+        with leaving.stream("POST", "/generate_stream", json=body(400)) as reply:
+            lines = reply.iter_lines()  # to be kept: it closes the connection when it is dropped
+            next(lines)
+            until(lambda: fleet.metric("tessera_requests_running", staying) == 2)
+            assert fleet.metric("tessera_requests_in_flight") == 2
+        until(lambda: fleet.metric("tessera_requests_running") == 1)
+
+        assert len(other.result()) == 30
+    until(lambda: fleet.metric("tessera_kv_blocks_free") == fleet.metric("tessera_kv_blocks"))
+    assert fleet.metric("tessera_requests_in_flight") == 0
+
+
+def test_a_killed_engine_ends_the_requests_of_both_and_both_come_back(fleet, clients):
+    tokens = fleet.metric("tessera_generation_tokens_total")
+    restarts = fleet.metric("tessera_engine_restarts_total")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(events, client, 400) for client in clients]
+        until(lambda: fleet.metric("tessera_requests_running") == 2)
+        os.kill(fleet.children("fake_engine")[0], signal.SIGKILL)
+        ends = [stream.result()[-1] for stream in streams]
+
+    assert {end["error_type"] for end in ends} == {"generation"}
+    for client in clients:
+        until(lambda client=client: client.get("/health").status_code == 200)
+        assert len(events(client, 3)) == 3
+        assert fleet.metric("tessera_engine_restarts_total", client) == restarts + 1
+    counted = [fleet.metric("tessera_generation_tokens_total", client) for client in clients]
+    assert counted[0] == counted[1] > tokens + 6
+
+
+def test_a_killed_front_end_frees_what_it_held_and_comes_back(fleet, clients):
+    requests = fleet.metric("tessera_requests_total")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        owners = fleet.one_client_each()
+        (victim, doomed), (_, other) = owners.items()
+        stream = pool.submit(events, doomed, 400)
+        until(lambda: fleet.metric("tessera_requests_running", other) == 1)
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            stream.result()
+
+    until(lambda: fleet.metric("tessera_requests_running", other) == 0)
+    until(lambda: len(set(fleet.children("server.front_end")) - {victim}) == 2)
+    for client in fleet.one_client_each().values():
+        assert len(events(client, 3)) == 3
+        client.close()
+    until(lambda: fleet.metric("tessera_requests_in_flight", other) == 0)
+    assert fleet.metric("tessera_requests_total", other) == requests + 2
+    doomed.close()
+    other.close()
+
+
+def test_more_requests_than_the_service_takes_are_refused_by_either():
+    fleet = Fleet("slow", "--max-concurrent-requests=2")
+    try:
+        fleet.wait_until_healthy()
+        clients = list(fleet.one_client_each().values())
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            streams = [pool.submit(events, client, 60) for client in clients]
+            until(lambda: fleet.metric("tessera_requests_in_flight") == 2)
+            assert httpx.post(f"{fleet.url}/generate", json=body(1)).status_code == 429
+            assert [len(stream.result()) for stream in streams] == [60, 60]
+        for client in clients:
+            client.close()
+    finally:
+        fleet.stop()
+
+
+def test_a_signal_lets_requests_end_and_leaves_nothing_behind():
+    fleet = Fleet("slow")
+    fleet.wait_until_healthy()
+    children = fleet.children("server.front_end") + fleet.children("fake_engine")
+    clients = list(fleet.one_client_each().values())
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(events, client, 40) for client in clients]
+        until(lambda: fleet.metric("tessera_requests_running") == 2)
+        log = fleet.stop()
+
+        assert [len(stream.result()) for stream in streams] == [40, 40]
+    for client in clients:
+        client.close()
+    assert fleet.process.returncode == 0
+    assert "Traceback" not in log
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+def test_everything_ends_with_a_service_that_is_killed():
+    fleet = Fleet("slow")
+    fleet.wait_until_healthy()
+    children = fleet.children("server.front_end") + fleet.children("fake_engine")
+
+    fleet.process.kill()
+    fleet.process.communicate()
+
+    assert len(children) == 3
+    until(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
+
+
+def test_an_engine_that_cannot_start_ends_the_service():
+    fleet = Fleet("fail")
+
+    log = fleet.process.communicate(timeout=30)[1]
+
+    assert fleet.process.returncode == 1
+    assert "shard 2 is truncated" in log
+
+
+def test_a_port_in_use_is_known_at_once_even_where_it_could_be_shared():
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "server.main", "serve", "--frontends=2", f"--port={port}"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
