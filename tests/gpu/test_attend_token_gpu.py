@@ -13,14 +13,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 DEVICE = "cuda"
 REPEATS = 50
-LAUNCHES = [
-    TokenLaunch(1, 16, 1),
-    TokenLaunch(2, 32, 1),
-    TokenLaunch(2, 32, 2),
-    TokenLaunch(4, 16, 4),
-    TokenLaunch(4, 1, 4),
-]
+LAUNCHES = [TokenLaunch(1, 16, 1), TokenLaunch(2, 32, 2), TokenLaunch(4, 16, 4)]
 HEADS = [(16, 8, 128), (32, 8, 64), (32, 8, 128), (12, 4, 80), (2, 2, 256)]
+CASES = [
+    *((torch.bfloat16, launch, heads) for launch in LAUNCHES for heads in HEADS[:3]),
+    *((torch.bfloat16, LAUNCHES[1], heads) for heads in HEADS[3:]),
+    *((dtype, LAUNCHES[1], HEADS[0]) for dtype in (torch.float16, torch.float32)),
+]
 ROWS = [(1,), (184,), (1024,), (5000,), (130, 17, 0, 1029), (64, 1, 333, 16, 0, 7, 900, 65)]
 
 
@@ -32,15 +31,13 @@ def case(lengths, heads, dtype=torch.bfloat16, **changes):
     return TokenCase(lengths, *heads, dtype, device=DEVICE, **changes)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("dtype", "launch", "heads"), CASES, ids=str)
 def test_it_is_as_exact_as_two_launches_and_writes_the_same_cache(dtype, launch, heads):
     for lengths in ROWS:
         case(lengths, heads, dtype).check(launch, pdl=can_depend())
 
 
-@pytest.mark.parametrize("launch", [TokenLaunch(2, 8, 2), TokenLaunch(4, 16, 4)], ids=str)
+@pytest.mark.parametrize("launch", [TokenLaunch(2, 8, 2)], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [{"sliding_window": 1}, {"sliding_window": 200}, {"softcap": 5.0}, {"norms": False}],
