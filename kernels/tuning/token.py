@@ -6,19 +6,16 @@ launches were faster. Knows nothing of how it was timed.
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kernels.token_plan import MOST_ROWS, TokenChoice, TokenLaunch, TokenStep, launch_mistakes
+from kernels.tuning.timed_rows import form_mistakes, timed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kernels.arch import GPUArch
 
-_FOLDER = Path(__file__).parent
 _TIMED_DTYPES = ("bfloat16", "float16")
 _FIELDS = {"heads", "max_rows", "max_keys", "launch", "provenance"}
 
@@ -51,11 +48,9 @@ def find(step: TokenStep, rows: Sequence[dict[str, Any]]) -> TokenChoice | None:
     return TokenChoice(launch, row["provenance"], measured=True)
 
 
-@functools.cache
 def token_table(sm: int) -> tuple[dict[str, Any], ...]:
     """Read the rows for a compute capability; none where there is no table."""
-    path = _FOLDER / f"token_sm_{sm}.json"
-    return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
+    return timed_rows("token", sm)
 
 
 def token_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -63,11 +58,9 @@ def token_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     seen = set()
     for number, row in enumerate(rows):
+        found += [f"row {number}: {text}" for text in form_mistakes(row, _FIELDS)]
         if set(row) != _FIELDS:
-            found.append(f"row {number}: has the keys {sorted(row)}; expected {sorted(_FIELDS)}")
             continue
-        if not str(row["provenance"]).strip():
-            found.append(f"row {number}: provenance must say where the numbers come from")
         if not 0 < row["max_rows"] <= MOST_ROWS:
             found.append(f"row {number}: max_rows is {row['max_rows']}; it is 1 to {MOST_ROWS}")
         if row["launch"] is not None:
