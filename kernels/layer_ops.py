@@ -17,27 +17,15 @@ import torch
 from kernels import write_kv
 from kernels.fused.dependent import may_depend
 from kernels.linear_plan import LinearProblem, select_linear
-from kernels.token_plan import MOST_KV_HEADS, MOST_ROWS, TokenStep, select_token
 from kernels.tuning.linear import tuned_linear
-from kernels.tuning.token import tuned_token
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
     from kernels.linear_plan import LinearChoice
-    from kernels.plan import AttentionProblem, PagedBatch
-    from kernels.token_plan import TokenChoice, TokenLaunch
 
-__all__ = [
-    "CacheSlots",
-    "FusedLinear",
-    "FusedNorm",
-    "TokenAttention",
-    "may_depend",
-    "objection",
-    "rope_and_write_kv",
-]
+__all__ = ["CacheSlots", "FusedLinear", "FusedNorm", "may_depend", "objection", "rope_and_write_kv"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _AMPERE = 80
@@ -245,86 +233,3 @@ def rope_and_write_kv(
         k, v = qkv[:, q[0].numel() :].view(len(qkv), 2, kv_heads, head_dim).unbind(1)
         write_kv(k, v, kv, slot_mapping, kv_scale=kv_scale)
     return q
-
-
-class TokenAttention:
-    """Attention of one new token a sequence in the launch that rotates and writes it, where that is faster.
-
-    Its calls share memory, so they must follow one another on one stream.
-
-    Args:
-        arch: of the device.
-        device: of the model.
-    """
-
-    def __init__(self, arch: GPUArch, device: torch.device) -> None:
-        self._arch = arch
-        self._arrivals = torch.zeros(MOST_ROWS * MOST_KV_HEADS, dtype=torch.int32, device=device)
-
-    def launch(self, problem: AttentionProblem, batch: PagedBatch) -> TokenLaunch | None:
-        """Choose the launch for a step in which every sequence has one new token; None for two launches."""
-        if batch.shared_prefix or batch.num_tokens != batch.num_seqs:
-            return None
-        return _choose_token(problem, batch.num_seqs, batch.max_seqlen_k, self._arch).launch
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        cache: CacheSlots,
-        rope: tuple[Tensor, Tensor],
-        positions: Tensor,
-        step: tuple[AttentionProblem, PagedBatch, TokenLaunch],
-        *,
-        norms: tuple[FusedNorm, FusedNorm] | None,
-        ahead: tuple[Tensor, Tensor] | None = None,
-        pdl: bool,
-    ) -> Tensor:
-        """Compute what `rope_and_write_kv` and then a decode compute.
-
-        Args:
-            qkv: [B, (H + 2 * K) * D] contiguous, a row for each sequence; stays as it is.
-            cache: in qkv's dtype.
-            rope: as in `rope_and_write_kv`, as are `positions`, `norms`, `ahead` and `pdl`; lengths and block tables
-                are read early too.
-            positions: [B] int64.
-            step: with its launch from `launch`.
-            norms: of queries and keys.
-            ahead: weights that are multiplied by next.
-            pdl: launch before the kernel before has ended.
-
-        Returns:
-            [B, H, D], a new tensor.
-        """
-        from kernels.fused.attend_token import TokenRoom, attend_tokens  # noqa: PLC0415 - as above
-
-        problem, batch, launch = step
-        parts = batch.num_seqs * problem.num_kv_heads * launch.splits
-        lines = (parts, problem.group_size)
-        room = TokenRoom(
-            self._arrivals,
-            torch.empty((*lines, problem.head_dim), device=qkv.device),
-            torch.empty(lines, device=qkv.device),
-        )
-        return attend_tokens(
-            qkv,
-            cache.kv,
-            rope,
-            positions,
-            cache.slots,
-            batch,
-            problem,
-            launch,
-            room,
-            norms=None if norms is None else (norms[0].weight, norms[1].weight),
-            eps=0.0 if norms is None else norms[0].eps,
-            ahead=ahead,
-            pdl=pdl,
-        )
-
-
-@functools.lru_cache(maxsize=1024)
-def _choose_token(
-    problem: AttentionProblem, rows: int, max_keys: int, arch: GPUArch
-) -> TokenChoice:
-    """Choose once for each kind of step."""
-    return select_token(TokenStep(problem, rows, max_keys), arch, tuned_token)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import decode_attention, flash_attention, prefill_attention, write_kv
-from kernels.layer_ops import CacheSlots, FusedNorm, TokenAttention, rope_and_write_kv
+from kernels.layer_ops import CacheSlots, FusedNorm, rope_and_write_kv
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.metadata import AttentionMetadata
@@ -80,7 +80,6 @@ class PagedAttention:
         rope: tuple[Tensor, Tensor],
         norms: tuple[FusedNorm, FusedNorm] | None,
         ahead: tuple[Tensor, Tensor] | None,
-        one_launch: TokenAttention,
         *,
         pdl: bool,
     ) -> Tensor:
@@ -93,7 +92,6 @@ class PagedAttention:
             rope: as `RotaryEmbedding.tables`.
             norms: of queries and keys; None where the family has none.
             ahead: weights that the GPU's cache should fetch meanwhile.
-            one_launch: does all of it where it is for the step.
             pdl: launch before the kernel before has ended.
 
         Returns:
@@ -101,15 +99,6 @@ class PagedAttention:
         """
         slots = self._metadata.slot_mapping
         cache = CacheSlots(self._layers[layer], slots, self._scales[layer])
-        decode, prefill = self._plans[layer]
-        batch = self._metadata.decode_batch
-        if decode is not None and batch is not None and prefill is None:
-            launch = one_launch.launch(decode.problem, batch)
-            if launch is not None:
-                step = (decode.problem, batch, launch)
-                return one_launch(
-                    qkv, cache, rope, positions, step, norms=norms, ahead=ahead, pdl=pdl
-                )
         q = rope_and_write_kv(qkv, cache, rope, positions, norms=norms, ahead=ahead, pdl=pdl)
         return self.attend(layer, q)
 

@@ -261,14 +261,7 @@ class DecoderLM(nn.Module):
         )
         full = plans(sliding=False)
         return AttentionMetadata(
-            slot_mapping,
-            num_decode_tokens,
-            full[0],
-            full[1],
-            sliding[0],
-            sliding[1],
-            most_keys,
-            decode,
+            slot_mapping, num_decode_tokens, full[0], full[1], sliding[0], sliding[1], most_keys
         )
 
     def init_weights(self, std: float | None = None, seed: int | None = None) -> None:

@@ -2,9 +2,8 @@
 
     norm, qkv | norms per head, rotation, cache | attention | output, residual | norm, gate, up, SiLU | down, residual
 
-Where attention reads little it is one launch with what lies before it. With more rows than few the library multiplies;
-then a norm, and the gate of a product, are launches of their own. A GPU takes longer to begin a kernel than to compute
-a small one. Knows no sequences.
+With more rows than few the library multiplies; then a norm, and the gate of a product, are launches of their own. A GPU
+takes longer to begin a kernel than to compute a small one. Knows no sequences.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from kernels.layer_ops import FusedLinear, FusedNorm, TokenAttention, may_depend
+from kernels.layer_ops import FusedLinear, FusedNorm, may_depend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -63,7 +62,6 @@ class FusedLayers:
         self._ops = [fused_ops(layer, eps, arch) for layer in layers]
         self._fetches = self._pdl
         self._chains = self._pdl and _CHAINS
-        self._one_launch = TokenAttention(arch, norm.device)
         self._norm = FusedNorm(norm, eps)
         self._head = FusedLinear(head, None, arch)
         following = [ops.qkv.weight for ops in self._ops[1:]] + [head]
@@ -98,7 +96,7 @@ class FusedLayers:
             qkv = ops.qkv(hidden, pdl=pdl)
             ahead = (ops.output.weight, ops.gate_up.weight) if fetches else None
             attended = attention.attend_projected(
-                layer, qkv, positions, rope, ops.head_norms, ahead, self._one_launch, pdl=pdl
+                layer, qkv, positions, rope, ops.head_norms, ahead, pdl=pdl
             )
             then_down, then_qkv = self._soon[layer] if self._chains else (None, None)
             ops.output(attended.flatten(-2), hidden, ahead=then_down, pdl=pdl)

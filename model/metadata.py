@@ -9,7 +9,7 @@ import dataclasses
 
 from torch import Tensor
 
-from kernels import AttentionPlan, PagedBatch
+from kernels import AttentionPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,6 @@ class AttentionMetadata:
             of layer; elsewhere None, and `decode` fits every layer.
         sliding_prefill: the same for the prefill rows.
         most_keys: that a layer attends to at most, of all sequences.
-        decode_batch: what the plans of the decode rows were made for.
     """
 
     slot_mapping: Tensor
@@ -37,7 +36,6 @@ class AttentionMetadata:
     sliding_decode: AttentionPlan | None = None
     sliding_prefill: AttentionPlan | None = None
     most_keys: int = 0
-    decode_batch: PagedBatch | None = None
 
     @property
     def launches_ours(self) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FEW_HEADS = 2048
 """Heads of all tokens up to which each has a program of its own, since these run all at once."""
 _MANY_TOKENS = 1024
-FETCH_LINES = 512
+_FETCH_LINES = 512
 """Of a program that has lines fetched."""
 _FETCH_BYTES = 24 << 20
 """Half of a second-level cache of 50 MB, as Hopper's."""
@@ -238,7 +238,7 @@ def rope_and_write_kv(
     q_weight, k_weight = (qkv, qkv) if norms is None else norms
     lines = lines_ahead(ahead)
     programs = triton.cdiv(heads + 2 * kv_heads, launch.heads)
-    programs += triton.cdiv(sum(lines), FETCH_LINES * blocks)
+    programs += triton.cdiv(sum(lines), _FETCH_LINES * blocks)
     rotate_and_write[(blocks, programs)](
         qkv,
         q_out,
@@ -263,7 +263,7 @@ def rope_and_write_kv(
         BLOCK_H=launch.heads,
         NORM=norms is not None,
         WRITE=write,
-        FETCH=0 if ahead is None else FETCH_LINES,
+        FETCH=0 if ahead is None else _FETCH_LINES,
         num_warps=launch.num_warps,
         **dependent_launch(pdl),
     )

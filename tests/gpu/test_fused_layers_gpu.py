@@ -5,8 +5,6 @@ import gc
 import pytest
 import torch
 
-from kernels import layer_ops
-from kernels.token_plan import TokenChoice, TokenLaunch
 from model.config import ModelConfig
 from model.decoder import DecoderLM
 from model.hub import BUNDLED, resolve
@@ -53,18 +51,7 @@ def drive(model, **changes):
     return torch.stack([*rows, *(found[name][-1].float() for name in range(3))])
 
 
-@pytest.fixture(params=[False, True], ids=["", "one launch"])
-def attention_launches(request, monkeypatch):
-    """Attention as timing chose, and as one launch with what lies before it wherever that takes the step."""
-    if request.param:
-        choice = TokenChoice(TokenLaunch(2, 16, 2), "for the test")
-        monkeypatch.setattr(layer_ops, "tuned_token", lambda *_: choice)
-    layer_ops._choose_token.cache_clear()
-    yield request.param
-    layer_ops._choose_token.cache_clear()
-
-
-def test_float32_has_the_logits_and_tokens_of_its_operations(blocks_of_16, attention_launches):
+def test_float32_has_the_logits_and_tokens_of_its_operations(blocks_of_16):
     expected = drive(load(torch.float32, fused=False))
 
     found = drive(load(torch.float32, fused=True))
@@ -85,9 +72,7 @@ def test_a_cache_in_float8_costs_no_more_than_with_its_operations(blocks_of_16):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_exact_as_its_operations(
-    blocks_of_16, dtype, attention_launches, record_property
-):
+def test_half_precision_is_as_exact_as_its_operations(blocks_of_16, dtype, record_property):
     truth = drive(load(torch.float32, fused=False))
     plain, fused = (drive(load(dtype, fused=on)) for on in (False, True))
     errors = [(x - truth).abs().amax(-1) for x in (plain, fused)]
@@ -101,9 +86,7 @@ def test_half_precision_is_as_exact_as_its_operations(
     assert int(sure.sum()) > len(sure) // 2
 
 
-def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(
-    blocks_of_16, attention_launches
-):
+def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(blocks_of_16):
     model = load(torch.bfloat16, fused=True)
     first = drive(model)
 
@@ -122,9 +105,7 @@ def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True], ids=["", "graphs"])
-def test_greedy_tokens_in_float32_are_the_same_with_fusion_on_and_off(
-    monkeypatch, cuda_graphs, attention_launches
-):
+def test_greedy_tokens_in_float32_are_the_same_with_fusion_on_and_off(monkeypatch, cuda_graphs):
     prompts = [[ord(letter) % 500 + 5 for letter in header] for header in HEADERS[:9]]
 
     def answers(graphs):

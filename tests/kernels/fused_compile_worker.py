@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kernels.draw_rows import FILTERED, UNFILTERED, DrawRow
-from kernels.fused.attend_token import TokenRoom, attend_tokens
 from kernels.fused.best_token import best_tokens
 from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
@@ -21,8 +20,6 @@ from kernels.fused.linear import LinearArguments, Norm, linear
 from kernels.fused.most_likely import most_likely_tokens
 from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
-from kernels.plan import AttentionProblem, PagedBatch, Phase
-from kernels.token_plan import TokenLaunch
 from tests.kernels.cross_compile_worker import Compiler, serve
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
@@ -36,15 +33,12 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "add_norm", "gate", "rope", "best", "token", "most_likely" or "draw".
+        operation: "linear", "add_norm", "gate", "rope", "best", "most_likely" or "draw".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too) and "ahead";
             of "rope", "norm" and "ahead".
         tokens: of a step, for "rope".
-        head_dim: likewise, and for "token"; its `tokens` are sequences, and `around` may have "loops", "window" and
-            "softcap".
-        token: `TokenLaunch` for "token".
-        group: query heads of a key-value head, for "token".
+        head_dim: likewise.
         function: of the kernels that "most_likely" and "draw" launch, the one to compile.
     """
 
@@ -54,8 +48,6 @@ class FusedJob:
     around: tuple[str, ...] = ()
     tokens: int = 1
     head_dim: int = 128
-    token: tuple[int, int, int] | None = None
-    group: int = 2
     function: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -76,16 +68,11 @@ class FusedJob:
                 LinearLaunch(**choice["launch"]),
                 choice["why"],
             )
-        token = fields["token"] and tuple(fields["token"])
-        return cls(
-            **{**fields, "choice": choice, "around": tuple(fields["around"]), "token": token}
-        )
+        return cls(**{**fields, "choice": choice, "around": tuple(fields["around"])})
 
     def __str__(self) -> str:
         """Name the job in a test's name and its failure."""
         text = f"sm_{self.sm} {self.operation} {' '.join(self.around)}"
-        if self.token is not None:
-            text += f" {self.token} group {self.group}"
         if self.function:
             return f"{text} {self.function}"
         if self.choice is None:
@@ -170,52 +157,6 @@ class FusedCompiler(Compiler):
             (empty(99, 1, head_dim), empty(99, 1, head_dim)),
             torch.empty(tokens, dtype=torch.int64),
             torch.empty(tokens, dtype=torch.int32),
-            norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
-            eps=1e-6,
-            ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
-            pdl=pdl,
-        )
-
-    def _token(self, job: FusedJob, pdl: bool) -> None:
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.bfloat16)
-
-        assert job.token is not None
-        tokens, head_dim, kv_heads = job.tokens, job.head_dim, 8
-        launch = TokenLaunch(*job.token)
-        problem = AttentionProblem(
-            phase=Phase.DECODE,
-            dtype="bfloat16",
-            num_heads=kv_heads * job.group,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=16,
-            softmax_scale=0.1,
-            sliding_window=300 if "window" in job.around else None,
-            softcap=30.0 if "softcap" in job.around else None,
-        )
-        ints = {"dtype": torch.int32}
-        batch = PagedBatch(
-            torch.arange(tokens + 1, **ints), torch.zeros(tokens, **ints), torch.zeros((tokens, 64), **ints),
-            num_tokens=tokens,
-            max_seqlen_q=1,
-            max_seqlen_k=16 if "loops" not in job.around else 9999,
-        )  # fmt: skip
-        parts = tokens * kv_heads * launch.splits
-        attend_tokens(
-            empty(tokens, (job.group + 2) * kv_heads * head_dim),
-            empty(2, 3, 16, kv_heads, head_dim),
-            (empty(99, 1, head_dim), empty(99, 1, head_dim)),
-            torch.empty(tokens, dtype=torch.int64),
-            torch.empty(tokens, **ints),
-            batch,
-            problem,
-            launch,
-            TokenRoom(
-                torch.zeros(tokens * kv_heads, **ints),
-                torch.empty(parts, job.group, head_dim),
-                torch.empty(parts, job.group),
-            ),
             norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
             eps=1e-6,
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,

@@ -54,23 +54,6 @@ def timed(sm: int) -> list[FusedJob]:
     return found
 
 
-def tokens(sm: int) -> list[FusedJob]:
-    """List steps whose attention is one launch with what lies before it: what was offered to timing, and what else is
-    taken."""
-    cases = [
-        ((4, 16, 4), 2, 128, ("norm", "ahead")),
-        ((2, 16, 2), 2, 128, ("norm", "loops")),
-        ((2, 32, 1), 2, 128, ("norm",)),
-        ((2, 16, 4), 4, 128, ("ahead", "loops")),
-        ((4, 8, 2), 4, 64, ("ahead",)),
-        ((2, 16, 2), 3, 80, ("norm", "loops", "window", "softcap")),
-    ]
-    return [
-        FusedJob(sm, "token", around=around, token=launch, group=group, head_dim=head_dim)
-        for launch, group, head_dim, around in cases[: None if sm in (HOPPER, 80) else 1]
-    ]
-
-
 def jobs_for(sm: int) -> list[FusedJob]:
     """List what selection gives for the layers of common models, what was timed, and the small operations."""
     cases = [(case, rows) for case in (QKV, DOWN) for rows in (1, 4)]
@@ -86,7 +69,6 @@ def jobs_for(sm: int) -> list[FusedJob]:
             linears.append(layer(sm, shape, (*around, "ahead"), rows, "bfloat16"))
     return [
         *linears,
-        *tokens(sm),
         FusedJob(sm, "add_norm", tokens=64),
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "best"),
@@ -132,11 +114,6 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
         narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
         expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
-    if job.token is not None and job.sm >= HOPPER:
-        # Keys and values of a tile are on their way before the wait.
-        early = facts["sass"].get("early LDG.128", 0)
-        if early < 4 * job.token[0]:
-            found.append(f"{early} loads of 16 bytes before the wait")
     if job.choice is None:
         return found
     return found + load_faults(job, job.choice, facts["sass"])

@@ -25,7 +25,6 @@ _MODULES = (
     "kernels.attention.cascade_decode",
     "kernels.attention.portable_write_kv",
     "kernels.attention.hopper_fp8_quantise",
-    "kernels.fused.attend_token",
     "kernels.fused.best_token",
     "kernels.fused.draw_tokens",
     "kernels.fused.elementwise",

@@ -11,7 +11,6 @@ import model.decoder
 from kernels.arch import CATALOGUE, CPU
 from kernels.layer_ops import objection
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch
-from kernels.token_plan import TokenChoice, TokenLaunch
 from model.config import ModelConfig, RopeConfig
 from model.decoder import DecoderLM
 from model.fused_layers import soon
@@ -80,17 +79,8 @@ def on_a_gpu(monkeypatch):
         monkeypatch.setattr(kernels.layer_ops, "tuned_linear", wide)
 
     kernels.layer_ops._choose.cache_clear()
-    kernels.layer_ops._choose_token.cache_clear()
     yield switch
     kernels.layer_ops._choose.cache_clear()
-    kernels.layer_ops._choose_token.cache_clear()
-
-
-@pytest.fixture
-def in_one_launch(monkeypatch):
-    """Rotate, write and attend in one launch wherever the kernel takes the step."""
-    choice = TokenChoice(TokenLaunch(1, 2, 1), "for the test")
-    monkeypatch.setattr(kernels.layer_ops, "tuned_token", lambda *_: choice)
 
 
 def drive(made, decoded, cache_dtype=None):
@@ -145,48 +135,23 @@ def test_a_layer_that_takes_long_has_nothing_fetched():
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama biases", "qwen3", "mistral", "layers of both kinds"])
-def test_a_family_has_them_too_where_attention_is_part_of_one_launch(
-    family, on_a_gpu, in_one_launch
-):
-    plain = build(**FAMILIES[family])
-    expected = drive(plain, (1, 3))
-    on_a_gpu()
-    fused = build(**FAMILIES[family])
-
-    assert fused.fuse() == ""
-    with triton_interpreter.poisoned_memory():
-        found = drive(fused, (1, 3))
-
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-        assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-
-
-@triton_interpreter.interpreted
-def test_a_cache_in_float8_takes_the_keys_and_values_of_the_operations(on_a_gpu, in_one_launch):
+def test_a_cache_in_float8_takes_the_keys_and_values_of_the_operations(on_a_gpu):
     expected = drive(build(qk_norm=True), (3,), torch.float8_e4m3fn)
     on_a_gpu()
     fused = build(qk_norm=True)
     fused.fuse()
 
-    found = drive(fused, (3,), torch.float8_e4m3fn)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(drive(fused, (3,), torch.float8_e4m3fn), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize(
-    ("rows", "of_a_layer", "one_launch"), [(1, 6, False), (1, 5, True), (5, 5, False), (5, 4, True)]
-)
-def test_a_decoded_token_takes_few_launches(rows, of_a_layer, one_launch, on_a_gpu, request):
+@pytest.mark.parametrize(("rows", "of_a_layer"), [(1, 6), (5, 5)])
+def test_a_decoded_token_takes_few_launches(rows, of_a_layer, on_a_gpu, monkeypatch):
     """With more rows four of a layer's launches are the library's, and are not counted here."""
     from triton.runtime import interpreter
 
     on_a_gpu()
-    monkeypatch = request.getfixturevalue("monkeypatch")
-    if one_launch:
-        request.getfixturevalue("in_one_launch")
     fused = build(qk_norm=True)
     fused.fuse()
     driver = PagedDriver(fused)
