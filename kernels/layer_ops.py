@@ -94,13 +94,7 @@ class FusedLinear:
     gated: bool = False
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-        ahead: Tensor | None = None,
-        pdl: bool,
+        self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None, pdl: bool
     ) -> Tensor:
         """Compute the layer.
 
@@ -108,8 +102,6 @@ class FusedLinear:
             x: [T, C], contiguous in C.
             residual: [T, N] contiguous; the result is added to it in place. Not where gated.
             out: [T, N] contiguous, where the result is to lie; not with a residual.
-            ahead: weights that are multiplied by soon: where our kernel multiplies, the second-level cache fetches
-                as many of them as it has room for.
             pdl: launch before the kernel before has ended.
 
         Returns:
@@ -126,9 +118,7 @@ class FusedLinear:
         if out is None:
             out = torch.empty((len(x), choice.problem.outputs), dtype=x.dtype, device=x.device)
         norm = None if self.norm is None else Norm(self.norm.weight, self.norm.eps)
-        arguments = LinearArguments(
-            bias=self.bias, norm=norm, residual=residual, pdl=pdl, ahead=ahead
-        )
+        arguments = LinearArguments(bias=self.bias, norm=norm, residual=residual, pdl=pdl)
         linear(x, self.weight, choice, out, arguments)
         return out
 

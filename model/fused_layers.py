@@ -28,11 +28,6 @@ _LITTLE_BYTES: Final = 16 << 20
 _FEW_ROWS: Final = 64
 """Tokens up to which a step is bound by its weights; with more they are not what it waits for."""
 
-_CHAINS: Final = False
-"""Whether linear layers have the weights of the one after the next fetched."""
-_SHORT_BYTES: Final = 16 << 20
-"""Weights of a linear layer that is over before what it has fetched would leave the cache again."""
-
 
 class FusedOps(NamedTuple):
     """One layer, each norm bound to the projection behind it."""
@@ -61,14 +56,8 @@ class FusedLayers:
         self._pdl = may_depend(arch, norm.device)
         self._ops = [fused_ops(layer, eps, arch) for layer in layers]
         self._fetches = self._pdl
-        self._chains = self._pdl and _CHAINS
         self._norm = FusedNorm(norm, eps)
         self._head = FusedLinear(head, None, arch)
-        following = [ops.qkv.weight for ops in self._ops[1:]] + [head]
-        self._soon = [
-            (soon(ops.output, ops.down.weight), soon(ops.gate_up, weight))
-            for ops, weight in zip(self._ops, following, strict=True)
-        ]
 
     @torch.no_grad()
     def __call__(
@@ -98,9 +87,8 @@ class FusedLayers:
             attended = attention.attend_projected(
                 layer, qkv, positions, rope, ops.head_norms, ahead, pdl=pdl
             )
-            then_down, then_qkv = self._soon[layer] if self._chains else (None, None)
-            ops.output(attended.flatten(-2), hidden, ahead=then_down, pdl=pdl)
-            ops.down(ops.gate_up(hidden, ahead=then_qkv, pdl=pdl), hidden, pdl=pdl)
+            ops.output(attended.flatten(-2), hidden, pdl=pdl)
+            ops.down(ops.gate_up(hidden, pdl=pdl), hidden, pdl=pdl)
         return self._norm(hidden, pdl=pdl)
 
     @torch.no_grad()
@@ -112,11 +100,6 @@ class FusedLayers:
     def most_likely(self, hidden: Tensor, out: Tensor, tokens: Tensor) -> Tensor | None:
         """As `DecoderLM.most_likely`."""
         return self._head.most_likely(hidden, out, tokens, pdl=self._pdl)
-
-
-def soon(linear: FusedLinear, weight: Tensor) -> Tensor | None:
-    """Return the weight that a layer should have fetched, or None where it takes all of memory's time itself."""
-    return weight if linear.weight.nbytes <= _SHORT_BYTES else None
 
 
 def fused_ops(layer: DecoderLayer, eps: float, arch: GPUArch) -> FusedOps:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
 
 from kernels.errors import ShapeError
 from kernels.fused.dependent import dependent_launch
-from kernels.fused.device import LINE_BYTES
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
 from kernels.fused.vector_linear import vector_linear
 from kernels.linear_plan import LinearKernel
@@ -45,8 +43,6 @@ class LinearArguments:
         best: [rows, choice.tiles] int64 contiguous, gets the largest key of each tile (see
             `kernels.fused.best_token`); the vector kernel only.
         pdl: launch before the kernel before has ended; from compute capability 9.0 on.
-        ahead: weights that a later kernel multiplies by, contiguous, of which the second-level cache is to fetch the
-            first 16 MiB meanwhile; the vector kernel only.
     """
 
     bias: Tensor | None = None
@@ -54,11 +50,8 @@ class LinearArguments:
     residual: Tensor | None = None
     best: Tensor | None = None
     pdl: bool = False
-    ahead: Tensor | None = None
 
 
-_FETCH_BYTES = 16 << 20
-"""A third of a second-level cache of 50 MB, as Hopper's: what was asked for before may still wait there to be read."""
 _PLAIN = LinearArguments()
 
 
@@ -143,21 +136,12 @@ def _multiply(
     torch.add(torch.addmm(bias, x, weight.t()), residual, out=out)
 
 
-def lines_of(ahead: Tensor | None, programs: int, num_threads: int) -> tuple[int, int]:
-    """Return how many lines are fetched, and by each program: at least one by each of its threads, or none."""
-    if ahead is None:
-        return 0, 0
-    lines = min(ahead.nbytes, _FETCH_BYTES) // LINE_BYTES.value
-    return lines, max(num_threads, triton.next_power_of_2(triton.cdiv(lines, programs)))
-
-
 def _run_vector(
     x: Tensor, weight: Tensor, choice: LinearChoice, out: Tensor | None, arguments: LinearArguments
 ) -> None:
     launch, problem, norm = choice.launch, choice.problem, arguments.norm
     assert launch is not None, "our kernels have a launch"
-    residual, best, ahead = arguments.residual, arguments.best, arguments.ahead
-    lines, fetch = lines_of(ahead, choice.tiles, 32 * launch.num_warps)
+    residual, best = arguments.residual, arguments.best
     vector_linear[(choice.tiles,)](
         x,
         weight,
@@ -166,8 +150,6 @@ def _run_vector(
         residual,
         x if out is None else out,
         best,
-        weight if ahead is None else ahead,
-        lines,
         problem.rows,
         x.stride(0),
         0 if residual is None else residual.stride(0),
@@ -185,7 +167,6 @@ def _run_vector(
         RESIDUAL=residual is not None,
         STORE=out is not None,
         ARGMAX=best is not None,
-        FETCH=fetch,
         num_warps=launch.num_warps,
         **dependent_launch(arguments.pdl),
     )

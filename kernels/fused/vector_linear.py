@@ -11,20 +11,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.fused.device import (
-    LINE_BYTES,
-    LOWEST_KEY,
-    fetch_lines,
-    prefetch,
-    ranking_keys,
-    silu,
-)
+from kernels.fused.device import LINE_BYTES, LOWEST_KEY, prefetch, ranking_keys, silu
 
 _VECTOR = tl.constexpr(8)
 """Elements that a thread loads at once, 16 bytes; their products are added up before any are exchanged."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "lines"])
+@triton.jit(do_not_specialize=["num_rows"])
 def vector_linear(
     x,
     weight,
@@ -33,8 +26,6 @@ def vector_linear(
     residual,
     out,
     best,
-    ahead,
-    lines,
     num_rows,
     x_stride,
     residual_stride,
@@ -52,7 +43,6 @@ def vector_linear(
     RESIDUAL: tl.constexpr,
     STORE: tl.constexpr,
     ARGMAX: tl.constexpr,
-    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `kernels.fused.linear`.
@@ -61,8 +51,6 @@ def vector_linear(
         best: [rows, programs] int64, the largest key of each program's outputs; where ARGMAX.
         ROWS: a power of two, at least `num_rows`.
         AHEAD: chunks of BLOCK_K columns that are loaded to registers before the wait.
-        FETCH: of `lines` lines at `ahead`, weights that a later kernel multiplies by, how many each of the first
-            programs has the second-level cache fetch; 0 for none.
     """
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     FIRST: tl.constexpr = AHEAD if AHEAD < CHUNKS else CHUNKS
@@ -75,8 +63,6 @@ def vector_linear(
     ups = tiles
     if GATED:
         ups = load_first(base + N * K, first, FIRST, N, K, BLOCK_N, BLOCK_K, PDL)
-    if FETCH > 0:
-        fetch_lines(ahead, ahead, lines, 0, tl.program_id(0) * FETCH, FETCH)
     output = first + tl.arange(0, BLOCK_N)
     exists = output < N
     biases = exists

@@ -91,15 +91,12 @@ def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(blocks_o
     first = drive(model)
 
     again = drive(model)
-    model._fused._chains = model._fused._pdl
-    fetching_all = drive(model)
-    model._fused._fetches = model._fused._chains = False
+    model._fused._fetches = False
     fetching_nothing = drive(model)
     model._fused._pdl = False
     without = drive(model)
 
     assert torch.equal(again, first)
-    assert torch.equal(fetching_all, first)
     assert torch.equal(fetching_nothing, first)
     assert torch.equal(without, first)
 

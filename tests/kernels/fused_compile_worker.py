@@ -35,8 +35,8 @@ class FusedJob:
         sm: compute capability; kernels are launched dependently from 90 on.
         operation: "linear", "add_norm", "gate", "rope", "best", "most_likely" or "draw".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too) and "ahead";
-            of "rope", "norm" and "ahead".
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of "rope",
+            "norm" and "ahead".
         tokens: of a step, for "rope".
         head_dim: likewise.
         function: of the kernels that "most_likely" and "draw" launch, the one to compile.
@@ -128,7 +128,6 @@ class FusedCompiler(Compiler):
             residual=out if "residual" in job.around else None,
             best=best,
             pdl=pdl,
-            ahead=empty(2048, 1024) if "ahead" in job.around else None,
         )
         stored = None if "best" in job.around else out
         linear(x, empty(weights, problem.inputs), choice, stored, arguments)

@@ -6,7 +6,6 @@ What memory sends is bound by how many wide loads are on their way, and by how e
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -64,9 +63,6 @@ def jobs_for(sm: int) -> list[FusedJob]:
     linears.append(layer(sm, *GATE_UP, 2, "float16"))
     linears.append(layer(sm, *QKV, 1, "float32"))
     linears += timed(sm)
-    if sm == HOPPER:
-        for (shape, around), rows in itertools.product((OUTPUT, GATE_UP), (1, 4)):
-            linears.append(layer(sm, shape, (*around, "ahead"), rows, "bfloat16"))
     return [
         *linears,
         FusedJob(sm, "add_norm", tokens=64),

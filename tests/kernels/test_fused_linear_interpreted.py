@@ -10,7 +10,7 @@ import torch
 from kernels import reference
 from kernels.arch import CATALOGUE
 from kernels.errors import ShapeError
-from kernels.fused.linear import LinearArguments, Norm, linear, lines_of
+from kernels.fused.linear import LinearArguments, Norm, linear
 from kernels.linear_plan import (
     LinearChoice,
     LinearKernel,
@@ -192,13 +192,3 @@ def test_tensors_that_do_not_fit_the_choice_are_refused(change):
 
     with pytest.raises(ShapeError, match="the choice is vector for"):
         linear(x, weight, other, torch.empty(2, 40, dtype=x.dtype))
-
-
-@pytest.mark.parametrize(
-    ("size", "programs", "wanted"),
-    [(None, 8, (0, 0)), (1 << 14, 8, (128, 64)), (1 << 20, 8, (8192, 1024)), (1 << 25, 2048, (1 << 17, 64))],
-)  # fmt: skip
-def test_what_is_fetched_is_bounded_and_no_thread_fetches_what_another_does(size, programs, wanted):
-    ahead = None if size is None else torch.empty(size, dtype=torch.int8, device="meta")
-
-    assert lines_of(ahead, programs, 64) == wanted
