@@ -1,7 +1,6 @@
 """Decode steps replayed as CUDA graphs give the tokens of steps launched kernel by kernel."""
 
 import gc
-import warnings
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from server.engine.local import LocalEngine
 from server.engine.model_runner import ModelRunner
 from server.engine.protocol import EngineConfig
 from server.engine.request import GenerateRequest, SamplingParams
+from tests.gpu.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -129,13 +129,8 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
     launch, found = ModelRunner.launch, []
 
     def watched(runner, output):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode itself is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             found.append(launch(runner, output))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         return found[-1]
 
     monkeypatch.setattr(ModelRunner, "launch", watched)

@@ -13,6 +13,7 @@ from kernels.draw_rows import DrawSizes
 from kernels.fused.most_likely import most_likely_tokens
 from model.device_sampling import DeviceDraw
 from model.sampler import Sampler, SamplingRow
+from tests.gpu.waiting import no_waiting
 from tests.kernels.sampled import by_host, by_kernel, by_rule
 from tests.model.sampling_rows import varied_rows
 
@@ -122,11 +123,8 @@ def test_a_draw_by_kernels_is_that_of_pytorch_but_for_rounding():
 def test_a_draw_waits_for_nothing_until_it_is_asked():
     logits, rows = logits_on_gpu(16, 151936), filtered_rows(16)
     DeviceDraw(logits, rows, by_kernel=True).result()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         draw = DeviceDraw(logits, rows, by_kernel=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     assert draw.feeds_next
     assert draw.tokens.tolist() == [token.token_id for token in draw.result()]
