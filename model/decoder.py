@@ -20,6 +20,7 @@ from kernels import (
     rms_norm,
 )
 from kernels.layer_ops import objection
+from kernels.token_ops import most_likely_tokens
 from model.attention import DenseAttention, PagedAttention
 from model.config import ModelConfig
 from model.fused_layers import FusedLayers
@@ -148,9 +149,7 @@ class DecoderLM(nn.Module):
             if ids is not None:
                 return ids
         self.logits(hidden, out=logits)
-        largest, ids = logits.max(-1)
-        # Not a number minus itself, and infinity minus itself, are not 0.
-        tokens.copy_(torch.where(largest - largest == 0, ids, -1))
+        ids, _ = most_likely_tokens(logits, checked=tokens)
         return ids
 
     def pack(self) -> None:

@@ -29,9 +29,6 @@ from model.logprobs import log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
 from model.transfer import Download, upload
 
-USE_KERNELS = False
-"""Whether kernels draw where there are any; PyTorch draws everywhere if not."""
-
 # Candidates of a filtered row that PyTorch looks at first: sorting a whole vocabulary costs far more, and nucleus and
 # top_k rarely reach further. Rows that do are found by the last candidate still being kept, and drawn again.
 NUM_CANDIDATES = 1024
@@ -61,7 +58,7 @@ class DeviceDraw:
         self, logits: Tensor, rows: Sequence[SamplingRow], *, by_kernel: bool | None = None
     ) -> None:
         if by_kernel is None:
-            by_kernel = USE_KERNELS and has_kernels(logits.device)
+            by_kernel = has_kernels(logits.device)
         self._logits, self._rows = logits, rows
         self.tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         self._checked = torch.empty_like(self.tokens)

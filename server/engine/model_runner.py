@@ -25,9 +25,9 @@ from server.engine.batch import build_batch
 from server.engine.drawn_tokens import DrawnTokens
 from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
-from server.engine.step_graph import StepModel
+from server.engine.step_graph import StepModel, choose_invented
 from server.engine.step_graphs import StepGraphs
-from server.engine.warm_up import crowds, few_rows, first_steps, largest_step, sharing
+from server.engine.warm_up import crowds, draws, few_rows, first_steps, largest_step, sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +50,7 @@ log = logging.getLogger("tessera.engine")
 _PROMPT_LOGPROB_ROWS = 256
 _CPU_WARM_UP_TOKENS = 65
 _FEWEST_DRAWN = 64
+_ROWS_OF_A_CHOICE = (1, 2, 4, 8)  # up to four the head's programs choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +268,10 @@ class ModelRunner:
                 for output in sharing(length, limits, block_size):
                     self._compute_invented(output, lambda *_: True)
         if self._device.type == "cuda":
-            for output in few_rows(limits, block_size):
+            for output in (*few_rows(limits, block_size), *draws(block_size)):
                 self._compute_invented(output)
+            for num_rows in _ROWS_OF_A_CHOICE:
+                choose_invented(self._model, min(num_rows, limits.max_num_seqs))
 
     def compute_largest_step(self, limits: SchedulerConfig) -> None:
         """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""

@@ -99,3 +99,12 @@ class StepModel:
         replay = self.recorder.record(compute)
         self.drawn.ids.copy_(kept)
         return replay
+
+
+@torch.inference_mode()
+def choose_invented(model: DecoderLM, num_rows: int) -> None:
+    """Choose tokens as a recording of so many rows does, and leave nothing behind."""
+    weight = model.embed_tokens
+    hidden = weight.new_zeros(num_rows, weight.shape[1])
+    logits = weight.new_empty(num_rows, weight.shape[0])
+    model.most_likely(hidden, logits, hidden.new_empty(num_rows, dtype=torch.int64))

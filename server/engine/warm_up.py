@@ -6,6 +6,7 @@ what they read is meaningless and what they write is overwritten. Knows no tenso
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final
 
 from server.engine.request import GenerateRequest, SamplingParams
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _CHUNK_TOKENS: Final = 64
 _TOP_LOGPROBS: Final = 5
+_TOP_K: Final = 2
 _GREEDY: Final = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
@@ -66,6 +68,19 @@ def few_rows(limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutp
     for count in sorted({min(2, most), min(4, most)}):
         members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
         yield _output(tuple(_chunk(s, 1) for s in members), ())
+
+
+def draws(block_size: int) -> Iterator[SchedulerOutput]:
+    """Decode steps of one sequence, sampled in each way that has kernels of its own; a penalty has them read float32.
+
+    Args:
+        block_size: tokens per block.
+    """
+    for top_k, penalty in itertools.product((0, _TOP_K), (1.0, 1.1)):
+        sampling = SamplingParams(
+            max_new_tokens=1, temperature=1.0, top_k=top_k, repetition_penalty=penalty
+        )
+        yield _output((_chunk(_sequence(2, block_size, sampling), 1),), ())
 
 
 def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:

@@ -3,7 +3,7 @@
 import pytest
 
 from server.engine.scheduler import SchedulerConfig
-from server.engine.warm_up import crowds, few_rows, first_steps, largest_step
+from server.engine.warm_up import crowds, draws, few_rows, first_steps, largest_step
 
 S = 16
 
@@ -54,6 +54,17 @@ def test_steps_of_few_rows_are_decoded(seqs, counts):
         assert_sound(output, config, 2)
     assert [len(output.decode) for output in outputs] == counts
     assert not any(output.prefill for output in outputs)
+
+
+def test_a_token_is_drawn_with_filters_and_without_from_logits_as_they_are_and_changed():
+    outputs = list(draws(S))
+
+    for output in outputs:
+        assert_sound(output, limits(seqs=1, tokens=1), 2)
+    ways = [output.decode[0].sequence.sampling for output in outputs]
+    assert all(way.temperature > 0 for way in ways)
+    kinds = {(way.top_k > 0, way.repetition_penalty != 1) for way in ways}
+    assert len(kinds) == len(ways) == 4
 
 
 @pytest.mark.parametrize(
