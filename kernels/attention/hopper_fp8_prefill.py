@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kernels.plan import AttentionProblem, PagedBatch, Selection
 
 
-@gluon.jit(do_not_specialize=["num_entries", "num_items", "num_blocks", "num_scales"])
+@gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_blocks", "num_scales"])
 def prefill(
     q_desc,
     k_desc,
@@ -52,6 +52,7 @@ def prefill(
     num_blocks,
     num_scales,
     num_entries,
+    late_heads,
     num_items,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -70,7 +71,7 @@ def prefill(
     pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
     supply = (
         pipe, q_desc, k_desc, v_desc, tiles, first_blocks, num_blocks, counter, num_entries,
-        num_items, c,
+        late_heads, num_items, c,
     )  # fmt: skip
     # Registers of a thread: 64 Ki divided over the warp groups, in steps of 8.
     gl.warp_specialize([
@@ -155,12 +156,13 @@ class HopperFP8Prefill:
             out if lse is None else lse,
             room.factors,
             room.scales,
-            work.tiles,
+            work.items.tiles,
             keys.first_blocks,
             work.counter,
             num_blocks,
             self._problem.num_kv_heads * num_blocks,
-            work.tiles.shape[0],
+            work.items.num_entries,
+            work.items.late_heads,
             work.num_items,
             **self._constants,
         )

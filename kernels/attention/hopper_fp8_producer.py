@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.attention.hopper_pipeline import key_range, post
-from kernels.attention.hopper_producer import copy_queries, finish, read_item
+from kernels.attention.hopper_producer import TILE_FIELDS, copy_queries, finish, read_item
 
 
 @gluon.jit
@@ -25,6 +25,7 @@ def produce(
     num_blocks,
     counter,
     num_entries,
+    late_heads,
     num_items,
     c,
 ):
@@ -36,10 +37,13 @@ def produce(
     done = 0
     loaded = 0
     queries = 0
+    num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
     while item < num_items:
         # Asked for now, so that the answer is there when this item is done with.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        seq, head, first_row, q_start, q_len, _, num_keys = read_item(tiles, item, num_entries)
+        seq, head, first_row, q_start, q_len, _, num_keys = read_item(
+            tiles, item, num_entries, late_heads, num_long, c
+        )
         if seq >= 0:
             first_block = gl.load(first_blocks + seq) + head * num_blocks
             post(pipe, done, (head, first_row, q_start, q_len, num_keys, first_block))

@@ -6,9 +6,9 @@
                 that one multiplies while another computes exponentials, and each issues the scores of
                 the next tile before it multiplies the values of this one
 
-A thread block stays for the whole launch and takes items from a counter, longest first, so ragged batches
+A thread block stays for the whole launch and takes items from a counter, short ones last, so ragged batches
 end together and a short item's start hides behind the item before it. Items are the tiles of
-`portable_prefill.plan_tiles`, made once per step, times the key-value heads.
+`hopper_items`, made once per step, times the key-value heads.
 
 This file has the launch; the roles are `hopper_producer` and `hopper_consumer`, and `hopper_pipeline` is
 what they share.
@@ -28,9 +28,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.hopper_consumer import consume
+from kernels.attention.hopper_items import Items, plan_items
 from kernels.attention.hopper_pipeline import ROWS, Constants, make_pipeline, rows_of_token
 from kernels.attention.hopper_producer import produce
-from kernels.attention.portable_prefill import plan_tiles
 from kernels.attention.tile import window_argument
 from kernels.errors import ShapeError
 
@@ -46,7 +46,7 @@ _ALIGNMENT = 16
 _LARGEST_INT32 = (1 << 31) - 1
 
 
-@gluon.jit(do_not_specialize=["num_entries", "num_items", "table_stride", "window"])
+@gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "table_stride", "window"])
 def prefill(
     q_desc,
     k_desc,
@@ -59,6 +59,7 @@ def prefill(
     counter,
     table_stride,
     num_entries,
+    late_heads,
     num_items,
     k_head_stride,
     scale,
@@ -82,7 +83,7 @@ def prefill(
     """Attend all items; one program per SM.
 
     Shapes as in the door; `scale` and `softcap` as `exponents` makes them, `tiles` as in
-    `portable_prefill.list_tiles`, `counter` as in `hopper_producer.produce`.
+    `hopper_items.list_items`, `counter` as in `hopper_producer.produce`.
     """
     c = Constants(
         HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
@@ -91,7 +92,7 @@ def prefill(
     pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
     supply = (
         pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries,
-        num_items, k_head_stride, window, c,
+        late_heads, num_items, k_head_stride, window, c,
     )  # fmt: skip
     # Registers of a thread: 64 Ki divided over the warp groups, in steps of 8.
     if c.CONSUMERS == 2:
@@ -175,11 +176,12 @@ class HopperPrefill:
             TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
             out,
             out if lse is None else lse,
-            work.tiles,
-            work.table,
+            work.items.tiles,
+            work.items.table,
             work.counter,
-            work.table.stride(0),
-            work.tiles.shape[0],
+            work.items.table.stride(0),
+            work.items.num_entries,
+            work.items.late_heads,
             work.num_items,
             head_stride,
             self._scale,
@@ -194,15 +196,13 @@ class WorkList:
     """What the thread blocks of a step share out among themselves.
 
     Attributes:
-        tiles: [entries, 6] int32, as `portable_prefill.list_tiles` writes them.
-        table: the batch's block table; anything where keys are packed.
+        items: their list.
         counter: [2] int32, items taken and thread blocks finished; 0 before and after a launch.
         num_items: entries times key-value heads.
         grid: thread blocks.
     """
 
-    tiles: Tensor
-    table: Tensor
+    items: Items
     counter: Tensor
     num_items: int
     grid: tuple[int]
@@ -216,15 +216,23 @@ def plan_work(
     Raises:
         ShapeError: it is more than can be counted.
     """
-    tiles, table = plan_tiles(batch, rows_of_token(problem.group_size), block_m)
-    num_items = tiles.shape[0] * problem.num_kv_heads
+    items = plan_items(
+        batch,
+        rows_of_token(problem.group_size),
+        block_m,
+        num_heads=problem.num_kv_heads,
+        num_sms=num_sms,
+        causal=problem.causal,
+        window=problem.sliding_window,
+    )
+    num_items = items.num_entries * problem.num_kv_heads
     if num_items > _MOST_ITEMS:
         raise ShapeError(
             f"{batch.num_tokens} tokens of {batch.num_seqs} sequences are {num_items} tiles; at most "
             f"{_MOST_ITEMS} can be listed"
         )
-    counter = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    return WorkList(tiles, table, counter, num_items, (min(num_sms, num_items),))
+    counter = torch.zeros(2, dtype=torch.int32, device=items.tiles.device)
+    return WorkList(items, counter, num_items, (min(num_sms, num_items),))
 
 
 def attends_nothing(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None) -> bool:

@@ -14,24 +14,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from kernels.attention.hopper_pipeline import ROWS, first_kept, key_range, post
 
 TILE_FIELDS = gl.constexpr(6)
-"""As `portable_prefill.list_tiles` writes them."""
+"""As `hopper_items.list_items` writes them."""
 
 
 @gluon.jit
 def produce(
-    pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, num_items,
-    k_head_stride, window, c,
+    pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, late_heads,
+    num_items, k_head_stride, window, c,
 ):  # fmt: skip
     """Supply items until none is left; `counter` is [2] int32, items taken and blocks finished."""
     item = gl.program_id(0)
     done = 0
     loaded = 0
     queries = 0
+    num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
     while item < num_items:
         # Asked for now, so that the answer is there when this item is done with.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         seq, head, first_row, q_start, q_len, k_start, num_keys = read_item(
-            tiles, item, num_entries
+            tiles, item, num_entries, late_heads, num_long, c
         )
         if seq >= 0:
             post(pipe, done, (head, first_row, q_start, q_len, num_keys))
@@ -65,10 +66,23 @@ def produce(
 
 
 @gluon.jit
-def read_item(tiles, item, num_entries):
-    """Look up an item: (sequence, head, first row, first query token, query tokens, first key, keys)."""
-    record = tiles + item % num_entries * TILE_FIELDS
-    head = item // num_entries
+def read_item(tiles, item, num_entries, late_heads, num_long, c):
+    """Look up an item: (sequence, head, first row, first query token, query tokens, first key, keys).
+
+    The order is that of `hopper_items`: the first list for all heads but the last `late_heads`, the
+    `num_long` long tiles of the second for those head by head, its short ones for those side by side.
+    """
+    first_late = c.HEADS // c.GROUP - late_heads
+    late = item - first_late * num_entries
+    short = late - late_heads * num_long
+    number = gl.where(late < 0, item, gl.where(short < 0, late, short))
+    divisor = gl.where(late < 0, num_entries, gl.where(short < 0, num_long, late_heads))
+    divisor = gl.maximum(divisor, 1)
+    quotient = number // divisor
+    rest = number % divisor
+    head = gl.where(late < 0, 0, first_late) + gl.where(short < 0, quotient, rest)
+    entry = gl.where(late < 0, 0, num_entries) + gl.where(short < 0, rest, num_long + quotient)
+    record = tiles + entry * TILE_FIELDS
     seq = gl.load(record)
     first_row = gl.load(record + 1)
     q_start = gl.load(record + 2)

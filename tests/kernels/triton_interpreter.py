@@ -25,6 +25,7 @@ _MODULES = (
     "kernels.attention.cascade_decode",
     "kernels.attention.portable_write_kv",
     "kernels.attention.hopper_fp8_quantise",
+    "kernels.attention.hopper_items",
     "kernels.fused.best_token",
     "kernels.fused.draw_tokens",
     "kernels.fused.elementwise",
