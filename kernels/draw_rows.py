@@ -23,15 +23,19 @@ class DrawSizes(NamedTuple):
         tile: logits of a program that looks at all of them.
         group: neighbours whose largest logit is kept, to tell how far the candidates reach.
         capacity: candidates that a row's list holds.
-        chunk: candidates that are compared at once.
-        ways: parts that a search divides a range into.
+        chunk: candidates, or logits, that are compared at once.
+        loads: chunks of logits that are asked for at once.
+        ways: parts that a search in a list divides a range into.
+        row_ways: the same for a search in a row's logits.
     """
 
     tile: int = 2048
     group: int = 32
     capacity: int = 4096
     chunk: int = 256
+    loads: int = 4
     ways: int = 8
+    row_ways: int = 8
 
 
 DRAW_SIZES = DrawSizes()

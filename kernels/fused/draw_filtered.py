@@ -36,18 +36,39 @@ _WIDE = tl.constexpr(256)
 
 
 @triton.jit
-def load_keys(
-    logits, listed, start, size, in_list, peak, scale, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+def load_parts(
+    logits, listed, start, size, IN_LIST: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr
 ):
-    """Return keys and weights of some listed candidates, or of some ids."""
+    """Ask for LOADS parts of the listed candidates, or of the logits, before any of them is needed."""
+    parts = ()
+    for i in tl.static_range(LOADS):
+        at = start + i * BLOCK + tl.arange(0, BLOCK)
+        if IN_LIST:
+            parts = parts + (tl.load(listed + at, mask=at < size, other=0),)  # type: ignore[assignment]
+        else:
+            part = tl.load(logits + at, mask=at < size, other=-float("inf"))
+            parts = parts + (part,)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def keys_of(
+    part,
+    start,
+    size,
+    peak,
+    scale,
+    IN_LIST: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return keys and weights of a part that `load_parts` loaded."""
     at = start + tl.arange(0, BLOCK)
-    if in_list:
+    if IN_LIST:
         nowhere = tl.full([BLOCK], _NOWHERE, tl.int64) << ID_BITS
-        keys = tl.load(listed + at, mask=at < size, other=0)
-        keys = tl.where(at < size, keys, nowhere)
+        keys = tl.where(at < size, part, nowhere)
     else:
-        values = tl.load(logits + at, mask=at < size, other=-float("inf")).to(tl.float32)
-        keys = ordering_keys((peak - values) * scale, at, ID_BITS)
+        keys = ordering_keys((peak - part.to(tl.float32)) * scale, at, ID_BITS)
     distances = (keys >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
     return keys, weights_of(distances)
 
@@ -57,25 +78,28 @@ def tighten(
     logits,
     listed,
     size,
-    in_list,
     peak,
     scale,
     low,
     high,
+    IN_LIST: tl.constexpr,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
 ):
-    """Cut off what a window holds before its first token with a weight and behind its last; counts them too."""
+    """Cut off what a window holds before its first token with a weight and behind its last."""
     least = tl.full([BLOCK], 0, tl.int64) + high
     most = tl.full([BLOCK], -1, tl.int64)
-    number = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, size, BLOCK):
-        keys, weights = load_keys(logits, listed, start, size, in_list, peak, scale, ID_BITS, BLOCK)
-        inside = (keys >= low) & (keys < high) & (weights > 0)
-        least = tl.minimum(least, tl.where(inside, keys, high))
-        most = tl.maximum(most, tl.where(inside, keys, -1))
-        number += inside.to(tl.int32)
-    return tl.min(least, 0), tl.max(most, 0) + 1, tl.sum(number, 0)
+    for start in range(0, size, BLOCK * LOADS):
+        parts = load_parts(logits, listed, start, size, IN_LIST, BLOCK, LOADS)
+        for i in tl.static_range(LOADS):
+            keys, weights = keys_of(
+                parts[i], start + i * BLOCK, size, peak, scale, IN_LIST, ID_BITS, BLOCK
+            )
+            inside = (keys >= low) & (keys < high) & (weights > 0)
+            least = tl.minimum(least, tl.where(inside, keys, high))
+            most = tl.maximum(most, tl.where(inside, keys, -1))
+    return tl.min(least, 0), tl.max(most, 0) + 1
 
 
 @triton.jit
@@ -97,11 +121,42 @@ def split(low, high, ID_BITS: tl.constexpr, WAYS: tl.constexpr):
 
 
 @triton.jit
+def measure(
+    logits,
+    listed,
+    size,
+    peak,
+    scale,
+    counting,
+    edges,
+    IN_LIST: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Return the amounts and the numbers [WAYS] of the tokens with a weight below edges."""
+    sums = tl.full([BLOCK, WAYS], 0, tl.int64)
+    numbers = tl.full([BLOCK, WAYS], 0, tl.int32)
+    for start in range(0, size, BLOCK * LOADS):
+        parts = load_parts(logits, listed, start, size, IN_LIST, BLOCK, LOADS)
+        for i in tl.static_range(LOADS):
+            keys, weights = keys_of(
+                parts[i], start + i * BLOCK, size, peak, scale, IN_LIST, ID_BITS, BLOCK
+            )
+            exists = weights > 0
+            amounts = tl.where(counting, exists.to(tl.int64), weights)
+            below = keys[:, None] < edges[None, :]
+            sums += tl.where(below, amounts[:, None], 0)
+            numbers += (below & exists[:, None]).to(tl.int32)
+    return tl.sum(sums, 0), tl.sum(numbers, 0)
+
+
+@triton.jit
 def narrow(
     logits,
     listed,
     size,
-    in_list,
     peak,
     scale,
     target,
@@ -111,65 +166,94 @@ def narrow(
     high,
     low_amount,
     high_amount,
+    IN_LIST: tl.constexpr,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
     WAYS: tl.constexpr,
 ):
     """Narrow a window around the first key whose cumulative amount exceeds `target`, to `enough` tokens at most.
 
-    Amounts at `low` and `high` are those of all keys below. A list holds the keys from its window's `low` on.
+    Amounts at `low` and `high` are those of all keys below. A list holds the keys from its window's `low` on, and
+    logits have `size` tokens at most below `high`.
     """
     base = low_amount
-    low, high, number = tighten(
-        logits, listed, size, in_list, peak, scale, low, high, ID_BITS, BLOCK
-    )
-    while number > enough:
+    below = tl.full([], 0, tl.int32)
+    up_to = below + size
+    while up_to - below > enough:
+        number = up_to - below
         edges = split(low, high, ID_BITS, WAYS)
-        sums = tl.full([BLOCK, WAYS], 0, tl.int64)
-        for start in range(0, size, BLOCK):
-            keys, weights = load_keys(
-                logits, listed, start, size, in_list, peak, scale, ID_BITS, BLOCK
-            )
-            amounts = tl.where(counting, (weights > 0).to(tl.int64), weights)
-            sums += tl.where(keys[:, None] < edges[None, :], amounts[:, None], 0)
-        amounts = base + tl.sum(sums, 0)
+        amounts, numbers = measure(
+            logits, listed, size, peak, scale, counting, edges, IN_LIST, ID_BITS, BLOCK, LOADS, WAYS
+        )
+        amounts += base
         beyond = amounts > target
         low_amount = tl.maximum(low_amount, tl.max(tl.where(beyond, low_amount, amounts), 0))
         high_amount = tl.minimum(high_amount, tl.min(tl.where(beyond, amounts, high_amount), 0))
+        below = tl.maximum(below, tl.max(tl.where(beyond, below, numbers), 0))
+        up_to = tl.minimum(up_to, tl.min(tl.where(beyond, numbers, up_to), 0))
         low = tl.maximum(low, tl.max(tl.where(beyond, low, edges), 0))
         high = tl.min(tl.where(beyond, edges, high), 0)
-        low, high, number = tighten(
-            logits, listed, size, in_list, peak, scale, low, high, ID_BITS, BLOCK
-        )
+        if 2 * (up_to - below) > number:
+            # Most of the window is empty, and dividing that finds nothing.
+            low, high = tighten(
+                logits, listed, size, peak, scale, low, high, IN_LIST, ID_BITS, BLOCK, LOADS
+            )
     return low, high, low_amount, high_amount
 
 
 @triton.jit
 def gather(
-    logits, listed, low, high, size, peak, scale, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    listed,
+    low,
+    high,
+    size,
+    peak,
+    scale,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
 ):
     """List the tokens with a weight in [low, high); returns how many they are."""
     tl.debug_barrier()  # what was listed before has been read
     number = tl.full([], 0, tl.int32)
-    for start in range(0, size, BLOCK):
-        keys, weights = load_keys(logits, listed, start, size, False, peak, scale, ID_BITS, BLOCK)
-        wanted = (keys >= low) & (keys < high) & (weights > 0)
-        at = number + tl.cumsum(wanted.to(tl.int32), 0) - 1
-        tl.store(listed + at, keys, mask=wanted)
-        number += tl.sum(wanted.to(tl.int32), 0)
+    for start in range(0, size, BLOCK * LOADS):
+        parts = load_parts(logits, listed, start, size, False, BLOCK, LOADS)
+        for i in tl.static_range(LOADS):
+            keys, weights = keys_of(
+                parts[i], start + i * BLOCK, size, peak, scale, False, ID_BITS, BLOCK
+            )
+            wanted = (keys >= low) & (keys < high) & (weights > 0)
+            at = number + tl.cumsum(wanted.to(tl.int32), 0) - 1
+            tl.store(listed + at, keys, mask=wanted)
+            number += tl.sum(wanted.to(tl.int32), 0)
     tl.debug_barrier()
     return number
 
 
 @triton.jit
 def weight_below(
-    logits, listed, size, in_list, edge, peak, scale, ID_BITS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    listed,
+    size,
+    edge,
+    peak,
+    scale,
+    IN_LIST: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
 ):
     """Return the weight of all keys below an edge."""
     sums = tl.full([BLOCK], 0, tl.int64)
-    for start in range(0, size, BLOCK):
-        keys, weights = load_keys(logits, listed, start, size, in_list, peak, scale, ID_BITS, BLOCK)
-        sums += tl.where(keys < edge, weights, 0)
+    for start in range(0, size, BLOCK * LOADS):
+        parts = load_parts(logits, listed, start, size, IN_LIST, BLOCK, LOADS)
+        for i in tl.static_range(LOADS):
+            keys, weights = keys_of(
+                parts[i], start + i * BLOCK, size, peak, scale, IN_LIST, ID_BITS, BLOCK
+            )
+            sums += tl.where(keys < edge, weights, 0)
     return tl.sum(sums, 0)
 
 
@@ -192,7 +276,9 @@ def find(
     CAPACITY: tl.constexpr,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
     WAYS: tl.constexpr,
+    ROW_WAYS: tl.constexpr,
 ):
     """Find the first key whose cumulative amount exceeds `target`, first listing what is around it if that is not.
 
@@ -201,14 +287,15 @@ def find(
     """
     if (target < low_amount) | (target >= high_amount):
         low, high, low_amount, high_amount = narrow(
-            logits, listed, V, False, peak, scale, target, counting, CAPACITY,
-            end * 0, end, end * 0, total, ID_BITS, BLOCK, WAYS,
+            logits, listed, V, peak, scale, target, counting, CAPACITY,
+            end * 0, end, end * 0, total, False, ID_BITS, BLOCK, LOADS, ROW_WAYS,
         )  # fmt: skip
-        size = gather(logits, listed, low, high, V, peak, scale, ID_BITS, BLOCK)
+        size = gather(logits, listed, low, high, V, peak, scale, ID_BITS, BLOCK, LOADS)
     found, edge, _, reached = narrow(
-        logits, listed, size, True, peak, scale, target, counting, 1,
-        low, high, low_amount, high_amount, ID_BITS, BLOCK, WAYS,
+        logits, listed, size, peak, scale, target, counting, 1,
+        low, high, low_amount, high_amount, True, ID_BITS, BLOCK, 1, WAYS,
     )  # fmt: skip
+    found, edge = tighten(logits, listed, size, peak, scale, found, edge, True, ID_BITS, BLOCK, 1)
     return found, edge, reached, size, low, high, low_amount, high_amount
 
 
@@ -229,7 +316,9 @@ def draw_filtered(
     TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
     WAYS: tl.constexpr,
+    ROW_WAYS: tl.constexpr,
     ID_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -282,21 +371,26 @@ def draw_filtered(
             found, edge, reached, size, low, high, low_amount, high_amount = find(
                 logits, listed, size, peak, scale, target, counting,
                 low, high, low_amount, high_amount, end, tl.where(counting, everything, total),
-                V, CAPACITY, ID_BITS, BLOCK, WAYS,
+                V, CAPACITY, ID_BITS, BLOCK, LOADS, WAYS, ROW_WAYS,
             )  # fmt: skip
             if stage == 0:
                 # Those that tie with the last one are kept, and may lie outside of the window.
                 edge = ((found >> ID_BITS) + 1) << ID_BITS
-                in_list = candidates <= CAPACITY
-                kept = weight_below(
-                    logits, listed, tl.where(in_list, size, V), in_list, edge, peak, scale,
-                    ID_BITS, BLOCK,
-                )  # fmt: skip
+                if candidates <= CAPACITY:
+                    kept = weight_below(
+                        logits, listed, size, edge, peak, scale, True, ID_BITS, BLOCK, 1
+                    )
+                else:
+                    kept = weight_below(
+                        logits, listed, V, edge, peak, scale, False, ID_BITS, BLOCK, LOADS
+                    )
             if stage == 1:
                 kept = tl.minimum(kept, reached)
         if stage == 0:
             size = tl.where(candidates <= CAPACITY, size, 0)
-            high_amount = weight_below(logits, listed, size, True, end, peak, scale, ID_BITS, BLOCK)
+            high_amount = weight_below(
+                logits, listed, size, end, peak, scale, True, ID_BITS, BLOCK, 1
+            )
             low_amount = first
     token = found & ((1 << ID_BITS) - 1)
     to = tl.load(entry + TARGET).to(tl.int64)

@@ -122,6 +122,6 @@ def draw_tokens(
     if FILTERED in kinds:
         draw_filtered[(rows,)](
             logits, table, it.kinds, it.peaks, it.counts, it.sums, it.listed, tokens, checked, stride,
-            V=size, CAPACITY=sizes.capacity, BLOCK=sizes.chunk, WAYS=sizes.ways, ID_BITS=id_bits,
-            **tiles, **narrow,
+            V=size, CAPACITY=sizes.capacity, BLOCK=sizes.chunk, LOADS=sizes.loads, WAYS=sizes.ways,
+            ROW_WAYS=sizes.row_ways, ID_BITS=id_bits, **tiles, **narrow,
         )  # fmt: skip

@@ -101,7 +101,11 @@ def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
 
 @pytest.mark.parametrize(
     "sizes",
-    [DrawSizes(tile=1024), DrawSizes(capacity=256), DrawSizes(group=64, chunk=1024, ways=4)],
+    [
+        DrawSizes(tile=1024),
+        DrawSizes(capacity=256),
+        DrawSizes(group=64, chunk=512, loads=2, ways=4),
+    ],
     ids=str,
 )
 def test_no_size_changes_a_token(sizes):

@@ -24,9 +24,9 @@ if triton_interpreter.HAS_TRITON:
 
 # Lists that hold everything, some of it, and hardly anything; rows of several tiles.
 SIZES = [
-    DrawSizes(tile=64, group=4, capacity=512, chunk=64, ways=8),
-    DrawSizes(tile=32, group=4, capacity=24, chunk=16, ways=8),
-    DrawSizes(tile=64, group=8, capacity=3, chunk=32, ways=2),
+    DrawSizes(tile=64, group=4, capacity=512, chunk=64, loads=2),
+    DrawSizes(tile=32, group=4, capacity=24, chunk=32, loads=2, row_ways=16),
+    DrawSizes(tile=64, group=8, capacity=3, chunk=32, loads=1, ways=2, row_ways=2),
 ]
 KINDS = ("normal", "half", "flat", "steep", "tiny", "equal", "few", "sparse")
 INF = math.inf
