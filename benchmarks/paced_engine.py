@@ -109,7 +109,7 @@ def main() -> None:
     threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
-        max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=1, block_size=1,
+        max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,
         num_blocks=1, kv_cache_dtype="none", num_parameters=0, plan=_NO_PLAN, startup_seconds={}, versions={},
     )  # fmt: skip
     channel.send(EngineReady(info))

@@ -33,6 +33,9 @@ from model.transfer import Download, upload
 # top_k rarely reach further. Rows that do are found by the last candidate still being kept, and drawn again.
 NUM_CANDIDATES = 1024
 
+# Rows that PyTorch draws at once: several arrays of rows x vocabulary in 64 bits are what takes its memory.
+_ROWS_AT_ONCE = 64
+
 _ID_MASK = 0xFFFFFFFF
 _ENTROPY_SCALE = 2.0**36
 _BROKEN: Final = -1
@@ -112,9 +115,11 @@ class DeviceDraw:
         self._checked[at] = torch.where(finite, self._checked[at], _BROKEN)
 
     def _draw_by_torch(self, group: list[int], num_candidates: int) -> None:
-        """Draw rows of one of PyTorch's groups."""
-        if not group:
-            return
+        """Draw rows of one of PyTorch's groups, some at a time."""
+        for start in range(0, len(group), _ROWS_AT_ONCE):
+            self._draw_some(group[start : start + _ROWS_AT_ONCE], num_candidates)
+
+    def _draw_some(self, group: list[int], num_candidates: int) -> None:
         at = _indices(group, self._logits.device)
         rows = [self._rows[i] for i in group]
         logits = self._logits[at].float()

@@ -64,7 +64,12 @@ class Settings(BaseSettings):
         ge=2,
         description="tokens of prompt and output together, at most; default: the model's own limit",
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences that run at the same time")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="sequences that run at the same time; default: 64 on a CPU, 256 on a GPU",
+    )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
@@ -107,8 +112,10 @@ class Settings(BaseSettings):
         le=1024,
         description="threads of a forward pass on the CPU; default: one for each core but one",
     )
-    max_concurrent_requests: int = Field(
-        128, ge=1, description="requests answered at the same time; more are refused with 429"
+    max_concurrent_requests: int | None = Field(
+        None,
+        ge=1,
+        description="requests answered at the same time, more are refused with 429; default: twice --max-num-seqs",
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
     engine_hang_seconds: float = Field(
@@ -123,13 +130,13 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:
-        budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs:
+        budget, sequences = self.max_num_batched_tokens, self.max_num_seqs
+        if budget is not None and sequences is not None and budget < sequences:
             raise PydanticCustomError(
                 "budget",
                 "--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}: "
                 "every running sequence needs a token of each step",
-                {"tokens": budget, "sequences": self.max_num_seqs},
+                {"tokens": budget, "sequences": sequences},
             )
         return self
 

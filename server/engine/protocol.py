@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype: "auto", "float32", "bfloat16" or "float16".
         load_format: "auto", "safetensors" or "dummy".
         max_model_len: tokens of prompt and output together; None takes the model's own limit.
-        max_num_seqs: sequences that run at the same time.
+        max_num_seqs: sequences that run at the same time; None chooses by device.
         max_num_batched_tokens: tokens computed in one step, over all sequences; None chooses by device.
         block_size: tokens in a block of the KV cache.
         kv_cache_dtype: "auto" or "fp8".
@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_dtype: str = "auto"

@@ -43,6 +43,7 @@ _CPU_CONTIGUITY_RESERVE = 0.2
 # Tokens of a step, at most, where the operator does not say: a step in which a long prompt is computed
 # is what the other streams wait for, and a CPU takes longer for it.
 _DEFAULT_BUDGET = {"cpu": 512, "cuda": 2048}
+_DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 
 class StartupError(Exception):
@@ -114,11 +115,14 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
 
 def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:
     """Fill in what the operator left open."""
-    budget = config.max_num_batched_tokens
+    sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if sequences is None:
+        default = _DEFAULT_SEQUENCES[device.type]
+        sequences = default if budget is None else min(default, budget)
     if budget is None:
-        budget = max(_DEFAULT_BUDGET[device.type], config.max_num_seqs)
+        budget = max(_DEFAULT_BUDGET[device.type], sequences)
     return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=sequences,
         max_num_batched_tokens=budget,
         max_model_len=_max_model_len(config.max_model_len, model.max_context),
     )

@@ -18,7 +18,7 @@ class HTTPConfig:
         model_sha: commit of the checkpoint, where it has one.
         eos_token_ids: the model's own end tokens, from its configuration.
         max_concurrent_requests: sequences in flight; one more is refused with 429. A request with
-            `best_of` counts as that many.
+            `best_of` counts as that many. None takes twice as many as the engine computes at a time.
         max_best_of: sequences one request may ask for.
         max_stop_sequences: stop strings of one request.
         max_stop_characters: length of one stop string.
@@ -39,7 +39,7 @@ class HTTPConfig:
     model_id: str
     model_sha: str | None = None
     eos_token_ids: tuple[int, ...] = ()
-    max_concurrent_requests: int = 128
+    max_concurrent_requests: int | None = None
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_stop_characters: int = 1_000

@@ -57,21 +57,29 @@ class AppContext:
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
     @contextlib.contextmanager
-    def admit(self, sequences: int) -> Iterator[None]:
+    def admit(self, sequences: int, info: EngineInfo) -> Iterator[None]:
         """Hold a place for each sequence of a request.
 
         The places are those of the service: front ends that admit at the same moment may go over by one request each.
 
+        Args:
+            sequences: of the request.
+            info: of the engine that runs.
+
         Raises:
             OverloadedError: there are not as many places left.
         """
-        if self.metrics.in_flight + sequences > self.config.max_concurrent_requests:
+        if self.metrics.in_flight + sequences > self.max_concurrent_requests(info):
             raise OverloadedError
         self.metrics.add_in_flight(sequences)
         try:
             yield
         finally:
             self.metrics.add_in_flight(-sequences)
+
+    def max_concurrent_requests(self, info: EngineInfo) -> int:
+        """Sequences in flight, at most: as configured, or twice those that the engine computes at a time."""
+        return self.config.max_concurrent_requests or 2 * info.max_num_seqs
 
     def engine_info(self) -> EngineInfo:
         """What the running engine told about itself.

@@ -118,7 +118,7 @@ def test_an_unsupported_architecture_is_refused_by_name_and_supported_ones_are_l
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("arguments", "words"),
     [
         ("--port=70000", ["--port", "TESSERA_PORT", "70000", "65535"]),
         ("--max-num-seqs=-1", ["--max-num-seqs", "-1", "1"]),
@@ -128,11 +128,14 @@ def test_an_unsupported_architecture_is_refused_by_name_and_supported_ones_are_l
         ("--kv-cache-gib=1e308", ["--kv-cache-gib", "1e308", "1048576"]),
         ("--kv-cache-tokens=0", ["--kv-cache-tokens", "0", "1"]),
         ("--kv-cache-dtype=int8", ["--kv-cache-dtype", "TESSERA_KV_CACHE_DTYPE", "int8", "fp8"]),
-        ("--max-num-batched-tokens=8", ["--max-num-batched-tokens", "8", "--max-num-seqs", "64"]),
+        (
+            "--max-num-batched-tokens=8 --max-num-seqs=9",
+            ["--max-num-batched-tokens", "8", "--max-num-seqs", "9"],
+        ),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_limit(argument, words):
-    status, line = serve(argument)
+def test_a_wrong_setting_is_named_with_its_limit(arguments, words):
+    status, line = serve(*arguments.split())
 
     assert status == 2
     for word in words:

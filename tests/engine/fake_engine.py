@@ -84,7 +84,7 @@ def make_info(config, num_blocks):
         vocab_size=VOCAB_SIZE,
         max_model_len=512,
         max_total_tokens=512,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs or 64,
         max_num_batched_tokens=512,
         block_size=config.block_size,
         num_blocks=num_blocks,
@@ -99,7 +99,7 @@ def make_info(config, num_blocks):
 def make_engine(config, channel, num_blocks=256):
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs or 64,
             max_num_batched_tokens=512,
             max_model_len=512,
         ),

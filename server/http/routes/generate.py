@@ -111,7 +111,7 @@ class _Exchange(Response):
         streaming = _is_stream(self._endpoint, body)
         full_text = self._endpoint is Endpoint.COMPAT
         options = check(body, streaming=streaming, full_text=full_text, config=config, info=info)
-        with context.admit(options.best_of):
+        with context.admit(options.best_of, info):
             prompt_ids, sampling = await encode_prompt(context, options, info)
             generation = Generation(context, options, prompt_ids, sampling)
             headers = _headers(generation, info)

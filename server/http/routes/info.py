@@ -77,7 +77,7 @@ def _info(context: AppContext) -> InfoReply:
         model_dtype=info.dtype,
         model_device_type=info.device,
         model_pipeline_tag="text-generation",
-        max_concurrent_requests=config.max_concurrent_requests,
+        max_concurrent_requests=context.max_concurrent_requests(info),
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
         max_top_n_tokens=config.max_top_n_tokens,
