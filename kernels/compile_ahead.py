@@ -7,8 +7,10 @@ threads compile as many at once as there are processors. Knows no kernel: it has
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -29,10 +31,14 @@ def compile_ahead() -> Iterator[None]:
     """
     try:
         from triton import AsyncCompileMode  # noqa: PLC0415 - not everywhere
+        from triton.runtime import cache  # noqa: PLC0415 - as above
         from triton.runtime.jit import JITFunction  # noqa: PLC0415 - as above
     except ImportError:
         yield
         return
+    key = compiler_key(Path(cache.__file__).parents[1])
+    # Triton's own reads and hashes 400 MB, which takes half a second of every start.
+    cache.triton_key = lambda: key
     launch = JITFunction.run
 
     def compile_only(function: object, *arguments: object, **options: object) -> object:
@@ -49,3 +55,17 @@ def compile_ahead() -> Iterator[None]:
             yield
         finally:
             JITFunction.run = launch
+
+
+def compiler_key(folder: Path) -> str:
+    """Tell a compiler from others, so that what one has compiled is not taken for what another would.
+
+    Args:
+        folder: of its Python modules and libraries.
+
+    Returns:
+        A hash of names, sizes and times of its files.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so"))
+    facts = [(str(path), (it := path.stat()).st_size, it.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

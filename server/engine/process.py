@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from server.engine.gpu_driver import open_gpu
 from server.engine.protocol import (
     EngineConfig,
     EngineMessage,
@@ -75,6 +76,8 @@ def main() -> None:
         target=end_with_parent, args=(sys.argv[1],), name="front-end-watch", daemon=True
     ).start()
 
+    if config.device != "cpu":
+        threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
     quiet_idle_threads()
     channel.send(StartupPhase("importing PyTorch"))
     from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; the phase shows first

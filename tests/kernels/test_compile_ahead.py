@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.compile_ahead import compiler_key
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
@@ -92,3 +93,18 @@ def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches
     )
 
     assert done.stdout.split() == ["left", "raised"], done.stderr
+
+
+def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
+    (tmp_path / "deep").mkdir()
+    library, text = tmp_path / "deep" / "compiler.so", tmp_path / "readme.txt"
+    library.write_text("one")
+    first = compiler_key(tmp_path)
+
+    text.write_text("anything")
+    assert compiler_key(tmp_path) == first
+    os.utime(library, ns=(0, library.stat().st_mtime_ns + 1))
+    second = compiler_key(tmp_path)
+    library.write_text("other")
+
+    assert len({first, second, compiler_key(tmp_path)}) == 3
