@@ -128,6 +128,7 @@ class Explanation:
         memory_bandwidth_gbs: peak, 10^9 bytes per second; 0 if not known.
         peak_tflops: of matrix products in this dtype, 10^12 operations per second; 0 if not known.
         dtype: of queries and output.
+        weight_dtype: of the layers' matrices.
         kv_dtype: of the cache.
         num_heads: query heads.
         num_kv_heads: key-value heads.
@@ -144,6 +145,7 @@ class Explanation:
     memory_bandwidth_gbs: int
     peak_tflops: float
     dtype: str
+    weight_dtype: str
     kv_dtype: str
     num_heads: int
     num_kv_heads: int
@@ -157,6 +159,7 @@ def explain(
     arch: GPUArch,
     max_context: int,
     registry: Sequence[KernelSpec] = REGISTRY,
+    weight_dtype: str | None = None,
 ) -> Explanation:
     """Plan the attention of one model.
 
@@ -165,6 +168,7 @@ def explain(
         arch: from `detect()` or `kernels.arch.CATALOGUE`.
         max_context: longest sequence of the model, tokens; longer examples are cut to it.
         registry: rows, most preferred first.
+        weight_dtype: of the layers' matrices where they are quantised, to be told.
 
     Raises:
         NoKernelError: no row accepts one of the problems; lists every reason.
@@ -179,6 +183,7 @@ def explain(
         memory_bandwidth_gbs=arch.memory_bandwidth_gbs,
         peak_tflops=arch.peak_tflops(shape.dtype),
         dtype=shape.dtype,
+        weight_dtype=weight_dtype or shape.dtype,
         kv_dtype=shape.cache_dtype,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,

@@ -53,9 +53,10 @@ def _processor(plan: Explanation) -> str:
 
 def _shape(plan: Explanation, model: str) -> str:
     blocks = "" if plan.block_size is None else f", blocks of {plan.block_size} tokens"
+    weights = "" if plan.weight_dtype == plan.dtype else f", weights in {plan.weight_dtype}"
     cache = "" if plan.kv_dtype == plan.dtype else f", cache in {plan.kv_dtype}"
     return (
-        f"{model} in {plan.dtype}{cache}: {plan.num_heads} query heads, {plan.num_kv_heads} key-value heads, "
+        f"{model} in {plan.dtype}{weights}{cache}: {plan.num_heads} query heads, {plan.num_kv_heads} key-value heads, "
         f"head dim {plan.head_dim}{blocks}"
     )
 

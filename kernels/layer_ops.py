@@ -17,6 +17,7 @@ import torch
 from kernels import write_kv
 from kernels.fused.dependent import may_depend
 from kernels.linear_plan import LinearProblem, select_linear
+from kernels.quantised import FP8
 from kernels.tuning.linear import tuned_linear
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class FusedNorm:
 class FusedLinear:
     """A linear layer with what surrounds it, bound to its weights, which are read where they are at each call.
 
-        y = x' W^T + bias           x' = norm(x), or x
+        y = x' W^T * scale + bias   x' = norm(x), or x
         y = silu(gate) * up         where gated: W is gate above up
 
     Attributes:
@@ -85,6 +86,8 @@ class FusedLinear:
         arch: of the device that it lies on.
         norm: of the input; None takes it as it is.
         gated: see above.
+        scale: of weights in float8_e4m3fn, float32, one for each of their rows; None for others. Many rows of x are
+            then quantised too.
     """
 
     weight: Tensor
@@ -92,6 +95,7 @@ class FusedLinear:
     arch: GPUArch
     norm: FusedNorm | None = None
     gated: bool = False
+    scale: Tensor | None = None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None, pdl: bool
@@ -113,12 +117,14 @@ class FusedLinear:
         # Imported here: Triton is not there on a host without a GPU.
         from kernels.fused.linear import LinearArguments, Norm, linear  # noqa: PLC0415
 
-        choice = self.choose(len(x))
+        choice = self.choose(len(x), x.dtype)
         out = out if residual is None else residual
         if out is None:
             out = torch.empty((len(x), choice.problem.outputs), dtype=x.dtype, device=x.device)
         norm = None if self.norm is None else Norm(self.norm.weight, self.norm.eps)
-        arguments = LinearArguments(bias=self.bias, norm=norm, residual=residual, pdl=pdl)
+        arguments = LinearArguments(
+            scale=self.scale, bias=self.bias, norm=norm, residual=residual, pdl=pdl
+        )
         linear(x, self.weight, choice, out, arguments)
         return out
 
@@ -139,21 +145,24 @@ class FusedLinear:
         from kernels.fused.best_token import best_tokens  # noqa: PLC0415 - as above
         from kernels.fused.linear import LinearArguments, linear  # noqa: PLC0415
 
-        choice = self.choose(len(x))
+        choice = self.choose(len(x), x.dtype)
         if not choice.tiles:
             return None
         best = torch.empty((len(x), choice.tiles), dtype=torch.int64, device=x.device)
         ids = torch.empty_like(tokens)
-        linear(x, self.weight, choice, out, LinearArguments(bias=self.bias, best=best, pdl=pdl))
+        arguments = LinearArguments(scale=self.scale, bias=self.bias, best=best, pdl=pdl)
+        linear(x, self.weight, choice, out, arguments)
         best_tokens(best, ids, tokens, pdl=pdl)
         return ids
 
-    def choose(self, rows: int) -> LinearChoice:
-        """Choose what computes so many rows."""
+    def choose(self, rows: int, dtype: torch.dtype) -> LinearChoice:
+        """Choose what computes so many rows of a dtype."""
         stacked, inputs = self.weight.shape
         outputs = stacked // 2 if self.gated else stacked
-        dtype = str(self.weight.dtype).removeprefix("torch.")
-        return _choose(LinearProblem(rows, outputs, inputs, dtype, self.gated), self.arch)
+        name = str(dtype).removeprefix("torch.")
+        weight_dtype = None if self.scale is None else FP8
+        problem = LinearProblem(rows, outputs, inputs, name, self.gated, weight_dtype)
+        return _choose(problem, self.arch)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,8 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
+from kernels.quantised import FP8
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,7 +29,12 @@ _AMPERE = 80
 _FULL_SM_WARPS = 64
 _AHEAD_BYTES = 256
 """Weights that a thread may hold in registers before it waits: a quarter of what it can have."""
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
+_DTYPES = ("bfloat16", "float16", "float32")
+_FP8_DTYPES = ("bfloat16", "float16")
+_ADA = 89
+_FP8_MULTIPLE = 16
+"""What the library's product in FP8 wants inputs and outputs to be multiples of."""
 
 
 class LinearKernel(enum.Enum):
@@ -36,7 +43,11 @@ class LinearKernel(enum.Enum):
     VECTOR = "vector"
     """`kernels.fused.vector_linear`: one row or a few, on the ordinary cores, all that surrounds it included."""
     LIBRARY = "library"
-    """PyTorch's product of matrices, for any number of rows; a norm and a gate are launches of their own."""
+    """PyTorch's product of matrices, for any number of rows; a norm and a gate are launches of their own.
+
+    Weights in FP8 are converted for it, each time."""
+    LIBRARY_FP8 = "library_fp8"
+    """PyTorch's product of matrices in FP8: rows are quantised too, in the launch of the norm or one of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +58,9 @@ class LinearProblem:
         rows: of the input, at least 1.
         outputs: N, rows of the weights; of one half where `gated`.
         inputs: K, columns of the weights.
-        dtype: of input, weights and output.
+        dtype: of input, output and, unless `weight_dtype` says otherwise, weights.
         gated: whether the weights are those of gate and up, and the output is silu(gate) * up.
+        weight_dtype: of quantised weights, with a float32 scale for each output: "float8_e4m3fn"; else None.
     """
 
     rows: int
@@ -56,6 +68,7 @@ class LinearProblem:
     inputs: int
     dtype: str = "bfloat16"
     gated: bool = False
+    weight_dtype: str | None = None
 
     @property
     def matrices(self) -> int:
@@ -65,7 +78,7 @@ class LinearProblem:
     @property
     def item_bytes(self) -> int:
         """Bytes of one weight."""
-        return _ITEM_BYTES[self.dtype]
+        return _ITEM_BYTES[self.weight_dtype or self.dtype]
 
     @property
     def weight_bytes(self) -> int:
@@ -75,7 +88,8 @@ class LinearProblem:
     def __str__(self) -> str:
         """One line for logs and tables."""
         gated = " gated" if self.gated else ""
-        return f"{self.rows} x {self.inputs} to {self.outputs}{gated} in {self.dtype}"
+        weights = f", weights in {self.weight_dtype}" if self.weight_dtype else ""
+        return f"{self.rows} x {self.inputs} to {self.outputs}{gated} in {self.dtype}{weights}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,9 +116,10 @@ class LinearChoice:
     Attributes:
         problem: what was asked.
         kernel: what computes it.
-        launch: its tile sizes; None for the library.
+        launch: its tile sizes; None for the library's.
         why: one sentence for people.
         measured: whether the choice was made by timing on this architecture.
+        unpacks: whether the vector kernel converts FP8 by hand, on GPUs without an instruction for it.
     """
 
     problem: LinearProblem
@@ -112,6 +127,7 @@ class LinearChoice:
     launch: LinearLaunch | None
     why: str
     measured: bool = False
+    unpacks: bool = False
 
     @property
     def padded_rows(self) -> int:
@@ -141,16 +157,18 @@ def select_linear(
     """
     reason = _objection(problem, arch)
     if reason:
-        return LinearChoice(problem, LinearKernel.LIBRARY, None, reason)
+        return _library(problem, arch, reason)
     found = table(problem, arch)
     if found is not None:
         return found
     why = f"not measured for {problem}: "
     if problem.rows > _FEW_ROWS and problem.gated and problem.weight_bytes > _WIDE_GATED_BYTES:
         why += f"{problem.rows} rows of a wide gate were faster in the library where it was timed"
-        return LinearChoice(problem, LinearKernel.LIBRARY, None, why)
+        return _library(problem, arch, why)
     why += f"enough programs to fill {arch.num_sms} SMs"
-    return LinearChoice(problem, LinearKernel.VECTOR, vector_default(problem, arch), why)
+    launch = vector_default(problem, arch)
+    unpacks = problem.weight_dtype is not None and arch.sm < _ADA
+    return LinearChoice(problem, LinearKernel.VECTOR, launch, why, unpacks=unpacks)
 
 
 def _objection(problem: LinearProblem, arch: GPUArch) -> str:
@@ -158,7 +176,7 @@ def _objection(problem: LinearProblem, arch: GPUArch) -> str:
     tests = (
         (arch.is_cpu, "a CPU has no kernels of ours"),
         (arch.sm < _AMPERE, f"the vector kernel needs sm_{_AMPERE}, this is sm_{arch.sm}"),
-        (problem.dtype not in _ITEM_BYTES, f"no {problem.dtype}"),
+        (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
         (
             problem.rows > MOST_VECTOR_ROWS,
             f"{problem.rows} rows: the library is faster from {MOST_VECTOR_ROWS + 1} on",
@@ -169,6 +187,25 @@ def _objection(problem: LinearProblem, arch: GPUArch) -> str:
         ),
     )
     return next((reason for refused, reason in tests if refused), "")
+
+
+def _library(problem: LinearProblem, arch: GPUArch, why: str) -> LinearChoice:
+    """Leave a layer to the library, in FP8 where its weights are and it can."""
+    if problem.weight_dtype is None:
+        return LinearChoice(problem, LinearKernel.LIBRARY, None, why)
+    tests = (
+        (arch.sm < _ADA, f"a product in FP8 needs sm_{_ADA}, this is sm_{arch.sm}"),
+        (problem.dtype not in _FP8_DTYPES, f"no product in FP8 with {problem.dtype}"),
+        (
+            problem.inputs % _FP8_MULTIPLE + problem.matrices * problem.outputs % _FP8_MULTIPLE > 0,
+            f"inputs and outputs of a product in FP8 are multiples of {_FP8_MULTIPLE}",
+        ),
+    )
+    reason = next((text for refused, text in tests if refused), "")
+    if reason:
+        why = f"{why}; weights are converted each time: {reason}"
+        return LinearChoice(problem, LinearKernel.LIBRARY, None, why)
+    return LinearChoice(problem, LinearKernel.LIBRARY_FP8, None, why)
 
 
 def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
@@ -194,7 +231,7 @@ def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
 def launch_mistakes(choice: LinearChoice) -> list[str]:
     """List why a launch does not fit its kernel and problem; empty where it does."""
     launch, problem = choice.launch, choice.problem
-    if choice.kernel is LinearKernel.LIBRARY:
+    if choice.kernel is not LinearKernel.VECTOR:
         return [] if launch is None else ["the library takes no launch"]
     if launch is None:
         return ["has no launch"]

@@ -1,6 +1,6 @@
-"""The dtypes that a cache may be quantised to, and which of them a kernel reads.
+"""The dtypes that a cache, or weights, may be quantised to, and which caches a kernel reads.
 
-Knows nothing of how numbers are quantised: `kernels/attention/torch_write_kv.py` does.
+Knows nothing of how numbers are quantised: `kernels/fp8_rows.py` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from kernels.plan import AttentionProblem
 
 FP8 = "float8_e4m3fn"
-"""Of a cache with a float32 scale for each key and each value of a head; docs/decisions/0016-fp8-kv-cache.md."""
+"""Of a cache with a float32 scale for each key and each value of a head (docs/decisions/0016-fp8-kv-cache.md), or of
+weights with one for each output (docs/decisions/0021-fp8-weights.md)."""
 SCALE_BYTES = 4
 """Of the float32 beside each of them."""
 KV_DTYPES = (FP8,)

@@ -19,6 +19,7 @@ from kernels import (
     plan_attention,
     rms_norm,
 )
+from kernels.fp8_rows import quantise_rows
 from kernels.layer_ops import objection
 from kernels.token_ops import most_likely_tokens
 from model.attention import DenseAttention, PagedAttention
@@ -36,6 +37,12 @@ class DecoderLM(nn.Module):
 
     Parameters are uninitialised until `init_weights` or `model.weights` fills them; they must be
     changed in place from then on (`copy_`, `to`, an optimiser), never replaced.
+
+    Args:
+        config: which.
+        dtype: of the parameters and of what is computed.
+        device: where they lie.
+        weight_dtype: of the layers' matrices where they are quantised, for serving only: float8_e4m3fn.
     """
 
     def __init__(
@@ -43,6 +50,7 @@ class DecoderLM(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -51,10 +59,11 @@ class DecoderLM(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
         self.config = config
+        self.weight_dtype = weight_dtype
         self.softmax_scale = config.head_dim**-0.5
         self.embed_tokens = empty(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, dtype, device) for _ in range(config.num_layers)
+            DecoderLayer(config, dtype, device, weight_dtype) for _ in range(config.num_layers)
         )
         self.norm = empty(config.hidden_size)
         tied = config.tie_word_embeddings
@@ -183,6 +192,11 @@ class DecoderLM(nn.Module):
         return reason
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether the layers' matrices have scales."""
+        return self.weight_dtype is not None
+
+    @property
     def is_packed(self) -> bool:
         """Whether `pack` has replaced the matrices."""
         return self._packed_head is not None
@@ -276,7 +290,13 @@ class DecoderLM(nn.Module):
             generator = torch.Generator(self.embed_tokens.device).manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if parameter.ndim > 1:
+                if parameter.dtype is self.weight_dtype:
+                    # PyTorch draws no float8.
+                    drawn = torch.empty(parameter.shape, device=parameter.device)
+                    numbers, scale = quantise_rows(drawn.normal_(0.0, std, generator=generator))
+                    parameter.copy_(numbers)
+                    self.get_buffer(f"{name}_scale").copy_(scale)
+                elif parameter.ndim > 1:
                     parameter.normal_(0.0, std, generator=generator)
                 elif name.endswith("bias"):
                     parameter.zero_()

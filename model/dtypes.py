@@ -11,11 +11,14 @@ from typing import Final
 
 import torch
 
+from kernels import GPUArch
+from kernels.layer_ops import objection
 from model.config import ModelConfig
 from model.config_reader import DTYPES
 from model.errors import ModelError
 
 KV_DTYPES: Final = ("auto", "fp8")
+QUANTIZATIONS: Final = ("none", "fp8")
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +72,32 @@ def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
     if requested not in KV_DTYPES:
         raise ModelError(f"kv cache dtype {requested!r} is none of {', '.join(KV_DTYPES)}")
     return dtype if requested == "auto" else torch.float8_e4m3fn
+
+
+def resolve_weight_dtype(requested: str, dtype: torch.dtype, arch: GPUArch) -> torch.dtype | None:
+    """Choose the dtype of the layers' matrices where it is not the model's.
+
+    Args:
+        requested: "none", or "fp8" for float8_e4m3fn with a scale for each output.
+        dtype: of the model.
+        arch: of its processor.
+
+    Returns:
+        What `DecoderLM` takes.
+
+    Raises:
+        ModelError: `requested` is neither, or the processor cannot multiply by such matrices.
+    """
+    if requested not in QUANTIZATIONS:
+        raise ModelError(f"quantization {requested!r} is none of {', '.join(QUANTIZATIONS)}")
+    if requested == "none":
+        return None
+    if reason := objection(arch, dtype):
+        raise ModelError(
+            f"quantization fp8: weights in FP8 are for the layers that our GPU kernels compute, and {reason}; "
+            "set quantization to none"
+        )
+    return torch.float8_e4m3fn
 
 
 def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:

@@ -108,11 +108,22 @@ def fused_ops(layer: DecoderLayer, eps: float, arch: GPUArch) -> FusedOps:
     if layer.q_norm is not None and layer.k_norm is not None:
         head_norms = FusedNorm(layer.q_norm, eps), FusedNorm(layer.k_norm, eps)
     return FusedOps(
-        qkv=FusedLinear(layer.qkv, layer.qkv_bias, arch, FusedNorm(layer.input_norm, eps)),
-        head_norms=head_norms,
-        output=FusedLinear(layer.output, layer.output_bias, arch),
-        gate_up=FusedLinear(
-            layer.gate_up, layer.gate_up_bias, arch, FusedNorm(layer.mlp_norm, eps), gated=True
+        qkv=FusedLinear(
+            layer.qkv,
+            layer.qkv_bias,
+            arch,
+            FusedNorm(layer.input_norm, eps),
+            scale=layer.qkv_scale,
         ),
-        down=FusedLinear(layer.down, layer.down_bias, arch),
+        head_norms=head_norms,
+        output=FusedLinear(layer.output, layer.output_bias, arch, scale=layer.output_scale),
+        gate_up=FusedLinear(
+            layer.gate_up,
+            layer.gate_up_bias,
+            arch,
+            FusedNorm(layer.mlp_norm, eps),
+            gated=True,
+            scale=layer.gate_up_scale,
+        ),
+        down=FusedLinear(layer.down, layer.down_bias, arch, scale=layer.down_scale),
     )

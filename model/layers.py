@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kernels import apply_rope, rms_norm, silu_and_mul
 from model.config import ModelConfig
-from model.linear import Linear, packed_linear, plain_linear
+from model.linear import Linear, packed_linear, plain_linear, quantised_linear
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [..., H, D], k [..., K, D], v [..., K, D]) -> [..., H, D]; q, k, v contiguous in D."""
@@ -47,42 +47,64 @@ class DecoderLayer(nn.Module):
     """Holds one layer's parameters; `layer_forward` computes with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up. Biases and
-    norms that a family does not have are None.
+    norms that a family does not have are None. Matrices of a `weight_dtype` of their own are quantised:
+    each has a buffer beside it, `qkv_scale` and so on, float32 [rows].
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
+        def matrix(rows: int, columns: int) -> nn.Parameter:
+            weight = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
+            return nn.Parameter(weight, requires_grad=weight_dtype is None)
+
+        def scale(rows: int) -> Tensor | None:
+            return None if weight_dtype is None else nn.Buffer(torch.empty(rows, device=device))
+
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = config.num_heads * config.head_dim
         stacked = heads + 2 * config.num_kv_heads * config.head_dim
         self.input_norm = empty(hidden)
-        self.qkv = empty(stacked, hidden)
+        self.qkv = matrix(stacked, hidden)
+        self.qkv_scale = scale(stacked)
         self.qkv_bias = empty(stacked) if config.attention_bias else None
         self.q_norm = empty(config.head_dim) if config.qk_norm else None
         self.k_norm = empty(config.head_dim) if config.qk_norm else None
-        self.output = empty(hidden, heads)
+        self.output = matrix(hidden, heads)
+        self.output_scale = scale(hidden)
         self.output_bias = empty(hidden) if config.attention_output_bias else None
         self.mlp_norm = empty(hidden)
-        self.gate_up = empty(2 * inner, hidden)
+        self.gate_up = matrix(2 * inner, hidden)
+        self.gate_up_scale = scale(2 * inner)
         self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
-        self.down = empty(hidden, inner)
+        self.down = matrix(hidden, inner)
+        self.down_scale = scale(hidden)
         self.down_bias = empty(hidden) if config.mlp_bias else None
 
     def ops(self, bind: Callable[[Tensor, Tensor | None], Linear] = plain_linear) -> LayerOps:
         """Bind the parameters; plain ones stay valid while the parameters are changed in place."""
+
+        def linear(weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Linear:
+            return bind(weight, bias) if scale is None else quantised_linear(weight, bias, scale)
+
         return LayerOps(
             input_norm=self.input_norm,
-            qkv=bind(self.qkv, self.qkv_bias),
+            qkv=linear(self.qkv, self.qkv_bias, self.qkv_scale),
             q_norm=self.q_norm,
             k_norm=self.k_norm,
-            output=bind(self.output, self.output_bias),
+            output=linear(self.output, self.output_bias, self.output_scale),
             mlp_norm=self.mlp_norm,
-            gate_up=bind(self.gate_up, self.gate_up_bias),
-            down=bind(self.down, self.down_bias),
+            gate_up=linear(self.gate_up, self.gate_up_bias, self.gate_up_scale),
+            down=linear(self.down, self.down_bias, self.down_scale),
         )
 
     def pack(self) -> LayerOps:

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.fp8_rows import dequantise_rows
+
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 """[..., in] -> [..., out]"""
 
@@ -40,6 +42,21 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         bias: [out] or None.
     """
     return functools.partial(functional.linear, weight=weight, bias=bias)
+
+
+def quantised_linear(weight: Tensor, bias: Tensor | None, scale: Tensor) -> Linear:
+    """Bind a weight in float8, which is converted at each call; for every device.
+
+    Args:
+        weight: [out, in] float8_e4m3fn.
+        bias: [out] or None.
+        scale: [out] float32.
+    """
+
+    def multiply(x: Tensor) -> Tensor:
+        return functional.linear(x, dequantise_rows(weight, scale, x.dtype), bias)
+
+    return multiply
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -23,6 +23,7 @@ SINGLE_NAME: Final = "model.safetensors"
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_FP8: Final = ("F8_E4M3", "F8_E5M2")
 
 
 class StoredTensor(NamedTuple):
@@ -114,9 +115,10 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
                 entry = shard.get_slice(name)
                 dtype = str(entry.get_dtype())
                 if dtype not in _ITEM_BYTES:
-                    raise WeightsError(
-                        f"{file}: {name} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}"
-                    )
+                    text = f"{file}: {name} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}"
+                    if dtype in _FP8:
+                        text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
+                    raise WeightsError(text)
                 stored[name] = StoredTensor(file, tuple(entry.get_shape()), dtype)
     for name, shard_name in weight_map.items():
         if name not in stored or stored[name].file.name != shard_name:

@@ -16,13 +16,14 @@ from typing import Final, Literal
 import torch
 from safetensors.torch import save_file
 
+from kernels.fp8_rows import quantise_rows
 from model.config import ModelConfig
 from model.decoder import DecoderLM
 from model.dtypes import resolve_dtype
 from model.errors import WeightsError
 from model.memory import free_bytes
 from model.shards import INDEX_NAME, SINGLE_NAME, StoredTensor, read_headers, read_tensors
-from model.tensor_names import named_slices
+from model.tensor_names import named_scales, named_slices
 
 __all__ = ["LoadFormat", "Progress", "load_model", "resolve_dtype", "save_checkpoint"]
 
@@ -47,11 +48,13 @@ def load_model(
     progress: Progress | None = None,
     *,
     pack: bool = True,
+    weight_dtype: torch.dtype | None = None,
 ) -> DecoderLM:
     """Build the model and fill its weights.
 
     Every file's header is compared with the configuration before memory is taken. Tensors are then
-    copied one at a time from the mapped files, so that nothing is held beside the model itself.
+    copied one at a time from the mapped files, so that nothing is held beside the model itself;
+    beside one that quantises them, a tensor in float32.
 
     Args:
         path: the checkpoint folder.
@@ -61,6 +64,7 @@ def load_model(
         load_format: "auto" and "safetensors" read the folder; "dummy" draws random weights.
         progress: called after every tensor.
         pack: whether `DecoderLM.pack` follows; False for a model to be trained on or saved.
+        weight_dtype: of the layers' matrices where they are to be quantised, as `DecoderLM` takes it.
 
     Returns:
         The model, in evaluation mode, its parameters frozen.
@@ -69,8 +73,8 @@ def load_model(
         WeightsError: the files do not fit the configuration or are damaged, or memory is short.
     """
     device = torch.device(device)
-    model = _loaded(path, config, dtype, device, load_format, progress)
-    if pack:
+    model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
+    if pack and weight_dtype is None:
         model.pack()
     return model
 
@@ -82,16 +86,22 @@ def _loaded(
     device: torch.device,
     load_format: LoadFormat,
     progress: Progress | None,
+    weight_dtype: torch.dtype | None,
 ) -> DecoderLM:
     stored = {} if load_format == "dummy" else _checked_headers(path, config)
-    model = _allocate(config, dtype, device)
+    model = _allocate(config, dtype, device, weight_dtype)
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
         return model
-    slices = named_slices(model)
+    slices, scales = named_slices(model), named_scales(model)
     done, total = 0, sum(entry.num_bytes for entry in stored.values())
     for name, tensor in read_tensors(stored):
-        slices[name].copy_(tensor)
+        if name in scales:
+            numbers, scale = quantise_rows(tensor.to(device))
+            slices[name].copy_(numbers)
+            scales[name].copy_(scale)
+        else:
+            slices[name].copy_(tensor)
         done += stored[name].num_bytes
         if progress is not None:
             progress(done, total)
@@ -129,14 +139,20 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderLM:
-    num_bytes = config.num_parameters * dtype.itemsize
-    wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {dtype} on {device}"
+def _allocate(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_dtype: torch.dtype | None,
+) -> DecoderLM:
+    planned = DecoderLM(config, dtype, "meta", weight_dtype)
+    num_bytes = sum(parameter.nbytes for parameter in planned.parameters())
+    wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
     # Linux promises more memory than there is and kills whoever uses it: ask first.
     if num_bytes > (free := free_bytes(device)):
         raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
-        model = DecoderLM(config, dtype, device)
+        model = DecoderLM(config, dtype, device, weight_dtype)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise WeightsError(f"{wanted}, which failed: {error}") from None
     return model.requires_grad_(requires_grad=False).eval()
@@ -150,6 +166,7 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
         path: folder, created where it does not exist; its weights are replaced, other files left.
         max_shard_bytes: a file's largest size, though every file holds at least one tensor.
     """
+    assert not model.is_quantised, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
         stale.unlink(missing_ok=True)

@@ -246,6 +246,7 @@ def _engine_config(settings: Settings, model_path: Path) -> EngineConfig:
         model_id=settings.model,
         device=settings.device,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,

@@ -18,7 +18,7 @@ from kernels.arch import CATALOGUE
 from kernels.explain_text import render
 from model.config import ModelConfig
 from model.decoder import DecoderLM
-from model.dtypes import gpu_dtype, resolve_dtype
+from model.dtypes import gpu_dtype, resolve_dtype, resolve_weight_dtype
 from model.errors import ModelError
 from model.hub import resolve
 from server.engine.model_plan import explain_model
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from kernels.explain import Explanation
     from server.settings import Settings
 
-_SETTINGS = "--model, --revision, --device, --dtype, --kv-cache-dtype and --block-size"
+_SETTINGS = (
+    "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and --block-size"
+)
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -81,12 +83,14 @@ def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
     """Explain the attention of a service with these settings on a processor.
 
     Raises:
-        ModelError: the model is not there or not supported.
+        ModelError: the model is not there or not supported, or cannot be quantised so there.
         NoKernelError: no kernel takes its attention; lists every reason.
     """
     folder = resolve(settings.model, settings.revision, config_only=True)
     config = ModelConfig.from_folder(folder)
-    model = DecoderLM(config, _dtype(settings.dtype, config, arch), "meta")
+    dtype = _dtype(settings.dtype, config, arch)
+    weight_dtype = resolve_weight_dtype(settings.quantization, dtype, arch)
+    model = DecoderLM(config, dtype, "meta", weight_dtype)
     kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
     return explain_model(model, settings.block_size, arch, kv_dtype)
 

@@ -33,6 +33,7 @@ PLAN = PlanReport(
     memory_bandwidth_gbs=3352,
     peak_tflops=989.4,
     dtype="bfloat16",
+    weight_dtype="bfloat16",
     kv_dtype="bfloat16",
     num_heads=4,
     num_kv_heads=2,

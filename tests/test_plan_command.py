@@ -134,6 +134,21 @@ def test_a_float8_cache_is_planned_on_kernels_that_read_it(tessera):
     assert 0.53 < moved[0] / moved[1] < 0.54
 
 
+def test_a_plan_tells_of_weights_in_float8_and_refuses_them_where_nothing_multiplies_by_them(
+    tessera,
+):
+    asked = ("plan", "--quantization", "fp8", "--arch")
+
+    plan = json.loads(tessera(*asked, "h100", "--json")[1])
+    status, _, error = tessera(*asked, "cpu")
+
+    assert (plan["dtype"], plan["weight_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert "bundled in bfloat16, weights in float8_e4m3fn: " in tessera(*asked, "h100")[1]
+    assert status == 1
+    assert "quantization fp8" in error
+    assert "a CPU has no kernels" in error
+
+
 def test_a_float16_checkpoint_stays_so(tessera, checkpoint):
     _, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(torch_dtype="float16"))
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention.torch_write_kv import LARGEST_E4M3, SMALLEST_AMAX
+from kernels.fp8_rows import LARGEST_E4M3, SMALLEST_AMAX
 
 if TYPE_CHECKING:
     from torch import Tensor

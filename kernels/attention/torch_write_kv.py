@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST_E4M3 = 448.0
-SMALLEST_AMAX = 2.0**-100
-"""Rows without a larger number count as zeros; with it no scale, nor its inverse, is subnormal."""
+from kernels.fp8_rows import quantise_rows
 
 
 def write_kv(
@@ -37,17 +35,9 @@ def _write_fp8(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor, kv_scale: Tensor
     cache = kv.view(torch.uint8).view(2, -1, *kv.shape[3:])
     block, offset = slots // kv.shape[2], slots % kv.shape[2]
     for side, rows in enumerate((k, v)):
-        numbers, scale = quantise(rows)
+        numbers, scale = quantise_rows(rows)
         cache[side].index_copy_(0, slots, numbers.view(torch.uint8))
         kv_scale[side][block, :, offset] = scale
-
-
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows [..., D] to float8_e4m3fn, the largest of each to 448; also return their scales [...]."""
-    wide = rows.float()
-    largest = wide.abs().amax(-1)
-    scale = torch.where(largest >= SMALLEST_AMAX, largest / LARGEST_E4M3, torch.ones_like(largest))
-    return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def _smallest(slot_mapping: Tensor) -> int:

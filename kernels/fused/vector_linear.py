@@ -21,6 +21,7 @@ _VECTOR = tl.constexpr(8)
 def vector_linear(
     x,
     weight,
+    scales,
     bias,
     gain,
     residual,
@@ -39,6 +40,7 @@ def vector_linear(
     AHEAD: tl.constexpr,
     GATED: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     STORE: tl.constexpr,
@@ -48,6 +50,7 @@ def vector_linear(
     """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `kernels.fused.linear`.
 
     Args:
+        scales: of the weights, float32, one for each of their rows; where SCALED.
         best: [rows, programs] int64, the largest key of each program's outputs; where ARGMAX.
         ROWS: a power of two, at least `num_rows`.
         AHEAD: chunks of BLOCK_K columns that are loaded to registers before the wait.
@@ -65,6 +68,12 @@ def vector_linear(
         ups = load_first(base + N * K, first, FIRST, N, K, BLOCK_N, BLOCK_K, PDL)
     output = first + tl.arange(0, BLOCK_N)
     exists = output < N
+    factors = exists
+    up_factors = exists
+    if SCALED:
+        factors = tl.load(scales + output, mask=exists, other=0.0)
+        if GATED:
+            up_factors = tl.load(scales + N + output, mask=exists, other=0.0)
     biases = exists
     up_biases = exists
     if BIAS:
@@ -98,9 +107,13 @@ def vector_linear(
         before = load_outputs(residual, residual_stride, output, exists, num_rows, ROWS)
     for r in tl.static_range(ROWS):
         result, up = add_up(sums[r], up_sums[r], squares[r], eps, K, BLOCK_N, PARTS, GATED, NORM)
+        if SCALED:
+            result *= factors
         if BIAS:
             result += biases.to(tl.float32)
         if GATED:
+            if SCALED:
+                up *= up_factors
             if BIAS:
                 up += up_biases.to(tl.float32)
             result = silu(result) * up
@@ -159,10 +172,21 @@ def zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def repeat(tile, COUNT: tl.constexpr):
     """Return a tile COUNT times, float32."""
     tiles = ()
-    wide = tile.to(tl.float32)
+    wide = widen(tile)
     for _ in tl.static_range(COUNT):
         tiles = tiles + (wide,)  # type: ignore[assignment]
     return tiles
+
+
+@triton.jit
+def widen(tile):
+    """Convert weights to float32; bytes are those of float8_e4m3fn, for GPUs that cannot convert it, none NaN."""
+    if tile.dtype == tl.uint8:
+        # Its exponent and fraction as those of a float16 are too small by 2^8, the difference of the biases.
+        bits = tile.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tile.to(tl.float32)
 
 
 @triton.jit
@@ -251,7 +275,8 @@ def load_chunk(
     """
     row = tl.arange(0, ROWS)[:, None]
     column = number * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    place = base + row * K + column
+    # No more by a thread, so that weights of one byte lie with the threads that have their columns of the rows.
+    place = tl.max_contiguous(base + row * K + column, [1, _VECTOR])
     EVEN_ROWS: tl.constexpr = N % ROWS == 0
     if (number + 1) * COLUMNS <= K:
         if EVEN_ROWS:

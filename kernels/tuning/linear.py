@@ -31,9 +31,9 @@ _FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "proven
 def tuned_linear(problem: LinearProblem, arch: GPUArch) -> LinearChoice | None:
     """Look up what was timed for a problem: the row for the fewest rows that are enough.
 
-    The 16-bit types share a row, since their bytes and instructions are alike; float32 has none.
+    The 16-bit types share a row, since their bytes and instructions are alike; float32 and weights in FP8 have none.
     """
-    if problem.dtype not in _TIMED_DTYPES:
+    if problem.dtype not in _TIMED_DTYPES or problem.weight_dtype is not None:
         return None
     return find(problem, linear_table(arch.sm))
 

@@ -18,6 +18,7 @@ import torch
 
 from kernels import KernelError, detect
 from model.config import ModelConfig
+from model.dtypes import resolve_weight_dtype
 from server.bench import engine_table, result
 from server.bench.engine_measures import EngineMeasures, Row
 from server.bench.engine_options import adapt, make_plan
@@ -68,12 +69,14 @@ def main(
         keep_what_is_there()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
+        dtype = getattr(torch, engine.info.dtype)
         work = ModelWork(
             model,
-            getattr(torch, engine.info.dtype),
+            dtype,
             config.block_size,
             arch,
             None if kv_dtype == engine.info.dtype else kv_dtype,
+            resolve_weight_dtype(engine.info.quantization, dtype, arch),
         )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)
@@ -137,6 +140,7 @@ def _record(
         },
         "startup_seconds": info.startup_seconds,
         "dtype": info.dtype,
+        "quantization": info.quantization,
         "kv_cache_dtype": info.kv_cache_dtype,
     }
     if profiles:

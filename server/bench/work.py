@@ -48,6 +48,7 @@ class ModelWork:
         block_size: tokens of a block of the KV cache.
         arch: processor.
         kv_dtype: of a quantised KV cache; None for one of `dtype`.
+        weight_dtype: of the layers' matrices where they are quantised.
     """
 
     def __init__(
@@ -57,23 +58,27 @@ class ModelWork:
         block_size: int,
         arch: GPUArch,
         kv_dtype: str | None = None,
+        weight_dtype: torch.dtype | None = None,
     ) -> None:
         self._arch = arch
-        self._dtype = str(dtype).removeprefix("torch.")
+        self._dtype = str(weight_dtype or dtype).removeprefix("torch.")
         head = config.vocab_size * config.hidden_size
         # Of an embedding only the tokens' rows are read; tied to the head, it is read as the head.
         self._read = config.num_parameters - (0 if config.tie_word_embeddings else head)
         self._head = head
-        self._element = torch.empty((), dtype=dtype).element_size()
         self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
-        problems = DecoderLM(config, dtype, "meta").attention_problems(block_size, kv_dtype)
+        model = DecoderLM(config, dtype, "meta", weight_dtype)
+        self._read_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        if not config.tie_word_embeddings:
+            self._read_bytes -= model.embed_tokens.nbytes
+        problems = model.attention_problems(block_size, kv_dtype)
         self._problems = {(p.phase, p.sliding_window): p for p in problems}
 
     def step(self, rows: Sequence[Rows]) -> Work:
         """Count the work of a step in which every sequence gets a token."""
         tokens = sum(row.count * row.new_tokens for row in rows)
         sequences = sum(row.count for row in rows)
-        moved = self._element * self._read
+        moved = self._read_bytes
         flops = 2 * (self._read - self._head) * tokens + 2 * self._head * sequences
         for row in rows:
             phase = Phase.DECODE if row.new_tokens == 1 else Phase.PREFILL
@@ -114,7 +119,7 @@ class ModelWork:
     def requests_seconds(self, prompts: Sequence[int], outputs: Sequence[int]) -> float | None:
         """The least time for requests that are there at once, with as few steps as the longest output has."""
         steps = max(outputs)
-        moved = self._element * self._read * steps
+        moved = self._read_bytes * steps
         flops = 0
         for prompt, output in zip(prompts, outputs, strict=True):
             # Keys and values read grow linearly, so the step in the middle stands for all.
@@ -122,7 +127,7 @@ class ModelWork:
             if output > 1:
                 work.append((output - 1, self.step([Rows(1, 1, prompt + output // 2)])))
             for times, one in work:
-                moved += times * (one.bytes_moved - self._element * self._read)
+                moved += times * (one.bytes_moved - self._read_bytes)
                 flops += times * one.flops
         limit = self.limit(Work(moved, flops))
         return None if limit is None else limit.seconds

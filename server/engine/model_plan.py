@@ -25,4 +25,11 @@ def explain_model(
     Raises:
         NoKernelError: no kernel takes the model's attention there; lists every reason.
     """
-    return explain(model.attention_problems(block_size, kv_dtype), arch, model.config.max_context)
+    problems = model.attention_problems(block_size, kv_dtype)
+    weights = model.weight_dtype
+    return explain(
+        problems,
+        arch,
+        model.config.max_context,
+        weight_dtype=None if weights is None else str(weights).removeprefix("torch."),
+    )

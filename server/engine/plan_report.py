@@ -64,6 +64,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     memory_bandwidth_gbs: int
     peak_tflops: float
     dtype: str
+    weight_dtype: str
     kv_dtype: str
     num_heads: int
     num_kv_heads: int

@@ -31,6 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_id: the name the operator gave it.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
+        quantization: "none" or "fp8".
         load_format: "auto", "safetensors" or "dummy".
         max_model_len: tokens of prompt and output together; None takes the model's own limit.
         max_num_seqs: sequences that run at the same time; None chooses by device.
@@ -50,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -69,6 +71,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine tells about itself; constant until it is started again.
 
     Attributes:
+        quantization: of the layers' weights, as `EngineConfig`.
         max_model_len: tokens of prompt and output together that the model takes.
         max_total_tokens: the smaller of `max_model_len` and what the KV cache holds: the limit of one request.
         num_blocks: blocks of `block_size` tokens in the KV cache.
@@ -81,6 +84,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     device: str
     dtype: str
+    quantization: str
     vocab_size: int
     max_model_len: int
     max_total_tokens: int

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from kernels import KernelError
+from kernels import KernelError, detect
 from model.config import ModelConfig
+from model.dtypes import resolve_dtype, resolve_weight_dtype
 from model.errors import ModelError
-from model.weights import load_model, resolve_dtype
+from model.weights import load_model
 from server.engine.block_manager import BlockManager
 from server.engine.device_errors import explain
 from server.engine.engine import Engine
@@ -63,10 +64,17 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             device = _device(config.device)
             limits = _limits(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
+            weight_dtype = resolve_weight_dtype(config.quantization, dtype, detect(device))
             _set_threads(config.cpu_threads)
         with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
-                Path(config.model_path), model_config, dtype, device, config.load_format, progress
+                Path(config.model_path),
+                model_config,
+                dtype,
+                device,
+                config.load_format,
+                progress,
+                weight_dtype=weight_dtype,
             )
         runner, max_total_tokens = start_runner(model, config, limits, phases)
     except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
@@ -86,6 +94,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
+        quantization=config.quantization,
         vocab_size=model_config.vocab_size,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
@@ -100,10 +109,11 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
     )
     log.info(
-        "%s: %.1fM parameters in %s on %s, KV cache of %d tokens in %s",
+        "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",
         info.model_id,
         info.num_parameters / 1e6,
         info.dtype,
+        "" if info.quantization == "none" else f", those of the layers in {info.quantization},",
         info.device,
         runner.num_cache_tokens,
         info.kv_cache_dtype,

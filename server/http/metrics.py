@@ -320,7 +320,7 @@ class Metrics(Collector):
         info = client.info
         build = {"version": self._version, "model_id": self._config.model_id}
         if info is not None:
-            build |= {"dtype": info.dtype, "device": info.device}
+            build |= {"dtype": info.dtype, "quantization": info.quantization, "device": info.device}
             cache = {"block_size": str(info.block_size), "num_blocks": str(info.num_blocks)}
             cache |= {"dtype": info.kv_cache_dtype}
             yield _family(CACHE_CONFIG, cache)

@@ -32,8 +32,8 @@ def config(**changes):
     )
 
 
-def work(arch=ARCH, kv_dtype=None, **changes):
-    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype)
+def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
+    return ModelWork(config(**changes), torch.bfloat16, 16, arch, kv_dtype, weight_dtype)
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
@@ -55,6 +55,15 @@ def test_a_cache_in_float8_is_read_as_bytes_and_scales():
     )
 
     assert exact - rounded == LAYERS * 5 * 2 * KV_HEADS * 100 * (2 * DIM - (DIM + 4))
+
+
+def test_matrices_in_float8_are_read_as_bytes():
+    exact, rounded = (
+        work(weight_dtype=dtype).step([Rows(5, 1, 100)]).bytes_moved
+        for dtype in (None, torch.float8_e4m3fn)
+    )
+
+    assert exact - rounded == LAYERS * (LAYER - 2 * HIDDEN)
 
 
 def test_a_decode_step_multiplies_every_token_with_every_weight_and_with_its_context():

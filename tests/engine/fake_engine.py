@@ -88,6 +88,7 @@ def make_info(config, num_blocks):
         max_num_batched_tokens=512,
         block_size=config.block_size,
         num_blocks=num_blocks,
+        quantization="none",
         kv_cache_dtype="float32",
         num_parameters=0,
         plan=PLAN,

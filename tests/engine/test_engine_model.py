@@ -250,3 +250,8 @@ def test_a_float8_cache_gives_the_same_tokens_in_any_company_and_from_cached_blo
 def test_a_cache_dtype_that_is_none_is_refused(checkpoint):
     with pytest.raises(StartupError, match="kv cache dtype 'int4' is none of auto, fp8"):
         make_engine(checkpoint, kv_cache_dtype="int4")
+
+
+def test_weights_in_float8_are_refused_on_a_cpu(checkpoint):
+    with pytest.raises(StartupError, match=r"quantization fp8: .* a CPU has no kernels of ours"):
+        make_engine(checkpoint, quantization="fp8")

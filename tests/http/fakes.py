@@ -26,6 +26,7 @@ INFO = EngineInfo(
     max_num_batched_tokens=256,
     block_size=16,
     num_blocks=64,
+    quantization="none",
     kv_cache_dtype="float32",
     num_parameters=1,
     plan=PLAN,

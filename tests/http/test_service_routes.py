@@ -60,6 +60,7 @@ async def test_info_names_the_model_and_every_limit(client):
     info = msgspec.json.decode(response.content, type=InfoReply)
     assert info.model_id == "fake/model"
     assert info.model_dtype == "float32"
+    assert info.quantization == "none"
     assert (info.max_input_tokens, info.max_total_tokens) == (127, 128)
     assert (info.max_concurrent_requests, info.max_best_of, info.max_stop_sequences) == (128, 2, 4)
     assert info.router == "tessera"

@@ -18,6 +18,7 @@ from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
 from kernels.fused.linear import LinearArguments, Norm, linear
 from kernels.fused.most_likely import most_likely_tokens
+from kernels.fused.quantise_rows import quantise_rows
 from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
 from tests.kernels.cross_compile_worker import Compiler, serve
@@ -33,10 +34,10 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "add_norm", "gate", "rope", "best", "most_likely" or "draw".
+        operation: "linear", "add_norm", "quantise", "gate", "rope", "best", "most_likely" or "draw".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of "rope",
-            "norm" and "ahead".
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
+            "quantise", "norm"; of "rope", "norm" and "ahead".
         tokens: of a step, for "rope".
         head_dim: likewise.
         function: of the kernels that "most_likely" and "draw" launch, the one to compile.
@@ -67,6 +68,7 @@ class FusedJob:
                 LinearKernel(choice["kernel"]),
                 LinearLaunch(**choice["launch"]),
                 choice["why"],
+                unpacks=choice["unpacks"],
             )
         return cls(**{**fields, "choice": choice, "around": tuple(fields["around"])})
 
@@ -122,7 +124,11 @@ class FusedCompiler(Compiler):
         norm = None
         if "norm" in job.around:
             norm = Norm(empty(problem.inputs), 1e-6)
+        scale, weight_dtype = None, dtype
+        if problem.weight_dtype is not None:
+            scale, weight_dtype = torch.empty(weights), getattr(torch, problem.weight_dtype)
         arguments = LinearArguments(
+            scale=scale,
             bias=empty(weights) if "bias" in job.around else None,
             norm=norm,
             residual=out if "residual" in job.around else None,
@@ -130,12 +136,19 @@ class FusedCompiler(Compiler):
             pdl=pdl,
         )
         stored = None if "best" in job.around else out
-        linear(x, empty(weights, problem.inputs), choice, stored, arguments)
+        weight = torch.empty((weights, problem.inputs), dtype=weight_dtype)
+        linear(x, weight, choice, stored, arguments)
 
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
         x, residual = torch.empty((2, job.tokens, 4096), dtype=torch.bfloat16)
         weight = torch.empty(4096, dtype=torch.bfloat16)
         add_rms_norm(x, weight, 1e-6, residual=residual, pdl=pdl)
+
+    def _quantise(self, job: FusedJob, pdl: bool) -> None:
+        x, gain = torch.empty((job.tokens, 4096), dtype=torch.bfloat16), None
+        if "norm" in job.around:
+            gain = torch.empty(4096, dtype=torch.bfloat16)
+        quantise_rows(x, gain, 1e-6, pdl=pdl)
 
     def _gate(self, job: FusedJob, pdl: bool) -> None:
         silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearProblem, select_linear
+from kernels.quantised import FP8
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.cross_compile_jobs import ARCHES
 from tests.kernels.cross_compile_pool import Pool
@@ -20,6 +21,7 @@ from tests.kernels.triton_interpreter import HAS_TRITON
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 
 REGISTERS = 64 * 1024
+ADA = 89
 HOPPER = 90
 FEW_TOKENS = 64
 COMPUTE_CAPABILITIES = (80, 89, 90, 100)
@@ -35,9 +37,17 @@ DRAWING = ("rank_tiles", "set_limits", "weigh_tiles", "draw_unfiltered", "draw_f
 ODD = (((1001, 576, False), ("bias", "both")), ((1536, 576, True), ("bias", "norm")))
 
 
-def layer(sm: int, shape: tuple[int, int, bool], around: tuple[str, ...], rows: int, dtype: str):
+def layer(
+    sm: int,
+    shape: tuple[int, int, bool],
+    around: tuple[str, ...],
+    rows: int,
+    dtype: str,
+    weight_dtype: str | None = None,
+) -> FusedJob:
     outputs, inputs, gated = shape
-    choice = select_linear(LinearProblem(rows, outputs, inputs, dtype, gated), ARCHES[sm])
+    problem = LinearProblem(rows, outputs, inputs, dtype, gated, weight_dtype)
+    choice = select_linear(problem, ARCHES[sm])
     assert choice.kernel is LinearKernel.VECTOR
     return FusedJob(sm, "linear", choice, around)
 
@@ -53,6 +63,15 @@ def timed(sm: int) -> list[FusedJob]:
     return found
 
 
+def fp8_cases(sm: int) -> list[tuple[tuple[tuple[int, int, bool], tuple[str, ...]], int]]:
+    """List layers with weights in FP8, and their rows."""
+    cases = [(QKV, 1), (DOWN, 4)]
+    if sm == HOPPER:
+        cases += [(case, rows) for case in (OUTPUT, GATE_UP) for rows in (1, 4)]
+        cases += [(case, rows) for case in (*WIDE, *ODD) for rows in (1, 2)]
+    return cases
+
+
 def jobs_for(sm: int) -> list[FusedJob]:
     """List what selection gives for the layers of common models, what was timed, and the small operations."""
     cases = [(case, rows) for case in (QKV, DOWN) for rows in (1, 4)]
@@ -63,8 +82,11 @@ def jobs_for(sm: int) -> list[FusedJob]:
     linears.append(layer(sm, *GATE_UP, 2, "float16"))
     linears.append(layer(sm, *QKV, 1, "float32"))
     linears += timed(sm)
+    linears += [layer(sm, *case, rows, "bfloat16", FP8) for case, rows in fp8_cases(sm)]
+    quantising = [FusedJob(sm, "quantise", around=("norm",), tokens=64), FusedJob(sm, "quantise")]
     return [
         *linears,
+        *(quantising if sm >= ADA else ()),
         FusedJob(sm, "add_norm", tokens=64),
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "best"),
@@ -92,6 +114,26 @@ def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]
     return weights, others
 
 
+def fp8_load_faults(
+    job: FusedJob, choice: LinearChoice, sass: dict[str, int], shared: int
+) -> list[str]:
+    """List what is wrong with the loads of weights in FP8, of 8 bytes, beside which each matrix' scales may be one."""
+    launch, problem = choice.launch, choice.problem
+    assert launch is not None
+    chunks = -(-problem.inputs // launch.block_k)
+    of_a_chunk = problem.matrices * launch.block_n * launch.block_k // (launch.num_warps * 256)
+    first = min(launch.ahead, chunks) * of_a_chunk
+    early = sass.get("early LDG.64", 0)
+    found = []
+    if job.sm == HOPPER and not first <= early <= first + problem.matrices:
+        found.append(f"{early} loads of 8 bytes before the wait, wanted {first}")
+    if early + sass.get("LDG.64", 0) < chunks * of_a_chunk:
+        found.append(f"{early} and {sass.get('LDG.64', 0)} loads of 8 bytes")
+    if shared >= launch.block_k:
+        found.append(f"{shared} bytes of shared memory: weights are exchanged between threads")
+    return found
+
+
 def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     """List what is wrong with a compilation."""
     if "error" in facts:
@@ -112,6 +154,8 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
     if job.choice is None:
         return found
+    if job.choice.problem.weight_dtype is not None:
+        return found + fp8_load_faults(job, job.choice, facts["sass"], facts["shared"])
     return found + load_faults(job, job.choice, facts["sass"])
 
 
@@ -158,6 +202,7 @@ FACTS = {
 ROPE = FusedJob(HOPPER, "rope", tokens=4096)
 WIDE_ROPE = {"early LDG.32": 2, "LDG.128": 8, "STG.128": 24}
 VECTOR = layer(HOPPER, *QKV, 1, "bfloat16")
+IN_FP8 = layer(HOPPER, *GATE_UP, 1, "bfloat16", FP8)
 WEIGHTS, OTHERS = wide_loads(VECTOR.choice, VECTOR.around)
 GOOD = FACTS | {"sass": {"early LDG.128": WEIGHTS, "LDG.128": OTHERS}}
 
@@ -176,6 +221,23 @@ GOOD = FACTS | {"sass": {"early LDG.128": WEIGHTS, "LDG.128": OTHERS}}
 )
 def test_each_fault_of_a_fused_kernel_is_found(change, fault):
     found = faults(VECTOR, GOOD | change)
+
+    assert found == [] if fault is None else fault in "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("early", "later", "shared", "fault"),
+    [
+        (4, 0, 64, None),
+        (4 + 2, 1, 64, None),
+        (0, 4, 64, "0 loads of 8 bytes before the wait"),
+        (3, 0, 64, "3 and 0 loads"),
+        (4, 0, 4096, "exchanged between threads"),
+    ],
+)
+def test_each_fault_of_weights_in_fp8_is_found(early, later, shared, fault):
+    sass = {"early LDG.64": early, "LDG.64": later, "LDG.128": 3}
+    found = faults(IN_FP8, FACTS | {"sass": sass, "shared": shared})
 
     assert found == [] if fault is None else fault in "; ".join(found)
 

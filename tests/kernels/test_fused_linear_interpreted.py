@@ -26,7 +26,7 @@ pytestmark = triton_interpreter.interpreted
 
 VECTOR = LinearLaunch(4, 256, 1, ahead=2)
 LAUNCHES = {LinearKernel.VECTOR: VECTOR, LinearKernel.LIBRARY: None}
-KERNELS = [pytest.param(kernel, id=kernel.value) for kernel in LinearKernel]
+KERNELS = [pytest.param(kernel, id=kernel.value) for kernel in LAUNCHES]
 DTYPES = ["float16", "bfloat16"]
 EPS = 1e-5
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kernels.arch import CATALOGUE, CPU
@@ -12,6 +14,7 @@ from kernels.linear_plan import (
     launch_mistakes,
     select_linear,
 )
+from kernels.quantised import FP8
 from kernels.tuning.linear import find, linear_mistakes, linear_table, tuned_linear
 
 H100 = CATALOGUE["h100"]
@@ -68,6 +71,42 @@ def test_what_our_kernels_do_not_take_goes_to_the_library_with_a_reason(asked, a
     assert choice.kernel is LinearKernel.LIBRARY
     assert choice.launch is None
     assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "changes", "kernel", "why"),
+    [
+        (4, "h100", {}, "vector", "enough programs"),
+        (5, "h100", {}, "library_fp8", "5 rows"),
+        (256, "l4", {"dtype": "float16"}, "library_fp8", "256 rows"),
+        (5, "a100", {}, "library", "converted each time: a product in FP8 needs sm_89, this is sm_80"),
+        (5, "h100", {"dtype": "float32"}, "library", "no product in FP8 with float32"),
+        (5, "h100", {"inputs": 2056}, "library", "multiples of 16"),
+        (5, "h100", {"outputs": 1001}, "library", "multiples of 16"),
+        (5, "h100", {"outputs": 1000, "gated": True}, "library_fp8", "5 rows"),
+        (3, "h100", {"outputs": 28672, "inputs": 4096, "gated": True}, "library_fp8", "3 rows of a wide gate"),
+    ],
+)  # fmt: skip
+def test_weights_in_fp8_go_to_the_product_in_fp8_where_it_takes_them(
+    rows, arch, changes, kernel, why
+):
+    asked = dataclasses.replace(problem(rows), weight_dtype=FP8, **changes)
+    choice = select_linear(asked, CATALOGUE[arch], tuned_linear)
+
+    assert choice.kernel.value == kernel
+    assert why in choice.why
+    assert launch_mistakes(choice) == []
+    assert asked.weight_bytes == asked.matrices * asked.outputs * asked.inputs
+
+
+def test_weights_in_fp8_are_converted_by_hand_where_no_instruction_does():
+    asked = dataclasses.replace(problem(), weight_dtype=FP8)
+    choices = {key: select_linear(asked, CATALOGUE[key]) for key in ("a100", "l4", "h100")}
+
+    assert {key: choice.unpacks for key, choice in choices.items()} == {
+        "a100": True, "l4": False, "h100": False,
+    }  # fmt: skip
+    assert not select_linear(problem(), CATALOGUE["a100"]).unpacks
 
 
 def test_a_default_fills_the_gpu():

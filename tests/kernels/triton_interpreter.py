@@ -29,6 +29,7 @@ _MODULES = (
     "kernels.fused.best_token",
     "kernels.fused.draw_tokens",
     "kernels.fused.elementwise",
+    "kernels.fused.quantise_rows",
     "kernels.fused.rope_cache",
     "kernels.fused.vector_linear",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late

@@ -75,6 +75,7 @@ def _info(context: AppContext) -> InfoReply:
         model_id=config.model_id,
         model_sha=config.model_sha,
         model_dtype=info.dtype,
+        quantization=info.quantization,
         model_device_type=info.device,
         model_pipeline_tag="text-generation",
         max_concurrent_requests=context.max_concurrent_requests(info),

@@ -107,6 +107,7 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     model_id: str
     model_sha: str | None
     model_dtype: str
+    quantization: str
     model_device_type: str
     model_pipeline_tag: str
     max_concurrent_requests: int

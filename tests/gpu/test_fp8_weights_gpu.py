@@ -1,0 +1,171 @@
+"""Weights in float8 on a GPU: right, the same bits each time, and a service with them."""
+
+import gc
+
+import pytest
+import torch
+
+import kernels
+from kernels import reference
+from kernels.fp8_rows import dequantise_rows, quantise_rows
+from kernels.fused import quantise_rows as fused
+from kernels.layer_ops import FusedLinear, FusedNorm
+from kernels.linear_plan import LinearKernel
+from kernels.testing import assert_no_worse_than
+from model.config import ModelConfig
+from model.hub import BUNDLED, resolve
+from model.weights import load_model
+from server.engine.local import LocalEngine
+from server.engine.protocol import EngineConfig
+from server.engine.request import GenerateRequest, SamplingParams
+from tests.model import paged
+from tests.model.paged import PagedDriver
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+DEVICE = "cuda"
+FOLDER = resolve(BUNDLED)
+FP8 = torch.float8_e4m3fn
+EPS = 1e-6
+SHAPES = [
+    (4096, 1024, False, "norm"),
+    (1024, 2048, False, "residual"),
+    (3072, 1024, True, "norm"),
+    (4096, 14336, False, "residual"),
+    (1008, 576, False, "bias"),
+    (1001, 584, False, "residual"),
+]
+
+
+def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return (torch.randn(shape, device=DEVICE, generator=generator) * scale).to(dtype)
+
+
+def make_layer(outputs, inputs, dtype, *, gated, around):
+    weight = random((1 + gated) * outputs, inputs, dtype=torch.float32, scale=inputs**-0.5, seed=1)
+    numbers, scale = quantise_rows(weight)
+    bias = random(len(weight), dtype=dtype) if around == "bias" else None
+    norm = FusedNorm(random(inputs, dtype=dtype, seed=2), EPS) if around == "norm" else None
+    return FusedLinear(numbers, bias, kernels.detect(DEVICE), norm, gated, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 17, 256])
+@pytest.mark.parametrize(("outputs", "inputs", "gated", "around"), SHAPES)
+def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, around):
+    layer = make_layer(outputs, inputs, dtype, gated=gated, around=around)
+    x = random(rows, inputs, dtype=dtype)
+    residual = random(rows, outputs, dtype=dtype, seed=3) if around == "residual" else None
+    in_fp8 = layer.choose(rows, dtype).kernel is LinearKernel.LIBRARY_FP8
+
+    def formula(at):
+        values = reference.rms_norm(x, layer.norm.weight, EPS, at) if layer.norm else x.to(at)
+        if in_fp8:
+            values = reference.dequantise(*reference.quantise(values)).to(at)
+        weight = dequantise_rows(layer.weight, layer.scale, torch.float32).to(at)
+        result = values @ weight.T + (0 if layer.bias is None else layer.bias.to(at))
+        result = reference.silu_and_mul(result, at) if gated else result
+        return result if residual is None else result + residual.to(at)
+
+    truth = formula(torch.float64).float()
+    # A number that lies between two of FP8 may fall to either side behind a norm.
+    slack = 0.02 * float(truth.abs().max()) if in_fp8 and layer.norm else 1e-5
+    for pdl in (False, kernels.detect(DEVICE).sm >= 90):
+        out = layer(x, None if residual is None else residual.clone(), pdl=pdl)
+
+        assert_no_worse_than(out, truth, formula(dtype), factor=3.0, atol=slack)
+
+
+def test_rows_are_quantised_as_pytorch_does():
+    if kernels.detect(DEVICE).sm < 89:
+        pytest.skip("no product in FP8, which takes them")
+    rows = random(99, 4096) * torch.logspace(-30, 4, 99, device=DEVICE)[:, None]
+
+    numbers, scales = fused.quantise_rows(rows.bfloat16())
+
+    wanted, wanted_scales = quantise_rows(rows.bfloat16())
+    torch.testing.assert_close(scales[:, 0], wanted_scales)
+    assert (numbers.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_row_does_not_depend_on_its_neighbours(rows):
+    layer = make_layer(4096, 1024, torch.bfloat16, gated=False, around="norm")
+    x = random(rows, 1024)
+    out = layer(x, pdl=False)
+
+    assert torch.equal(layer(torch.cat((x[:1], 50 * x[1:])), pdl=False)[0], out[0])
+
+
+@pytest.fixture
+def blocks_of_16(monkeypatch):
+    """Blocks that Hopper's kernels take too."""
+    monkeypatch.setattr(paged, "BLOCK_SIZE", 16)
+
+
+def drive(dtype, weight_dtype, *, fuse):
+    """Logits of the last token of each sequence and step, float32."""
+    config = ModelConfig.from_folder(FOLDER)
+    model = load_model(FOLDER, config, dtype, DEVICE, weight_dtype=weight_dtype)
+    assert not fuse or model.fuse() == ""
+    driver, generator = PagedDriver(model), torch.Generator().manual_seed(1)
+    rows = []
+    for count in (17, 1, 4, 17):
+        length = 1 if rows else 20
+        drawn = torch.randint(5, 500, (17, length), generator=generator).tolist()
+        found = driver.step({name: drawn[name] for name in range(count)})
+        rows += [found[name][-1].float() for name in range(count)]
+    return torch.stack(rows)
+
+
+def test_float32_has_the_logits_of_its_operations(blocks_of_16):
+    expected = drive(torch.float32, FP8, fuse=False)
+
+    found = drive(torch.float32, FP8, fuse=True)
+
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_half_precision_is_about_as_far_from_the_checkpoint_as_its_weights(blocks_of_16):
+    truth = drive(torch.float32, None, fuse=False)
+    weights = drive(torch.float32, FP8, fuse=False)
+
+    found = drive(torch.bfloat16, FP8, fuse=True)
+
+    distance, allowed = ((x - truth).square().mean().sqrt() for x in (found, weights))
+    assert float(distance) < 3 * float(allowed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_steps_give_the_tokens_of_steps_without(dtype):
+    prompts = [[(7 * i + j) % 500 + 5 for j in range(3 + 13 * i)] for i in range(16)]
+    sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
+    found = []
+    for graphs in (False, True):
+        engine = LocalEngine(
+            EngineConfig(
+                model_path=str(FOLDER),
+                model_id=BUNDLED,
+                device=DEVICE,
+                dtype=dtype,
+                quantization="fp8",
+                kv_cache_tokens=40960,
+                max_num_seqs=24,
+                cuda_graphs=graphs,
+            )
+        )
+        while engine.engine._runner.use_idle_time():
+            pass
+        info = engine.engine.info
+        assert (info.quantization, info.plan.weight_dtype) == ("fp8", "float8_e4m3fn")
+        asked = [
+            GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling)
+            for i, prompt in enumerate(prompts)
+        ]
+        found.append([[e.token_id for e in events] for events in engine.generate(asked)])
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    assert found[0] == found[1]
