@@ -69,8 +69,9 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
         return result if residual is None else result + residual.to(at)
 
     truth = formula(torch.float64).float()
-    # A number that lies between two of FP8 may fall to either side behind a norm.
-    slack = 0.02 * float(truth.abs().max()) if in_fp8 and layer.norm else 1e-5
+    # A number that lies between two of FP8 may fall to either side behind a norm; and tensor cores cut sums in FP8.
+    share = (0.02 if layer.norm else 0.003) if in_fp8 else 0.0
+    slack = 1e-5 + share * float(truth.abs().max())
     for pdl in (False, kernels.detect(DEVICE).sm >= 90):
         out = layer(x, None if residual is None else residual.clone(), pdl=pdl)
 
