@@ -286,10 +286,13 @@ def find(
         The key, the next one, the amount below that, and the list's size and window.
     """
     if (target < low_amount) | (target >= high_amount):
-        low, high, low_amount, high_amount = narrow(
-            logits, listed, V, peak, scale, target, counting, CAPACITY,
-            end * 0, end, end * 0, total, False, ID_BITS, BLOCK, LOADS, ROW_WAYS,
-        )  # fmt: skip
+        low, high, low_amount, high_amount = end * 0, end, end * 0, total
+        # A loop that constants show is never entered stops Triton's compiler, which knows nothing of what is in there.
+        if V > CAPACITY:
+            low, high, low_amount, high_amount = narrow(
+                logits, listed, V, peak, scale, target, counting, CAPACITY,
+                low, high, low_amount, high_amount, False, ID_BITS, BLOCK, LOADS, ROW_WAYS,
+            )  # fmt: skip
         size = gather(logits, listed, low, high, V, peak, scale, ID_BITS, BLOCK, LOADS)
     found, edge, _, reached = narrow(
         logits, listed, size, peak, scale, target, counting, 1,

@@ -17,7 +17,7 @@ from tests.gpu.waiting import no_waiting
 from tests.kernels.sampled import by_host, by_kernel, by_rule
 from tests.model.sampling_rows import varied_rows
 
-VOCABULARIES = [32003, 151936, 262144]
+VOCABULARIES = [512, 32003, 151936, 262144]
 FILTERS = [
     {"temperature": 0.0},
     {},

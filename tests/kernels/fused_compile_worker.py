@@ -41,6 +41,7 @@ class FusedJob:
         tokens: of a step, for "rope".
         head_dim: likewise.
         function: of the kernels that "most_likely" and "draw" launch, the one to compile.
+        vocabulary: tokens of a row, for these two.
     """
 
     sm: int
@@ -50,6 +51,7 @@ class FusedJob:
     tokens: int = 1
     head_dim: int = 128
     function: str = ""
+    vocabulary: int = VOCABULARY
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -76,7 +78,7 @@ class FusedJob:
         """Name the job in a test's name and its failure."""
         text = f"sm_{self.sm} {self.operation} {' '.join(self.around)}"
         if self.function:
-            return f"{text} {self.function}"
+            return f"{text} {self.function} V={self.vocabulary}"
         if self.choice is None:
             return f"{text} {self.tokens} tokens D={self.head_dim}"
         it = self.choice.launch
@@ -177,13 +179,13 @@ class FusedCompiler(Compiler):
 
     def _most_likely(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
-        logits = torch.empty((2, VOCABULARY), dtype=torch.bfloat16)
+        logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
         most_likely_tokens(logits, tokens, tokens, pdl=pdl)
 
     def _draw(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
         table = torch.empty((2, len(DrawRow._fields)), dtype=torch.float64)
-        logits = torch.empty((2, VOCABULARY), dtype=torch.bfloat16)
+        logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
         draw_tokens(logits, table, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
 
 

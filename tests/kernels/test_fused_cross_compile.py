@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kernels.draw_rows import DRAW_SIZES
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearProblem, select_linear
 from kernels.quantised import FP8
 from kernels.tuning.linear import find, linear_table
@@ -34,6 +35,8 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
 )
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
 DRAWING = ("rank_tiles", "set_limits", "weigh_tiles", "draw_unfiltered", "draw_filtered")
+SMALL_VOCABULARIES = (512, DRAW_SIZES.capacity, DRAW_SIZES.capacity + 1)
+"""Rows that a list of candidates holds, just holds and just does not."""
 ODD = (((1001, 576, False), ("bias", "both")), ((1536, 576, True), ("bias", "norm")))
 
 
@@ -92,6 +95,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "best"),
         *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
         *(FusedJob(sm, "draw", function=name) for name in DRAWING),
+        *(FusedJob(sm, "draw", function="draw_filtered", vocabulary=n) for n in SMALL_VOCABULARIES),
         FusedJob(sm, "rope", around=("norm",)),
         FusedJob(sm, "rope", around=("norm", "ahead")),
         FusedJob(sm, "rope", around=("norm",), tokens=256),
