@@ -24,14 +24,15 @@ def compile_ahead() -> Iterator[None]:
     """Compile what is launched inside, and do not launch it; on leaving, all of it is compiled.
 
     What the kernels would write stays as it was: nothing inside may take it for a number that decides anything, as an
-    index. For one thread at a time. Without Triton it does nothing.
+    index. For one thread at a time. Without Triton it does nothing. Kernels that do not compile keep no other from it.
 
     Raises:
-        Exception: what the compiler raises, on leaving.
+        Exception: on leaving, what is raised inside; else what the compiler raises, of several kernels for the first.
     """
     try:
         from triton import AsyncCompileMode  # noqa: PLC0415 - not everywhere
         from triton.runtime import cache  # noqa: PLC0415 - as above
+        from triton.runtime._async_compile import active_mode  # noqa: PLC0415 - as above
         from triton.runtime.jit import JITFunction  # noqa: PLC0415 - as above
     except ImportError:
         yield
@@ -45,16 +46,27 @@ def compile_ahead() -> Iterator[None]:
         kernel: Any = launch(function, *arguments, **options | {"warmup": True})
         # Triton keeps it at hand from then on; until then each launch looks for it anew.
         if hasattr(kernel, "future") and kernel.future.done():
-            kernel.result()
+            kernel.result(ignore_errors=True)
         return kernel
 
-    threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as workers, AsyncCompileMode(workers):
-        JITFunction.run = compile_only
-        try:
-            yield
-        finally:
-            JITFunction.run = launch
+    threads, before = min(_MOST_THREADS, os.cpu_count() or 1), active_mode.get()
+    try:
+        with (
+            ThreadPoolExecutor(threads) as workers,
+            AsyncCompileMode(workers, ignore_errors=True) as mode,
+        ):
+            JITFunction.run = compile_only
+            try:
+                yield
+            finally:
+                JITFunction.run = launch
+    finally:
+        # Triton does not leave its mode when it is interrupted, or its hooks fail, while it waits for compilations:
+        # all later ones would then go to threads that have ended.
+        active_mode.set(before)
+    for compilation in mode.raw_futures:
+        if error := compilation.exception():
+            raise error
 
 
 def compiler_key(folder: Path) -> str:

@@ -248,7 +248,7 @@ class ModelRunner:
                     self._compute_first_steps(limits, lambda _: None)
             except Exception:
                 # What does not compile is told when it is launched.
-                log.warning("kernels are compiled one by one", exc_info=True)
+                log.warning("not all kernels were compiled ahead", exc_info=True)
         self._compute_first_steps(limits, say)
         if self._device.type == "cuda":
             self.compute_largest_step(limits)

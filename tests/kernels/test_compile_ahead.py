@@ -14,6 +14,7 @@ from tests.kernels.triton_interpreter import HAS_TRITON
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 
 BEGIN = """
+import time
 import torch
 import triton
 import triton.language as tl
@@ -93,6 +94,78 @@ def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches
     )
 
     assert done.stdout.split() == ["left", "raised"], done.stderr
+
+
+def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        from triton.runtime._async_compile import active_mode
+        for size in (16, 32):
+            try:
+                with compile_ahead():
+                    for _ in range(2):
+                        broken[(1,)](x, SIZE=size)
+                        time.sleep(0.5)
+                    add[(1,)](x, SIZE=size)
+            except triton.compiler.errors.CompileTimeAssertionFailure:
+                print("raised")
+            assert active_mode.get() is None
+            print(len(add.device_caches[90][0]))
+        print(add.warmup(x, SIZE=64, grid=(1,)).metadata.name)
+        """,
+    )
+
+    assert done.stdout.split() == ["raised", "1", "raised", "2", "add"], done.stderr
+
+
+@pytest.mark.parametrize("error", ["KeyError", "KeyboardInterrupt"])
+def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_again(
+    error, tmp_path
+):
+    done = run(
+        tmp_path,
+        f"""
+        from triton.runtime._async_compile import active_mode
+        run = type(add).run
+        try:
+            with compile_ahead():
+                broken[(1,)](x, SIZE=16)
+                raise {error}
+        except {error}:
+            print("raised")
+        assert type(add).run is run
+        assert active_mode.get() is None
+        """,
+    )
+
+    assert done.stdout.split() == ["raised"], done.stderr
+
+
+def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they_were(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        import triton.runtime._async_compile as asynchronous
+
+        def interrupted(compilations):
+            raise KeyboardInterrupt
+
+        wait = asynchronous.as_completed
+        asynchronous.as_completed = interrupted
+        try:
+            with compile_ahead():
+                add[(1,)](x, SIZE=16)
+        except KeyboardInterrupt:
+            print("raised")
+        asynchronous.as_completed = wait
+        with compile_ahead():
+            add[(1,)](x, SIZE=32)
+        print(add.warmup(x, SIZE=64, grid=(1,)).metadata.name)
+        """,
+    )
+
+    assert done.stdout.split() == ["raised", "add"], done.stderr
 
 
 def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
