@@ -25,14 +25,22 @@ from kernels.attention.hopper_pipeline import (
     key_range,
     next_item,
     output_row,
+    own_tiles,
     row_exists,
 )
+from kernels.attention.hopper_scores import (
+    all_of,
+    cap_scores,
+    fade_sums,
+    mask_tile,
+    row_sums,
+    softmax_tile,
+)
+from kernels.attention.hopper_turns import keep_rows, pass_turn, take_turn, turn
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(5)
 """Of an item: head, first row, first query token, query tokens, keys."""
-_CHUNK = gl.constexpr(16)
-"""Rows of a value tile that are cleared at a time."""
 
 
 @gluon.jit
@@ -49,10 +57,12 @@ def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr,
     while head >= 0:
         tiles = key_range(first_row, q_len, num_keys, window, c)
         my_row = first_row + INDEX * ROWS
-        m, total, acc, consumed, queries = attend_item(
+        m, total, acc = attend_item(
             pipe, tiles, my_row, q_len, num_keys, consumed, queries, scale, window, softcap,
             INDEX, MINE, NEXT, c,
         )  # fmt: skip
+        consumed += tiles[1]
+        queries += (tiles[1] > 0).to(gl.int32)
         nothing = total == 0.0
         total = gl.where(nothing, 1.0, total)
         inverse = gl.where(nothing, 0.0, 1.0 / total)
@@ -84,46 +94,75 @@ def attend_item(
     """Attend this consumer's rows of an item to all of its tiles.
 
     Returns:
-        (maximum and sum of exponentials of each row, output before it is divided by that sum, tiles
-        and items with keys that this consumer has used so far).
+        (maximum and sum of exponentials of each row, output before it is divided by that sum).
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
     factor = scale
     if c.SOFTCAP:
         factor = 1.0
     q = pipe.q.index(INDEX)
-    last, count, edge, inside = tiles
+    passed, left, last, count, edge, inside = own_tiles(tiles, my_row, q_len, num_keys, window, c)
     acc = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
     total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
+    if tiles[1] > 0:
+        mbarrier.wait(pipe.q_full.index(0), queries & 1)
+        for i in range(passed):
+            pass_over(pipe, consumed + i, MINE, NEXT, c)
+        consumed += passed
     if count > 0:
         token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
         # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
         last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
-        mbarrier.wait(pipe.q_full.index(0), queries & 1)
-        m, total, p = start_item(
+        m, parts, p = start_item(
             q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
             MINE, NEXT, c,
         )  # fmt: skip
-        state = (m, total, acc, p)
+        state = (m, parts, acc, p)
         for i in range(1, count):
             state = consume_tile(
                 i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
                 factor, scale, softcap, MINE, NEXT, c,
             )  # fmt: skip
-        m, total, acc, p = state
-        queries += 1
+        m, parts, acc, p = state
+        total = all_of(parts, c)
         consumed += count
-        buffer = (consumed - 1) % c.STAGES
-        mbarrier.wait(pipe.v_full.index(buffer), ((consumed - 1) // c.STAGES) & 1)
-        if c.WINDOW:
-            gone = first_kept(q_len, num_keys, window) - (last - count) * c.BLOCK_N
-            if gone > 0:
-                keep_rows(pipe.v.index(buffer), gone, c.BLOCK_N, c)
-        acc = warpgroup_mma(p, pipe.v.index(buffer), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(pipe.v_empty.index(buffer), count=1)
-    return m, total, acc, consumed, queries
+        first = (last - count) * c.BLOCK_N
+        acc = finish_item(pipe, p, acc, first, consumed - 1, q_len, num_keys, window, c)
+    elif tiles[1] > 0:
+        mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=c.OWN_OUTPUT)
+    for i in range(left):
+        pass_over(pipe, consumed + i, MINE, NEXT, c)
+    return m, total, acc
+
+
+@gluon.jit
+def finish_item(pipe, p, acc, first, used, q_len, num_keys, window, c):
+    """Multiply the values of an item's last tile, number `used` of the ring, that begins at key `first`."""
+    buffer = used % c.STAGES
+    mbarrier.wait(pipe.v_full.index(buffer), (used // c.STAGES) & 1)
+    if c.WINDOW:
+        gone = first_kept(q_len, num_keys, window) - first
+        if gone > 0:
+            keep_rows(pipe.v.index(buffer), gone, c.BLOCK_N, c)
+    acc = warpgroup_mma(p, pipe.v.index(buffer), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(pipe.v_empty.index(buffer), count=1)
+    return acc
+
+
+@gluon.jit
+def pass_over(pipe, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
+    """Take part in the ring without attending to tile number `used`, which no row of this consumer sees."""
+    buffer = used % c.STAGES
+    phase = (used // c.STAGES) & 1
+    # An arrival counts for the use that the barrier is at, so this use must have begun.
+    mbarrier.wait(pipe.k_full.index(buffer), phase)
+    take_turn(MINE)
+    pass_turn(NEXT)
+    mbarrier.wait(pipe.v_full.index(buffer), phase)
+    mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
+    mbarrier.arrive(pipe.v_empty.index(buffer), count=1)
 
 
 @gluon.jit
@@ -146,14 +185,14 @@ def start_item(
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
     mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(count == 1) & c.OWN_OUTPUT)
     s = cap_scores(s, scale, softcap, c)
-    s = mask_scores(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
-    e, _, m = softmax_step(s, m, factor)
-    total = gl.sum(e, 1)
+    s = mask_tile(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
+    e, _, m = softmax_tile(s, m, factor, c)
+    parts = row_sums(e, c)
     p = gl.convert_layout(e.to(dtype), c.P_LAYOUT, assert_trivial=True)
     if num_keys < last * c.BLOCK_N:
         mbarrier.wait(pipe.v_full.index(buffer), phase)
         keep_rows(pipe.v.index(buffer), 0, num_keys - (last - 1) * c.BLOCK_N, c)
-    return m, total, p
+    return m, parts, p
 
 
 @gluon.jit
@@ -163,7 +202,7 @@ def consume_tile(
 ):  # fmt: skip
     """Issue the scores of tile i, then the values of tile i - 1; exponentials of i meanwhile."""
     dtype: gl.constexpr = pipe.q.dtype
-    m, total, acc, p = state
+    m, parts, acc, p = state
     k_buffer = (consumed + i) % c.STAGES
     v_buffer = (consumed + i - 1) % c.STAGES
     zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
@@ -179,90 +218,15 @@ def consume_tile(
     mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
     s = cap_scores(s, scale, softcap, c)
     if (i < edge) | (i >= inside):
-        s = mask_scores(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
-    e, fade, m = softmax_step(s, m, factor)
-    total = total * fade + gl.sum(e, 1)
+        s = mask_tile(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
+    e, fade, m = softmax_tile(s, m, factor, c)
+    parts = fade_sums(parts, fade) + row_sums(e, c)
     acc = warpgroup_mma_wait(0, deps=(acc_async,))
     mbarrier.arrive(pipe.v_empty.index(v_buffer), count=1)
     out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)
     acc = acc * gl.convert_layout(fade, out_rows, assert_trivial=True)[:, None]
     p = gl.convert_layout(e.to(dtype), c.P_LAYOUT, assert_trivial=True)
-    return m, total, acc, p
-
-
-@gluon.constexpr_function
-def turn(index):
-    """Name of the hardware barrier that a consumer waits at; the compiler takes the low ones."""
-    return str(9 + index)
-
-
-@gluon.jit
-def take_turn(ID: gl.constexpr):
-    """Wait for the consumer before this one to be done with issuing to the tensor cores."""
-    code: gl.constexpr = "bar.sync " + ID + ", 256; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def pass_turn(ID: gl.constexpr):
-    """Let the consumer after this one issue."""
-    code: gl.constexpr = "bar.arrive " + ID + ", 256; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def cap_scores(s, scale, softcap, c):
-    """Apply the softcap; without one, scores stay as they are. Arguments as `exponents` makes them."""
-    if c.SOFTCAP:
-        s = softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0)
-    return s
-
-
-@gluon.jit
-def mask_scores(s, start, last_seen, num_keys, window, c):
-    """Put -inf where a row does not see a key; `start` is the tile's first key."""
-    key = start + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, c.S_LAYOUT))
-    if c.CAUSAL:
-        # No row sees past the sequence's end, so that end needs no test of its own.
-        distance = last_seen[:, None] - key[None, :]
-        seen = distance >= 0
-        if c.WINDOW:
-            # Keys after the row's own are negative, and as unsigned numbers further than any window.
-            seen = distance.to(gl.uint32, bitcast=True) < window.to(gl.uint32, bitcast=True)
-    else:
-        seen = key[None, :] < num_keys
-        if c.WINDOW:
-            seen = seen & (key[None, :] > last_seen[:, None] - window)
-    return gl.where(seen, s, float("-inf"))
-
-
-@gluon.jit
-def softmax_step(s, m, factor):
-    """Exponentials of a tile against the new maximum, and what earlier ones fade by."""
-    new_m = gl.maximum(m, gl.max(s, 1) * factor)
-    # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
-    base = gl.where(new_m == float("-inf"), 0.0, new_m)
-    p = gl.exp2(s * factor - base[:, None])
-    fade = gl.exp2(m - base)
-    return p, fade, new_m
-
-
-@gluon.jit
-def keep_rows(v_tile, first, stop, c):
-    """Set the values outside rows `first` to `stop` to 0: their weight is 0, and 0 * NaN is NaN.
-
-    Every consumer writes the same zeros, each before it reads them.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for chunk in gl.static_range(c.BLOCK_N // _CHUNK):
-        if (first > chunk * _CHUNK) | (stop < (chunk + 1) * _CHUNK):
-            part = v_tile.slice(chunk * _CHUNK, _CHUNK, dim=0)
-            row = chunk * _CHUNK + gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
-            kept = (row >= first) & (row < stop)
-            values = part.load(layout)
-            part.store(gl.where(kept[:, None], values, gl.zeros_like(values)))
-    fence_async_shared()
-    gl.thread_barrier()
+    return m, parts, acc, p
 
 
 @gluon.jit

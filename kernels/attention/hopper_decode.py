@@ -26,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.hopper_consumer import cap_scores, keep_rows, mask_scores, softmax_step
 from kernels.attention.hopper_merge import DecodeConstants, merge_parts, store_part, store_rows
 from kernels.attention.hopper_pipeline import ROWS, first_kept, rows_of_token
 from kernels.attention.hopper_prefill import bulk_strides, exponents
 from kernels.attention.hopper_producer import copy_tile, rows_of_tile
+from kernels.attention.hopper_scores import cap_scores, mask_scores, softmax_step
+from kernels.attention.hopper_turns import keep_rows
 from kernels.attention.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.tile import window_argument
 from kernels.fused.dependent import dependent_launch, may_depend

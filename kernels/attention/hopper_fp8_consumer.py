@@ -25,14 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention.hopper_consumer import (
-    mask_scores,
-    pass_turn,
-    store_output,
-    take_turn,
-    turn,
-)
+from kernels.attention.hopper_consumer import store_output
 from kernels.attention.hopper_pipeline import ROWS, key_range, next_item, output_row, row_exists
+from kernels.attention.hopper_scores import mask_scores
+from kernels.attention.hopper_turns import pass_turn, take_turn, turn
 
 FIELDS = gl.constexpr(6)
 """Of an item: head, first row, first query token, query tokens, keys, first block of keys."""

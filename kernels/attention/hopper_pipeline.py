@@ -19,6 +19,7 @@ ROWS = gl.constexpr(64)
 """Query rows of a consumer: the rows of one warp group's matrix instruction."""
 _ITEM_ROOM = gl.constexpr(8)
 """Integers from one posted item to the next: a power of two that holds the fields."""
+_WIDEST_IN_PARTS = 128
 
 
 @gluon.constexpr_function
@@ -44,6 +45,7 @@ class Constants:
         PAGE: keys of one bulk copy.
         OPERAND_BYTES: of an element that is multiplied; 1 for FP8, whose values lie transposed.
         QUERY_STAGES: items whose queries may be in shared memory: what one takes in half precision.
+        OWN_RANGE: a consumer passes over tiles that none of its own rows sees; for wide heads registers lack.
     """
 
     HEADS: gl.constexpr
@@ -63,6 +65,7 @@ class Constants:
     OWN_OUTPUT: gl.constexpr
     OPERAND_BYTES: gl.constexpr
     QUERY_STAGES: gl.constexpr
+    OWN_RANGE: gl.constexpr
     CONSUMERS: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
@@ -90,7 +93,8 @@ class Constants:
         self.OWN_OUTPUT = gl.constexpr(OWN_OUTPUT)
         self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
         self.OPERAND_BYTES = gl.constexpr(OPERAND_BYTES)
-        self.QUERY_STAGES = gl.constexpr(2 // OPERAND_BYTES)
+        self.QUERY_STAGES = gl.constexpr(2 if OPERAND_BYTES == 1 else 1)
+        self.OWN_RANGE = gl.constexpr(D <= _WIDEST_IN_PARTS)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))
         self.P_LAYOUT = gl.constexpr(
@@ -238,9 +242,15 @@ def key_range(first_row, q_len, num_keys, window, c):
     Returns:
         (last + 1, tiles, tiles at the end that need masks, tiles before those at the window's edge).
     """
+    return range_of_rows(first_row, c.BLOCK_M, q_len, num_keys, window, c)
+
+
+@gluon.jit
+def range_of_rows(first_row, rows: gl.constexpr, q_len, num_keys, window, c):
+    """The key tiles of some rows, as `key_range` has those of a tile's."""
     history = num_keys - q_len
     lowest = history + first_row // c.BOX
-    highest = history + gl.minimum((first_row + c.BLOCK_M - 1) // c.BOX, q_len - 1)
+    highest = history + gl.minimum((first_row + rows - 1) // c.BOX, q_len - 1)
     stop = num_keys
     seen_by_all = num_keys
     if c.CAUSAL:
@@ -256,6 +266,27 @@ def key_range(first_row, q_len, num_keys, window, c):
     edge = gl.minimum(gl.maximum(last - seen_by_all // c.BLOCK_N, 1), count)
     inside = gl.maximum(gl.minimum(last - clear, count), edge)
     return last, count, edge, inside
+
+
+@gluon.jit
+def own_tiles(tiles, my_row, q_len, num_keys, window, c):
+    """Which of an item's tiles a consumer attends to.
+
+    Returns:
+        (tiles to pass over at the end of the keys, those at their start, and for what lies between as
+        `key_range`: last + 1, tiles, tiles that need masks, tiles before those at the window's edge).
+    """
+    last, count, edge, inside = tiles
+    passed = 0
+    left = 0
+    if c.OWN_RANGE:
+        all_tiles = count
+        end = last
+        last, count, edge, inside = range_of_rows(my_row, ROWS, q_len, num_keys, window, c)
+        count = gl.where(my_row < q_len * c.BOX, count, 0)
+        passed = gl.where(count > 0, end - last, 0)
+        left = all_tiles - passed - count
+    return passed, left, last, count, edge, inside
 
 
 @gluon.jit
