@@ -76,7 +76,7 @@ def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
     """What fits its shared memory and the registers of its consumers, 64 rows each."""
     return [
         LaunchConfig(m, n, 4, stages)
-        for m, n, stages in itertools.product(_HOPPER_ROWS, _HOPPER_KEYS, (2, 3, 4))
+        for m, n, stages in itertools.product(_HOPPER_ROWS, _HOPPER_KEYS, (2, 3, 4, 6))
         # Output, scores and their exponentials of a thread, in 32-bit words.
         if head_dim / 2 + n / 2 + n / 4 <= _HOPPER_ROWS[m]
         and _hopper_shared_bytes(m, n, stages, head_dim) <= arch.shared_memory_bytes
