@@ -172,7 +172,7 @@ class DecoderLM(nn.Module):
             return
         self._packed_head = packed_linear(self._head, None)
         self.lm_head = None
-        self._ops = [layer.pack() for layer in self._decoder_layers()]
+        self._ops = [layer.pack() for layer in self.decoder_layers]
 
     def fuse(self) -> str:
         """Compute cached passes with few launches from now on, on GPUs that have the kernels.
@@ -187,7 +187,7 @@ class DecoderLM(nn.Module):
         reason = objection(arch, parameter.dtype)
         if not reason:
             self._fused = FusedLayers(
-                self._decoder_layers(), self.norm, self._head, self._shape.eps, arch
+                self.decoder_layers, self.norm, self._head, self._shape.eps, arch
             )
         return reason
 
@@ -315,11 +315,13 @@ class DecoderLM(nn.Module):
         return rms_norm(hidden, self.norm, self._shape.eps)
 
     def _plain_ops(self) -> list[LayerOps]:
-        return [layer.ops() for layer in self._decoder_layers()]
+        return [layer.ops() for layer in self.decoder_layers]
 
     @property
     def _head(self) -> nn.Parameter:
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
-    def _decoder_layers(self) -> list[DecoderLayer]:
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers in their order."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

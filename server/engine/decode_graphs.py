@@ -91,13 +91,22 @@ class DecodeGraph:
             max_seqlen_k=self._key.num_columns * model.kv_cache.block_size,
         )  # fmt: skip
 
+        def compute_one() -> Computed:
+            assert model.one_sequence is not None
+            room = self._room
+            model.one_sequence(
+                input_ids, positions, slots, table, room.logits, room.tokens, model.drawn.ids
+            )
+            return room
+
         def compute() -> Computed:
             ids = model.drawn.look_up(input_ids)
             hidden = model.hidden(ids, positions, slots, batch, None)
             model.drawn.put(model.choose(hidden, self._room))
             return self._room
 
-        return model.record(compute)
+        one = rows == 1 and model.one_sequence is not None
+        return model.record(compute_one if one else compute)
 
 
 class DecodeGraphs:

@@ -21,6 +21,7 @@ from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import NOT_FINITE, SampledToken, SamplingRow, TokenHistory
 from model.transfer import Download
+from model.whole_step import OneSequence, why_not
 from server.engine.batch import build_batch
 from server.engine.drawn_tokens import DrawnTokens
 from server.engine.model_plan import explain_model
@@ -128,6 +129,9 @@ class ModelRunner:
         self._sharing_pays = self._find_sharing()
         self._graphs: StepGraphs | None = None
         self._drawn = DrawnTokens(_FEWEST_DRAWN, self._device)
+        self._one_sequence: OneSequence | None = None
+        if not why_not(model, detect(self._device), kv_cache.kv_dtype):
+            self._one_sequence = OneSequence(model, kv_cache)
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}
 
@@ -149,7 +153,7 @@ class ModelRunner:
             recorder: of the cache's device.
         """
         self._drawn = DrawnTokens(limits.max_num_seqs + 1, self._device)
-        model = StepModel(self._model, self._kv_cache, recorder, self._drawn)
+        model = StepModel(self._model, self._kv_cache, recorder, self._drawn, self._one_sequence)
         self._graphs = StepGraphs(model, limits, self._sharing_pays)
 
     def use_idle_time(self) -> bool:
@@ -210,6 +214,10 @@ class ModelRunner:
     def _launch(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PendingStep:
         scheduled = (*output.decode, *output.prefill)
         batch, metadata = self._prepare(output, sharing_pays)
+        if self._one_sequence is not None and not output.prefill and len(output.decode) == 1:
+            self._drawn.note(output.decode)
+            logits = self._compute_one(self._one_sequence, batch)
+            return self._draw(logits, [self._sampling_row(output.decode[0].sequence)], {})
         hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
         prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
         sampling = [s for s in scheduled if s.samples]
@@ -219,6 +227,22 @@ class ModelRunner:
         last = hidden if len(sampling) == len(hidden) else hidden[batch.last_rows]
         rows = [self._sampling_row(s.sequence) for s in sampling]
         return self._draw(self._model.logits(last), rows, prompt_logprobs)
+
+    def _compute_one(self, one_sequence: OneSequence, batch: ModelInput) -> torch.Tensor:
+        """Compute the decode step of one sequence; returns its logits, [1, V]."""
+        assert batch.decode is not None
+        head = self._model.embed_tokens
+        logits = torch.empty((1, len(head)), dtype=head.dtype, device=self._device)
+        one_sequence(
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.decode.block_table,
+            logits,
+            torch.empty(1, dtype=torch.int64, device=self._device),
+            self._drawn.ids,
+        )
+        return logits
 
     def _draw(
         self,

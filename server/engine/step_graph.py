@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from model.decoder import DecoderLM
     from model.kv_cache import KVCache
     from model.replay import Recorder, Replay
+    from model.whole_step import OneSequence
     from server.engine.drawn_tokens import DrawnTokens
 
 
@@ -45,12 +46,14 @@ class StepModel:
         kv_cache: its cache, which must stay where it is.
         recorder: makes recordings.
         drawn: where steps leave their tokens; with room for a step's rows and one more.
+        one_sequence: computes decode steps of one sequence in one launch; None where the model has no such.
     """
 
     model: DecoderLM
     kv_cache: KVCache
     recorder: Recorder
     drawn: DrawnTokens
+    one_sequence: OneSequence | None = None
 
     @property
     def device(self) -> torch.device:

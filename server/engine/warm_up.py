@@ -58,12 +58,13 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
 
 
 def few_rows(limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
-    """Decode steps of 2 sequences and of 4: linear layers have kernels of their own for so few.
+    """A prompt of one token, decode steps of 2 sequences and of 4: linear layers have kernels of their own for so few.
 
     Args:
         limits: of a step.
         block_size: tokens per block.
     """
+    yield _output((), (_chunk(_sequence(2, block_size, _GREEDY), 1),))
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     for count in sorted({min(2, most), min(4, most)}):
         members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]

@@ -46,9 +46,12 @@ def test_a_prompt_and_a_token_reach_the_given_length(length, tokens):
 
 
 @pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4])])
-def test_steps_of_few_rows_are_decoded(seqs, counts):
+def test_a_prompt_of_one_token_and_steps_of_few_rows_are_computed(seqs, counts):
     config = limits(seqs=seqs)
-    outputs = list(few_rows(config, S))
+    prompt, *outputs = few_rows(config, S)
+
+    assert_sound(prompt, config, 2)
+    assert (len(prompt.decode), [s.num_tokens for s in prompt.prefill]) == (0, [1])
 
     for output in outputs:
         assert_sound(output, config, 2)

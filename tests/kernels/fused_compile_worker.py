@@ -20,11 +20,20 @@ from kernels.fused.linear import LinearArguments, Norm, linear
 from kernels.fused.most_likely import most_likely_tokens
 from kernels.fused.quantise_rows import quantise_rows
 from kernels.fused.rope_cache import rope_and_write_kv
+from kernels.fused.whole_step import StepKernel
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from kernels.step_ops import LayerWeights, StepShape, StepWeights
+from tests.kernels.cross_compile_jobs import ARCHES
 from tests.kernels.cross_compile_worker import Compiler, serve
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
 VOCABULARY = 151936
+STEPS = {
+    ("norm",): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
+    (): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
+    ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
+}
+"""Models whose steps are one launch, by what surrounds their QKV projection."""
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -34,10 +43,10 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "add_norm", "quantise", "gate", "rope", "best", "most_likely" or "draw".
+        operation: "linear", "add_norm", "quantise", "gate", "rope", "best", "most_likely", "draw" or "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
-            "quantise", "norm"; of "rope", "norm" and "ahead".
+            "quantise", "norm"; of "rope", "norm" and "ahead"; of "step", "norm" or "bias", see `STEPS`.
         tokens: of a step, for "rope".
         head_dim: likewise.
         function: of the kernels that "most_likely" and "draw" launch, the one to compile.
@@ -176,6 +185,31 @@ class FusedCompiler(Compiler):
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
             pdl=pdl,
         )
+
+    def _step(self, job: FusedJob, pdl: bool) -> None:
+        del pdl
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16)
+
+        shape = STEPS[job.around]
+        c, inner, heads, kv_heads, dim, vocabulary = shape[:6]
+        stacked = (heads + 2 * kv_heads) * dim
+        norm = empty(dim) if "norm" in job.around else None
+        bias = empty(stacked) if "bias" in job.around else None
+        layer = LayerWeights(
+            empty(stacked, c),
+            empty(c, heads * dim),
+            empty(2 * inner, c),
+            empty(c, inner),
+            *(empty(c), empty(c), norm, norm, bias),
+        )
+        weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), empty(c))
+        step = StepKernel(weights, (empty(2, 3, 16, kv_heads, dim),), ARCHES[job.sm].num_sms)
+        one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+        table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
+        self.compiled = []
+        step(one, one, slot, table, rope, empty(1, vocabulary), one, one)
 
     def _most_likely(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)

@@ -16,7 +16,7 @@ from kernels.quantised import FP8
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.cross_compile_jobs import ARCHES
 from tests.kernels.cross_compile_pool import Pool
-from tests.kernels.fused_compile_worker import FusedJob
+from tests.kernels.fused_compile_worker import STEPS, FusedJob
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
@@ -101,6 +101,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "rope", around=("norm",), tokens=256),
         FusedJob(sm, "rope", tokens=4096, head_dim=64),
         FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
+        *(FusedJob(sm, "step", around=around) for around in STEPS if sm == HOPPER),
     ]
 
 
@@ -149,13 +150,19 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    if waits != (job.sm >= HOPPER):
+    if waits != (job.sm >= HOPPER and job.operation != "step"):
         found.append(f"waits {waits} times")
     if job.operation == "rope" and job.tokens > FEW_TOKENS:
         # What a thread loads for all of a token's elements is narrow: its position and its slot.
         narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
         expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
+    if job.operation == "step" and "LDGSTS" in facts["sass"]:
+        found += [
+            f"{n} {name}"
+            for name, n in facts["sass"].items()
+            if name.startswith("LDGSTS") and name != "LDGSTS.128"
+        ]
     if job.choice is None:
         return found
     if job.choice.problem.weight_dtype is not None:

@@ -1,0 +1,272 @@
+"""Attention in the whole-step kernel: one query token, its keys split over the programs, and the merge of the splits.
+
+Each warp attends its own eighth of a stage's keys and keeps its own maximum, so that nothing is exchanged between
+warps before a split is done. All programs then merge the splits of all
+heads, which are a few KB. Knows nothing of linear layers.
+
+Source: Dao et al., "Flash-Decoding", 2023.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.fused.step_ring import (
+    COLUMNS,
+    CONSUMER_WARPS,
+    HEADS_DONE,
+    arrive_grid,
+    key_range,
+    release,
+    wait_full,
+    wait_grid,
+    warps_keys_of,
+)
+
+
+@gluon.jit
+def attend(
+    ring, qkv, vectors, cache, position, slot, parts, logs, counter, arrivals, used, eps, scale, c
+):  # fmt: skip
+    """Attend this program's split for the heads of one key-value head; the first one writes the token's key and value.
+
+    `scale` is in units of log2. Returns `used`, and how many programs attend.
+    """
+    kv_head = gl.program_id(0) % c.KV_HEADS
+    split = gl.program_id(0) // c.KV_HEADS
+    splits, first, last = key_range(position, split, c)
+    if split < splits:
+        wait_grid(counter, arrivals)
+        bring_heads(ring, qkv, vectors, kv_head, eps, c)
+        dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
+        warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, c.A))
+        queries = ()
+        state = ()
+        for g in gl.static_range(c.GROUP):
+            query = ring.heads.index(g).load(dims).to(gl.float32) * scale
+            queries = queries + (query,)  # type: ignore[assignment]
+            m = gl.full([8], float("-inf"), gl.float32, layout=warp)
+            total = gl.zeros([8], gl.float32, layout=warp)
+            acc = gl.zeros([8, c.D], gl.float32, layout=gl.SliceLayout(1, c.A))
+            state = state + ((m, total, acc),)  # type: ignore[assignment]
+        if split == 0:
+            key = ring.heads.index(c.GROUP).load(dims)
+            value = ring.heads.index(c.GROUP + 1).load(dims)
+            d = gl.arange(0, c.D, layout=dims)
+            line = (slot.to(gl.int64) * c.KV_HEADS + kv_head) * c.D
+            gl.store(cache[0] + line + d, key, mask=(d >= 0) & (slot >= 0))
+            gl.store(cache[1] + line + d, value, mask=(d >= 0) & (slot >= 0))
+            row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, c.A))
+            value = ring.heads.index(c.GROUP + 1).load(row).to(gl.float32)
+            state = own_key(state, queries, key.to(gl.float32), value, c)
+        for i in range(first, last - 1, 2):
+            state, used = attend_stages(ring, state, queries, i, position, used, gl.constexpr(2), c)
+        if (last - first) % 2 == 1:
+            state, used = attend_stages(
+                ring, state, queries, last - 1, position, used, gl.constexpr(1), c
+            )
+        merge_warps(ring, state, parts, logs, split, kv_head, c)
+        arrive_grid(counter + HEADS_DONE)
+    return used, splits * c.KV_HEADS
+
+
+@gluon.constexpr_function
+def head_layout(dim):
+    """Registers of heads [rows, 2, dim / 2]: a head for each warp or two, elements of both halves for each thread."""
+    if dim == 128:
+        return gl.BlockedLayout([1, 2, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 2, 2], [64 // (dim // 2), 1, dim // 4], [8, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def load_head_vector(vector, c):
+    """Load a vector over a head's elements, [1, 2, D / 2] float32."""
+    plane: gl.constexpr = gl.SliceLayout(0, head_layout(c.D))
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, plane))[:, None]
+    d = half * (c.D // 2) + gl.arange(0, c.D // 2, layout=gl.SliceLayout(0, plane))[None, :]
+    return gl.expand_dims(gl.load(vector + d).to(gl.float32), 0)
+
+
+@gluon.jit
+def bring_heads(ring, qkv, vectors, kv_head, eps, c):
+    """Receive queries, key and value of a key-value head, normalise and rotate them, to shared memory.
+
+    `vectors` are cosine, sine, and the gains of queries and keys.
+    """
+    HALF: gl.constexpr = c.D // 2
+    dtype: gl.constexpr = ring.heads.dtype
+    layout: gl.constexpr = head_layout(c.D)
+    plane: gl.constexpr = gl.SliceLayout(0, layout)
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    head = gl.arange(0, c.HEAD_ROWS, layout=rows)
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, plane))[:, None]
+    d = half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, plane))[None, :]
+    line = gl.where(head < c.GROUP, kv_head * c.GROUP + head, c.HEADS + kv_head)
+    line = gl.where(head > c.GROUP, c.HEADS + c.KV_HEADS + kv_head, line)
+    head = gl.expand_dims(gl.expand_dims(head, 1), 2)
+    line = gl.expand_dims(gl.expand_dims(line, 1), 2)
+    wide = gl.expand_dims(d, 0) + head * 0
+    cosine, sine, q_gain, k_gain = vectors
+    gain = gl.where(head < c.GROUP, q_gain, k_gain)
+    raw = gl.load(qkv + (line * c.D + wide), cache_modifier=".cg").to(gl.float32)
+    x = raw
+    if c.NORMS:
+        squares = gl.sum(gl.sum(x * x, 2), 1)
+        inverse = 1.0 / gl.sqrt(squares / c.D + eps)
+        inverse = gl.expand_dims(gl.expand_dims(inverse, 1), 2)
+        x = (x * inverse * gain).to(dtype).to(gl.float32)
+    first, second = gl.split(gl.permute(x, [0, 2, 1]))
+    other = gl.permute(gl.join(second, first), [0, 2, 1])
+    other = gl.convert_layout(other, layout, assert_trivial=True)
+    turned = x * cosine + other * sine
+    turned = gl.where(head > c.GROUP, raw, turned).to(dtype)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    gl.thread_barrier()
+    ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF], shared).store(turned)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def own_key(state, queries, key, value, c):
+    """Begin with the token's own key, in the first warp; `value` is [D] in the registers of the sums."""
+    after = ()
+    for g in gl.static_range(c.GROUP):
+        m, total, acc = state[g]
+        score = gl.sum(queries[g] * key, 0)
+        is_first = gl.arange(0, 8, layout=m.type.layout) == 0
+        m = gl.where(is_first, score, m)
+        total = gl.where(is_first, 1.0, total)
+        first_row = gl.arange(0, 8, layout=gl.SliceLayout(1, acc.type.layout)) == 0
+        acc = gl.where(first_row[:, None], value[None, :] + acc, acc)
+        after = after + ((m, total, acc),)  # type: ignore[assignment]
+    return after
+
+
+@gluon.jit
+def attend_stages(ring, state, queries, number, position, used, COUNT: gl.constexpr, c):
+    """Attend some stages of keys, from stage `number` of the sequence on."""
+    at: gl.constexpr = gl.SliceLayout(2, c.A)
+    row = gl.arange(0, 8, layout=gl.SliceLayout(1, at))[:, None] * (c.KEYS // 8)
+    row = row + gl.arange(0, c.KEYS // 8, layout=gl.SliceLayout(0, at))[None, :]
+    for i in gl.static_range(COUNT):
+        wait_full(ring, used + i, c)
+    all_scores = ()
+    highest = ()
+    for g in gl.static_range(c.GROUP):
+        highest = highest + (state[g][0],)  # type: ignore[assignment]
+    for i in gl.static_range(COUNT):
+        both = warps_keys_of(ring, (used + i) % c.STAGES, c)
+        keys = both.index(0).load(c.A).to(gl.float32)
+        exists = (number + i) * c.KEYS + row < position
+        scores = ()
+        raised = ()
+        for g in gl.static_range(c.GROUP):
+            query = gl.expand_dims(gl.expand_dims(queries[g], 0), 0)
+            score = gl.where(exists, gl.sum(keys * query, 2), float("-inf"))
+            scores = scores + (score,)  # type: ignore[assignment]
+            raised = raised + (gl.maximum(highest[g], gl.max(score, 1)),)  # type: ignore[assignment]
+        highest = raised
+        all_scores = all_scores + (scores,)  # type: ignore[assignment]
+    after = ()
+    for g in gl.static_range(c.GROUP):
+        m, total, acc = state[g]
+        base = gl.where(highest[g] == float("-inf"), 0.0, highest[g])
+        fade = gl.exp2(m - base)
+        after = after + ((highest[g], total * fade, acc * rows_of(fade, acc)[:, None]),)  # type: ignore[assignment]
+    for i in gl.static_range(COUNT):
+        both = warps_keys_of(ring, (used + i) % c.STAGES, c)
+        values = both.index(1).load(c.A).to(gl.float32)
+        added = ()
+        for g in gl.static_range(c.GROUP):
+            m, total, acc = after[g]
+            base = gl.where(m == float("-inf"), 0.0, m)
+            p = gl.exp2(all_scores[i][g] - base[:, None])
+            weighted = gl.sum(gl.expand_dims(p, 2) * values, 1)
+            added = added + ((m, total + gl.sum(p, 1), acc + weighted),)  # type: ignore[assignment]
+        after = added
+    release(ring, used, COUNT, c)
+    return after, used + COUNT
+
+
+@gluon.jit
+def rows_of(values, like):
+    """Give a number for each row to the threads that hold the row's elements."""
+    return gl.convert_layout(values, gl.SliceLayout(1, like.type.layout))
+
+
+@gluon.jit
+def merge_warps(ring, state, parts, logs, split, kv_head, c):
+    """Merge what the warps have, and write the split's result and its log-sum-exp in units of log2."""
+    for g in gl.static_range(c.GROUP):
+        m, total, acc = state[g]
+        ring.accs.index(g).store(acc)
+        ring.sums.index(2 * g).store(m)
+        ring.sums.index(2 * g + 1).store(total)
+    gl.thread_barrier()
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [1, CONSUMER_WARPS], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    d = gl.arange(0, c.D, layout=columns)
+    for g in gl.static_range(c.GROUP):
+        acc = ring.accs.index(g).load(layout)
+        m = ring.sums.index(2 * g).load(rows)
+        total = ring.sums.index(2 * g + 1).load(rows)
+        highest = gl.max(m, 0)
+        base = gl.where(highest == float("-inf"), 0.0, highest)
+        weight = gl.exp2(m - base)
+        whole = gl.sum(total * weight, 0)
+        merged = gl.sum(acc * weight[:, None], 0)
+        merged = merged * gl.where(whole == 0.0, 0.0, 1.0 / gl.where(whole == 0.0, 1.0, whole))
+        head = kv_head * c.GROUP + g
+        log = gl.where(
+            whole == 0.0, float("-inf"), base + gl.log2(gl.where(whole == 0.0, 1.0, whole))
+        )
+        line = split * c.HEADS + head
+        gl.store(parts + line * c.D + d, merged)
+        gl.store(logs + line, log)
+
+
+@gluon.constexpr_function
+def merge_layout(dim):
+    """Registers of parts [4, heads, dim]: all four in a thread, so that adding them up exchanges nothing."""
+    lanes = dim // 4
+    return gl.BlockedLayout([4, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0])
+
+
+@gluon.jit
+def combine(ring, parts, logs, position, c):
+    """Merge the splits of all heads and bring the result to shared memory."""
+    AT_ONCE: gl.constexpr = 4
+    layout: gl.constexpr = merge_layout(c.D)
+    plane: gl.constexpr = gl.SliceLayout(0, layout)
+    lines: gl.constexpr = gl.SliceLayout(2, layout)
+    heads: gl.constexpr = gl.SliceLayout(0, lines)
+    splits, _, _ = key_range(position, 0, c)
+    number = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, lines))[:, None]
+    head = gl.arange(0, c.HEADS, layout=heads)[None, :]
+    d = gl.arange(0, c.D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    m = gl.full([c.HEADS], float("-inf"), gl.float32, layout=heads)
+    total = gl.zeros([c.HEADS], gl.float32, layout=heads)
+    acc = gl.zeros([c.HEADS, c.D], gl.float32, layout=plane)
+    for start in range(0, splits, AT_ONCE):
+        exists = (start + number < splits) & (head >= 0)
+        line = (start + number) * c.HEADS + head
+        log = gl.load(logs + line, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        place = parts + gl.expand_dims(line, 2) * c.D + d
+        part = gl.load(place, mask=gl.expand_dims(exists, 2), other=0.0, cache_modifier=".cg")
+        new_m = gl.maximum(m, gl.max(log, 0))
+        base = gl.where(new_m == float("-inf"), 0.0, new_m)
+        weight = gl.exp2(log - base[None, :])
+        fade = gl.exp2(m - base)
+        total = total * fade + gl.sum(weight, 0)
+        acc = acc * rows_of(fade, acc)[:, None] + gl.sum(part * gl.expand_dims(weight, 2), 0)
+        m = new_m
+    mixed = (acc * rows_of(1.0 / total, acc)[:, None]).to(ring.x.dtype)
+    target = ring.x._reinterpret(
+        ring.x.dtype,
+        [ring.x.shape[0] * COLUMNS // (c.HEADS * c.D), c.HEADS, c.D],
+        gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
+    )
+    target.index(0).store(mixed)
+    gl.thread_barrier()

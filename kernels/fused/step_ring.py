@@ -1,0 +1,283 @@
+"""What the roles of the whole-step kernel share: its constants, the ring of shared memory, and the grid barrier.
+
+A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or as many bytes of keys and values. It
+has two barriers: `full` completes when its bytes have arrived, `empty` when they have been used. A role counts the
+stages it has used and finds place and phase in that count:
+
+    use n of a ring of S stages    stage n % S, phase (n // S) & 1
+
+Knows nothing of what is computed.
+"""
+# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+ROWS = gl.constexpr(8)
+"""Of weights in a part: one for each consuming warp."""
+COLUMNS = gl.constexpr(256)
+"""Of weights in a part: 16 bytes for each thread of a warp."""
+PRODUCER_WARPS = gl.constexpr(4)
+CONSUMER_WARPS = gl.constexpr(8)
+HEADS_DONE = gl.constexpr(32)
+"""Where among the counters the arrivals of those that attend are counted: in a line of its own."""
+
+FIELDS = (
+    "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
+)  # fmt: skip
+"""Of a layer in the table of addresses, in their order."""
+QKV, OUTPUT, GATE_UP, DOWN, INPUT_NORM, MLP_NORM, Q_NORM, K_NORM, QKV_BIAS, KEYS, VALUES = (
+    gl.constexpr(i) for i in range(len(FIELDS))
+)
+_NUM_FIELDS = gl.constexpr(len(FIELDS))
+
+
+@aggregate
+class StepConstants:
+    """What the kernel is compiled for.
+
+    Attributes:
+        LAYERS: of the model, as `HIDDEN`, `INNER`, `HEADS`, `KV_HEADS`, `D` and `VOCAB`.
+        GROUP: query heads of a key-value head.
+        BLOCK_SIZE: tokens of a block of the cache.
+        PARTS: of a stage.
+        STAGES: of the ring.
+        FLYING: stages that a program has asked memory for at once. With more, what the consumers ask for waits
+            behind them.
+        SPLITS: parts of a sequence that are attended side by side, at most.
+        LEAST: stages of keys of such a part, unless the sequence has fewer.
+        NORMS: whether queries and keys are normalised per head.
+        BIAS: whether the QKV projection has one.
+        OWN: tiles of ROWS numbers of the hidden state that a program computes, at most.
+        KEYS: keys, and values, of a stage.
+        HEAD_ROWS: heads of a key-value head, its key and its value, rounded up to a power of two.
+        W: registers of a part [ROWS, COLUMNS]: a row for each warp.
+        A: registers of keys [8, KEYS / 8, D]: the first index for each warp.
+    """
+
+    LAYERS: gl.constexpr
+    HIDDEN: gl.constexpr
+    INNER: gl.constexpr
+    HEADS: gl.constexpr
+    KV_HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    D: gl.constexpr
+    VOCAB: gl.constexpr
+    BLOCK_SIZE: gl.constexpr
+    PARTS: gl.constexpr
+    STAGES: gl.constexpr
+    FLYING: gl.constexpr
+    SPLITS: gl.constexpr
+    LEAST: gl.constexpr
+    NORMS: gl.constexpr
+    BIAS: gl.constexpr
+    OWN: gl.constexpr
+    KEYS: gl.constexpr
+    HEAD_ROWS: gl.constexpr
+    W: gl.constexpr
+    A: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, SPLITS,
+        LEAST, NORMS, BIAS, OWN,
+    ) -> None:  # fmt: skip
+        self.LAYERS = gl.constexpr(LAYERS)
+        self.HIDDEN = gl.constexpr(HIDDEN)
+        self.INNER = gl.constexpr(INNER)
+        self.HEADS = gl.constexpr(HEADS)
+        self.KV_HEADS = gl.constexpr(KV_HEADS)
+        self.GROUP = gl.constexpr(HEADS // KV_HEADS)
+        self.D = gl.constexpr(D)
+        self.VOCAB = gl.constexpr(VOCAB)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.PARTS = gl.constexpr(PARTS)
+        self.STAGES = gl.constexpr(STAGES)
+        self.FLYING = gl.constexpr(FLYING)
+        self.SPLITS = gl.constexpr(SPLITS)
+        self.LEAST = gl.constexpr(LEAST)
+        self.NORMS = gl.constexpr(NORMS)
+        self.BIAS = gl.constexpr(BIAS)
+        self.OWN = gl.constexpr(OWN)
+        self.KEYS = gl.constexpr(PARTS * ROWS.value * COLUMNS.value // 2 // D)
+        self.HEAD_ROWS = gl.constexpr(1 << (HEADS // KV_HEADS + 1).bit_length())
+        self.W = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
+        lanes = D // 8
+        keys = max(1, self.KEYS.value // 8 // (32 // lanes))
+        self.A = gl.constexpr(
+            gl.BlockedLayout([1, keys, 8], [1, 32 // lanes, lanes], [8, 1, 1], [2, 1, 0])
+        )
+
+
+@aggregate
+class Ring:
+    """Shared memory and its barriers.
+
+    Attributes:
+        data: [STAGES, PARTS * ROWS * COLUMNS].
+        full: [STAGES, 1], as is `empty`.
+        x: [inputs / 256, 256] what a linear layer multiplies.
+        heads: [HEAD_ROWS, D] queries, key and value of the step's token.
+        accs: [GROUP, 8, D] float32, each warp's share of attention.
+        sums: [2 * GROUP, 8] float32, its maximum and total.
+    """
+
+    data: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    heads: gl.shared_memory_descriptor
+    accs: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, data, full, empty, x, heads, accs, sums) -> None:
+        self.data = data
+        self.full = full
+        self.empty = empty
+        self.x = x
+        self.heads = heads
+        self.accs = accs
+        self.sums = sums
+
+
+@gluon.jit
+def make_ring(dtype: gl.constexpr, INPUTS: gl.constexpr, c):
+    """Allocate the ring and set up its barriers."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    data = gl.allocate_shared_memory(dtype, [c.STAGES, c.PARTS * ROWS * COLUMNS], flat)
+    x = gl.allocate_shared_memory(dtype, [INPUTS // COLUMNS, COLUMNS], flat)
+    plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    heads = gl.allocate_shared_memory(dtype, [c.HEAD_ROWS, c.D], flat)
+    accs = gl.allocate_shared_memory(gl.float32, [c.GROUP, 8, c.D], plane)
+    sums = gl.allocate_shared_memory(gl.float32, [2 * c.GROUP, 8], flat)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
+    empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
+    for i in gl.static_range(c.STAGES):
+        # Each thread of the producer arrives when its own copies have.
+        mbarrier.init(full.index(i), count=PRODUCER_WARPS * 32)
+        mbarrier.init(empty.index(i), count=1)
+    gl.thread_barrier()
+    return Ring(data, full, empty, x, heads, accs, sums)
+
+
+@gluon.jit
+def parts_of(ring, stage, c):
+    """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return ring.data.index(stage)._reinterpret(ring.data.dtype, [c.PARTS, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def keys_of(ring, stage, c):
+    """View a stage as keys and values, [2, KEYS, D]."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return ring.data.index(stage)._reinterpret(ring.data.dtype, [2, c.KEYS, c.D], layout)
+
+
+@gluon.jit
+def warps_keys_of(ring, stage, c):
+    """View a stage as the keys and values of each warp, [2, 8, KEYS / 8, D]."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return ring.data.index(stage)._reinterpret(ring.data.dtype, [2, 8, c.KEYS // 8, c.D], layout)
+
+
+@gluon.jit
+def wait_full(ring, used, c):
+    """Wait for the bytes of use number `used`; returns the stage."""
+    stage = used % c.STAGES
+    mbarrier.wait(ring.full.index(stage), (used // c.STAGES) & 1)
+    return stage
+
+
+@gluon.jit
+def release(ring, used, COUNT: gl.constexpr, c):
+    """Give stages back, from use number `used` on, when all consumers have read them."""
+    gl.thread_barrier()
+    for i in gl.static_range(COUNT):
+        mbarrier.arrive(ring.empty.index((used + i) % c.STAGES), count=1)
+
+
+@gluon.jit
+def wait_empty(ring, used, c):
+    """Wait for room for use number `used`; returns the stage."""
+    stage = used % c.STAGES
+    mbarrier.wait(ring.empty.index(stage), ((used // c.STAGES) & 1) ^ 1)
+    return stage
+
+
+@gluon.jit
+def sent(ring, stage, c):
+    """Let the stage be full when this thread's copies have arrived, and wait until few are on their way."""
+    async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
+    async_copy.commit_group()
+    async_copy.wait_group(c.FLYING - 1)
+
+
+@gluon.jit
+def address(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr):
+    """Look up where a tensor of a layer lies."""
+    place = gl.load(table + layer * _NUM_FIELDS + FIELD)
+    return place.to(gl.pointer_type(dtype))
+
+
+@gluon.jit
+def key_range(past, split, c):
+    """The stages of keys of a split.
+
+    Returns:
+        (splits, first stage, last stage + 1); a split past the last has none.
+    """
+    stages = (past + c.KEYS - 1) // c.KEYS
+    splits = gl.minimum(gl.maximum((stages + c.LEAST - 1) // c.LEAST, 1), c.SPLITS)
+    each = gl.maximum((stages + splits - 1) // splits, 1)
+    splits = gl.maximum((stages + each - 1) // each, 1)
+    return splits, gl.minimum(split * each, stages), gl.minimum((split + 1) * each, stages)
+
+
+@gluon.jit
+def arrive_grid(counter):
+    """Count this program in, when all that its consumers have written can be seen."""
+    gl.thread_barrier()
+    gl.inline_asm_elementwise(
+        """{ .reg .pred first; .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first red.release.gpu.global.add.u32 [$1], 1;
+        mov.u32 $0, 0; }""",
+        "=r,l",
+        [counter.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_grid(counter, arrivals):
+    """Wait for so many arrivals since the launch; what is loaded then must pass the first-level cache by.
+
+    One thread asks: more would delay the others' arrivals.
+    """
+    gl.inline_asm_elementwise(
+        """{ .reg .pred first, early; .reg .u32 thread, seen;
+        mov.u32 $0, 0;
+        mov.u32 thread, %tid.x;
+        setp.ne.u32 first, thread, 0;
+        @first bra done;
+        again:
+        ld.acquire.gpu.global.u32 seen, [$1];
+        setp.lt.u32 early, seen, $2;
+        @early bra again;
+        done: }""",
+        "=&r,l,r",
+        [counter.to(gl.int64), arrivals],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.thread_barrier()

@@ -1,0 +1,167 @@
+"""A decode step of one sequence in one launch: from its last token to the next one.
+
+Small models are over sooner than their launches: the kernels of a layer wait for each other longer than memory sends
+their weights. Here each SM has one program that stays for the whole step. Its producer streams weights through shared
+memory without a pause, its consumers meet those of the others at a barrier where layers depend on each other.
+
+Knows nothing of sequences or sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.fused.step_consume import consume
+from kernels.fused.step_produce import produce
+from kernels.fused.step_ring import FIELDS, HEADS_DONE, ROWS, StepConstants, make_ring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.step_ops import StepWeights
+
+MOST_PROGRAMS: Final = 256
+_PARTS: Final = 4
+_STAGES: Final = 12
+"""192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
+_MOST_SPLITS: Final = 8
+_LEAST_STAGES: Final = 2
+_LITTLE_HIDDEN: Final = 1024
+"""Up to this size a layer waits for other programs more often than for memory."""
+
+
+@gluon.jit
+def whole_step(
+    table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, qkv, inner, parts, logs, best,
+    counters, logits, tokens, drawn, eps, scale,
+    LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    FLYING: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, NORMS: gl.constexpr, BIAS: gl.constexpr,
+    OWN: gl.constexpr,
+):  # fmt: skip
+    """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
+
+    Args:
+        table: [LAYERS, fields] int64, addresses of what `step_ring.FIELDS` names.
+        ids: as `drawn`, in the door; likewise `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`.
+        hidden: [HIDDEN], which stays with the program that writes it, as do the others up to `best`.
+        qkv: [(HEADS + 2 * KV_HEADS) * D].
+        inner: [INNER].
+        parts: [SPLITS, HEADS, D] float32.
+        logs: [SPLITS, HEADS] float32.
+        best: [MOST_PROGRAMS] int64.
+        counters: [2 * HEADS_DONE] int32, 0 before and after a launch.
+        eps: of all norms.
+        scale: of the scores, in units of log2.
+    """
+    c = StepConstants(
+        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, SPLITS, LEAST, NORMS, BIAS,
+        OWN,
+    )  # fmt: skip
+    INPUTS: gl.constexpr = max(INNER, HEADS * D)
+    ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
+    room = (hidden, qkv, inner, parts, logs, best)
+    gl.warp_specialize([
+        (consume, (
+            ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counters, logits, tokens, drawn, eps,
+            scale, c,
+        )),
+        (produce, (ring, table, head, positions, block_table, c)),
+    ], [4], [40])  # fmt: skip
+
+
+class StepKernel:
+    """Whole steps of a model over one cache; arguments as in the door's `WholeStep`."""
+
+    def __init__(self, weights: StepWeights, caches: tuple[Tensor, ...], num_sms: int) -> None:
+        shape, device = weights.shape, weights.embedding.device
+        dtype = weights.embedding.dtype
+        queries = shape.num_heads * shape.head_dim
+        keys = shape.num_kv_heads * shape.head_dim
+        splits = min(_MOST_SPLITS, num_sms // shape.num_kv_heads)
+        self._weights = weights
+        self._caches = caches  # their addresses are in the table
+        self._grid = (num_sms,)
+        self._table = torch.tensor(addresses(weights, caches), dtype=torch.int64).to(device)
+
+        def empty(size: int, kind: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=kind, device=device)
+
+        self._room = (
+            empty(shape.hidden_size, dtype),
+            empty(queries + 2 * keys, dtype),
+            empty(shape.inner_size, dtype),
+            empty(splits * queries, torch.float32),
+            empty(splits * shape.num_heads, torch.float32),
+            empty(MOST_PROGRAMS, torch.int64),
+        )
+        self._counters = torch.zeros(2 * HEADS_DONE.value, dtype=torch.int32, device=device)
+        first = weights.layers[0]
+        self._constants: dict[str, Any] = {
+            "LAYERS": len(weights.layers),
+            "HIDDEN": shape.hidden_size,
+            "INNER": shape.inner_size,
+            "HEADS": shape.num_heads,
+            "KV_HEADS": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "VOCAB": len(weights.head),
+            "BLOCK_SIZE": caches[0].shape[2],
+            "PARTS": _PARTS,
+            "STAGES": _STAGES,
+            "FLYING": 1 if shape.hidden_size <= _LITTLE_HIDDEN else 2,
+            "SPLITS": splits,
+            "LEAST": _LEAST_STAGES,
+            "NORMS": first.q_norm is not None,
+            "BIAS": first.qkv_bias is not None,
+            "OWN": -(-shape.hidden_size // (ROWS.value * num_sms)),
+            "num_warps": 8,
+            "launch_cooperative_grid": True,
+        }
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        rope: tuple[Tensor, Tensor],
+        logits: Tensor,
+        tokens: Tensor,
+        drawn: Tensor,
+    ) -> None:
+        """Launch a step."""
+        weights = self._weights
+        whole_step[self._grid](
+            self._table,
+            weights.embedding,
+            weights.norm,
+            weights.head,
+            ids,
+            positions,
+            slots,
+            block_table,
+            *rope,
+            *self._room,
+            self._counters,
+            logits,
+            tokens,
+            drawn,
+            weights.shape.eps,
+            weights.shape.softmax_scale * math.log2(math.e),
+            **self._constants,
+        )
+
+
+def addresses(weights: StepWeights, caches: tuple[Tensor, ...]) -> list[list[int]]:
+    """Return the rows of the table, 0 for what a layer does not have."""
+    rows = []
+    for layer, kv in zip(weights.layers, caches, strict=True):
+        tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
+        found = (tensors[name] for name in FIELDS)
+        rows.append([0 if tensor is None else tensor.data_ptr() for tensor in found])
+    return rows
