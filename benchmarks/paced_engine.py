@@ -31,7 +31,8 @@ from server.engine.standard_input import end_with_parent
 _NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
     peak_tflops=0.0, dtype="none", weight_dtype="none", kv_dtype="none",
-    num_heads=1, num_kv_heads=1, head_dim=1, block_size=1, phases=[],
+    num_heads=1, num_kv_heads=1, head_dim=1, one_sequence="",
+    block_size=1, phases=[],
 )  # fmt: skip
 _LIMIT = 1 << 20
 _FIRST_TOKEN, _TOKENS = 300, 1000

@@ -134,6 +134,7 @@ class Explanation:
         num_kv_heads: key-value heads.
         head_dim: elements.
         block_size: tokens of a cache block; None for packed keys and values.
+        one_sequence: how a decode step of one sequence is computed.
         phases: what runs.
     """
 
@@ -151,6 +152,7 @@ class Explanation:
     num_kv_heads: int
     head_dim: int
     block_size: int | None
+    one_sequence: str
     phases: tuple[PhasePlan, ...]
 
 
@@ -160,6 +162,7 @@ def explain(
     max_context: int,
     registry: Sequence[KernelSpec] = REGISTRY,
     weight_dtype: str | None = None,
+    one_sequence: str = "layer by layer",
 ) -> Explanation:
     """Plan the attention of one model.
 
@@ -169,6 +172,7 @@ def explain(
         max_context: longest sequence of the model, tokens; longer examples are cut to it.
         registry: rows, most preferred first.
         weight_dtype: of the layers' matrices where they are quantised, to be told.
+        one_sequence: how a decode step of one sequence is computed, likewise.
 
     Raises:
         NoKernelError: no row accepts one of the problems; lists every reason.
@@ -189,6 +193,7 @@ def explain(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=shape.block_size,
+        one_sequence=one_sequence,
         phases=tuple(_explain_phase(problem, arch, max_context, registry) for problem in problems),
     )
 

@@ -36,7 +36,8 @@ def render(explanation: Explanation, model: str) -> str:
     lines = [_processor(explanation), _shape(explanation, model), _LEGEND, "", *_table(rows), ""]
     for phase in explanation.phases:
         lines += _reasons(phase)
-    return "\n".join(lines)
+    one = f"one sequence is decoded {explanation.one_sequence}"
+    return "\n".join([*lines, *textwrap.wrap(one, WIDTH, subsequent_indent=" " * 8)])
 
 
 def _processor(plan: Explanation) -> str:

@@ -98,7 +98,7 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
     }
     odd = next((f"a {name} of {size}" for name, size in sizes.items() if size % _ALIGNMENT), "")
     checks = (
-        (arch.sm == _HOPPER, f"sm_{_HOPPER}", f"sm_{arch.sm}"),
+        (arch.sm == _HOPPER, f"sm_{_HOPPER}", "a CPU" if arch.is_cpu else f"sm_{arch.sm}"),
         (dtype in _DTYPES, "bfloat16 and float16", str(dtype).removeprefix("torch.")),
         (shape.head_dim in _HEAD_DIMS, f"head dims {_HEAD_DIMS}", f"{shape.head_dim}"),
         (

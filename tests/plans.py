@@ -39,6 +39,7 @@ PLAN = PlanReport(
     num_kv_heads=2,
     head_dim=64,
     block_size=16,
+    one_sequence="in one launch",
     phases=[
         PhasePlan(
             phase="prefill",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels.explain import Explanation, explain
+from model.whole_step import why_not
 
 if TYPE_CHECKING:
     from kernels import GPUArch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 def explain_model(
     model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None = None
 ) -> Explanation:
-    """Explain the attention of every phase and kind of layer.
+    """Explain the attention of every phase and kind of layer, and how one sequence is decoded.
 
     Args:
         model: on any device; a model on `meta` has no weights and will do.
@@ -27,9 +28,11 @@ def explain_model(
     """
     problems = model.attention_problems(block_size, kv_dtype)
     weights = model.weight_dtype
+    reason = why_not(model, arch, kv_dtype)
     return explain(
         problems,
         arch,
         model.config.max_context,
         weight_dtype=None if weights is None else str(weights).removeprefix("torch."),
+        one_sequence=f"layer by layer; {reason}" if reason else "in one launch",
     )

@@ -70,6 +70,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     block_size: int | None
+    one_sequence: str
     phases: list[PhasePlan]
 
     def __str__(self) -> str:

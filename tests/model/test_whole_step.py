@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from kernels.arch import CATALOGUE
 from kernels.step_ops import StepShape, objection
 from model.config import ModelConfig, RopeConfig
 from model.decoder import DecoderLM
@@ -52,6 +53,7 @@ def test_an_objection_names_the_value_and_the_limit(change, message):
 
 def test_dtypes_and_gpus_without_the_kernel_are_named():
     assert "not float32" in objection(QWEN, torch.float32, HOPPER)
+    assert "not a CPU" in objection(QWEN, torch.bfloat16, CATALOGUE["cpu"])
     assert "not sm_80" in objection(QWEN, torch.bfloat16, ARCHES[80])
 
 
