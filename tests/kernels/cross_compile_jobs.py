@@ -17,8 +17,15 @@ from kernels.tuning import tuned_launches
 
 ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.sm >= 80}
 SAMPLED_HEAD_DIMS = frozenset({64, 80, 256})
-"""Of float16: its code differs from bfloat16's in the type of the instructions only."""
+"""Of float16, whose code differs from bfloat16's in the type of the instructions only, and of float32."""
 _HEADS = 32, 8
+_FIRST_TO_LAST = (90, 89, 80, 100, 120, 86)
+_TENSOR_CORES = (90, 89, 100)
+"""One for each kind of tensor cores: wgmma, mma.sync, tcgen05."""
+_READ_FP8 = (89, 90)
+"""Compute capabilities that all head dims over an FP8 cache are compiled for; the others convert as they do."""
+_RELATIVES = {86: 89, 120: 89}
+"""Compute capabilities with the instructions that we use, the registers and the shared memory of another one."""
 _LONGEST = 1 << 30
 
 
@@ -114,6 +121,23 @@ def jobs_for(sm: int) -> list[Job]:
     return list({dataclasses.replace(job, name=""): job for job in reversed(jobs)}.values())[::-1]
 
 
+def distinct_jobs() -> list[Job]:
+    """List what is compiled for all architectures, without what is known from another one.
+
+    What is special about a problem, and float16, are compiled once for each kind of tensor cores; float32, which uses
+    none, once. A launch that sm_89 has too is as good on its relatives: they have its registers and shared memory.
+    """
+    found: dict[Job, Job] = {}
+    for sm in _FIRST_TO_LAST:
+        for job in jobs_for(sm):
+            special = job.name not in ("", "safe default") or job.problem.dtype == "float16"
+            if special and sm not in _TENSOR_CORES:
+                continue
+            kind = 0 if job.problem.dtype == "float32" else _RELATIVES.get(sm, sm)
+            found.setdefault(dataclasses.replace(job, sm=kind, name=""), job)
+    return list(found.values())
+
+
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the rows of the registry that launch kernels of ours on a compute capability."""
     ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
@@ -132,7 +156,7 @@ def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
     jobs = []
     for dtype in DTYPES:
         for head_dim in sorted(spec.head_dims or ()):
-            if dtype in spec.dtypes and (dtype != "float16" or head_dim in SAMPLED_HEAD_DIMS):
+            if dtype in spec.dtypes and (dtype == "bfloat16" or head_dim in SAMPLED_HEAD_DIMS):
                 asked = problem(spec.phase, dtype, head_dim, **fixed_fields(spec))
                 jobs += [_job(sm, spec, asked, launch) for launch in _launches(spec, asked, sm)]
     assert spec.launch is not None
@@ -185,7 +209,7 @@ def _quantised(spec: KernelSpec, sm: int) -> list[Job]:
         (problem(spec.phase, dtype, head_dim, kv_dtype=FP8), "")
         for head_dim in sorted(spec.head_dims or ())
         for dtype in sorted(spec.quantised.dtypes)
-        if dtype != "float16" or head_dim in SAMPLED_HEAD_DIMS
+        if head_dim in SAMPLED_HEAD_DIMS or (dtype == "bfloat16" and sm in _READ_FP8)
     ]
     fields = {"sliding_window": 1000, "softcap": 30.0, "lse": True, "num_heads": 24}
     fields |= {"max_query_tokens": 8} if spec.phase is Phase.DECODE else {}

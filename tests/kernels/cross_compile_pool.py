@@ -37,7 +37,8 @@ class Worker:
         """Compile a job; a process that dies of it is an answer too."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._arguments],
+                # A compiler waits while anything else wants the processor.
+                ["nice", "-n", "19", sys.executable, "-m", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

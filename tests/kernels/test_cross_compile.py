@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kernels.plan import Phase
-from tests.kernels.cross_compile_jobs import ARCHES, Job, jobs_for
+from tests.kernels.cross_compile_jobs import ARCHES, Job, distinct_jobs
 from tests.kernels.cross_compile_pool import Pool
 from tests.kernels.triton_interpreter import HAS_TRITON
 
@@ -28,7 +28,7 @@ BULK_COPIES = {
 """Rows whose loads are the tensor memory accelerator's, some by a warp of its own: what they must use."""
 ROW_SHUFFLES = 32
 """For maxima and sums of rows. Weights in FP8 that moved to other threads would take hundreds more."""
-JOBS = [job for sm in ARCHES for job in jobs_for(sm)]
+JOBS = distinct_jobs()
 
 
 def family(job: Job) -> str | None:
@@ -83,18 +83,6 @@ def _fp8_faults(facts: dict[str, Any]) -> list[str]:
         moves = {name: ptx.get(name, 0) for name in ("shfl.sync", "prmt.b32")}
         found.append(f"moves weights between threads or bytes: {moves}")
     return found
-
-
-@pytest.fixture(scope="module")
-def answers(request):
-    """Compile the jobs of the selected tests, in their order, while the tests wait for each in turn."""
-    selected = [item.callspec.params["job"] for item in request.session.items if _has_job(item)]
-    with Pool(2, request.config.cache.mkdir("triton")) as pool:
-        yield {job: pool.submit(job) for job in selected}
-
-
-def _has_job(item) -> bool:
-    return "job" in getattr(getattr(item, "callspec", None), "params", {})
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)

@@ -15,7 +15,6 @@ from kernels.linear_plan import LinearChoice, LinearKernel, LinearProblem, selec
 from kernels.quantised import FP8
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.cross_compile_jobs import ARCHES
-from tests.kernels.cross_compile_pool import Pool
 from tests.kernels.fused_compile_worker import STEPS, FusedJob
 from tests.kernels.triton_interpreter import HAS_TRITON
 
@@ -186,22 +185,9 @@ def load_faults(job: FusedJob, choice: LinearChoice, sass: dict[str, int]) -> li
     return found
 
 
-@pytest.fixture(scope="module")
-def answers(request):
-    """Compile the jobs of the selected tests, in their order, while the tests wait for each in turn."""
-    selected = [
-        item.callspec.params["job"]
-        for item in request.session.items
-        if isinstance(getattr(getattr(item, "callspec", None), "params", {}).get("job"), FusedJob)
-    ]
-    cache = request.config.cache.mkdir("triton")
-    with Pool(2, cache, "tests.kernels.fused_compile_worker") as pool:
-        yield {str(job): pool.submit(job) for job in selected}
-
-
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_fused_kernel_compiles_without_spills_and_loads_widely(job, answers):
-    found = faults(job, answers[str(job)].result())
+    found = faults(job, answers[job].result())
 
     assert not found, f"{job}: {'; '.join(found)}"
 
