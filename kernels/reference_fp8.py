@@ -2,8 +2,10 @@
 
     per_tensor      one scale for all queries, all keys and all values: the plainest way, to compare with
     block_scaled    what `hopper_fp8_prefill` does, step by step, rounded where it rounds
+    score_units     how coarsely Hopper's tensor cores sum a score in FP8
 
-Sums are in `dtype`, without the errors of an accumulator. Knows nothing of how a kernel is written.
+Sums of the first two are in `dtype`, without the errors of an accumulator. Knows nothing of how a kernel is
+written.
 """
 
 from __future__ import annotations
@@ -15,6 +17,13 @@ from torch import Tensor
 
 LARGEST = 448.0
 """The largest number of e4m3."""
+_PRODUCTS = 32
+TERMS = _PRODUCTS + 1
+"""What one matrix instruction adds up: products, and the sum so far."""
+_KEPT = 13
+"""Binary digits that such a sum keeps of a term, behind the first of the largest."""
+_ROOM = 1 << 25
+"""Products held at a time."""
 
 
 def per_tensor(
@@ -102,6 +111,27 @@ def block_scaled(
     return (acc / _divisor(total)).transpose(0, 1), lse.T
 
 
+def score_units(q: Tensor, k: Tensor) -> Tensor:
+    """Find how coarsely Hopper's tensor cores sum the scores of queries and keys in FP8.
+
+    Of `TERMS` terms, 32 products and what the sum was before them, each is cut at 2^-13 of the power of two in
+    the largest: a unit. Cut terms have either sign, so what is lost goes like a random walk: most often less
+    than sqrt(TERMS) units of less than one each.
+
+    Args:
+        q: [..., m, D] float32, numbers of e4m3; D is a multiple of 32.
+        k: [..., n, D], likewise.
+
+    Returns:
+        The sum of each score's units, [..., m, n] float32.
+
+    Source: "DeepSeek-V3 Technical Report", 2024, section 3.5.2, for the cut; Zhang et al., "SageAttention2",
+    2024, for the 13 digits.
+    """
+    rows = max(1, _ROOM // (k[..., 0].numel() * _PRODUCTS))
+    return torch.cat([_units_of_rows(part, k) for part in torch.split(q, rows, -2)], -2)
+
+
 def to_e4m3(x: Tensor) -> Tensor:
     """Round to the nearest number of e4m3, the largest for what is larger; in the dtype of `x`."""
     # By way of float32, as the hardware rounds.
@@ -112,6 +142,20 @@ def _scaled(x: Tensor, largest: Tensor) -> Tensor:
     """Round after division by a scale that makes `largest` the largest number, and multiply again."""
     scale = largest.clamp(min=1e-12) / LARGEST
     return to_e4m3(x / scale) * scale
+
+
+def _units_of_rows(q: Tensor, k: Tensor) -> Tensor:
+    """As `score_units`, all rows at once."""
+    total = torch.zeros((), device=q.device)
+    units = torch.zeros((), device=q.device)
+    for first in range(0, q.shape[-1], _PRODUCTS):
+        part = slice(first, first + _PRODUCTS)
+        products = q[..., :, None, part] * k[..., None, :, part]
+        before, total = total, total + products.sum(-1)
+        largest = torch.maximum(products.abs().amax(-1), torch.maximum(before.abs(), total.abs()))
+        # Of no largest the sign is 0, and so is the unit.
+        units = units + torch.ldexp(largest.sign(), largest.frexp().exponent - 1 - _KEPT)
+    return units
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

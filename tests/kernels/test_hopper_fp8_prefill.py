@@ -262,3 +262,23 @@ def test_over_16384_keys_with_outliers_block_scales_are_2_5_times_as_exact_as_on
         squares["blocks"] += rmse(blocks, truth) ** 2
 
     assert math.sqrt(squares["plain"] / squares["blocks"]) >= 2.5
+
+
+def test_the_units_of_a_score_are_those_of_the_largest_term_of_each_instruction():
+    """Of 64 elements, the first 32 products make 33 or 0, to which the others add 8."""
+    q, k = torch.ones(2, 64), torch.zeros(1, 64)
+    k[0, :32], k[0, 0], k[0, 32:] = 1.0, 2.0, 0.25
+    q[1, :32] = 0.0
+
+    units = reference_fp8.score_units(q, k)
+
+    assert units.tolist() == [[(32 + 32) * 2.0**-13], [8 * 2.0**-13]]
+
+
+def test_slices_of_queries_give_the_units_of_all_together(monkeypatch):
+    q, k = (reference_fp8.to_e4m3(torch.randn(3, n, 128)) for n in (7, 5))
+    together = reference_fp8.score_units(q, k)
+
+    monkeypatch.setattr(reference_fp8, "_ROOM", 2 * 3 * 5 * 32)
+
+    assert torch.equal(reference_fp8.score_units(q, k), together)
