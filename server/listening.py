@@ -38,7 +38,8 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 
 def _bind(family: int, address: object, *, shared: bool = False) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Named, or asyncio takes it for no TCP and lets small writes wait for the acknowledgement of those before.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:

@@ -1,0 +1,35 @@
+"""Connections that are accepted send small writes at once, whatever event loop accepts them."""
+
+import asyncio
+import socket
+
+import pytest
+
+from server.listening import listen
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_listener_says_that_it_is_tcp(count):
+    for listener in listen("127.0.0.1", 0, count):
+        assert listener.proto == socket.IPPROTO_TCP
+        listener.close()
+
+
+def test_a_write_does_not_wait_for_the_acknowledgement_of_the_one_before():
+    async def accept():
+        seen = asyncio.get_running_loop().create_future()
+
+        async def serve(_, writer):
+            accepted = writer.get_extra_info("socket")
+            seen.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        (listener,) = listen("127.0.0.1", 0)
+        server = await asyncio.start_server(serve, sock=listener)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        no_delay = await asyncio.wait_for(seen, 10)
+        writer.close()
+        server.close()
+        return no_delay
+
+    assert asyncio.run(accept()) != 0
