@@ -25,7 +25,7 @@ from kernels.token_ops import (
     draw_tokens,
     has_kernels,
 )
-from model.logprobs import log_softmax
+from model.logprobs import chosen_logprobs, log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
 from model.transfer import Download, upload
 
@@ -138,13 +138,18 @@ class DeviceDraw:
         """Send the host what `_with_logprobs` takes for each row that asks."""
         if not self._wanted:
             return None
-        at = _indices(self._wanted, self._logits.device)
-        logits = self._logits[at].float()
+        logits, tokens = self._logits, self.tokens
+        if len(self._wanted) < len(self._rows):
+            at = _indices(self._wanted, logits.device)
+            logits, tokens = logits[at], tokens[at]
         count = min(max(self._rows[i].top_logprobs for i in self._wanted), logits.shape[1])
+        if count == 0:
+            return Download(chosen_logprobs(logits, tokens).double()[:, None])
+        logits = logits.float()
         logprobs = log_softmax(logits)
         keys = _ranking_keys(logits.amax(-1, keepdim=True) - logits)
         top = keys.topk(count, dim=-1, largest=False, sorted=True).values & _ID_MASK
-        drawn = logprobs.gather(1, self.tokens[at][:, None])
+        drawn = logprobs.gather(1, tokens[:, None])
         # Float64 holds every id and every float32 exactly, so that one transfer brings them all.
         columns = (drawn, top, logprobs.gather(1, top))
         return Download(torch.cat([column.double() for column in columns], dim=1))

@@ -17,6 +17,7 @@ import torch
 
 from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
 from kernels.compile_ahead import compile_ahead
+from model.logprobs import chosen_logprobs
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import NOT_FINITE, SampledToken, SamplingRow, TokenHistory
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from server.engine.sequence import Sequence
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput
+    from server.engine.step_graph import Computed
 
 log = logging.getLogger("tessera.engine")
 
@@ -100,18 +102,40 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _MostLikely:
-    """A step whose recording has chosen the tokens."""
+    """A step whose recording has chosen the tokens.
+
+    Attributes:
+        tokens: of its recordings.
+        logprobs: theirs, where any row asks.
+        wanted: whether each row asks.
+    """
 
     tokens: list[Download]
+    logprobs: list[Download]
+    wanted: list[bool]
     feeds_next: bool = True
 
     def result(self) -> StepResult:
         tokens: list[int] = [token for part in self.tokens for token in part.read().tolist()]
+        logprobs: list[float | None] = [None] * len(tokens)
+        if self.logprobs:
+            found = [value for part in self.logprobs for value in part.read().tolist()]
+            logprobs = [
+                value if wanted else None for value, wanted in zip(found, self.wanted, strict=True)
+            ]
         sampled = [
-            SampledToken(token) if token >= 0 else SampledToken(error=NOT_FINITE)
-            for token in tokens
+            SampledToken(token, logprob) if token >= 0 else SampledToken(error=NOT_FINITE)
+            for token, logprob in zip(tokens, logprobs, strict=True)
         ]
         return StepResult(sampled, {})
+
+
+def _most_likely(computed: list[Computed], wanted: list[bool]) -> _MostLikely:
+    """Send the host what recordings have chosen, with log-probabilities where a row wants its own."""
+    logprobs = []
+    if any(wanted):
+        logprobs = [Download(chosen_logprobs(part.logits, part.tokens)) for part in computed]
+    return _MostLikely([Download(part.tokens) for part in computed], logprobs, wanted)
 
 
 class ModelRunner:
@@ -205,7 +229,7 @@ class ModelRunner:
             if not sampling:
                 return _Sampled(None, {}, feeds_next=True)
             if all(s.sequence.takes_most_likely for s in sampling):
-                return _MostLikely([Download(part.tokens) for part in computed])
+                return _most_likely(computed, [s.sequence.sampling.logprobs for s in sampling])
             rows = [self._sampling_row(s.sequence) for s in sampling]
             logits = [part.logits for part in computed]
             return self._draw(logits[0] if len(logits) == 1 else torch.cat(logits), rows, {})

@@ -68,13 +68,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_most_likely(self) -> bool:
-        """Whether each token is the most likely one by the scores as they are, and nothing but its id is wanted."""
+        """Whether each token is the most likely one by the scores as they are, and no others are to be told of."""
         plain = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (
             1,
             0,
             0,
         )
-        wants_more = self.logprobs or self.top_logprobs or self.min_new_tokens
+        wants_more = self.top_logprobs or self.min_new_tokens
         return self.temperature == 0 and plain and not wants_more
 
 

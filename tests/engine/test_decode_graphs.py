@@ -83,6 +83,26 @@ def test_tokens_are_those_of_steps_without_recordings(checkpoint):
     assert_all_free(engine)
 
 
+def test_log_probabilities_of_the_most_likely_tokens_need_no_step_without_a_recording(checkpoint):
+    prompts = [[5, 6, 7, 8], [9], [10, 11]]
+    recorder = Again()
+
+    def found(engine):
+        requests = [greedy(i, prompt, 20, logprobs=i != 1) for i, prompt in enumerate(prompts)]
+        return [
+            [(event.token_id, event.logprob) for event in events]
+            for events in engine.generate(requests)
+        ]
+
+    expected = found(make_engine(checkpoint))
+    engine = recording_engine(checkpoint, recorder)
+    before = recorder.runs
+
+    assert found(engine) == expected
+    assert recorder.runs - before >= 20
+    assert [all(p is None for _, p in events) for events in expected] == [False, True, False]
+
+
 def test_preempted_sequences_find_their_new_blocks_in_the_recording(checkpoint):
     rng = random.Random(2)
     prompts = [random_prompt(rng, 20, 40) for _ in range(8)]
