@@ -1,48 +1,47 @@
-"""The measured tables of docs/kernels.md, made from the newest committed result of each phase.
+"""The measured tables of docs/kernels.md, each made from the newest committed result that has rows of it.
 
 Knows the result files of `benchmarks.attention` and nothing else.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.attention_report import best_prefill, fa2, prefill_pairs, size
 
+Row: TypeAlias = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 _NOTHING = "Nothing has been measured on a GPU yet: `python -m benchmarks.attention`."
 
 
 def attention_table(folder: Path = RESULTS) -> str:
-    """Markdown: prefill and decode beside their peers, each with where it was measured.
+    """Markdown: prefill and decode beside their peers, each table with where it was measured.
 
     Args:
         folder: of the result files.
     """
-    parts = []
-    for phase, table in (("prefill", _prefill), ("decode", _decode)):
-        result = _newest(folder, phase)
-        if result is not None:
-            parts.append(table(result) + _source(result))
-    return "\n".join("\n".join(part) for part in parts) if parts else _NOTHING
+    results = [json.loads(path.read_text()) for path in folder.glob("*-attention-*.json")]
+    results = [it for it in results if it["topic"] == "attention" and "ceilings" in it]
+    results.sort(key=lambda result: str(result["date"]), reverse=True)
+    tables = []
+    for belongs, table in _TABLES:
+        rows = ([row for row in result["rows"] if belongs(row)] for result in results)
+        found = next(((it, some) for it, some in zip(results, rows, strict=True) if some), None)
+        if found is not None:
+            tables.append((found[0], table(found[1])))
+    lines: list[str] = []
+    for result, group in itertools.groupby(tables, key=lambda pair: pair[0]):
+        for _, table_lines in group:
+            lines += [*table_lines, ""]
+        lines += _source(result)
+    return "\n".join(lines) if lines else _NOTHING
 
 
-def _newest(folder: Path, phase: str) -> dict[str, Any] | None:
-    """The newest GPU result of `benchmarks.attention` with rows of a phase."""
-    found = [json.loads(path.read_text()) for path in folder.glob("*-attention-*.json")]
-    results: list[dict[str, Any]] = [
-        result
-        for result in found
-        if result["topic"] == "attention"
-        and "ceilings" in result
-        and any(row.get("phase") == phase for row in result["rows"])
-    ]
-    return max(results, key=lambda result: str(result["date"]), default=None)
-
-
-def _prefill(result: dict[str, Any]) -> list[str]:
+def _prefill(rows: list[Row]) -> list[str]:
     lines = [
         "Prefill, causal, TFLOP/s. cuDNN and FA2 are PyTorch's SDPA in the same run; FA3, FlashInfer and the best of",
         "all were measured elsewhere.",
@@ -51,10 +50,7 @@ def _prefill(result: dict[str, Any]) -> list[str]:
         "| packed / best | paged / best | packed / FA2 |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    pairs = prefill_pairs(result["rows"])
-    for packed, paged in pairs:
-        if "size" in packed:
-            continue
+    for packed, paged in prefill_pairs(rows):
         here, elsewhere, best = (
             packed["peer_tflops"],
             packed["peer_tflops_elsewhere"],
@@ -73,16 +69,12 @@ def _prefill(result: dict[str, Any]) -> list[str]:
             f"{ours[0] / fa2(packed):.2f}" if fa2(packed) else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    more = [pair for pair in pairs if "size" in pair[0]]
-    lines += _more_prefill(more) if more else []
-    in_fp8 = [row for row in result["rows"] if "fp8" in row]
-    return [*lines, *_fp8_prefill(in_fp8)] if in_fp8 else lines
+    return lines
 
 
-def _more_prefill(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+def _more_prefill(rows: list[Row]) -> list[str]:
     """Rows that the peers' tables lack."""
     lines = [
-        "",
         "More prefill, TFLOP/s: `96x(4-2000)` is a mix of lengths as chats have them, `512+8192` are new tokens",
         "after a history, `full` is not causal, `w1024` a sliding window. cuDNN and FA2 in the same run, where they",
         "take the problem.",
@@ -90,7 +82,7 @@ def _more_prefill(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[st
         "| heads H/K/D | batch x tokens | packed | paged | of a GEMM | cuDNN | FA2 | packed / better |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for packed, paged in pairs:
+    for packed, paged in prefill_pairs(rows):
         here = packed["peer_tflops"]
         better = max(here.values(), default=None)
         cells = [
@@ -105,10 +97,9 @@ def _more_prefill(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[st
     return lines
 
 
-def _fp8_prefill(rows: list[dict[str, Any]]) -> list[str]:
+def _fp8_prefill(rows: list[Row]) -> list[str]:
     """Rows that were measured in FP8 too."""
     lines = [
-        "",
         "Prefill where FP8 is allowed, packed, causal, TFLOP/s: with the quantising of queries, keys and values, and",
         "the attention alone; FA3 on operands that were quantised before. Errors are root mean squares against float64",
         "over a sequence of that length with outliers: in half precision, in FP8 with one scale per tensor, and ours.",
@@ -134,7 +125,7 @@ def _fp8_prefill(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _decode(result: dict[str, Any]) -> list[str]:
+def _decode(rows: list[Row]) -> list[str]:
     lines = [
         "Decode over the paged cache, microseconds. The share is that of the bandwidth that a copy reaches on the same",
         "GPU, for reading every key and value once; FA3 and FlashInfer were measured elsewhere.",
@@ -142,13 +133,11 @@ def _decode(result: dict[str, Any]) -> list[str]:
         "| heads H/K/D | batch x context | us | GB/s | share | FA3 | FlashInfer | ours / better |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in result["rows"]:
-        if row["phase"] != "decode" or "gain" in row:
-            continue
+    for row in rows:
         peers = row["peer_us_elsewhere"]
         cells = [
             _heads(row),
-            row.get("size", f"{row['batch']} x {row['context']}"),
+            f"{row['batch']} x {row['context']}",
             f"**{row['us']:.1f}**",
             f"{row['gbs']:.0f}",
             f"{row['share_of_ceiling']:.0%}",
@@ -156,16 +145,27 @@ def _decode(result: dict[str, Any]) -> list[str]:
             _figure(row.get("ratio_to_best_peer"), 2),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    in_fp8 = [row for row in result["rows"] if "fp8_cache" in row]
-    lines += _fp8_decode(in_fp8) if in_fp8 else []
-    shared = [row for row in result["rows"] if "gain" in row]
-    return [*lines, *_shared_decode(shared)] if shared else lines
+    return lines
 
 
-def _fp8_decode(rows: list[dict[str, Any]]) -> list[str]:
+def _more_decode(rows: list[Row]) -> list[str]:
+    """Rows whose sequences have unlike lengths."""
+    lines = [
+        "Decode of sequences of unlike lengths, microseconds.",
+        "",
+        "| heads H/K/D | batch x context | us | GB/s | share |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {_heads(row)} | {row['size']} | **{row['us']:.1f}** | {row['gbs']:.0f} | {row['share_of_ceiling']:.0%} |"
+        for row in rows
+    ]
+    return lines
+
+
+def _fp8_decode(rows: list[Row]) -> list[str]:
     """Rows that were measured over a cache in FP8 too."""
     lines = [
-        "",
         "Decode over a cache in FP8, microseconds, and how far the output is from that over the same cache in half",
         "precision, relative.",
         "",
@@ -186,10 +186,9 @@ def _fp8_decode(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _shared_decode(rows: list[dict[str, Any]]) -> list[str]:
+def _shared_decode(rows: list[Row]) -> list[str]:
     """Rows whose sequences begin with the same blocks."""
     lines = [
-        "",
         "Decode of sequences that begin with the same blocks, microseconds, with the prefix read once for all of them",
         "and by each.",
         "",
@@ -213,7 +212,6 @@ def _source(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     ceilings = result["ceilings"]
     return [
-        "",
         f"{result['machine']}; {versions}; commit {result['commit']}, {result['date'][:10]}; "
         f"`{result['command']}`. Ceilings in the same run: {ceilings['gemm_tflops']:.0f} TFLOP/s of a bf16 GEMM, "
         f"{ceilings['copy_gbs']:.0f} GB/s of a copy. Elsewhere: {result['peers_elsewhere']}.",
@@ -221,9 +219,25 @@ def _source(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _heads(row: dict[str, Any]) -> str:
+def _has_peers(row: Row) -> bool:
+    return bool(row.get("peer_tflops_elsewhere"))
+
+
+def _heads(row: Row) -> str:
     return f"{row['hq']}/{row['hkv']}/{row['d']}"
 
 
 def _figure(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+_TABLES: tuple[tuple[Callable[[Row], bool], Callable[[list[Row]], list[str]]], ...] = (
+    (lambda row: row["phase"] == "prefill" and _has_peers(row), _prefill),
+    (lambda row: row["phase"] == "prefill" and not _has_peers(row), _more_prefill),
+    (lambda row: "fp8" in row, _fp8_prefill),
+    (lambda row: row["phase"] == "decode" and not {"gain", "size"} & row.keys(), _decode),
+    (lambda row: row["phase"] == "decode" and "size" in row and "gain" not in row, _more_decode),
+    (lambda row: "fp8_cache" in row, _fp8_decode),
+    (lambda row: row["phase"] == "decode" and "gain" in row, _shared_decode),
+)
+"""Which rows are those of a table, and what writes it."""
