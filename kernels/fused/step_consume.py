@@ -40,7 +40,10 @@ _LOWEST_KEY = gl.constexpr(-(2**63))
 def consume(
     ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counter, logits, tokens, drawn, eps, scale, c,
 ):  # fmt: skip
-    """Compute a step; `room` as in `whole_step`."""
+    """Compute a step; `room` as in `whole_step`.
+
+    What depends on no other program is asked for before each wait, so that memory answers meanwhile.
+    """
     hidden, qkv, inner, parts, logs, best = room
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
@@ -57,11 +60,8 @@ def consume(
     sine = load_head_vector(sin + position * c.D, c)
     gains = load_parts(address(table, 0, INPUT_NORM, dtype), c.HIDDEN, c)
     for layer in range(c.LAYERS):
-        vectors = (cosine, sine, cosine, cosine)
-        if c.NORMS:
-            q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
-            k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
-            vectors = (cosine, sine, q_gain, k_gain)
+        q_gain, k_gain = head_gains(table, layer, cosine, dtype, c)
+        vectors = (cosine, sine, q_gain, k_gain)
         mlp_gains = load_parts(address(table, layer, MLP_NORM, dtype), c.HIDDEN, c)
         cache = (address(table, layer, KEYS, dtype), address(table, layer, VALUES, dtype))
         before = load_own(x, c)
@@ -108,12 +108,22 @@ def consume(
     key = score_all(ring, xs, logits, used, c)
     gl.store(best + gl.program_id(0), gl.max(key, 0))
     arrive_grid(counter)
-    arrivals += programs
     if gl.program_id(0) == 0:
-        wait_grid(counter, arrivals)
+        wait_grid(counter, arrivals + programs)
         choose(best, tokens, drawn)
         gl.store(counter + HEADS_DONE, 0)
         gl.store(counter, 0)  # for the next step: no program waits any more
+
+
+@gluon.jit
+def head_gains(table, layer, ones, dtype: gl.constexpr, c):
+    """Load the gains of queries and keys; anything of their shape where the family has none."""
+    if c.NORMS:
+        q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
+        k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
+        return q_gain, k_gain
+    else:
+        return ones, ones
 
 
 @gluon.jit
