@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
+    from kernels.fused.whole_step import StepKernel
 
-__all__ = ["LayerWeights", "StepShape", "StepWeights", "WholeStep", "objection"]
+__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "objection"]
 
 _HOPPER: Final = 90
 _DTYPES: Final = (torch.bfloat16, torch.float16)
@@ -138,41 +139,14 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
     )
 
 
-class WholeStep:
-    """Decode steps of one sequence; its calls share memory, so they must follow one another on one stream.
+def bind_step(weights: StepWeights, caches: tuple[Tensor, ...], arch: GPUArch) -> StepKernel:
+    """Bind the decode steps of one sequence to a model and a cache.
 
     Args:
         weights: of a model that `objection` has nothing against.
         caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype; they must stay where they are.
         arch: of their device.
     """
+    from kernels.fused.whole_step import StepKernel  # noqa: PLC0415 - Triton is not everywhere
 
-    def __init__(self, weights: StepWeights, caches: tuple[Tensor, ...], arch: GPUArch) -> None:
-        from kernels.fused.whole_step import StepKernel  # noqa: PLC0415 - Triton is not everywhere
-
-        self._kernel = StepKernel(weights, caches, arch.num_sms)
-
-    def __call__(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        rope: tuple[Tensor, Tensor],
-        logits: Tensor,
-        tokens: Tensor,
-        drawn: Tensor,
-    ) -> None:
-        """Write a token's key and value to the cache, score the vocabulary and choose the most likely next token.
-
-        Args:
-            ids: [1] int64, the token; -1 - i stands for the one at `drawn[i]`.
-            positions: [1] int64, its position; all before it are in the cache.
-            slots: [1] int32, where its key and value go; -1 for nowhere.
-            block_table: [1, columns] int32, blocks of the positions before it.
-            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them.
-            logits: [1, V] contiguous; written.
-            tokens: [1] int64; written, the most likely token, -1 where the largest logit is not a finite number.
-            drawn: [capacity] int64; its first element is written, as `tokens` but always a valid id.
-        """
-        self._kernel(ids, positions, slots, block_table, rope, logits, tokens, drawn)
+    return StepKernel(weights, caches, arch.num_sms)

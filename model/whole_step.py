@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels import detect
-from kernels.step_ops import LayerWeights, StepShape, StepWeights, WholeStep, objection
+from kernels.step_ops import LayerWeights, StepShape, StepWeights, bind_step, objection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ class OneSequence:
             for layer in model.decoder_layers
         ]
         weights = StepWeights(step_shape(model), layers, model.embed_tokens, head, model.norm)
-        self._step = WholeStep(weights, kv_cache.layers, detect(head.device))
+        self._step = bind_step(weights, kv_cache.layers, detect(head.device))
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class OneSequence:
         tokens: Tensor,
         drawn: Tensor,
     ) -> None:
-        """Compute a step; arguments as for `kernels.step_ops.WholeStep`."""
+        """Compute a step; arguments as for `kernels.fused.whole_step.StepKernel`."""
         self._step(ids, positions, slots, block_table, self._rope.tables, logits, tokens, drawn)
 
 

@@ -122,8 +122,7 @@ def head_gains(table, layer, ones, dtype: gl.constexpr, c):
         q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
         k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
         return q_gain, k_gain
-    else:
-        return ones, ones
+    return ones, ones
 
 
 @gluon.jit

@@ -48,8 +48,9 @@ def whole_step(
 
     Args:
         table: [LAYERS, fields] int64, addresses of what `step_ring.FIELDS` names.
-        ids: as `drawn`, in the door; likewise `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`.
-        hidden: [HIDDEN], which stays with the program that writes it, as do the others up to `best`.
+        ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens` and
+            `drawn`.
+        hidden: [HIDDEN], where programs find what others have computed, as are the next ones up to `best`.
         qkv: [(HEADS + 2 * KV_HEADS) * D].
         inner: [INNER].
         parts: [SPLITS, HEADS, D] float32.
@@ -76,7 +77,12 @@ def whole_step(
 
 
 class StepKernel:
-    """Whole steps of a model over one cache; arguments as in the door's `WholeStep`."""
+    """Decode steps of one sequence; its calls share memory, so they must follow one another on one stream.
+
+    Args:
+        weights: as in the door's `bind_step`, as are the caches.
+        num_sms: of their device.
+    """
 
     def __init__(self, weights: StepWeights, caches: tuple[Tensor, ...], num_sms: int) -> None:
         shape, device = weights.shape, weights.embedding.device
@@ -134,7 +140,18 @@ class StepKernel:
         tokens: Tensor,
         drawn: Tensor,
     ) -> None:
-        """Launch a step."""
+        """Write a token's key and value to the cache, score the vocabulary and choose the most likely next token.
+
+        Args:
+            ids: [1] int64, the token; -1 - i stands for the one at `drawn[i]`.
+            positions: [1] int64, its position; all before it are in the cache.
+            slots: [1] int32, where its key and value go; -1 for nowhere.
+            block_table: [1, columns] int32, blocks of the positions before it.
+            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them.
+            logits: [1, V] contiguous; written.
+            tokens: [1] int64; written, the most likely token, -1 where the largest logit is not a finite number.
+            drawn: [capacity] int64; its first element is written, as `tokens` but always a valid id.
+        """
         weights = self._weights
         whole_step[self._grid](
             self._table,
