@@ -98,7 +98,7 @@ class PrefillGraph:
 
         Args:
             prefill: sequences with known tokens, which fit in the key.
-            first_place: where the tokens go that they draw, those of decode rows lie before them.
+            first_place: where the tokens go that they draw; those that decode rows have drawn lie before them.
         """
         self.arrays.wait()
         ids, positions, last_rows, places, slots, seq_lens, cu_seqlens, table = self.arrays.host

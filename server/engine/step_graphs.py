@@ -45,12 +45,14 @@ class StepGraphs:
             What they leave for the rows that sample, decode rows first, valid until the next step; None where the
             step has to be launched kernel by kernel.
         """
-        if any(map(_wants_hidden, (*output.decode, *output.prefill))):
+        if any(map(wants_hidden, (*output.decode, *output.prefill))):
             return None
         graphs: list[tuple[DecodeGraph | PrefillGraph, int]] = []
+        # Of the decode rows one may be a token within a prompt, which draws nothing; it is the last then.
+        first_place = sum(s.samples for s in output.decode)
         for prepare, rows in (
             (self.decode.prepare, output.decode),
-            (lambda rows: self.prefill.prepare(rows, len(output.decode)), output.prefill),
+            (lambda rows: self.prefill.prepare(rows, first_place), output.prefill),
         ):
             if rows:
                 graph = prepare(rows)
@@ -71,7 +73,7 @@ def _replay(graph: DecodeGraph | PrefillGraph, num_samples: int) -> Computed:
     return Computed(*graph.replay.result).first(num_samples)
 
 
-def _wants_hidden(scheduled: ScheduledSequence) -> bool:
+def wants_hidden(scheduled: ScheduledSequence) -> bool:
     """Whether a step has to score a prompt's tokens, which needs more than the last row's logits."""
     sequence = scheduled.sequence
     return sequence.sampling.prompt_logprobs and not sequence.num_known_output_tokens

@@ -106,6 +106,19 @@ def test_mixed_traffic_gives_the_same_events(checkpoint, ahead, tokens_of_cache,
     assert_all_free(engine)
 
 
+def test_a_prompt_that_is_cut_to_one_token_leaves_the_others_tokens_where_they_are(
+    checkpoint, ahead
+):
+    budget, rng = 40, random.Random(3)
+    prompts = [random_prompt(rng, budget - 1, budget - 1), random_prompt(rng, 20, 20)]
+    requests = [greedy(i, prompt, 12) for i, prompt in enumerate(prompts)]
+    plain = make_engine(checkpoint, max_num_batched_tokens=budget).generate(requests)
+
+    found = ahead(max_num_batched_tokens=budget).generate(requests)
+
+    assert [tokens(events) for events in found] == [tokens(events) for events in plain]
+
+
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead, monkeypatch):
     engine = ahead()
     order = []
