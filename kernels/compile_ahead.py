@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MOST_THREADS: Final = 32
+_HASHED: Final = re.compile(r"\.(py|so),sha256=")
 
 
 @contextlib.contextmanager
@@ -37,7 +40,7 @@ def compile_ahead() -> Iterator[None]:
     except ImportError:
         yield
         return
-    key = compiler_key(Path(cache.__file__).parents[1])
+    key = compiler_key(Path(cache.__file__).parents[1], _record())
     # Triton's own reads and hashes 400 MB, which takes half a second of every start.
     cache.triton_key = lambda: key
     launch = JITFunction.run
@@ -69,15 +72,31 @@ def compile_ahead() -> Iterator[None]:
             raise error
 
 
-def compiler_key(folder: Path) -> str:
+def compiler_key(folder: Path, record: str | None = None) -> str:
     """Tell a compiler from others, so that what one has compiled is not taken for what another would.
 
     Args:
         folder: of its Python modules and libraries.
+        record: what its package says of its files, a line for each with its hash; None has the files themselves
+            looked at.
 
     Returns:
-        A hash of names, sizes and times of its files.
+        A hash of its files' hashes, the same wherever they lie; of their names, sizes and times where nothing is said.
     """
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so"))
-    facts = [(str(path), (it := path.stat()).st_size, it.st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    facts = [line for line in (record or "").splitlines() if _HASHED.search(line)]
+    if not facts:
+        files = sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so"))
+        facts = [
+            f"{path.relative_to(folder)} {(it := path.stat()).st_size} {it.st_mtime_ns}"
+            for path in files
+        ]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _record() -> str | None:
+    """Read what Triton's package says of its files; None where it was not installed from one, or may be edited."""
+    try:
+        package = metadata.distribution("triton")
+    except metadata.PackageNotFoundError:
+        return None
+    return None if package.read_text("direct_url.json") else package.read_text("RECORD")

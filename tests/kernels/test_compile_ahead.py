@@ -181,3 +181,14 @@ def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
     library.write_text("other")
 
     assert len({first, second, compiler_key(tmp_path)}) == 3
+
+
+def test_a_compiler_that_was_installed_is_told_by_the_hashes_of_its_files_wherever_it_lies(
+    tmp_path,
+):
+    record = "triton/a.py,sha256=1,5\ntriton/libtriton.so,sha256=2,9\ntriton/a.pyc,,\n"
+    moved = record.replace("triton/a.pyc,,\n", "bin/tool,sha256=7,3\n")
+    other = record.replace("sha256=2", "sha256=3")
+
+    assert compiler_key(tmp_path, record) == compiler_key(tmp_path / "elsewhere", moved)
+    assert compiler_key(tmp_path, record) != compiler_key(tmp_path, other)
