@@ -54,7 +54,7 @@ def load_model(
 
     Every file's header is compared with the configuration before memory is taken. Tensors are then
     copied one at a time from the mapped files, so that nothing is held beside the model itself;
-    beside one that quantises them, a tensor in float32.
+    beside one that quantises them, a few float32 copies of one.
 
     Args:
         path: the checkpoint folder.
@@ -98,6 +98,10 @@ def _loaded(
     for name, tensor in read_tensors(stored):
         if name in scales:
             numbers, scale = quantise_rows(tensor.to(device))
+            if not bool(scale.isfinite().all()) or bool(tensor.isnan().any()):
+                raise WeightsError(
+                    f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
+                )
             slices[name].copy_(numbers)
             scales[name].copy_(scale)
         else:
