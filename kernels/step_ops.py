@@ -27,6 +27,8 @@ _MOST_HIDDEN: Final = 2048
 _MOST_INNER: Final = 8192
 _MOST_GROUP: Final = 4
 """With 8 the attention needs more registers than there are."""
+_MOST_SMS: Final = 256
+"""Programs that the choice of a token knows."""
 _TILE: Final = 8
 
 
@@ -98,9 +100,15 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
         "size of all heads": shape.num_heads * shape.head_dim,
     }
     odd = next((f"a {name} of {size}" for name, size in sizes.items() if size % _ALIGNMENT), "")
+    queries = sizes["size of all heads"]
     checks = (
         (arch.sm == _HOPPER, f"sm_{_HOPPER}", "a CPU" if arch.is_cpu else f"sm_{arch.sm}"),
         (dtype in _DTYPES, "bfloat16 and float16", str(dtype).removeprefix("torch.")),
+        (
+            shape.num_kv_heads <= arch.num_sms <= _MOST_SMS,
+            f"{shape.num_kv_heads} SMs for as many key-value heads, and up to {_MOST_SMS}",
+            f"{arch.num_sms}",
+        ),
         (shape.head_dim in _HEAD_DIMS, f"head dims {_HEAD_DIMS}", f"{shape.head_dim}"),
         (
             shape.hidden_size <= _MOST_HIDDEN,
@@ -111,6 +119,11 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
             shape.inner_size <= _MOST_INNER,
             f"intermediate sizes up to {_MOST_INNER}",
             f"{shape.inner_size}",
+        ),
+        (
+            queries <= _MOST_INNER,
+            f"sizes of all heads up to {_MOST_INNER}",
+            f"{queries}",
         ),
         (not odd, f"sizes that are multiples of {_ALIGNMENT}", odd),
         (

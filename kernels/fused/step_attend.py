@@ -1,8 +1,8 @@
 """Attention in the whole-step kernel: one query token, its keys split over the programs, and the merge of the splits.
 
 Each warp attends its own eighth of a stage's keys and keeps its own maximum, so that nothing is exchanged between
-warps before a split is done. All programs then merge the splits of all
-heads, which are a few KB. Knows nothing of linear layers.
+warps before a split is done. All programs then merge the splits of all heads, which are a few KB. Knows nothing of
+linear layers.
 
 Source: Dao et al., "Flash-Decoding", 2023.
 """

@@ -21,6 +21,7 @@ from kernels.fused.step_ring import (
     K_NORM,
     KEYS,
     MLP_NORM,
+    MOST_PROGRAMS,
     Q_NORM,
     QKV_BIAS,
     ROWS,
@@ -220,7 +221,7 @@ def score(ring, xs, logits, number, key, used, TILES: gl.constexpr, c):
 def choose(best, tokens, drawn):
     """Choose the largest of all programs' keys."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
-    number = gl.arange(0, 256, layout=layout)
+    number = gl.arange(0, MOST_PROGRAMS, layout=layout)
     key = gl.max(
         gl.load(
             best + number,

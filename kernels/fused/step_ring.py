@@ -20,6 +20,7 @@ ROWS = gl.constexpr(8)
 """Of weights in a part: one for each consuming warp."""
 COLUMNS = gl.constexpr(256)
 """Of weights in a part: 16 bytes for each thread of a warp."""
+MOST_PROGRAMS = gl.constexpr(256)
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
 HEADS_DONE = gl.constexpr(32)

@@ -18,14 +18,20 @@ from triton.experimental.gluon import language as gl
 
 from kernels.fused.step_consume import consume
 from kernels.fused.step_produce import produce
-from kernels.fused.step_ring import FIELDS, HEADS_DONE, ROWS, StepConstants, make_ring
+from kernels.fused.step_ring import (
+    FIELDS,
+    HEADS_DONE,
+    MOST_PROGRAMS,
+    ROWS,
+    StepConstants,
+    make_ring,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.step_ops import StepWeights
 
-MOST_PROGRAMS: Final = 256
 _PARTS: Final = 4
 _STAGES: Final = 12
 """192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
@@ -104,7 +110,7 @@ class StepKernel:
             empty(shape.inner_size, dtype),
             empty(splits * queries, torch.float32),
             empty(splits * shape.num_heads, torch.float32),
-            empty(MOST_PROGRAMS, torch.int64),
+            empty(MOST_PROGRAMS.value, torch.int64),
         )
         self._counters = torch.zeros(2 * HEADS_DONE.value, dtype=torch.int32, device=device)
         first = weights.layers[0]

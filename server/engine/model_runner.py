@@ -28,8 +28,16 @@ from server.engine.drawn_tokens import DrawnTokens
 from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
 from server.engine.step_graph import StepModel, choose_invented
-from server.engine.step_graphs import StepGraphs
-from server.engine.warm_up import crowds, draws, few_rows, first_steps, largest_step, sharing
+from server.engine.step_graphs import StepGraphs, wants_hidden
+from server.engine.warm_up import (
+    crowds,
+    draws,
+    few_rows,
+    first_steps,
+    largest_step,
+    sharing,
+    undrawn_token,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,6 +136,17 @@ class _MostLikely:
             for token, logprob in zip(tokens, logprobs, strict=True)
         ]
         return StepResult(sampled, {})
+
+
+def decodes_one(output: SchedulerOutput) -> bool:
+    """Whether a step is one token of one sequence, and all that is wanted is the next one.
+
+    A prompt may be computed a token at a time too, and its log-probabilities need hidden states.
+    """
+    if output.prefill or len(output.decode) != 1:
+        return False
+    (only,) = output.decode
+    return only.samples and not wants_hidden(only)
 
 
 def _most_likely(computed: list[Computed], wanted: list[bool]) -> _MostLikely:
@@ -238,7 +257,7 @@ class ModelRunner:
     def _launch(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PendingStep:
         scheduled = (*output.decode, *output.prefill)
         batch, metadata = self._prepare(output, sharing_pays)
-        if self._one_sequence is not None and not output.prefill and len(output.decode) == 1:
+        if self._one_sequence is not None and decodes_one(output):
             self._drawn.note(output.decode)
             logits = self._compute_one(self._one_sequence, batch)
             return self._draw(logits, [self._sampling_row(output.decode[0].sequence)], {})
@@ -309,6 +328,8 @@ class ModelRunner:
             say(f"warming up, {number} of {len(lengths)}")
             for output in first_steps(length, limits, block_size):
                 self._compute_invented(output)
+            if self._one_sequence is not None:
+                self._compute_invented(undrawn_token(length, block_size))
             if self._device.type == "cuda":
                 for output in crowds(length, limits, block_size):
                     self._plan(output)

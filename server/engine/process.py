@@ -76,9 +76,9 @@ def main() -> None:
         target=end_with_parent, args=(sys.argv[1],), name="front-end-watch", daemon=True
     ).start()
 
+    quiet_idle_threads()  # changes the environment, so before a thread may read it
     if config.device != "cpu":
         threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
-    quiet_idle_threads()
     channel.send(StartupPhase("importing PyTorch"))
     from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; the phase shows first
 

@@ -39,6 +39,17 @@ def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterat
     yield _output((_chunk(sequence, 1),), ())
 
 
+def undrawn_token(length: int, block_size: int) -> SchedulerOutput:
+    """One token that draws none: it is computed layer by layer even where a step that decodes one is not.
+
+    Args:
+        length: tokens of the sequence.
+        block_size: tokens per block.
+    """
+    sequence = _sequence(length, block_size, _GREEDY)
+    return _output((ScheduledSequence(sequence, length - 1, 1, samples=False),), ())
+
+
 def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
     """Steps of 1, 2, 4, ... sequences up to the limit, decoded and in chunks: kernels are compiled for these numbers.
 
@@ -58,13 +69,12 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
 
 
 def few_rows(limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
-    """A prompt of one token, decode steps of 2 sequences and of 4: linear layers have kernels of their own for so few.
+    """Decode steps of 2 sequences and of 4: linear layers have kernels of their own for so few.
 
     Args:
         limits: of a step.
         block_size: tokens per block.
     """
-    yield _output((), (_chunk(_sequence(2, block_size, _GREEDY), 1),))
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     for count in sorted({min(2, most), min(4, most)}):
         members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]

@@ -45,6 +45,37 @@ def make_runner(model, num_blocks=1):
     )
 
 
+# --- one launch for a step ---
+
+
+@pytest.mark.parametrize("budget", [1, 3, 64])
+@pytest.mark.parametrize("scored", [False, True], ids=["plain", "scored"])
+def test_only_a_step_that_draws_one_token_is_one_launch(checkpoint, budget, scored, monkeypatch):
+    requests = [greedy(0, [5, 6, 7, 8], 6, prompt_logprobs=scored)]
+    changes = {"max_num_seqs": 1, "max_num_batched_tokens": budget}
+    expected = make_engine(checkpoint, **changes).generate(requests)
+    engine = make_engine(checkpoint, **changes)
+    runner, model, launches = engine.engine._runner, engine.engine._runner._model, []
+    prepare, last = runner._prepare, {}
+
+    def prepared(output, sharing_pays):
+        last["batch"], last["metadata"] = prepare(output, sharing_pays)
+        return last["batch"], last["metadata"]
+
+    def compute_one(one_sequence, batch):
+        launches.append(one_sequence)
+        cache = runner._kv_cache
+        hidden = model(batch.input_ids, batch.positions, cache, last["metadata"])
+        return model.logits(hidden)
+
+    monkeypatch.setattr(runner, "_prepare", prepared)
+    monkeypatch.setattr(runner, "_compute_one", compute_one)
+    monkeypatch.setattr(runner, "_one_sequence", object())
+
+    assert engine.generate(requests) == expected
+    assert len(launches) == (6 if budget < 4 and not scored else 5)
+
+
 # --- before the first request -----------------------------------------------------------------------------------
 
 

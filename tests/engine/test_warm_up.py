@@ -3,7 +3,14 @@
 import pytest
 
 from server.engine.scheduler import SchedulerConfig
-from server.engine.warm_up import crowds, draws, few_rows, first_steps, largest_step
+from server.engine.warm_up import (
+    crowds,
+    draws,
+    few_rows,
+    first_steps,
+    largest_step,
+    undrawn_token,
+)
 
 S = 16
 
@@ -45,13 +52,18 @@ def test_a_prompt_and_a_token_reach_the_given_length(length, tokens):
     assert not decode.prefill
 
 
-@pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4])])
-def test_a_prompt_of_one_token_and_steps_of_few_rows_are_computed(seqs, counts):
-    config = limits(seqs=seqs)
-    prompt, *outputs = few_rows(config, S)
+@pytest.mark.parametrize("length", [2, 65, 256])
+def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
+    output = undrawn_token(length, S)
 
-    assert_sound(prompt, config, 2)
-    assert (len(prompt.decode), [s.num_tokens for s in prompt.prefill]) == (0, [1])
+    assert_sound(output, limits(), length)
+    assert [(s.start, s.num_tokens, s.samples) for s in output.decode] == [(length - 1, 1, False)]
+
+
+@pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4])])
+def test_steps_of_few_rows_are_decoded(seqs, counts):
+    config = limits(seqs=seqs)
+    outputs = list(few_rows(config, S))
 
     for output in outputs:
         assert_sound(output, config, 2)

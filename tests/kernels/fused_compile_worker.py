@@ -31,6 +31,7 @@ VOCABULARY = 151936
 STEPS = {
     ("norm",): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     (): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
+    ("norm", "bias"): StepShape(2048, 8192, 32, 8, 128, 32000, 1e-6, 0.1),
     ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
 }
 """Models whose steps are one launch, by what surrounds their QKV projection."""

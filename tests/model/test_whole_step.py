@@ -43,12 +43,21 @@ def test_small_models_on_hopper_have_no_objection():
         ({"inner_size": 14336}, "intermediate sizes up to 8192, not 14336"),
         ({"hidden_size": 896}, "multiples of 1024, not a hidden size of 896"),
         ({"num_heads": 24}, "powers of two of heads, not 24"),
+        ({"num_heads": 128, "num_kv_heads": 64}, "sizes of all heads up to 8192, not 16384"),
         ({"num_kv_heads": 2}, "up to 4 query heads for a key-value head, not 16 for 2"),
         ({"vocab_size": 32003}, "vocabularies that are multiples of 8, not 32003"),
     ],
 )
 def test_an_objection_names_the_value_and_the_limit(change, message):
     assert message in objection(QWEN._replace(**change), torch.bfloat16, HOPPER)
+
+
+def test_a_slice_of_a_gpu_needs_a_program_for_each_head():
+    slice_of_it = dataclasses.replace(HOPPER, num_sms=16)
+    wide = QWEN._replace(num_kv_heads=32, num_heads=32, head_dim=64, hidden_size=2048)
+
+    assert objection(wide, torch.bfloat16, HOPPER) == ""
+    assert "32 SMs for as many key-value heads" in objection(wide, torch.bfloat16, slice_of_it)
 
 
 def test_dtypes_and_gpus_without_the_kernel_are_named():
