@@ -97,11 +97,12 @@ def _loaded(
     done, total = 0, sum(entry.num_bytes for entry in stored.values())
     for name, tensor in read_tensors(stored):
         if name in scales:
-            numbers, scale = quantise_rows(tensor.to(device))
-            if not bool(scale.isfinite().all()) or bool(tensor.isnan().any()):
+            rows = tensor.to(device)
+            if not bool(rows.isfinite().all()):
                 raise WeightsError(
                     f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
                 )
+            numbers, scale = quantise_rows(rows)
             slices[name].copy_(numbers)
             scales[name].copy_(scale)
         else:

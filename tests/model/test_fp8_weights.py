@@ -84,6 +84,19 @@ def test_a_checkpoint_that_is_in_float8_already_is_refused_and_says_why(tmp_path
         load_model(tmp_path, config, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused_by_its_tensors_name(tmp_path, bad):
+    CASES["llama"].save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name][1, 2] = bad
+    save_file(tensors, path)
+
+    with pytest.raises(WeightsError, match=f"{name} has weights that are not finite"):
+        load(tmp_path)
+
+
 def test_a_quantised_model_is_not_saved(tmp_path):
     with pytest.raises(AssertionError):
         save_checkpoint(load(FOLDER, load_format="dummy"), tmp_path)
