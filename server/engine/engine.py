@@ -30,9 +30,10 @@ from server.engine.sequence import Sequence
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from server.engine.model_runner import ModelRunner, PendingStep, PromptLogprobs, StepResult
+    from server.engine.model_runner import ModelRunner
     from server.engine.scheduler import Scheduler
     from server.engine.step import SchedulerOutput
+    from server.engine.step_result import PendingStep, PromptLogprobs, StepResult
 
 log = logging.getLogger("tessera.engine")
 

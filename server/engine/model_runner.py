@@ -9,19 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
 from kernels.compile_ahead import compile_ahead
-from model.logprobs import chosen_logprobs
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
-from model.sampling import NOT_FINITE, SampledToken, SamplingRow, TokenHistory
-from model.transfer import Download
+from model.sampling import SamplingRow, TokenHistory
 from model.whole_step import OneSequence, why_not
 from server.engine.batch import build_batch
 from server.engine.drawn_tokens import DrawnTokens
@@ -29,6 +26,7 @@ from server.engine.model_plan import explain_model
 from server.engine.plan_report import PlanReport
 from server.engine.step_graph import StepModel, choose_invented
 from server.engine.step_graphs import StepGraphs, wants_hidden
+from server.engine.step_result import Drawn, PendingStep, PromptLogprobs, StepResult, most_likely
 from server.engine.warm_up import (
     crowds,
     draws,
@@ -47,13 +45,11 @@ if TYPE_CHECKING:
     from model.kv_cache import KVCache
     from model.metadata import AttentionMetadata
     from model.replay import Recorder
-    from model.sampler import Draw
     from server.engine.batch import ModelInput
     from server.engine.scheduler import SchedulerConfig
     from server.engine.sequence import Sequence
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput
-    from server.engine.step_graph import Computed
 
 log = logging.getLogger("tessera.engine")
 
@@ -62,80 +58,6 @@ _PROMPT_LOGPROB_ROWS = 256
 _CPU_WARM_UP_TOKENS = 65
 _FEWEST_DRAWN = 64
 _ROWS_OF_A_CHOICE = (1, 2, 4, 8)  # up to four the head's programs choose
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens `start + 1 ...`, computed by one chunk."""
-
-    start: int
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step computed.
-
-    Attributes:
-        sampled: one for each scheduled sequence that samples, in the scheduler's order.
-        prompt_logprobs: by request id, for sequences that ask for them.
-    """
-
-    sampled: list[SampledToken]
-    prompt_logprobs: dict[int, PromptLogprobs]
-
-
-class PendingStep(Protocol):
-    """A step that the device has been given."""
-
-    @property
-    def feeds_next(self) -> bool:
-        """Whether the step behind it can be launched before its results are there."""
-
-    def result(self) -> StepResult:
-        """Wait for what it computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """A step whose tokens the sampler draws."""
-
-    draw: Draw | None
-    prompt_logprobs: dict[int, PromptLogprobs]
-    feeds_next: bool
-
-    def result(self) -> StepResult:
-        return StepResult([] if self.draw is None else self.draw.result(), self.prompt_logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class _MostLikely:
-    """A step whose recording has chosen the tokens.
-
-    Attributes:
-        tokens: of its recordings.
-        logprobs: theirs, where any row asks.
-        wanted: whether each row asks.
-    """
-
-    tokens: list[Download]
-    logprobs: list[Download]
-    wanted: list[bool]
-    feeds_next: bool = True
-
-    def result(self) -> StepResult:
-        tokens: list[int] = [token for part in self.tokens for token in part.read().tolist()]
-        logprobs: list[float | None] = [None] * len(tokens)
-        if self.logprobs:
-            found = [value for part in self.logprobs for value in part.read().tolist()]
-            logprobs = [
-                value if wanted else None for value, wanted in zip(found, self.wanted, strict=True)
-            ]
-        sampled = [
-            SampledToken(token, logprob) if token >= 0 else SampledToken(error=NOT_FINITE)
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-        return StepResult(sampled, {})
 
 
 def decodes_one(output: SchedulerOutput) -> bool:
@@ -147,14 +69,6 @@ def decodes_one(output: SchedulerOutput) -> bool:
         return False
     (only,) = output.decode
     return only.samples and not wants_hidden(only)
-
-
-def _most_likely(computed: list[Computed], wanted: list[bool]) -> _MostLikely:
-    """Send the host what recordings have chosen, with log-probabilities where a row wants its own."""
-    logprobs = []
-    if any(wanted):
-        logprobs = [Download(chosen_logprobs(part.logits, part.tokens)) for part in computed]
-    return _MostLikely([Download(part.tokens) for part in computed], logprobs, wanted)
 
 
 class ModelRunner:
@@ -246,9 +160,9 @@ class ModelRunner:
             sampling = [s for s in (*output.decode, *output.prefill) if s.samples]
             self._drawn.note(sampling)
             if not sampling:
-                return _Sampled(None, {}, feeds_next=True)
+                return Drawn(None, {}, feeds_next=True)
             if all(s.sequence.takes_most_likely for s in sampling):
-                return _most_likely(computed, [s.sequence.sampling.logprobs for s in sampling])
+                return most_likely(computed, [s.sequence.sampling.logprobs for s in sampling])
             rows = [self._sampling_row(s.sequence) for s in sampling]
             logits = [part.logits for part in computed]
             return self._draw(logits[0] if len(logits) == 1 else torch.cat(logits), rows, {})
@@ -266,7 +180,7 @@ class ModelRunner:
         sampling = [s for s in scheduled if s.samples]
         self._drawn.note(sampling)
         if not sampling:
-            return _Sampled(None, prompt_logprobs, feeds_next=True)
+            return Drawn(None, prompt_logprobs, feeds_next=True)
         last = hidden if len(sampling) == len(hidden) else hidden[batch.last_rows]
         rows = [self._sampling_row(s.sequence) for s in sampling]
         return self._draw(self._model.logits(last), rows, prompt_logprobs)
@@ -297,7 +211,7 @@ class ModelRunner:
         if len(rows) > len(self._drawn.ids):
             self._drawn.grow(len(rows))
         self._drawn.put(draw.tokens)
-        return _Sampled(draw, prompt_logprobs, draw.feeds_next)
+        return Drawn(draw, prompt_logprobs, draw.feeds_next)
 
     def warm_up(self, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
         """Compute invented steps, so that no request pays for what is made at the first use.

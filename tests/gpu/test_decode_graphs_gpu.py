@@ -137,4 +137,4 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
     for _ in range(5):
         engine.engine.step()
 
-    assert [type(step).__name__ for step in found] == ["_MostLikely"] * 5
+    assert [type(step).__name__ for step in found] == ["MostLikely"] * 5
