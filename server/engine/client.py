@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 from server.engine.launcher import ENGINE_COMMAND, EngineStartError
-from server.engine.protocol import AbortRequests, EngineState
 from server.engine.stream import RequestStream
-from server.engine.streams import StreamTable
+from server.engine.submission import EngineUnavailableError, Submitter
 from server.engine.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from server.engine.protocol import EngineConfig, StepMessage
-    from server.engine.request import GenerateRequest
 
 __all__ = [
     "ENGINE_COMMAND",
@@ -26,21 +23,7 @@ __all__ = [
 ]
 
 
-class EngineUnavailableError(Exception):
-    """The engine takes no requests at the moment.
-
-    Attributes:
-        state: where the engine stands.
-        phase: what it is doing, for a person to read.
-    """
-
-    def __init__(self, state: EngineState, phase: str) -> None:
-        super().__init__(f"the engine is {state.value}: {phase}")
-        self.state = state
-        self.phase = phase
-
-
-class EngineClient(EngineSupervisor):
+class EngineClient(EngineSupervisor, Submitter):
     """Owns the engine process and every request in flight.
 
     Requests in flight when the engine dies end with an error event each.
@@ -57,29 +40,8 @@ class EngineClient(EngineSupervisor):
         hang_seconds: float = 300.0,
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
-        super().__init__(config, hang_seconds, command)
-        self._streams = StreamTable()
-        self._ids = itertools.count(1)
-
-    def next_request_id(self) -> int:
-        """A number that no other request of this front end has."""
-        return next(self._ids)
-
-    def submit(self, request: GenerateRequest) -> RequestStream:
-        """Hand a request to the engine.
-
-        Raises:
-            EngineUnavailableError: the engine is not ready.
-        """
-        if self.state is not EngineState.READY:
-            raise EngineUnavailableError(self.state, self.phase)
-        self._send(request)
-        return self._streams.open(request.request_id, self.abort)
-
-    def abort(self, request_id: int) -> None:
-        """Make the engine forget a request; an unknown id is ignored."""
-        if self._streams.close(request_id):
-            self._send(AbortRequests([request_id]))
+        EngineSupervisor.__init__(self, config, hang_seconds, command)
+        Submitter.__init__(self, first_id=1)
 
     def _has_requests(self) -> bool:
         return bool(self._streams)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from server.engine.client import EngineUnavailableError
 from server.engine.protocol import (
     AbortRequests,
     Attached,
@@ -26,11 +24,10 @@ from server.engine.protocol import (
     HubMessage,
     StepMessage,
 )
-from server.engine.streams import StreamTable
+from server.engine.submission import Submitter
 
 if TYPE_CHECKING:
     from server.engine.request import GenerateRequest
-    from server.engine.stream import RequestStream
 
 log = logging.getLogger("tessera.client")
 
@@ -38,7 +35,7 @@ log = logging.getLogger("tessera.client")
 _MOST_MESSAGES = 64
 
 
-class RemoteEngine:
+class RemoteEngine(Submitter):
     """Owns the requests of this front end, and its end of the line.
 
     Args:
@@ -50,14 +47,13 @@ class RemoteEngine:
     """
 
     def __init__(self, address: str, first_id: int) -> None:
+        super().__init__(first_id)
         self.state = EngineState.STARTING
         self.phase = "starting a front end"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.past = EngineStats()
         self.restarts = 0
-        self._streams = StreamTable()
-        self._ids = itertools.count(first_id)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = self._context.socket(zmq.PUSH)
         self._steps = self._context.socket(zmq.PULL)
@@ -88,26 +84,6 @@ class RemoteEngine:
         self._loop.remove_reader(int(self._steps.fd))
         # What was said last, aborts, is worth a moment.
         self._context.destroy(linger=100)
-
-    def next_request_id(self) -> int:
-        """A number that no other request has."""
-        return next(self._ids)
-
-    def submit(self, request: GenerateRequest) -> RequestStream:
-        """Hand a request to the engine.
-
-        Raises:
-            EngineUnavailableError: the engine is not ready.
-        """
-        if self.state is not EngineState.READY:
-            raise EngineUnavailableError(self.state, self.phase)
-        self._send(request)
-        return self._streams.open(request.request_id, self.abort)
-
-    def abort(self, request_id: int) -> None:
-        """Make the engine forget a request; an unknown id is ignored."""
-        if self._streams.close(request_id):
-            self._send(AbortRequests([request_id]))
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         with contextlib.suppress(zmq.Again):  # the hub is gone, and we are about to go

@@ -57,7 +57,7 @@ def by_host(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
 
 
 @triton.jit
-def weigh(distances, weights, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def weigh(distances, weights, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803 - as in all kernels
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(weights + at, weights_of(tl.load(distances + at, mask=at < SIZE)), mask=at < SIZE)
 
