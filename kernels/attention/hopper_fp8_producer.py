@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.attention.hopper_pipeline import key_range, post
-from kernels.attention.hopper_producer import TILE_FIELDS, copy_queries, finish, read_item
+from kernels.attention.hopper_producer import copy_queries, finish, read_item
+from kernels.attention.tile_list import TILE_FIELDS
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.tile import FEWEST_SEQUENCES
+from kernels.attention.tile_list import TILE_FIELDS, load_lengths, store_tile
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from kernels.plan import PackedBatch
 
-_TILE_FIELDS = tl.constexpr(6)
-"""As `portable_prefill.list_tiles` writes them."""
 _STEPS = tl.constexpr(16)
 """Into so many steps the longest tile's keys are divided, to find which tiles are short."""
 _SHORT_STEPS = tl.constexpr(12)
@@ -69,14 +68,9 @@ def list_items(
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     real = b < num_seqs
-    q_start = tl.load(cu_seqlens_q + b, mask=real, other=0)
-    q_len = tl.load(cu_seqlens_q + b + 1, mask=real, other=0) - q_start
-    if PAGED:
-        k_start = tl.zeros_like(q_start)
-        k_len = tl.load(seq_lens + b, mask=real, other=0)
-    else:
-        k_start = tl.load(cu_seqlens_k + b, mask=real, other=0)
-        k_len = tl.load(cu_seqlens_k + b + 1, mask=real, other=0) - k_start
+    q_start, q_len, k_start, k_len = load_lengths(
+        cu_seqlens_q, seq_lens, cu_seqlens_k, b, real, PAGED
+    )
     count = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
     longest = tl.minimum(tl.max(tl.where(count > 0, k_len, 0), 0), most_keys)
     limit = longest * 0
@@ -109,29 +103,17 @@ def list_items(
         before = tl.where(mine, short - 1 - tile, short - tl.minimum(shorter, short))
         late = num_long + tl.sum(tl.where(real, before, 0), 0)
     if entry == 0:
-        tl.store(tiles + 2 * num_entries * _TILE_FIELDS, num_long)
+        tl.store(tiles + 2 * num_entries * TILE_FIELDS, num_long)
     if seq >= num_seqs:
-        tl.store(tiles + entry * _TILE_FIELDS, -1)
-        tl.store(tiles + (num_entries + entry) * _TILE_FIELDS, -1)
+        tl.store(tiles + entry * TILE_FIELDS, -1)
+        tl.store(tiles + (num_entries + entry) * TILE_FIELDS, -1)
     else:
         first_row = tile * BLOCK_M
         my_start = tl.sum(tl.where(mine, q_start, 0), 0)
         my_first = tl.sum(tl.where(mine, k_start, 0), 0)
-        _store_tile(tiles, place, seq, first_row, my_start, my_queries, my_first, my_keys)
+        store_tile(tiles, place, seq, first_row, my_start, my_queries, my_first, my_keys)
         late += num_entries
-        _store_tile(tiles, late, seq, first_row, my_start, my_queries, my_first, my_keys)
-
-
-@triton.jit
-def _store_tile(tiles, place, seq, first_row, q_start, q_len, k_start, num_keys):
-    """Write one tile's fields."""
-    base = tiles + place * _TILE_FIELDS
-    tl.store(base, seq)
-    tl.store(base + 1, first_row)
-    tl.store(base + 2, q_start)
-    tl.store(base + 3, q_len)
-    tl.store(base + 4, k_start)
-    tl.store(base + 5, num_keys)
+        store_tile(tiles, late, seq, first_row, my_start, my_queries, my_first, my_keys)
 
 
 @triton.jit
@@ -190,7 +172,7 @@ def plan_items(
     late_heads = min(num_heads, -(-_LATE_PER_SM * num_sms // max(most, 1)))
     cu_seqlens_q = batch.cu_seqlens_q
     device = cu_seqlens_q.device
-    tiles = torch.empty((2 * most + 1, _TILE_FIELDS.value), dtype=torch.int32, device=device)
+    tiles = torch.empty((2 * most + 1, TILE_FIELDS.value), dtype=torch.int32, device=device)
     if isinstance(batch, PagedBatch):
         table, seq_lens, cu_seqlens_k = batch.block_table, batch.seq_lens, cu_seqlens_q
     else:

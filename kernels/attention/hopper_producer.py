@@ -12,9 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.attention.hopper_pipeline import ROWS, first_kept, key_range, post
-
-TILE_FIELDS = gl.constexpr(6)
-"""As `hopper_items.list_items` writes them."""
+from kernels.attention.tile_list import TILE_FIELDS
 
 
 @gluon.jit

@@ -28,15 +28,13 @@ from kernels.attention.tile import (
     store_rows,
     window_argument,
 )
+from kernels.attention.tile_list import TILE_FIELDS, load_lengths, store_tile
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.plan import AttentionProblem, PackedBatch, Selection
-
-_TILE_FIELDS = tl.constexpr(6)
-"""A tile: sequence (-1 for none), its first row, query start, query tokens, key start, keys."""
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -59,14 +57,9 @@ def list_tiles(
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
     real = b < num_seqs
-    q_start = tl.load(cu_seqlens_q + b, mask=real, other=0)
-    q_len = tl.load(cu_seqlens_q + b + 1, mask=real, other=0) - q_start
-    if PAGED:
-        k_start = tl.zeros_like(q_start)
-        k_len = tl.load(seq_lens + b, mask=real, other=0)
-    else:
-        k_start = tl.load(cu_seqlens_k + b, mask=real, other=0)
-        k_len = tl.load(cu_seqlens_k + b + 1, mask=real, other=0) - k_start
+    q_start, q_len, k_start, k_len = load_lengths(
+        cu_seqlens_q, seq_lens, cu_seqlens_k, b, real, PAGED
+    )
     count = (q_len * GROUP + BLOCK_M - 1) // BLOCK_M
     seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
     mine = b == seq
@@ -77,15 +70,12 @@ def list_tiles(
     place = tl.sum(tl.where(before, count, 0), 0)
     place += tl.sum(tl.where(mine, count, 0), 0) - 1 - tile
     if seq >= num_seqs:
-        tl.store(tiles + entry * _TILE_FIELDS, -1)
+        tl.store(tiles + entry * TILE_FIELDS, -1)
     else:
-        base = tiles + place * _TILE_FIELDS
-        tl.store(base, seq)
-        tl.store(base + 1, tile * BLOCK_M)
-        tl.store(base + 2, tl.sum(tl.where(mine, q_start, 0), 0))
-        tl.store(base + 3, tl.sum(tl.where(mine, q_len, 0), 0))
-        tl.store(base + 4, tl.sum(tl.where(mine, k_start, 0), 0))
-        tl.store(base + 5, num_keys)
+        my_start = tl.sum(tl.where(mine, q_start, 0), 0)
+        my_queries = tl.sum(tl.where(mine, q_len, 0), 0)
+        my_first = tl.sum(tl.where(mine, k_start, 0), 0)
+        store_tile(tiles, place, seq, tile * BLOCK_M, my_start, my_queries, my_first, num_keys)
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -125,7 +115,7 @@ def prefill(
     FP8: tl.constexpr,
 ):
     """Attend one tile of rows; program (tile, key-value head). Shapes as in the door."""
-    record = tiles + tl.program_id(0) * _TILE_FIELDS
+    record = tiles + tl.program_id(0) * TILE_FIELDS
     seq = tl.load(record)
     if seq < 0:
         return
@@ -191,7 +181,7 @@ def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tup
     # Tiles are counted per sequence: each may end with a partial one.
     most = batch.num_tokens * group // block_m + num_seqs
     cu_seqlens_q = batch.cu_seqlens_q
-    tiles = torch.empty((most, _TILE_FIELDS.value), dtype=torch.int32, device=cu_seqlens_q.device)
+    tiles = torch.empty((most, TILE_FIELDS.value), dtype=torch.int32, device=cu_seqlens_q.device)
     if isinstance(batch, PagedBatch):
         table, seq_lens, cu_seqlens_k = batch.block_table, batch.seq_lens, cu_seqlens_q
     else:
