@@ -35,7 +35,7 @@ FROM base AS venv
 # Empty leaves the choice to the secret pip.conf (an index with a password), or to pip.
 ARG PIP_INDEX_URL=
 ENV PIP_INDEX_URL=$PIP_INDEX_URL \
-    PIP_CACHE_DIR=/var/cache/pip \
+    PIP_CACHE_DIR=/build/.cache/pip \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/tessera
@@ -47,7 +47,7 @@ FROM venv AS venv-cpu
 # PyPI's PyTorch for Linux brings gigabytes of CUDA.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 COPY --from=requirements /requirements/torch.txt /requirements/cpu.txt ./
-RUN --mount=type=cache,target=/var/cache/pip \
+RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip install --index-url "$TORCH_INDEX_URL" --requirement torch.txt \
     && pip install --requirement cpu.txt \
@@ -58,7 +58,7 @@ FROM venv AS venv-gpu
 # Empty takes PyTorch from where everything else comes from.
 ARG TORCH_INDEX_URL=
 COPY --from=requirements /requirements/gpu.txt ./
-RUN --mount=type=cache,target=/var/cache/pip \
+RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     PIP_EXTRA_INDEX_URL="$TORCH_INDEX_URL" pip install --requirement gpu.txt
 
@@ -68,7 +68,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY model model
 COPY server server
-RUN --mount=type=cache,target=/var/cache/pip \
+RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip wheel --no-deps --wheel-dir /dist .
 
