@@ -6,6 +6,7 @@ what the real engine sends for as many sequences. Knows neither models nor HTTP.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -63,7 +64,7 @@ class PacedEngine:
             time.sleep(max(0.0, due - time.perf_counter()))
 
     def _receive(self) -> bool:
-        for message in self._channel.receive(block=not self._left):
+        for message in self._channel.receive(wait=0 if self._left else math.inf):
             if isinstance(message, GenerateRequest):
                 self._left[message.request_id] = message.sampling.max_new_tokens
                 self._started.append(SequenceStarted(message.request_id, 0.0, 0))

@@ -5,6 +5,7 @@ Imports PyTorch, so `server.main` imports it for this command alone.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -24,9 +25,9 @@ class _EndsAtOnce:
     def send(self, message: EngineMessage) -> None:
         """Nobody listens; the log tells of the phases."""
 
-    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
         """End the engine when it has nothing else to do."""
-        return [Shutdown()] if block else []
+        return [Shutdown()] if math.isinf(wait) else []
 
 
 def warm_up(config: EngineConfig, began: float) -> None:

@@ -6,6 +6,7 @@ What is timed is what serving runs, `Engine.run`, with a channel in place of the
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -92,9 +93,9 @@ class _Channel:
             if self.on_step is not None:
                 self.on_step(message)
 
-    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
         messages, self.inbox = self.inbox, []
-        return messages or ([Shutdown()] if block else [])
+        return messages or ([Shutdown()] if math.isinf(wait) else [])
 
 
 class EngineRun:

@@ -10,8 +10,9 @@ published and the next is scheduled, so that the device does not wait for the ho
 from __future__ import annotations
 
 import logging
+import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from server.engine.admission import AdmissionError
 from server.engine.protocol import (
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.engine")
 
+_QUIET_SECONDS: Final = 0.02
+"""Without work before idle time is used: a client that sends its next request when it has its answer comes sooner, and
+would wait for what was begun meanwhile.
+"""
+
 
 class EngineChannel(Protocol):
     """The engine's end of the line to the front end."""
@@ -44,8 +50,8 @@ class EngineChannel(Protocol):
     def send(self, message: EngineMessage) -> None:
         """Queue a message; never blocks."""
 
-    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
-        """Every message that is there; with `block`, wait for the first."""
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
+        """Every message that is there; where there is none, the first to come within `wait` seconds."""
 
 
 class _Step(NamedTuple):
@@ -109,19 +115,39 @@ class Engine:
         """Serve until a shutdown message comes; may be called again after that."""
         self._stopping = False
         while not self._stopping:
-            self.receive(block=not self.has_work and not self._runner.use_idle_time())
-            if self.has_work and not self._stopping:
-                self.step()
+            if self.has_work:
+                self.receive(wait=0)
+                if not self._stopping:
+                    self.step()
+            elif not self.receive(wait=_QUIET_SECONDS):
+                self._use_idle_time()
 
-    def receive(self, *, block: bool) -> None:
-        """Take what the front end sent; with `block`, wait until there is something."""
-        for message in self._channel.receive(block=block):
+    def _use_idle_time(self) -> None:
+        """Let the runner work ahead until a message comes."""
+        while not self.receive(wait=0):
+            if not self._runner.use_idle_time():
+                self.receive(wait=math.inf)
+                return
+
+    def receive(self, *, wait: float) -> bool:
+        """Take what the front end sent.
+
+        Args:
+            wait: seconds to wait for a message where there is none; `math.inf` for as long as it takes.
+
+        Returns:
+            Whether there was one.
+        """
+        any_came = False
+        for message in self._channel.receive(wait=wait):
+            any_came = True
             if isinstance(message, GenerateRequest):
                 self._add(message)
             elif isinstance(message, AbortRequests):
                 self._abort(message.request_ids)
             elif isinstance(message, Shutdown):
                 self._stopping = True
+        return any_came
 
     def step(self) -> None:
         """Launch a step and book the results of the one before; where nothing runs ahead, of this one."""

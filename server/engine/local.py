@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from server.engine.protocol import EngineMessage, FrontEndMessage, StepMessage
@@ -31,9 +32,9 @@ class LocalChannel:
         if isinstance(message, StepMessage):
             self.steps.append(message)
 
-    def receive(self, *, block: bool) -> Iterable[FrontEndMessage]:
-        """Hand over the inbox; with `block` it must not be empty, since nobody else fills it."""
-        assert self.inbox or not block
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
+        """Hand over the inbox; to wait for it is an error, since nobody else fills it."""
+        assert self.inbox or not wait
         messages, self.inbox = self.inbox, []
         return messages
 
@@ -62,7 +63,7 @@ class LocalEngine:
         self.channel.steps.clear()
         answers: dict[int, list[TokenEvent]] = {r.request_id: [] for r in requests}
         unfinished = len(requests)
-        self.engine.receive(block=True)
+        self.engine.receive(wait=math.inf)
         while True:
             unfinished -= sum(self._take(answers) for _ in range(len(self.channel.steps)))
             if not unfinished:

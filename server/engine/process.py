@@ -6,6 +6,7 @@ Started by `server.engine.client` as `python -m server.engine.process <socket fo
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 import threading
@@ -50,15 +51,15 @@ class Channel:
         """Queue a message to the front end; never blocks."""
         self._steps.send(self._encoder.encode(message))
 
-    def receive(self, *, block: bool) -> Iterator[FrontEndMessage]:
-        """Every message that is there; with `block`, wait for the first."""
-        flags = 0 if block else zmq.NOBLOCK
+    def receive(self, *, wait: float) -> Iterator[FrontEndMessage]:
+        """Every message that is there; where there is none, the first to come within `wait` seconds."""
+        if wait and not self._requests.poll(None if math.isinf(wait) else int(wait * 1000)):
+            return
         while True:
             try:
-                data = self._requests.recv(flags)
+                data = self._requests.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            flags = zmq.NOBLOCK
             yield self._decoder.decode(data)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import random
 
 import pytest
@@ -131,9 +132,9 @@ def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, mo
     engine = recording_engine(checkpoint, Again(), ahead=0)
     asked = []
 
-    def receive(*, block):
-        asked.append(block)
-        return [Shutdown()] if block else []
+    def receive(*, wait):
+        asked.append(wait)
+        return [Shutdown()] if math.isinf(wait) else []
 
     monkeypatch.setattr(engine.channel, "receive", receive)
     engine.engine.run()
@@ -143,7 +144,26 @@ def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, mo
     assert [key.num_rows for key in decode] == row_counts(20)
     assert [key.num_tokens for key in prefill if key.num_seqs == 1] == token_counts(256)
     assert {key.num_seqs for key in prefill} == {1, 8}
-    assert asked == [False] * (len(decode) + len(prefill)) + [True]
+    quiet, *between, last = asked
+    assert 0 < quiet < 1
+    assert between == [0] * (len(decode) + len(prefill) + 1)
+    assert last == math.inf
+
+
+def test_nothing_is_recorded_while_requests_follow_each_other_closely(checkpoint, monkeypatch):
+    engine = recording_engine(checkpoint, Again(), ahead=0)
+    messages = [greedy(1, [1, 2, 3], 2), greedy(2, [4], 2), Shutdown()]
+
+    def receive(*, wait):
+        return [messages.pop(0)] if wait else []
+
+    monkeypatch.setattr(engine.channel, "receive", receive)
+    engine.engine.run()
+
+    assert not messages
+    assert sum(bool(reason) for s in engine.channel.steps for reason in s.finish_reasons) == 2
+    graphs = engine.engine._runner._graphs
+    assert not graphs.prefill.recordings.recorded
 
 
 def test_log_probabilities_of_a_prompt_are_computed_without_a_recording(checkpoint):

@@ -1,5 +1,6 @@
 """The whole engine with a real, tiny model: however the work is cut up, the tokens are the same."""
 
+import math
 import random
 
 import pytest
@@ -140,11 +141,11 @@ def test_an_abort_between_steps_frees_the_blocks_at_once(checkpoint, reference):
     engine = make_engine(checkpoint)
     prompt = random_prompt(random.Random(6), 30, 30)
     engine.channel.inbox += [greedy(1, prompt, 100), greedy(2, prompt[:9], 20)]
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     for _ in range(5):
         engine.engine.step()
     engine.channel.inbox.append(AbortRequests([1]))
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
 
     assert engine.engine.stats().num_running == 1
     while engine.engine.stats().num_running:
@@ -166,7 +167,7 @@ def test_logprobs_of_the_prompt_are_those_of_one_forward_pass(checkpoint):
         engine = make_engine(checkpoint, max_num_batched_tokens=chunk, max_num_seqs=2)
         engine.generate([greedy(0, prompt, 2)])  # fills the prefix cache, which must not be used
         engine.channel.inbox.append(greedy(1, prompt, 4, prompt_logprobs=True, logprobs=True))
-        engine.engine.receive(block=True)
+        engine.engine.receive(wait=math.inf)
         while engine.engine.stats().num_running or engine.engine.stats().num_waiting:
             engine.engine.step()
         found = [s.prompt_logprobs[1] for s in engine.channel.steps if 1 in s.prompt_logprobs]
@@ -188,7 +189,7 @@ def test_the_first_steps_report_queue_time_and_cached_tokens_once(checkpoint):
     prompt = random_prompt(random.Random(8), 40, 40)
     engine.generate([greedy(1, prompt, 1)])
     engine.channel.inbox.append(greedy(2, prompt, 5))
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     while engine.engine.stats().num_running or engine.engine.stats().num_waiting:
         engine.engine.step()
 

@@ -1,5 +1,6 @@
 """A step launched before the results of the one before are booked: the tokens are those of steps one by one."""
 
+import math
 import random
 
 import pytest
@@ -151,12 +152,12 @@ def test_a_sequence_aborted_in_flight_leaves_the_others_alone(checkpoint, ahead)
     expected = [tokens(events) for events in make_engine(checkpoint).generate(requests)]
     engine = ahead()
     engine.channel.inbox += requests
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     for _ in range(5):
         engine.engine.step()
 
     engine.channel.inbox.append(AbortRequests([1, 4]))
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     while engine.engine.has_work:
         engine.engine.step()
 
@@ -172,12 +173,12 @@ def test_a_sequence_aborted_in_flight_leaves_the_others_alone(checkpoint, ahead)
 def test_all_aborted_in_flight_leaves_nothing_behind(ahead):
     engine = ahead()
     engine.channel.inbox += [greedy(1, [1, 2, 3], 30), greedy(2, [4], 30)]
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     engine.engine.step()
     engine.engine.step()
 
     engine.channel.inbox.append(AbortRequests([1, 2]))
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     assert engine.engine.has_work
     engine.engine.step()
 

@@ -50,7 +50,7 @@ class Log:
     def send(self, message):
         self.sent.append(message)
 
-    def receive(self, *, block):
+    def receive(self, *, wait):
         return []
 
 

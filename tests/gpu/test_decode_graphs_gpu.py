@@ -1,6 +1,7 @@
 """Decode steps replayed as CUDA graphs give the tokens of steps launched kernel by kernel."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
     engine = make_engine(cuda_graphs=True)
     answers(engine, PROMPTS[:4], 40)
     engine.channel.inbox += requests(PROMPTS[:4], 40)
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
     engine.engine.step()
     launch, found = ModelRunner.launch, []
 

@@ -5,6 +5,7 @@ import gc
 import heapq
 import json.decoder
 import json.encoder
+import math
 import subprocess
 import sys
 import textwrap
@@ -247,7 +248,7 @@ def test_bfloat16_logits_err_at_most_twice_as_much_as_those_of_transformers(
 
 def fill(engine, asked):
     engine.channel.inbox += asked
-    engine.engine.receive(block=True)
+    engine.engine.receive(wait=math.inf)
 
 
 def test_a_step_waits_for_the_gpu_only_to_read_its_tokens(tokenizer, make_engine, monkeypatch):
