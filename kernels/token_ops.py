@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
 from kernels.arch import detect
 from kernels.draw_rows import (
@@ -32,8 +33,10 @@ __all__ = [
     "WEIGHT_SCALE",
     "DrawRow",
     "candidate_bounds",
+    "chosen_logprobs",
     "draw_tokens",
     "has_kernels",
+    "log_softmax",
     "most_likely_tokens",
 ]
 
@@ -46,8 +49,11 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def most_likely_tokens(
-    logits: Tensor, tokens: Tensor | None = None, checked: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    tokens: Tensor | None = None,
+    checked: Tensor | None = None,
+    logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the most likely token of each row, the smallest id among equals, without waiting for the device.
 
     Can be recorded in a CUDA graph.
@@ -56,26 +62,68 @@ def most_likely_tokens(
         logits: [R, V], R >= 1, float32, bfloat16 or float16, contiguous in V. Not changed.
         tokens: [R] int64 contiguous; None allocates it.
         checked: likewise.
+        logprobs: [R] float32 contiguous, likewise.
 
     Returns:
-        `tokens`, valid ids whatever the logits, NaN counting as the largest; and `checked`, the same but -1 where
-        the largest logit is no finite number.
+        `tokens`, valid ids whatever the logits, NaN counting as the largest; `checked`, the same but -1 where the
+        largest logit is no finite number; and `logprobs`, their natural log-probabilities, anything where `checked`
+        is -1.
     """
     if tokens is None:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if checked is None:
         checked = torch.empty_like(tokens)
+    if logprobs is None:
+        logprobs = torch.empty_like(tokens, dtype=torch.float32)
     if has_kernels(logits.device):
         # Imported here: Triton is not there on a host without a GPU.
         from kernels.fused.most_likely import most_likely_tokens as choose  # noqa: PLC0415
 
-        choose(logits, tokens, checked, pdl=may_depend(detect(logits.device), logits.device))
-        return tokens, checked
+        pdl = may_depend(detect(logits.device), logits.device)
+        choose(logits, tokens, checked, logprobs, pdl=pdl)
+        return tokens, checked, logprobs
     largest, most_likely = logits.max(-1)
     tokens.copy_(most_likely)
     # Not a number minus itself, and infinity minus itself, are not 0.
     checked.copy_(torch.where(largest - largest == 0, most_likely, -1))
-    return tokens, checked
+    logprobs.copy_(chosen_logprobs(logits, tokens))
+    return tokens, checked, logprobs
+
+
+def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the natural log-probability of one token of each row, without waiting for the device.
+
+    Its bits depend on the row's logits alone.
+
+    Args:
+        logits: [R, V], float32, bfloat16 or float16, contiguous in V. Not changed.
+        tokens: [R] int64 contiguous, in [0, V).
+
+    Returns:
+        [R] float32; anything where the row's largest logit is no finite number.
+    """
+    if not has_kernels(logits.device):
+        return log_softmax(logits.float()).gather(1, tokens[:, None])[:, 0]
+    # Imported here: Triton is not there on a host without a GPU.
+    from kernels.fused.most_likely import chosen_logprobs as compute  # noqa: PLC0415
+
+    logprobs = torch.empty_like(tokens, dtype=torch.float32)
+    pdl = may_depend(detect(logits.device), logits.device)
+    compute(logits, tokens, logprobs, pdl=pdl)
+    return logprobs
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probabilities [n, V] float32 whose bits do not depend on a row's place in the batch.
+
+    Args:
+        logits: [n, V] float32.
+    """
+    size = logits.shape[1]
+    if logits.device.type != "cpu" and size % 4:
+        # CUDA's kernel splits a row's sum by the row's 16-byte alignment, which differs between rows here.
+        logits = functional.pad(logits, (0, -size % 4), value=-torch.inf)
+    return torch.log_softmax(logits, dim=-1)[:, :size]
 
 
 def draw_tokens(

@@ -158,7 +158,7 @@ class DecoderLM(nn.Module):
             if ids is not None:
                 return ids
         self.logits(hidden, out=logits)
-        ids, _ = most_likely_tokens(logits, checked=tokens)
+        ids, _, _ = most_likely_tokens(logits, checked=tokens)
         return ids
 
     def pack(self) -> None:

@@ -22,10 +22,11 @@ from kernels.token_ops import (
     UNFILTERED,
     DrawRow,
     candidate_bounds,
+    chosen_logprobs,
     draw_tokens,
     has_kernels,
+    log_softmax,
 )
-from model.logprobs import chosen_logprobs, log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
 from model.transfer import Download, upload
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from model.logprobs import log_softmax
+from kernels.token_ops import log_softmax
 from model.sampling import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
 
 Floats = npt.NDArray[np.float32]

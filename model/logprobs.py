@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from kernels.token_ops import log_softmax
 
 # Elements of one float32 block of log-probabilities: 64 MiB.
 _BLOCK = 1 << 24
@@ -46,16 +47,3 @@ def chosen_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
         [n] float32.
     """
     return log_softmax(logits.float()).gather(1, ids.clamp_min(0)[:, None])[:, 0]
-
-
-def log_softmax(logits: Tensor) -> Tensor:
-    """Return log-probabilities [n, V] float32 whose bits do not depend on a row's place in the batch.
-
-    Args:
-        logits: [n, V] float32.
-    """
-    size = logits.shape[1]
-    if logits.device.type != "cpu" and size % 4:
-        # CUDA's kernel splits a row's sum by the row's 16-byte alignment, which differs between rows here.
-        logits = functional.pad(logits, (0, -size % 4), value=-torch.inf)
-    return torch.log_softmax(logits, dim=-1)[:, :size]

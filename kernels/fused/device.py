@@ -11,6 +11,8 @@ import triton.language as tl
 LINE_BYTES = tl.constexpr(128)
 """What the second-level cache fetches at once."""
 LOWEST_KEY = tl.constexpr(-(2**63))
+_MINUS_INFINITY = tl.constexpr(-0x7F800001)
+"""The `ranking_bits` of minus infinity."""
 
 
 @triton.jit
@@ -86,6 +88,30 @@ def ranking_bits(values):
 def ranked_value(bits):
     """Return the float32 that `ranking_bits` made int32 of."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponentials(bits, largest):
+    """Return exp(value - largest value) of float32 given by their `ranking_bits`; 0 below all finite numbers.
+
+    Args:
+        bits: int32.
+        largest: int32, none of `bits` above it; of a shape that broadcasts.
+    """
+    distances = ranked_value(bits) - ranked_value(largest)
+    return tl.where(bits > _MINUS_INFINITY, tl.exp(distances), 0.0)
+
+
+@triton.jit
+def log_of_total(total):
+    """Return the logarithm of a sum of `exponentials`, that of the largest among them; 0 where that is not finite."""
+    return tl.log(tl.maximum(total, 1.0))
+
+
+@triton.jit
+def ranked_bits(key):
+    """Return the `ranking_bits` in a key."""
+    return (key >> 32).to(tl.int32)
 
 
 @triton.jit

@@ -101,8 +101,8 @@ def draw_tokens(
     id_bits = max(1, (size - 1).bit_length())
 
     rank_tiles[(num_tiles, rows)](
-        logits, table, it.best, it.groups, stride,
-        V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=len(DrawRow._fields), **wide,
+        logits, table, it.best, it.groups, it.best, stride,
+        V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=len(DrawRow._fields), SUMS=False, **wide,
     )  # fmt: skip
     set_limits[(rows,)](
         table, it.best, it.groups, it.kinds, it.peaks, it.limits, it.counts, tokens, checked,

@@ -89,7 +89,11 @@ def draws(block_size: int) -> Iterator[SchedulerOutput]:
     """
     for top_k, penalty in itertools.product((0, _TOP_K), (1.0, 1.1)):
         sampling = SamplingParams(
-            max_new_tokens=1, temperature=1.0, top_k=top_k, repetition_penalty=penalty
+            max_new_tokens=1,
+            temperature=1.0,
+            top_k=top_k,
+            repetition_penalty=penalty,
+            logprobs=True,
         )
         yield _output((_chunk(_sequence(2, block_size, sampling), 1),), ())
 

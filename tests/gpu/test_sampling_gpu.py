@@ -152,23 +152,45 @@ def test_a_row_that_is_not_finite_fails_alone():
 def test_the_most_likely_token_is_the_first_of_the_largest(vocab, rows, dtype):
     logits = logits_on_gpu(rows, vocab, 1.0, dtype).mul_(4).round_()
     tokens, checked = torch.full((2, rows), -7, device="cuda")
+    logprobs = torch.empty(rows, device="cuda")
     largest = logits.amax(-1, keepdim=True)
     first = (logits == largest).int().argmax(-1)
 
-    most_likely_tokens(logits, tokens, checked)
+    most_likely_tokens(logits, tokens, checked, logprobs)
 
     assert torch.equal(tokens, first)
     assert torch.equal(checked, first)
+    for start in range(0, rows, 64):
+        part = slice(start, start + 64)
+        truth = logits[part].double().log_softmax(-1).amax(-1)
+        torch.testing.assert_close(logprobs[part].double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_the_log_probability_of_a_given_token_is_that_of_its_row_alone(vocab, rows, dtype):
+    logits = logits_on_gpu(rows, vocab, 3.0, dtype)
+    logits[:, vocab // 2 : vocab // 2 + 9] = -math.inf
+    tokens = torch.arange(rows, device="cuda") * 7 % vocab
+
+    found = token_ops.chosen_logprobs(logits, tokens)
+    alone = [token_ops.chosen_logprobs(logits[i : i + 1], tokens[i : i + 1]) for i in range(rows)]
+
+    truth = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, torch.cat(alone))
 
 
 def test_the_most_likely_token_can_be_recorded():
     logits = logits_on_gpu(64, 151936)
     tokens, checked = torch.zeros((2, 64), dtype=torch.int64, device="cuda")
-    token_ops.most_likely_tokens(logits, tokens, checked)
+    logprobs = torch.empty(64, device="cuda")
+    token_ops.most_likely_tokens(logits, tokens, checked, logprobs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ops.most_likely_tokens(logits, tokens, checked)
+        token_ops.most_likely_tokens(logits, tokens, checked, logprobs)
 
     for seed in range(1, 4):
         logits.copy_(logits_on_gpu(64, 151936, 3.0, seed=seed))
@@ -180,3 +202,5 @@ def test_the_most_likely_token_can_be_recorded():
         first = (logits == largest).int().argmax(-1)
         first[seed] = -1
         assert torch.equal(checked, first)
+        truth = logits.double().log_softmax(-1).amax(-1)[first >= 0]
+        torch.testing.assert_close(logprobs[first >= 0].double(), truth, rtol=1e-5, atol=1e-5)

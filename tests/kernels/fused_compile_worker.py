@@ -17,7 +17,7 @@ from kernels.fused.best_token import best_tokens
 from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
 from kernels.fused.linear import LinearArguments, Norm, linear
-from kernels.fused.most_likely import most_likely_tokens
+from kernels.fused.most_likely import chosen_logprobs, most_likely_tokens
 from kernels.fused.quantise_rows import quantise_rows
 from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.fused.whole_step import StepKernel
@@ -44,14 +44,15 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "add_norm", "quantise", "gate", "rope", "best", "most_likely", "draw" or "step".
+        operation: "linear", "add_norm", "quantise", "gate", "rope", "best", "most_likely", "chosen", "draw" or
+            "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
             "quantise", "norm"; of "rope", "norm" and "ahead"; of "step", "norm" or "bias", see `STEPS`.
         tokens: of a step, for "rope".
         head_dim: likewise.
-        function: of the kernels that "most_likely" and "draw" launch, the one to compile.
-        vocabulary: tokens of a row, for these two.
+        function: of the kernels that "most_likely", "chosen" and "draw" launch, the one to compile.
+        vocabulary: tokens of a row, for these three.
     """
 
     sm: int
@@ -215,7 +216,12 @@ class FusedCompiler(Compiler):
     def _most_likely(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
-        most_likely_tokens(logits, tokens, tokens, pdl=pdl)
+        most_likely_tokens(logits, tokens, tokens, torch.empty(2), pdl=pdl)
+
+    def _chosen(self, job: FusedJob, pdl: bool) -> None:
+        tokens = torch.empty(2, dtype=torch.int64)
+        logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
+        chosen_logprobs(logits, tokens, torch.empty(2), pdl=pdl)
 
     def _draw(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)

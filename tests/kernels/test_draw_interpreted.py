@@ -19,7 +19,7 @@ from tests.model.sampling_rows import logits_of, varied_rows
 
 pytestmark = triton_interpreter.interpreted
 if triton_interpreter.HAS_TRITON:
-    from kernels.fused.most_likely import most_likely_tokens
+    from kernels.fused.most_likely import chosen_logprobs, most_likely_tokens
     from tests.kernels.sampled import by_host, by_kernel, by_rule
 
 # Lists that hold everything, some of it, and hardly anything; rows of several tiles.
@@ -30,6 +30,7 @@ SIZES = [
 ]
 KINDS = ("normal", "half", "flat", "steep", "tiny", "equal", "few", "sparse")
 INF = math.inf
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -196,16 +197,60 @@ def test_the_most_likely_token_is_the_first_among_equals(dtype, vocab):
     logits[4] = -INF
     logits[5] = 0.0
     tokens, checked = torch.full((2, 6), -7)
+    logprobs = torch.full((6,), -7.0)
 
-    most_likely_tokens(logits, tokens, checked, sizes=SIZES[0])
+    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
 
     expected = logits.float().argmax(-1).tolist()
     assert tokens.tolist() == expected
     assert checked.tolist() == [expected[0], -1, -1, expected[3], -1, 0]
-    assert [part.tolist() for part in token_ops.most_likely_tokens(logits)] == [
-        expected,
-        checked.tolist(),
-    ]
+    by_torch = token_ops.most_likely_tokens(logits)
+    assert [part.tolist() for part in by_torch[:2]] == [expected, checked.tolist()]
+    truth = torch.log_softmax(logits.double(), -1).amax(-1)
+    for found in (logprobs, by_torch[2]):
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found[checked >= 0].double(), truth[checked >= 0], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1, 63, 64, 300])
+def test_a_log_probability_is_that_of_all_logits_of_its_row(kind, vocab):
+    logits = torch.cat([row_of_kind(kind, vocab, seed) for seed in range(3)])
+    tokens, checked = torch.full((2, 3), -7)
+    logprobs, given = torch.full((2, 3), -7.0)
+    ids = torch.tensor([0, vocab // 2, vocab - 1])
+
+    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
+    chosen_logprobs(logits, ids, given, sizes=SIZES[0])
+
+    truth = torch.log_softmax(logits.double(), -1)
+    torch.testing.assert_close(logprobs.double(), truth.amax(-1), **CLOSE)
+    torch.testing.assert_close(given.double(), truth.gather(1, ids[:, None])[:, 0], **CLOSE)
+
+
+def test_a_log_probability_has_the_same_bits_alone_and_among_others():
+    logits = logits_of(3, 5, 150)[:, :101]
+    logits[1], logits[3, 50] = -INF, math.nan
+    logits[4, 64:] = -INF
+    tokens, checked = torch.full((2, 5), -7)
+    logprobs = torch.full((5,), -7.0)
+    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
+
+    for i in (0, 2, 4):
+        alone = torch.full((1,), -7.0)
+        most_likely_tokens(logits[i : i + 1], tokens[:1], checked[:1], alone, sizes=SIZES[0])
+        assert torch.equal(alone, logprobs[i : i + 1])
+
+
+def test_a_certain_token_has_a_log_probability_of_zero_and_no_sign():
+    logits = torch.full((1, 100), -1e30)
+    logits[0, 70] = -1e3
+    tokens, checked = torch.full((2, 1), -7)
+    logprobs = torch.full((1,), -7.0)
+
+    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
+
+    assert str(logprobs.item()) == "0.0"
 
 
 def test_candidates_reach_as_far_as_the_filters_ask():

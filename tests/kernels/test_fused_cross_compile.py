@@ -93,6 +93,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
+        FusedJob(sm, "chosen", function="score_chosen"),
         *(FusedJob(sm, "draw", function=name) for name in DRAWING),
         *(FusedJob(sm, "draw", function="draw_filtered", vocabulary=n) for n in SMALL_VOCABULARIES),
         FusedJob(sm, "rope", around=("norm",)),
