@@ -128,7 +128,9 @@ class FusedLinear:
         linear(x, self.weight, choice, out, arguments)
         return out
 
-    def most_likely(self, x: Tensor, out: Tensor, tokens: Tensor, *, pdl: bool) -> Tensor | None:
+    def most_likely(
+        self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor, *, pdl: bool
+    ) -> Tensor | None:
         """Compute the layer, and which output of each row is the largest, without reading them again.
 
         Args:
@@ -136,6 +138,8 @@ class FusedLinear:
             out: [T, N] contiguous, where the result is to lie.
             tokens: [T] int64 contiguous; the number of the largest output, the smallest among equals, or -1 where it
                 is no finite number.
+            logprobs: [T] float32 contiguous; the logarithm of that output's share of the sum of all exponentials,
+                anything where `tokens` is -1.
             pdl: launch before the kernel before has ended.
 
         Returns:
@@ -143,16 +147,16 @@ class FusedLinear:
             where the library multiplies.
         """
         from kernels.fused.best_token import best_tokens  # noqa: PLC0415 - as above
-        from kernels.fused.linear import LinearArguments, linear  # noqa: PLC0415
+        from kernels.fused.linear import LinearArguments, TileBest, linear  # noqa: PLC0415
 
         choice = self.choose(len(x), x.dtype)
         if not choice.tiles:
             return None
-        best = torch.empty((len(x), choice.tiles), dtype=torch.int64, device=x.device)
+        best = TileBest.empty(len(x), choice.tiles, x.device)
         ids = torch.empty_like(tokens)
         arguments = LinearArguments(scale=self.scale, bias=self.bias, best=best, pdl=pdl)
         linear(x, self.weight, choice, out, arguments)
-        best_tokens(best, ids, tokens, pdl=pdl)
+        best_tokens(best, ids, tokens, logprobs, pdl=pdl)
         return ids
 
     def choose(self, rows: int, dtype: torch.dtype) -> LinearChoice:

@@ -142,23 +142,26 @@ class DecoderLM(nn.Module):
             return functional.linear(hidden, self._head)
         return torch.mm(hidden, self._head.t(), out=out)
 
-    def most_likely(self, hidden: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+    def most_likely(
+        self, hidden: Tensor, logits: Tensor, tokens: Tensor, logprobs: Tensor
+    ) -> Tensor:
         """Score the vocabulary and choose the most likely token of each row, the smallest id among equals.
 
         Args:
             hidden: [M, hidden_size] from `forward`.
             logits: [M, vocab_size] contiguous; written.
             tokens: [M] int64 contiguous; written, -1 where the largest logit is not a finite number.
+            logprobs: [M] float32 contiguous; written, their natural log-probabilities, anything where there is none.
 
         Returns:
             [M] int64: `tokens` with any valid ids in the place of -1.
         """
         if self._fused is not None:
-            ids = self._fused.most_likely(hidden, logits, tokens)
+            ids = self._fused.most_likely(hidden, logits, tokens, logprobs)
             if ids is not None:
                 return ids
         self.logits(hidden, out=logits)
-        ids, _, _ = most_likely_tokens(logits, checked=tokens)
+        ids, _, _ = most_likely_tokens(logits, checked=tokens, logprobs=logprobs)
         return ids
 
     def pack(self) -> None:

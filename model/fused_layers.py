@@ -97,9 +97,11 @@ class FusedLayers:
         return self._head(hidden, out=out, pdl=self._pdl)
 
     @torch.no_grad()
-    def most_likely(self, hidden: Tensor, out: Tensor, tokens: Tensor) -> Tensor | None:
-        """As `DecoderLM.most_likely`."""
-        return self._head.most_likely(hidden, out, tokens, pdl=self._pdl)
+    def most_likely(
+        self, hidden: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor
+    ) -> Tensor | None:
+        """As `DecoderLM.most_likely`; None, and nothing is computed, where the library multiplies."""
+        return self._head.most_likely(hidden, out, tokens, logprobs, pdl=self._pdl)
 
 
 def fused_ops(layer: DecoderLayer, eps: float, arch: GPUArch) -> FusedOps:

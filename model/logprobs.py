@@ -34,16 +34,3 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor | Sequence[int]) -> list[fl
         for i in range(0, len(ids), block)
     ]
     return torch.cat(chosen)[:, 0].tolist() if chosen else []
-
-
-def chosen_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probability of one token of each row, without waiting for the device.
-
-    Args:
-        logits: [n, V], any floating dtype.
-        ids: [n] int64; below 0 for any.
-
-    Returns:
-        [n] float32.
-    """
-    return log_softmax(logits.float()).gather(1, ids.clamp_min(0)[:, None])[:, 0]

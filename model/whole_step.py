@@ -55,10 +55,12 @@ class OneSequence:
         block_table: Tensor,
         logits: Tensor,
         tokens: Tensor,
+        logprobs: Tensor,
         drawn: Tensor,
     ) -> None:
         """Compute a step; arguments as for `kernels.fused.whole_step.StepKernel`."""
-        self._step(ids, positions, slots, block_table, self._rope.tables, logits, tokens, drawn)
+        rope = self._rope.tables
+        self._step(ids, positions, slots, block_table, rope, logits, tokens, logprobs, drawn)
 
 
 def step_shape(model: DecoderLM) -> StepShape:

@@ -35,6 +35,26 @@ class Norm(NamedTuple):
     eps: float
 
 
+class TileBest(NamedTuple):
+    """What a choice of the largest output needs of each tile of outputs, for `kernels.fused.best_token`.
+
+    Attributes:
+        keys: [rows, tiles] int64 contiguous, the largest key.
+        totals: [rows, tiles] float32 contiguous, the sum of exp(output - largest of the tile).
+    """
+
+    keys: Tensor
+    totals: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tiles: int, device: torch.device | str) -> TileBest:
+        """Allocate them."""
+        return cls(
+            torch.empty((rows, tiles), dtype=torch.int64, device=device),
+            torch.empty((rows, tiles), dtype=torch.float32, device=device),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearArguments:
     """What surrounds a linear layer.
@@ -44,8 +64,7 @@ class LinearArguments:
         bias: [N], or [2 * N] where gated; None for none.
         norm: of the input rows; None takes them as they are.
         residual: [rows, N], contiguous in N, added to the output; may be `out`. Not where gated.
-        best: [rows, choice.tiles] int64 contiguous, gets the largest key of each tile (see
-            `kernels.fused.best_token`); the vector kernel only.
+        best: what gets the best of each tile; the vector kernel only.
         pdl: launch before the kernel before has ended; from compute capability 9.0 on.
     """
 
@@ -53,7 +72,7 @@ class LinearArguments:
     bias: Tensor | None = None
     norm: Norm | None = None
     residual: Tensor | None = None
-    best: Tensor | None = None
+    best: TileBest | None = None
     pdl: bool = False
 
 
@@ -103,7 +122,7 @@ def _check(
         and x.stride(1) == 1
         and (out is None or (out.shape == outputs and out.is_contiguous()))
         and (residual is None or (residual.shape == outputs and residual.stride(1) == 1))
-        and (best is None or best.shape == (problem.rows, choice.tiles))
+        and (best is None or all(part.shape == (problem.rows, choice.tiles) for part in best))
         and (out is not None or (best is not None and choice.kernel is LinearKernel.VECTOR))
         and not (problem.gated and (residual is not None or best is not None))
     )
@@ -112,7 +131,7 @@ def _check(
             f"x is {list(x.shape)}, weight is {list(weight.shape)} {weight.dtype}, its scale is "
             f"{None if scale is None else list(scale.shape)}, out is "
             f"{None if out is None else list(out.shape)}, best is "
-            f"{None if best is None else list(best.shape)}; the choice is {choice.kernel.value} for "
+            f"{None if best is None else list(best.keys.shape)}; the choice is {choice.kernel.value} for "
             f"{problem}, with a residual or best only where it is not gated"
         )
 
@@ -193,7 +212,8 @@ def _run_vector(
         norm.weight if norm else None,
         residual,
         x if out is None else out,
-        best,
+        None if best is None else best.keys,
+        None if best is None else best.totals,
         problem.rows,
         x.stride(0),
         0 if residual is None else residual.stride(0),

@@ -35,17 +35,19 @@ from kernels.fused.step_ring import (
 )
 
 _LOWEST_KEY = gl.constexpr(-(2**63))
+_MINUS_INFINITY = gl.constexpr(-0x7F800001)
 
 
 @gluon.jit
 def consume(
-    ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counter, logits, tokens, drawn, eps, scale, c,
+    ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counter, logits, tokens, logprobs, drawn,
+    eps, scale, c,
 ):  # fmt: skip
     """Compute a step; `room` as in `whole_step`.
 
     What depends on no other program is asked for before each wait, so that memory answers meanwhile.
     """
-    hidden, qkv, inner, parts, logs, best = room
+    hidden, qkv, inner, parts, logs, best, totals = room
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     programs = gl.num_programs(0)
@@ -106,12 +108,11 @@ def consume(
     wait_grid(counter, arrivals)
     share(ring, hidden, c.HIDDEN)
     xs = normed(ring, gains, eps, c)
-    key = score_all(ring, xs, logits, used, c)
-    gl.store(best + gl.program_id(0), gl.max(key, 0))
+    score_all(ring, xs, logits, best, totals, used, c)
     arrive_grid(counter)
     if gl.program_id(0) == 0:
         wait_grid(counter, arrivals + programs)
-        choose(best, tokens, drawn)
+        choose(best, totals, tokens, logprobs, drawn)
         gl.store(counter + HEADS_DONE, 0)
         gl.store(counter, 0)  # for the next step: no program waits any more
 
@@ -161,17 +162,22 @@ def gate_all(ring, xs, out, used, c):
 
 
 @gluon.jit
-def score_all(ring, xs, logits, used, c):
-    """Compute and store this program's scores; returns the largest key of each warp, [ROWS]."""
+def score_all(ring, xs, logits, best, totals, used, c):
+    """Compute and store this program's scores, their largest key and the sum of their exponentials."""
     EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
     key = gl.full([ROWS], _LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
+    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
     count = tiles_of_program(c.VOCAB // ROWS)
     for i in range(count // EACH):
-        key, used = score(ring, xs, logits, i * EACH, key, used, EACH, c)
+        key, total, used = score(ring, xs, logits, i * EACH, key, total, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            key, used = score(ring, xs, logits, count - n, key, used, gl.constexpr(n), c)
-    return key
+            key, total, used = score(
+                ring, xs, logits, count - n, key, total, used, gl.constexpr(n), c
+            )
+    largest = gl.max(key, 0)
+    gl.store(best + gl.program_id(0), largest)
+    gl.store(totals + gl.program_id(0), gl.sum(total * exponentials(key, largest), 0))
 
 
 @gluon.jit
@@ -206,36 +212,53 @@ def gate(ring, xs, out, number, used, PAIRS: gl.constexpr, c):
 
 
 @gluon.jit
-def score(ring, xs, logits, number, key, used, TILES: gl.constexpr, c):
-    """Compute and store some tiles of scores; returns the largest keys so far, too."""
+def score(ring, xs, logits, number, key, total, used, TILES: gl.constexpr, c):
+    """Compute and store some tiles of scores; returns each warp's largest key and sum of exponentials so far, too."""
     sums, used = dot_held(ring, xs, used, TILES, c)
+    keys = ()
+    largest = key
     for t in gl.static_range(TILES):
         row = rows_of_tile(number + t, c)
         rounded = sums[t].to(logits.dtype.element_ty)
         gl.store(logits + row, rounded)
-        key = gl.maximum(key, ranking_keys(rounded.to(gl.float32), row))
-    return key, used
+        keys = keys + (ranking_keys(rounded.to(gl.float32), row),)  # type: ignore[assignment]
+        largest = gl.maximum(largest, keys[t])
+    total *= exponentials(key, largest)
+    for t in gl.static_range(TILES):
+        total += exponentials(keys[t], largest)
+    return largest, total, used
 
 
 @gluon.jit
-def choose(best, tokens, drawn):
+def choose(best, totals, tokens, logprobs, drawn):
     """Choose the largest of all programs' keys."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
     number = gl.arange(0, MOST_PROGRAMS, layout=layout)
-    key = gl.max(
-        gl.load(
-            best + number,
-            mask=number < gl.num_programs(0),
-            other=_LOWEST_KEY,
-            cache_modifier=".cg",
-        ),
-        0,
-    )
+    exists = number < gl.num_programs(0)
+    keys = gl.load(best + number, mask=exists, other=_LOWEST_KEY, cache_modifier=".cg")
+    sums = gl.load(totals + number, mask=exists, other=0.0, cache_modifier=".cg")
+    key = gl.max(keys, 0)
     chosen = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     bits = key >> 32
     finite = (bits < 0x7F800000) & (bits > -0x7F800001)
     gl.store(drawn, chosen)
     gl.store(tokens, gl.where(finite, chosen, -1))
+    total = gl.sum(sums * exponentials(keys, key), 0)
+    gl.store(logprobs, 0.0 - gl.log(gl.maximum(total, 1.0)))
+
+
+@gluon.jit
+def exponentials(keys, largest):
+    """As `kernels.fused.device.exponentials`, of keys."""
+    bits = (keys >> 32).to(gl.int32)
+    return gl.where(bits > _MINUS_INFINITY, gl.exp(ranked_value(keys) - ranked_value(largest)), 0.0)
+
+
+@gluon.jit
+def ranked_value(key):
+    """Return the float32 in a key."""
+    bits = (key >> 32).to(gl.int32)
+    return gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit

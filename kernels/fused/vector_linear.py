@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.fused.device import LINE_BYTES, LOWEST_KEY, prefetch, ranking_keys, silu
+from kernels.fused.device import (
+    LINE_BYTES,
+    LOWEST_KEY,
+    exponentials,
+    prefetch,
+    ranked_bits,
+    ranking_keys,
+    silu,
+)
 
 _VECTOR = tl.constexpr(8)
 """Elements that a thread loads at once, 16 bytes; their products are added up before any are exchanged."""
@@ -27,6 +35,7 @@ def vector_linear(
     residual,
     out,
     best,
+    totals,
     num_rows,
     x_stride,
     residual_stride,
@@ -52,6 +61,7 @@ def vector_linear(
     Args:
         scales: of the weights, float32, one for each of their rows; where SCALED.
         best: [rows, programs] int64, the largest key of each program's outputs; where ARGMAX.
+        totals: [rows, programs] float32, the sum of exp(output - largest) of each program's outputs; where ARGMAX.
         ROWS: a power of two, at least `num_rows`.
         AHEAD: chunks of BLOCK_K columns that are loaded to registers before the wait.
     """
@@ -125,8 +135,11 @@ def vector_linear(
             tl.store(out + r * out_stride + output, rounded, mask=real)
         if ARGMAX:
             keys = tl.where(exists, ranking_keys(rounded.to(tl.float32), output), LOWEST_KEY)
-            place = best + r * tl.num_programs(0) + tl.program_id(0)
-            tl.store(place, tl.max(keys, 0), mask=r < num_rows)
+            place = r * tl.num_programs(0) + tl.program_id(0)
+            key = tl.max(keys, 0)
+            tl.store(best + place, key, mask=r < num_rows)
+            total = tl.sum(exponentials(ranked_bits(keys), ranked_bits(key)), 0)
+            tl.store(totals + place, total, mask=r < num_rows)
 
 
 @triton.jit

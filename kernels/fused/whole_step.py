@@ -44,7 +44,7 @@ _LITTLE_HIDDEN: Final = 1024
 @gluon.jit
 def whole_step(
     table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, qkv, inner, parts, logs, best,
-    counters, logits, tokens, drawn, eps, scale,
+    totals, counters, logits, tokens, logprobs, drawn, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, NORMS: gl.constexpr, BIAS: gl.constexpr,
@@ -54,14 +54,15 @@ def whole_step(
 
     Args:
         table: [LAYERS, fields] int64, addresses of what `step_ring.FIELDS` names.
-        ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens` and
-            `drawn`.
-        hidden: [HIDDEN], where programs find what others have computed, as are the next ones up to `best`.
+        ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
+            `logprobs` and `drawn`.
+        hidden: [HIDDEN], where programs find what others have computed, as are the next ones up to `totals`.
         qkv: [(HEADS + 2 * KV_HEADS) * D].
         inner: [INNER].
         parts: [SPLITS, HEADS, D] float32.
         logs: [SPLITS, HEADS] float32.
-        best: [MOST_PROGRAMS] int64.
+        best: [MOST_PROGRAMS] int64, the largest key of a program's scores.
+        totals: [MOST_PROGRAMS] float32, the sum of their exp(score - largest).
         counters: [2 * HEADS_DONE] int32, 0 before and after a launch.
         eps: of all norms.
         scale: of the scores, in units of log2.
@@ -72,11 +73,11 @@ def whole_step(
     )  # fmt: skip
     INPUTS: gl.constexpr = max(INNER, HEADS * D)
     ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
-    room = (hidden, qkv, inner, parts, logs, best)
+    room = (hidden, qkv, inner, parts, logs, best, totals)
     gl.warp_specialize([
         (consume, (
-            ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counters, logits, tokens, drawn, eps,
-            scale, c,
+            ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counters, logits, tokens, logprobs,
+            drawn, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
     ], [4], [40])  # fmt: skip
@@ -111,6 +112,7 @@ class StepKernel:
             empty(splits * queries, torch.float32),
             empty(splits * shape.num_heads, torch.float32),
             empty(MOST_PROGRAMS.value, torch.int64),
+            empty(MOST_PROGRAMS.value, torch.float32),
         )
         self._counters = torch.zeros(2 * HEADS_DONE.value, dtype=torch.int32, device=device)
         first = weights.layers[0]
@@ -144,6 +146,7 @@ class StepKernel:
         rope: tuple[Tensor, Tensor],
         logits: Tensor,
         tokens: Tensor,
+        logprobs: Tensor,
         drawn: Tensor,
     ) -> None:
         """Write a token's key and value to the cache, score the vocabulary and choose the most likely next token.
@@ -156,6 +159,7 @@ class StepKernel:
             rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them.
             logits: [1, V] contiguous; written.
             tokens: [1] int64; written, the most likely token, -1 where the largest logit is not a finite number.
+            logprobs: [1] float32; written, its natural log-probability, anything where there is none.
             drawn: [capacity] int64; its first element is written, as `tokens` but always a valid id.
         """
         weights = self._weights
@@ -173,6 +177,7 @@ class StepKernel:
             self._counters,
             logits,
             tokens,
+            logprobs,
             drawn,
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),

@@ -93,11 +93,8 @@ class DecodeGraph:
 
         def compute_one() -> Computed:
             assert model.one_sequence is not None
-            room = self._room
-            model.one_sequence(
-                input_ids, positions, slots, table, room.logits, room.tokens, model.drawn.ids
-            )
-            return room
+            model.one_sequence(input_ids, positions, slots, table, *self._room, model.drawn.ids)
+            return self._room
 
         def compute() -> Computed:
             ids = model.drawn.look_up(input_ids)

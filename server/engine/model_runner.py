@@ -197,6 +197,7 @@ class ModelRunner:
             batch.decode.block_table,
             logits,
             torch.empty(1, dtype=torch.int64, device=self._device),
+            torch.empty(1, device=self._device),
             self._drawn.ids,
         )
         return logits

@@ -27,14 +27,16 @@ class Computed(NamedTuple):
         logits: [M, V], a row for each sequence that samples.
         tokens: [M] int64, the most likely of each row, the smallest id among equals; -1 where the largest logit is
             not a finite number.
+        logprobs: [M] float32, their natural log-probabilities; anything where there is none.
     """
 
     logits: Tensor
     tokens: Tensor
+    logprobs: Tensor
 
     def first(self, num_rows: int) -> Computed:
         """Return the leading rows."""
-        return Computed(self.logits[:num_rows], self.tokens[:num_rows])
+        return Computed(self.logits[:num_rows], self.tokens[:num_rows], self.logprobs[:num_rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class StepModel:
         """Allocate what replays leave behind, for so many rows."""
         weight = self.model.embed_tokens
         logits = torch.empty(num_rows, weight.shape[0], dtype=weight.dtype, device=self.device)
-        return Computed(logits, torch.empty(num_rows, dtype=torch.int64, device=self.device))
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=self.device)
+        return Computed(logits, tokens, torch.empty_like(tokens, dtype=torch.float32))
 
     def choose(self, hidden: Tensor, room: Computed) -> Tensor:
         """Score the vocabulary and choose the most likely token of each row.
@@ -92,7 +95,7 @@ class StepModel:
         Returns:
             [M] int64, valid ids: the tokens, and anything in the place of -1.
         """
-        ids: Tensor = self.model.most_likely(hidden, room.logits, room.tokens)
+        ids: Tensor = self.model.most_likely(hidden, *room)
         return ids
 
     @torch.inference_mode()
@@ -110,4 +113,5 @@ def choose_invented(model: DecoderLM, num_rows: int) -> None:
     weight = model.embed_tokens
     hidden = weight.new_zeros(num_rows, weight.shape[1])
     logits = weight.new_empty(num_rows, weight.shape[0])
-    model.most_likely(hidden, logits, hidden.new_empty(num_rows, dtype=torch.int64))
+    tokens = hidden.new_empty(num_rows, dtype=torch.int64)
+    model.most_likely(hidden, logits, tokens, torch.empty_like(tokens, dtype=torch.float32))

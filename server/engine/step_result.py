@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from model.logprobs import chosen_logprobs
 from model.sampling import NOT_FINITE, SampledToken
 from model.transfer import Download
 
@@ -97,5 +96,5 @@ def most_likely(computed: list[Computed], wanted: list[bool]) -> MostLikely:
     """Send the host what recordings have chosen, with log-probabilities where a row wants its own."""
     logprobs = []
     if any(wanted):
-        logprobs = [Download(chosen_logprobs(part.logits, part.tokens)) for part in computed]
+        logprobs = [Download(part.logprobs) for part in computed]
     return MostLikely([Download(part.tokens) for part in computed], logprobs, wanted)

@@ -88,6 +88,19 @@ def test_a_recording_of_as_many_rows_gives_the_same_bits(make_engine, sampling):
     assert answers(make_engine(cuda_graphs=True), EXACT, 64, **sampling) == expected
 
 
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 20])
+def test_log_probabilities_are_those_of_steps_without_graphs(make_engine, count):
+    prompts, found = PROMPTS[:count], []
+    for cuda_graphs in (False, True):
+        engine = make_engine(cuda_graphs=cuda_graphs, dtype="float32")
+        found.append(engine.generate(requests(prompts, 40, logprobs=True)))
+
+    for expected, ours in zip(*found, strict=True):
+        assert [event.token_id for event in ours] == [event.token_id for event in expected]
+        logprobs = [[event.logprob for event in events] for events in (ours, expected)]
+        torch.testing.assert_close(*map(torch.tensor, logprobs), rtol=1e-4, atol=1e-4)
+
+
 def test_a_recording_over_a_float8_cache_gives_the_same_bits(make_engine):
     if kernels.detect("cuda").sm < 89:
         pytest.skip("PyTorch's rows, which read such a cache before sm_89, cannot be recorded")

@@ -11,7 +11,7 @@ import kernels
 from kernels import reference
 from kernels.fused.best_token import best_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
-from kernels.fused.linear import LinearArguments, Norm, linear
+from kernels.fused.linear import LinearArguments, Norm, TileBest, linear
 from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.linear_plan import LinearKernel, LinearProblem, select_linear
 from kernels.testing import assert_no_worse_than
@@ -104,7 +104,8 @@ class Step:
         self.hidden = torch.empty_like(self.start)
         self.packed = torch.empty(rows, 2 * HEADS, dtype=torch.bfloat16, device=DEVICE)
         self.inner = torch.empty(rows, INNER, dtype=torch.bfloat16, device=DEVICE)
-        self.best = torch.empty(rows, self.head_choice.tiles, dtype=torch.int64, device=DEVICE)
+        self.best = TileBest.empty(rows, self.head_choice.tiles, DEVICE)
+        self.logprobs = torch.empty(rows, device=DEVICE)
         self.logits = torch.empty(rows, VOCABULARY, dtype=torch.bfloat16, device=DEVICE)
         self.token = torch.empty(rows, dtype=torch.int64, device=DEVICE)
         self.checked = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
@@ -126,7 +127,7 @@ class Step:
             return
         greedy = dataclasses.replace(normed, best=self.best)
         linear(hidden, self.head, self.head_choice, None, greedy)
-        best_tokens(self.best, self.token, self.checked, pdl=pdl)
+        best_tokens(self.best, self.token, self.checked, self.logprobs, pdl=pdl)
 
     def result(self):
         torch.cuda.synchronize()
@@ -163,23 +164,25 @@ def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, captu
     assert bool(hidden.isfinite().all())
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocabulary", [1001, 128256])
 def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
     choice = choose(rows, vocabulary, 256)
     x, weight = random(rows, 256), random(vocabulary, 256, seed=1)
     weight[vocabulary // 2] = weight[vocabulary // 3]
-    best = torch.empty(rows, choice.tiles, dtype=torch.int64, device=DEVICE)
+    best, logprobs = TileBest.empty(rows, choice.tiles, DEVICE), torch.empty(rows, device=DEVICE)
     logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device=DEVICE)
     token, checked = torch.empty((2, rows), dtype=torch.int64, device=DEVICE)
 
     linear(x, weight, choice, logits, LinearArguments(best=best))
-    best_tokens(best, token, checked)
+    best_tokens(best, token, checked, logprobs)
 
     largest = logits.amax(-1, keepdim=True)
     ids = torch.arange(vocabulary, device=DEVICE)
     assert torch.equal(token, torch.where(logits == largest, ids, vocabulary).amin(-1))
     assert torch.equal(checked, token)
+    truth = logits.double().log_softmax(-1).amax(-1)
+    torch.testing.assert_close(logprobs.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300, 4096])

@@ -54,6 +54,7 @@ BIASED = dataclasses.replace(
     layer_types=(),
 )
 MODELS = {"qwen": QWEN, "llama": LLAMA, "biased": BIASED}
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CONTEXTS = (1, 2, 31, 33, 64, 65, 129, 511, 1024, 4000)
 
 
@@ -102,6 +103,7 @@ class Step:
         vocabulary = model.config.vocab_size
         self.logits = torch.empty(1, vocabulary, dtype=model.embed_tokens.dtype, device="cuda")
         self.tokens = torch.empty(1, dtype=torch.int64, device="cuda")
+        self.logprobs = torch.empty(1, device="cuda")
         self.drawn = torch.zeros(5, dtype=torch.int64, device="cuda")
 
     @torch.inference_mode()
@@ -121,8 +123,14 @@ class Step:
 
     @torch.inference_mode()
     def at_once(self, one):
-        one(self.ids, self.positions, self.slots, self.table, self.logits, self.tokens, self.drawn)
+        one(
+            self.ids, self.positions, self.slots, self.table, self.logits, self.tokens, self.logprobs, self.drawn
+        )  # fmt: skip
         return self.logits.clone()
+
+    def true_logprob(self):
+        """Of the stored logits."""
+        return self.logits.double().log_softmax(-1).amax(-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -146,6 +154,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype):
             assert_no_worse_than(kv.float(), expected, cache.layer(layer).float(), factor=3.0)
             kv.copy_(new_cache(model).layer(layer))
         assert step.tokens.item() == step.drawn[0].item() == found.float().argmax().item()
+        torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["qwen", "biased"])
@@ -154,14 +163,17 @@ def test_the_same_bits_come_each_time_and_from_a_recording(name):
     one = OneSequence(model, new_cache(model))
     step = Step(model, 700)
     first = step.at_once(one)
+    logprob = step.logprobs.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step.at_once(one)
 
     for _ in range(100):
         assert torch.equal(step.at_once(one), first)
+        assert torch.equal(step.logprobs, logprob)
         graph.replay()
         assert torch.equal(step.logits, first)
+        assert torch.equal(step.logprobs, logprob)
 
 
 def test_a_token_is_found_among_those_that_were_drawn():
@@ -202,6 +214,23 @@ def test_equal_logits_choose_the_smallest_id():
     step.at_once(OneSequence(model, new_cache(model)))
 
     assert step.tokens.item() == step.drawn[0].item() == 0
+    torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
+
+
+def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
+    model = build("llama", torch.bfloat16)
+    step = Step(model, 20)
+    one = OneSequence(model, new_cache(model))
+    # The logits of all but the first program are one number of the hidden state, then minus infinity.
+    model.lm_head[8:] = 0.0
+    model.lm_head[8:, 0] = 1.0
+    sign = step.at_once(one)[0, 8].sign()
+    model.lm_head[8:, 0] = -float("inf") * sign
+    step.at_once(one)
+
+    assert step.logits[0, 8:].max() == -float("inf")
+    assert 0 <= step.tokens.item() < 8
+    torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
 def test_models_of_these_shapes_have_no_objection():

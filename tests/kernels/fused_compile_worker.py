@@ -16,7 +16,7 @@ from kernels.draw_rows import FILTERED, UNFILTERED, DrawRow
 from kernels.fused.best_token import best_tokens
 from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
-from kernels.fused.linear import LinearArguments, Norm, linear
+from kernels.fused.linear import LinearArguments, Norm, TileBest, linear
 from kernels.fused.most_likely import chosen_logprobs, most_likely_tokens
 from kernels.fused.quantise_rows import quantise_rows
 from kernels.fused.rope_cache import rope_and_write_kv
@@ -133,7 +133,7 @@ class FusedCompiler(Compiler):
         x, out = empty(problem.rows, problem.inputs), empty(problem.rows, problem.outputs)
         best = None
         if {"best", "both"} & set(job.around):
-            best = torch.empty((problem.rows, choice.tiles), dtype=torch.int64)
+            best = TileBest.empty(problem.rows, choice.tiles, "cpu")
         norm = None
         if "norm" in job.around:
             norm = Norm(empty(problem.inputs), 1e-6)
@@ -167,9 +167,9 @@ class FusedCompiler(Compiler):
         silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)
 
     def _best(self, job: FusedJob, pdl: bool) -> None:
-        best = torch.empty((job.tokens, 19000), dtype=torch.int64)
+        best = TileBest.empty(job.tokens, 19000, "cpu")
         ids, tokens = torch.empty((2, job.tokens), dtype=torch.int64)
-        best_tokens(best, ids, tokens, pdl=pdl)
+        best_tokens(best, ids, tokens, torch.empty(job.tokens), pdl=pdl)
 
     def _rope(self, job: FusedJob, pdl: bool) -> None:
         def empty(*shape: int) -> torch.Tensor:
@@ -211,7 +211,7 @@ class FusedCompiler(Compiler):
         one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
         table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
         self.compiled = []
-        step(one, one, slot, table, rope, empty(1, vocabulary), one, one)
+        step(one, one, slot, table, rope, empty(1, vocabulary), one, torch.empty(1), one)
 
     def _most_likely(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from kernels import reference
 from kernels.fused import rope_cache
 from kernels.fused.best_token import best_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
-from kernels.fused.linear import LinearArguments, linear
+from kernels.fused.linear import LinearArguments, TileBest, linear
 from kernels.fused.rope_cache import RotationLaunch, rope_and_write_kv, rotation_launch
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
 from kernels.testing import assert_no_worse_than
@@ -31,17 +33,18 @@ def _poison():
 
 
 def head(x, weight, *, logits):
-    """Multiply by the LM head; returns ids, whether their logits are finite, and logits."""
+    """Multiply by the LM head; returns ids, whether their logits are finite, log-probabilities and logits."""
     problem = LinearProblem(len(x), len(weight), x.shape[1], "float16")
     choice = LinearChoice(problem, LinearKernel.VECTOR, LAUNCH, "for the test")
-    best = torch.empty((len(x), choice.tiles), dtype=torch.int64)
+    best = TileBest.empty(len(x), choice.tiles, "cpu")
     out = torch.empty((len(x), len(weight)), dtype=x.dtype) if logits else None
     linear(x, weight, choice, out, LinearArguments(best=best))
     ids, tokens = torch.empty((2, len(x)), dtype=torch.int64)
-    best_tokens(best, ids, tokens)
+    logprobs = torch.empty(len(x))
+    best_tokens(best, ids, tokens, logprobs)
     finite = tokens >= 0
     assert torch.equal(torch.where(finite, tokens, ids), ids)
-    return ids, finite, out
+    return ids, finite, logprobs, out
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
@@ -49,13 +52,27 @@ def head(x, weight, *, logits):
 def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
     x, weight = torch.randn(rows, INPUTS).half(), torch.randn(vocabulary, INPUTS).half()
 
-    token, finite, logits = head(x, weight, logits=True)
-    alone, _, nothing = head(x, weight, logits=False)
+    token, finite, logprobs, logits = head(x, weight, logits=True)
+    alone, _, the_same, nothing = head(x, weight, logits=False)
 
     assert torch.equal(token, logits.float().argmax(-1))
     assert torch.equal(token, alone)
     assert finite.all()
     assert nothing is None
+    # Of the logits that were stored, not of those before they were rounded.
+    truth = torch.log_softmax(logits.double(), -1).amax(-1)
+    torch.testing.assert_close(logprobs.double(), truth, rtol=1e-5, atol=1e-5)
+    assert torch.equal(the_same, logprobs)
+
+
+def test_a_log_probability_does_not_depend_on_the_other_rows():
+    x, weight = torch.randn(4, INPUTS).half() * 9, torch.randn(301, INPUTS).half()
+    other = torch.full_like(x, float("nan"))
+    other[2] = x[2]
+
+    found = head(x, weight, logits=False)[2]
+
+    assert torch.equal(head(other, weight, logits=False)[2][2], found[2])
 
 
 @pytest.mark.parametrize("equals", [(5, 9), (3, 150), (298, 299)])
@@ -64,9 +81,10 @@ def test_the_smallest_id_wins_among_equals(equals):
     weight[list(equals)] = 0.0
     weight[equals[1], 0] = -0.0
 
-    token, _, _ = head(x, weight, logits=False)
+    token, _, logprobs, _ = head(x, weight, logits=False)
 
     assert token.tolist() == [equals[0]] * 2
+    torch.testing.assert_close(logprobs, torch.full((2,), 2.0).log().neg(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -77,30 +95,39 @@ def test_a_row_without_a_finite_largest_logit_is_told(value, finite):
     x, weight = torch.zeros(2, INPUTS).half(), torch.zeros(40, INPUTS).half()
     x[1, 0], weight[17, 0] = 1.0, float(value)
 
-    token, is_finite, _ = head(x, weight, logits=False)
+    token, is_finite, logprobs, _ = head(x, weight, logits=False)
 
     # A product of 0 and infinity is no number either.
     assert is_finite.tolist() == [value == "60000", finite]
-    if value != "-inf":
+    if value == "-inf":
+        torch.testing.assert_close(logprobs[1].item(), -math.log(39), rtol=1e-5, atol=0.0)
+    else:
         assert token[1] == 17
 
 
 def test_logits_of_minus_infinity_everywhere_have_no_token():
     x, weight = torch.ones(1, INPUTS).half(), torch.full((40, INPUTS), float("-inf")).half()
 
-    _, finite, _ = head(x, weight, logits=False)
+    _, finite, _, _ = head(x, weight, logits=False)
 
     assert not finite.any()
 
 
 @pytest.mark.parametrize("tiles", [1, 5, 4096, 9000])
 def test_the_largest_of_any_number_of_keys_is_found(tiles):
-    best = torch.randint(-(2**62), 2**62, (3, tiles))
+    values = torch.randn(3, tiles) * 4
+    bits = values.view(torch.int32).long()
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32 | 0x7FFFFFFF - torch.arange(tiles)
+    totals = torch.rand(3, tiles) + 1
     ids, tokens = torch.empty((2, 3), dtype=torch.int64)
+    logprobs = torch.empty(3)
 
-    best_tokens(best, ids, tokens)
+    best_tokens(TileBest(keys, totals), ids, tokens, logprobs)
 
-    assert torch.equal(ids, 0x7FFFFFFF - (best.amax(-1) & 0x7FFFFFFF))
+    assert torch.equal(ids, values.argmax(-1))
+    distances = (values - values.amax(-1, keepdim=True)).double()
+    truth = -(totals * distances.exp()).sum(-1).log()
+    torch.testing.assert_close(logprobs.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

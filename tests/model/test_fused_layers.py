@@ -209,15 +209,18 @@ def test_the_most_likely_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
     hidden = torch.randn(rows, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(1))
     hidden[-1, 0] = float("nan") if rows > 1 else 0.5
     logits, tokens = torch.empty(rows, SHAPE["vocab_size"]), torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows)
 
     with torch.no_grad():
-        ids = made.most_likely(hidden, logits, tokens)
+        ids = made.most_likely(hidden, logits, tokens, logprobs)
         expected = made.logits(hidden)
 
     torch.testing.assert_close(logits, expected, equal_nan=True)
     wanted = expected.argmax(-1)
     wanted[expected.isnan().any(-1)] = -1
     assert tokens.tolist() == wanted.tolist()
+    truth = torch.log_softmax(logits.double(), -1).amax(-1)[tokens >= 0]
+    torch.testing.assert_close(logprobs[tokens >= 0].double(), truth, rtol=1e-5, atol=1e-5)
     assert torch.equal(ids[tokens >= 0], tokens[tokens >= 0])
     assert bool(((ids >= 0) & (ids < SHAPE["vocab_size"])).all())
 
