@@ -1,6 +1,6 @@
 """An engine process that computes nothing: it hands every request its next token, so many steps a second.
 
-For `benchmarks.streaming`, started as the engine process is, with the rate before the socket folder. The messages are
+For `benchmarks.streaming`, started as the engine process is, with the rate as its argument. The messages are
 what the real engine sends for as many sequences. Knows neither models nor HTTP.
 """
 
@@ -18,8 +18,8 @@ from server.engine.plan_report import PlanReport
 from server.engine.process import Channel
 from server.engine.protocol import (
     AbortRequests,
-    EngineConfig,
     EngineInfo,
+    EngineLaunch,
     EngineReady,
     EngineStats,
     SequenceStarted,
@@ -106,10 +106,10 @@ class PacedEngine:
 
 def main() -> None:
     """Start, and run until the front end says so or disappears."""
-    config = msgspec.json.decode(os.read(0, 1 << 16), type=EngineConfig)
-    rate, folder = sys.argv[1:]
-    channel = Channel(folder)
-    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
+    launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
+    config, (rate,) = launch.config, sys.argv[1:]
+    channel = Channel(launch.directory)
+    threading.Thread(target=end_with_parent, args=(launch.directory,), daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,

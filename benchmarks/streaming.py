@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
-from server.main import serve
+from server.serve_command import serve
 from server.settings import Settings
 
 _PROMPT_TOKENS = 8

@@ -1,6 +1,6 @@
 """`tessera plan`: which attention kernels would run for a model on a GPU, here or elsewhere, and why.
 
-Knows no service. Imports PyTorch, so `server.main` imports it for this command alone.
+Knows no service. Imports PyTorch, so `server.commands` imports it for this command alone.
 """
 
 from __future__ import annotations

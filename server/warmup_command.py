@@ -1,6 +1,6 @@
 """`tessera warmup`: start an engine as the service does and end it, so that the next start finds its kernels compiled.
 
-Imports PyTorch, so `server.main` imports it for this command alone.
+Imports PyTorch, so `server.commands` imports it for this command alone.
 """
 
 from __future__ import annotations

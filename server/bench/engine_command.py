@@ -1,6 +1,6 @@
 """`tessera bench engine`: how fast the engine is without HTTP, and with `--profile` where the time goes.
 
-Imports PyTorch, so `server.main` imports it for this command alone.
+Imports PyTorch, so `server.commands` imports it for this command alone.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.engine.launcher import ENGINE_COMMAND, EngineStartError
+from server.engine.spawn import ENGINE_COMMAND, EngineStartError
 from server.engine.stream import RequestStream
 from server.engine.submission import EngineUnavailableError, Submitter
 from server.engine.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Sequence
 
     from server.engine.protocol import EngineConfig, StepMessage
@@ -32,6 +33,7 @@ class EngineClient(EngineSupervisor, Submitter):
         config: as for `EngineSupervisor`.
         hang_seconds: likewise.
         command: likewise.
+        spawned: likewise.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class EngineClient(EngineSupervisor, Submitter):
         config: EngineConfig,
         hang_seconds: float = 300.0,
         command: Sequence[str] = ENGINE_COMMAND,
+        spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        EngineSupervisor.__init__(self, config, hang_seconds, command)
+        EngineSupervisor.__init__(self, config, hang_seconds, command, spawned)
         Submitter.__init__(self, first_id=1)
 
     def _has_requests(self) -> bool:

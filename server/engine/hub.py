@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from server.engine.launcher import ENGINE_COMMAND, EngineStartError
 from server.engine.protocol import AbortRequests, Attached, EngineState, EngineStatus
+from server.engine.spawn import ENGINE_COMMAND, EngineStartError
 from server.engine.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Sequence
 
     from server.engine.protocol import EngineConfig, StepMessage
@@ -70,6 +71,7 @@ class EngineHub(EngineSupervisor):
         config: as for `EngineSupervisor`.
         hang_seconds: likewise.
         command: likewise.
+        spawned: likewise.
 
     Attributes:
         directory: holds the lines' sockets; mode 0700, so that nobody else can connect.
@@ -83,8 +85,9 @@ class EngineHub(EngineSupervisor):
         config: EngineConfig,
         hang_seconds: float = 300.0,
         command: Sequence[str] = ENGINE_COMMAND,
+        spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        super().__init__(config, hang_seconds, command)
+        super().__init__(config, hang_seconds, command, spawned)
         try:
             self.directory = Path(tempfile.mkdtemp(prefix="tessera-"))
         except OSError as error:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.engine")
 
 
+def log_phase(name: str, seconds: float) -> None:
+    """Tell the log how long a phase took."""
+    log.info("%-28s %6.2f s", name, seconds)
+
+
 class Phases:
     """Announces each phase and notes how long it took.
 
@@ -45,4 +50,4 @@ class Phases:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
-        log.info("%-28s %6.2f s", name, self.seconds[name])
+        log_phase(name, self.seconds[name])

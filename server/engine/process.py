@@ -1,37 +1,36 @@
 """The engine process: takes its configuration on standard input, serves one front end, ends with it.
 
-Started by `server.engine.client` as `python -m server.engine.process <socket folder>`.
+Started by `server.engine.spawn` as `python -m server.engine.process`, perhaps long before it is told anything.
 """
 
 from __future__ import annotations
 
-import logging
 import math
+import os
+import queue
 import signal
-import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from server.engine.gpu_driver import open_gpu
+from server.engine.phases import log_phase
 from server.engine.protocol import (
-    EngineConfig,
+    EngineLaunch,
     EngineMessage,
     EngineReady,
     FrontEndMessage,
     StartupFailed,
-    StartupPhase,
 )
-from server.engine.quiet import keep_what_is_there, quiet_idle_threads
+from server.engine.quiet import keep_what_is_there, quiet_idle_threads, without_collections
 from server.engine.standard_input import end_with_parent, read_line
 from server.log import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-log = logging.getLogger("tessera.engine")
 
 
 class Channel:
@@ -64,33 +63,41 @@ class Channel:
 
 
 def main() -> None:
-    """Start the engine and run it until the front end says so or disappears."""
+    """Import PyTorch, learn what to be, and be that engine until the front end says so or disappears."""
+    began = time.perf_counter()
     # Signals often go to the whole process group; the front end decides when we end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if not (line := read_line()):
-        return
-    config = msgspec.json.decode(line, type=EngineConfig)
-    configure_logging(config.log_level)
-    channel = Channel(sys.argv[1])
-    threading.Thread(
-        target=end_with_parent, args=(sys.argv[1],), name="front-end-watch", daemon=True
-    ).start()
-
     quiet_idle_threads()  # changes the environment, so before a thread may read it
-    if config.device != "cpu":
-        threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
-    channel.send(StartupPhase("importing PyTorch"))
-    from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; the phase shows first
+    launches: queue.SimpleQueue[EngineLaunch] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(launches,), name="front-end-watch", daemon=True).start()
+    with without_collections():
+        from server.engine.startup import StartupError, start_engine  # noqa: PLC0415 - torch; signals and input first
+    imported = time.perf_counter() - began
 
+    launch = launches.get()
+    log_phase("importing PyTorch", imported)
+    channel = Channel(launch.directory)
     try:
-        engine = start_engine(config, channel)
+        engine = start_engine(launch.config, channel)
     except StartupError as error:
         channel.send(StartupFailed(str(error)))
         raise SystemExit(1) from None
     keep_what_is_there()
     channel.send(EngineReady(engine.info))
     engine.run()
+
+
+def _listen(launches: queue.SimpleQueue[EngineLaunch]) -> None:
+    """Hand over what the front end tells, have the GPU opened meanwhile, and leave when the front end does."""
+    if not (line := read_line()):
+        os._exit(0)
+    launch = msgspec.json.decode(line, type=EngineLaunch)
+    configure_logging(launch.config.log_level)
+    if launch.config.device != "cpu":
+        threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
+    launches.put(launch)
+    end_with_parent(launch.directory)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is told on its standard input, in a line of JSON.
+
+    Attributes:
+        directory: of the sockets.
+        config: of the engine.
+    """
+
+    directory: str
+    config: EngineConfig
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a started engine tells about itself; constant until it is started again.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from server.engine.launcher import ENGINE_COMMAND, EngineProcess, EngineStartError
+from server.engine.launcher import EngineProcess
 from server.engine.protocol import (
     EngineConfig,
     EngineInfo,
@@ -32,6 +32,7 @@ from server.engine.protocol import (
     StepMessage,
     add_counters,
 )
+from server.engine.spawn import ENGINE_COMMAND, EngineStartError, spawn
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -63,7 +64,8 @@ class EngineSupervisor:
         config: what the engine is started with, now and after a crash.
         hang_seconds: an engine that is starting or has requests in flight, and is silent for so long,
             is killed and started again.
-        command: starts an engine process; takes the socket folder as its last argument.
+        command: starts an engine process.
+        spawned: an engine process that was started already and is told nothing yet; None has one started.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class EngineSupervisor:
         config: EngineConfig,
         hang_seconds: float = 300.0,
         command: Sequence[str] = ENGINE_COMMAND,
+        spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.config = config
         self._command = command
+        self._spawned = spawned
         self.state = EngineState.STARTING
-        self.phase = "starting the engine process"
+        self.phase = "importing PyTorch"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.past = EngineStats()
@@ -92,12 +96,13 @@ class EngineSupervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def launch(self) -> None:
-        """Start the engine process; returns at once.
+        """Start the engine process, or tell the one that was started; returns at once.
 
         Raises:
             EngineStartError: the operating system refuses.
         """
-        self._engine = EngineProcess(self._command, self.config, self._context)
+        process, self._spawned = self._spawned or spawn(self._command), None
+        self._engine = EngineProcess(process, self.config, self._context)
         self._last_message = time.monotonic()
 
     async def start(self) -> None:

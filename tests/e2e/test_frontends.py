@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = """
 import sys
-from server.main import serve
+from server.serve_command import serve
 from server.settings import Settings
 command = (sys.executable, "-m", "tests.engine.fake_engine", sys.argv[1])
 serve(Settings(_cli_parse_args=sys.argv[2:]), command)

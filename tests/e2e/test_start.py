@@ -1,16 +1,21 @@
 """Starts that cannot work end with one clear line and a status, before or after the engine is asked."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
+from pathlib import Path
 
 import pytest
 
 from model.hub import resolve
+from server.engine.spawn import spawn
 
 pytestmark = pytest.mark.e2e
 
@@ -76,6 +81,69 @@ def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not list(tmp_path.iterdir())
+
+
+def processes_of(mark):
+    """Ids of the processes that run with a variable of this value, and have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def wait_until_gone(mark):
+    deadline = time.monotonic() + 10
+    while processes_of(mark) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not processes_of(mark)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
+    mark = f"MARK={uuid.uuid4()}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "server.main", "serve", "--port=0", "--device=cpu"],
+        env=os.environ | dict([mark.split("=")]),
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while len(processes_of(mark)) < 2:
+            assert process.poll() is None
+        process.send_signal(number)
+        process.wait(timeout=20)
+
+    wait_until_gone(mark)
+
+
+def test_a_wrong_setting_leaves_no_engine_process():
+    mark = f"MARK={uuid.uuid4()}"
+    done = subprocess.run(
+        [sys.executable, "-m", "server.main", "serve", "--port=70000"],
+        env=os.environ | dict([mark.split("=")]),
+        stderr=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    wait_until_gone(mark)
+
+
+def test_an_engine_process_that_is_told_nothing_ends_without_a_word(capfd):
+    with spawn() as process:
+        process.stdin.close()
+
+        assert process.wait(timeout=30) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_engine_process_is_started_before_anything_slow_is_imported():
+    slow = {"pydantic", "asyncio", "zmq", "logging", "argparse"}
+    code = f"import sys, server.main, server.engine.spawn; print({slow} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "set()\n"
 
 
 def test_a_folder_without_weights_is_named(checkpoint):

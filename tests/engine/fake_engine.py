@@ -1,9 +1,9 @@
 """An engine process with the real loop, scheduler and channel, and a model that is plain arithmetic.
 
 It starts in a fraction of a second, so that what the front end does with engine processes can be
-tested closely. `EngineConfig.model_path`, or an argument before the socket folder, chooses its
-behaviour: "ok", "fail" (refuses to start), "crash" (dies while starting), "sleep" (never ready),
-"hang" (stops answering at the first step), "slow" (50 ms a step), "garbage" (cannot be read).
+tested closely. `EngineConfig.model_path`, or an argument, chooses its behaviour: "ok", "fail"
+(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops answering at
+the first step), "slow" (50 ms a step), "garbage" (cannot be read).
 """
 
 import gc
@@ -20,8 +20,8 @@ from server.engine.block_manager import BlockManager
 from server.engine.engine import Engine
 from server.engine.process import Channel
 from server.engine.protocol import (
-    EngineConfig,
     EngineInfo,
+    EngineLaunch,
     EngineReady,
     StartupFailed,
     StartupPhase,
@@ -112,9 +112,9 @@ def make_engine(config, channel, num_blocks=256):
 
 
 def main():
-    config = msgspec.json.decode(os.read(0, 1 << 16), type=EngineConfig)
-    *behaviour, folder = sys.argv[1:]
-    if behaviour:
+    launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
+    config, folder = launch.config, launch.directory
+    if behaviour := sys.argv[1:]:
         config = msgspec.structs.replace(config, model_path=behaviour[0])
     channel = Channel(folder)
     threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()

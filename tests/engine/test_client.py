@@ -14,6 +14,7 @@ import pytest
 from server.engine.client import EngineClient, EngineStartError, EngineUnavailableError
 from server.engine.protocol import EngineConfig, EngineState
 from server.engine.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.spawn import spawn
 from tests.engine.fake_engine import next_token
 
 COMMAND = (sys.executable, "-m", "tests.engine.fake_engine")
@@ -286,6 +287,25 @@ def test_an_engine_that_cannot_be_launched_again_is_tried_until_it_can(monkeypat
     run(scenario())
 
 
+def test_a_process_that_was_started_ahead_is_the_first_engine_and_no_other():
+    async def scenario():
+        ahead = spawn(COMMAND)
+        config = EngineConfig(model_path="ok", model_id="fake")
+        client = EngineClient(config, 60.0, COMMAND, ahead)
+        await client.start()
+        try:
+            await client.wait_until_ready()
+            assert client._engine.process is ahead
+
+            ahead.kill()
+            await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+            assert client._engine.process is not ahead
+        finally:
+            await client.stop()
+
+    run(scenario())
+
+
 def test_an_engine_that_hangs_while_starting_is_given_up():
     async def scenario():
         async with running("sleep", hang_seconds=0.5, ready=False) as client:
@@ -364,12 +384,15 @@ def test_a_socket_folder_that_cannot_be_used_is_a_start_error(monkeypatch, tmp_p
     too_long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(too_long))
 
-    client = EngineClient(EngineConfig(model_path="ok", model_id="fake"), command=COMMAND)
+    ahead = spawn(COMMAND)
+    config = EngineConfig(model_path="ok", model_id="fake")
+    client = EngineClient(config, command=COMMAND, spawned=ahead)
     with pytest.raises(EngineStartError, match="cannot be started"):
         client.launch()
     client.kill()
 
     assert not list(too_long.iterdir())
+    assert ahead.poll() is not None
 
 
 def test_a_duplicate_id_is_refused_and_the_original_goes_on():
