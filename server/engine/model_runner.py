@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
-from kernels.compile_ahead import compile_ahead
+from kernels.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
 from model.memory import is_out_of_memory, release_cached
 from model.sampler import Sampler, prompt_logprobs
 from model.sampling import SamplingRow, TokenHistory
@@ -23,6 +23,7 @@ from model.whole_step import OneSequence, why_not
 from server.engine.batch import build_batch
 from server.engine.drawn_tokens import DrawnTokens
 from server.engine.model_plan import explain_model
+from server.engine.phases import clocked
 from server.engine.plan_report import PlanReport
 from server.engine.step_graph import StepModel, choose_invented
 from server.engine.step_graphs import StepGraphs, wants_hidden
@@ -223,17 +224,30 @@ class ModelRunner:
             limits: of a step.
             say: told how far it is.
         """
-        if self._device.type == "cuda":
+        if self._device.type != "cuda":
+            self._compute_first_steps(limits, say)
+            return
+        try:
+            with compile_nothing(), clocked("computing first steps"):
+                self._compute_first_steps(limits, say)
+        except NotCompiledError:
+            # Few of the steps were computed: a cold cache lacks the first kernel already.
             say("compiling kernels")
-            try:
-                with compile_ahead():
-                    self._compute_first_steps(limits, lambda _: None)
-            except Exception:
-                # What does not compile is told when it is launched.
-                log.warning("not all kernels were compiled ahead", exc_info=True)
-        self._compute_first_steps(limits, say)
-        if self._device.type == "cuda":
+            with clocked("compiling kernels"):
+                self._compile(limits)
+            with clocked("computing first steps"):
+                self._compute_first_steps(limits, say)
+        with clocked("computing the largest step"):
             self.compute_largest_step(limits)
+
+    def _compile(self, limits: SchedulerConfig) -> None:
+        """Compile every kernel, many at once, and launch none."""
+        try:
+            with compile_ahead():
+                self._compute_first_steps(limits, lambda _: None)
+        except Exception:
+            # What does not compile is told when it is launched.
+            log.warning("not all kernels were compiled ahead", exc_info=True)
 
     def _compute_first_steps(self, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
         """Compute the least that uses every kernel."""
@@ -309,9 +323,11 @@ class ModelRunner:
     def _compute_invented(
         self, output: SchedulerOutput, sharing_pays: SharingPays | None = None
     ) -> None:
-        self._launch(output, sharing_pays or self._sharing_pays).result()
-        for scheduled in (*output.decode, *output.prefill):
-            self.forget(scheduled.sequence.request_id)
+        try:
+            self._launch(output, sharing_pays or self._sharing_pays).result()
+        finally:
+            for scheduled in (*output.decode, *output.prefill):
+                self.forget(scheduled.sequence.request_id)
 
     def _distinct_lengths(self, longest: int) -> list[int]:
         """Lengths of sequences, one for each choice of tile sizes that the kernels have, at most `longest`."""

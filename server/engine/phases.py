@@ -22,6 +22,14 @@ def log_phase(name: str, seconds: float) -> None:
     log.info("%-28s %6.2f s", name, seconds)
 
 
+@contextmanager
+def clocked(name: str) -> Iterator[None]:
+    """Tell the log, where it is to have such detail, how long a part of a phase took; nothing of one that raises."""
+    start = time.perf_counter()
+    yield
+    log.debug("  %-26s %6.2f s", name, time.perf_counter() - start)
+
+
 class Phases:
     """Announces each phase and notes how long it took.
 

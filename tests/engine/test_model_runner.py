@@ -1,10 +1,13 @@
 """The runner before the first request and after a failed step; its batches, laid out as for a GPU."""
 
+import contextlib
+import itertools
 import random
 
 import pytest
 import torch
 
+from kernels.compile_ahead import NotCompiledError
 from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.transfer import pack, unpack
@@ -100,6 +103,65 @@ def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
     runner = make_runner(model)
 
     runner.compute_largest_step(LIMITS)
+
+    assert runner._rows == {}
+
+
+class PretendedWarmUp:
+    """A runner on a GPU with steps that only tell of themselves, and kernels that are in the cache or not."""
+
+    def __init__(self, monkeypatch, model, cached):
+        self.seen = []
+        self.runner = make_runner(model)
+        self.runner._device = torch.device("cuda")
+        self.cached, self.compiling = cached, False
+        module = "server.engine.model_runner."
+        monkeypatch.setattr(module + "compile_ahead", self.compile_ahead)
+        monkeypatch.setattr(self.runner, "_compute_first_steps", self.compute)
+        monkeypatch.setattr(
+            self.runner, "compute_largest_step", lambda _limits: self.seen.append("largest step")
+        )
+
+    @contextlib.contextmanager
+    def compile_ahead(self):
+        self.compiling = True
+        yield
+        self.cached, self.compiling = True, False
+
+    def compute(self, limits, say):
+        self.seen.append("compiled" if self.compiling else "computed")
+        if not (self.compiling or self.cached):
+            raise NotCompiledError
+
+
+def test_kernels_that_are_all_compiled_are_launched_at_once(monkeypatch, model):
+    start = PretendedWarmUp(monkeypatch, model, cached=True)
+
+    start.runner.warm_up(LIMITS, lambda _: None)
+
+    assert start.seen == ["computed", "largest step"]
+
+
+def test_kernels_are_compiled_ahead_where_one_is_not(monkeypatch, model):
+    start, said = PretendedWarmUp(monkeypatch, model, cached=False), []
+
+    start.runner.warm_up(LIMITS, said.append)
+
+    assert start.seen == ["computed", "compiled", "computed", "largest step"]
+    assert said == ["compiling kernels"]
+
+
+def test_an_invented_step_that_is_broken_off_leaves_nothing_behind(monkeypatch, model):
+    model.reserve_positions(64)
+    runner = make_runner(model)
+    (step,) = itertools.islice(first_steps(60, LIMITS, 8), 1)
+
+    def broken_off(logits, rows):
+        raise NotCompiledError
+
+    monkeypatch.setattr(runner._sampler, "begin", broken_off)
+    with pytest.raises(NotCompiledError):
+        runner._compute_invented(step)
 
     assert runner._rows == {}
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled side by side and not launched; for a GPU that need not be there."""
+"""Kernels are compiled side by side and not launched, or found compiled; for a GPU that need not be there."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime.driver import driver
-from kernels.compile_ahead import compile_ahead
+from kernels.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
 from tests.kernels.cross_compile_worker import AbsentGPU
 
 driver.set_active(AbsentGPU())
@@ -166,6 +166,74 @@ def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they
     )
 
     assert done.stdout.split() == ["raised", "add"], done.stderr
+
+
+def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        from triton.runtime._async_compile import active_mode
+        try:
+            with compile_nothing():
+                add.warmup(x, SIZE=16, grid=(1,))
+        except NotCompiledError:
+            print("refused")
+        assert active_mode.get() is None
+        print(len(add.device_caches[90][0]))
+        print(add.warmup(x, SIZE=16, grid=(1,)).metadata.name)
+        """,
+    )
+
+    assert done.stdout.split() == ["refused", "0", "add"], done.stderr
+
+
+@pytest.mark.parametrize("way", ["with compile_ahead():", "if True:"])
+def test_what_another_process_has_compiled_is_taken_for_compiled(tmp_path, way):
+    compiled = run(
+        tmp_path,
+        f"""
+        from kernels.compile_ahead import _name_compiler
+        _name_compiler()
+        {way}
+            for size in (16, 32):
+                add.warmup(x, SIZE=size, grid=(1,))
+        """,
+    )
+    assert compiled.returncode == 0, compiled.stderr
+
+    found = run(
+        tmp_path,
+        """
+        with compile_nothing():
+            print([add.warmup(x, SIZE=size, grid=(1,)).metadata.name for size in (16, 32, 16)])
+            try:
+                add.warmup(x, SIZE=64, grid=(1,))
+            except NotCompiledError:
+                print("refused")
+        """,
+    )
+
+    assert found.stdout.splitlines() == ["['add', 'add', 'add']", "refused"], found.stderr
+
+
+def test_a_kernel_whose_files_are_gone_is_not_compiled(tmp_path):
+    compiled = run(tmp_path, "with compile_ahead(): add[(1,)](x, SIZE=16)")
+    assert compiled.returncode == 0, compiled.stderr
+    for file in (tmp_path / "cache").glob("*/add.json"):
+        file.unlink()
+
+    found = run(
+        tmp_path,
+        """
+        try:
+            with compile_nothing():
+                add.warmup(x, SIZE=16, grid=(1,))
+        except NotCompiledError:
+            print("refused")
+        """,
+    )
+
+    assert found.stdout.split() == ["refused"], found.stderr
 
 
 def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
