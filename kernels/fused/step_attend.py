@@ -16,6 +16,7 @@ from kernels.fused.step_ring import (
     COLUMNS,
     CONSUMER_WARPS,
     HEADS_DONE,
+    MOST_SPLITS,
     arrive_grid,
     key_range,
     release,
@@ -229,40 +230,31 @@ def merge_warps(ring, state, parts, logs, split, kv_head, c):
 
 @gluon.constexpr_function
 def merge_layout(dim):
-    """Registers of parts [4, heads, dim]: all four in a thread, so that adding them up exchanges nothing."""
+    """Registers of parts [splits, heads, dim]: all splits in a thread, so that adding them up exchanges nothing."""
     lanes = dim // 4
-    return gl.BlockedLayout([4, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0])
+    return gl.BlockedLayout(
+        [MOST_SPLITS.value, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0]
+    )
 
 
 @gluon.jit
 def combine(ring, parts, logs, position, c):
-    """Merge the splits of all heads and bring the result to shared memory."""
-    AT_ONCE: gl.constexpr = 4
+    """Merge the splits of all heads, asked for all at once, and bring the result to shared memory."""
     layout: gl.constexpr = merge_layout(c.D)
-    plane: gl.constexpr = gl.SliceLayout(0, layout)
     lines: gl.constexpr = gl.SliceLayout(2, layout)
     heads: gl.constexpr = gl.SliceLayout(0, lines)
     splits, _, _ = key_range(position, 0, c)
-    number = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, lines))[:, None]
+    number = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, lines))[:, None]
     head = gl.arange(0, c.HEADS, layout=heads)[None, :]
     d = gl.arange(0, c.D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    m = gl.full([c.HEADS], float("-inf"), gl.float32, layout=heads)
-    total = gl.zeros([c.HEADS], gl.float32, layout=heads)
-    acc = gl.zeros([c.HEADS, c.D], gl.float32, layout=plane)
-    for start in range(0, splits, AT_ONCE):
-        exists = (start + number < splits) & (head >= 0)
-        line = (start + number) * c.HEADS + head
-        log = gl.load(logs + line, mask=exists, other=float("-inf"), cache_modifier=".cg")
-        place = parts + gl.expand_dims(line, 2) * c.D + d
-        part = gl.load(place, mask=gl.expand_dims(exists, 2), other=0.0, cache_modifier=".cg")
-        new_m = gl.maximum(m, gl.max(log, 0))
-        base = gl.where(new_m == float("-inf"), 0.0, new_m)
-        weight = gl.exp2(log - base[None, :])
-        fade = gl.exp2(m - base)
-        total = total * fade + gl.sum(weight, 0)
-        acc = acc * rows_of(fade, acc)[:, None] + gl.sum(part * gl.expand_dims(weight, 2), 0)
-        m = new_m
-    mixed = (acc * rows_of(1.0 / total, acc)[:, None]).to(ring.x.dtype)
+    exists = (number < splits) & (head >= 0)
+    line = number * c.HEADS + head
+    log = gl.load(logs + line, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    place = parts + gl.expand_dims(line, 2) * c.D + d
+    part = gl.load(place, mask=gl.expand_dims(exists, 2), other=0.0, cache_modifier=".cg")
+    weight = gl.exp2(log - gl.max(log, 0)[None, :])
+    acc = gl.sum(part * gl.expand_dims(weight, 2), 0)
+    mixed = (acc * rows_of(1.0 / gl.sum(weight, 0), acc)[:, None]).to(ring.x.dtype)
     target = ring.x._reinterpret(
         ring.x.dtype,
         [ring.x.shape[0] * COLUMNS // (c.HEADS * c.D), c.HEADS, c.D],

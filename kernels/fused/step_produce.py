@@ -35,34 +35,39 @@ def produce(ring, table, head, positions, block_table, c):
     dtype: gl.constexpr = ring.data.dtype
     past = gl.load(positions).to(gl.int32)
     QUERIES: gl.constexpr = c.HEADS * c.D
+    PROJECTED: gl.constexpr = QUERIES + 2 * c.KV_HEADS * c.D
     used = 0
     for layer in range(c.LAYERS):
         weight = address(table, layer, QKV, dtype)
-        used = send_matrix(ring, weight, used, QUERIES + 2 * c.KV_HEADS * c.D, c.HIDDEN, c)
+        used = send_matrix(ring, weight, used, PROJECTED, c.HIDDEN, c.FLYING, c)
         keys = address(table, layer, KEYS, dtype)
         values = address(table, layer, VALUES, dtype)
         used = send_keys(ring, keys, values, block_table, past, used, c)
         weight = address(table, layer, OUTPUT, dtype)
-        used = send_matrix(ring, weight, used, c.HIDDEN, QUERIES, c)
+        used = send_matrix(ring, weight, used, c.HIDDEN, QUERIES, c.FLYING, c)
         weight = address(table, layer, GATE_UP, dtype)
         for tile in range(gl.program_id(0), c.INNER // ROWS, gl.num_programs(0)):
-            used = send_rows(ring, weight + tile * ROWS * c.HIDDEN, used, c.HIDDEN, c)
-            used = send_rows(ring, weight + (c.INNER + tile * ROWS) * c.HIDDEN, used, c.HIDDEN, c)
+            place = weight + tile * ROWS * c.HIDDEN
+            used = send_rows(ring, place, used, c.HIDDEN, c.FLYING, c)
+            used = send_rows(ring, place + c.INNER * c.HIDDEN, used, c.HIDDEN, c.FLYING, c)
         weight = address(table, layer, DOWN, dtype)
-        used = send_matrix(ring, weight, used, c.HIDDEN, c.INNER, c)
-    used = send_matrix(ring, head, used, c.VOCAB, c.HIDDEN, c)
+        used = send_matrix(ring, weight, used, c.HIDDEN, c.INNER, c.FLYING, c)
+    used = send_matrix(ring, head, used, c.VOCAB, c.HIDDEN, c.HEAD_FLYING, c)
 
 
 @gluon.jit
-def send_matrix(ring, weight, used, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, c):
+def send_matrix(
+    ring, weight, used, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, FLYING: gl.constexpr, c
+):  # fmt: skip
     """Copy this program's rows of a matrix."""
     for tile in range(gl.program_id(0), OUTPUTS // ROWS, gl.num_programs(0)):
-        used = send_rows(ring, weight + tile.to(gl.int64) * (ROWS * INPUTS), used, INPUTS, c)  # type: ignore[attr-defined]
+        place = weight + tile.to(gl.int64) * (ROWS * INPUTS)  # type: ignore[attr-defined]
+        used = send_rows(ring, place, used, INPUTS, FLYING, c)
     return used
 
 
 @gluon.jit
-def send_rows(ring, weight, used, INPUTS: gl.constexpr, c):
+def send_rows(ring, weight, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c):
     """Copy ROWS rows, stage by stage."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PRODUCER_WARPS, 1], [1, 0])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
@@ -74,7 +79,7 @@ def send_rows(ring, weight, used, INPUTS: gl.constexpr, c):
             place = weight + row * INPUTS + ((i * c.PARTS + j) * COLUMNS + column)
             place = gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16])
             async_copy.async_copy_global_to_shared(parts.index(j), place)
-        sent(ring, stage, c)
+        sent(ring, stage, FLYING)
         used += 1
     return used
 
@@ -103,6 +108,6 @@ def send_keys(ring, keys, values, block_table, past, used, c):
             async_copy.async_copy_global_to_shared(both.index(0), place)
             place = gl.multiple_of(gl.max_contiguous(values + offset, [1, 8]), [1, 16])
             async_copy.async_copy_global_to_shared(both.index(1), place)
-            sent(ring, stage, c)
+            sent(ring, stage, c.FLYING)
             used += 1
     return used

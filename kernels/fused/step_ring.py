@@ -21,6 +21,8 @@ ROWS = gl.constexpr(8)
 COLUMNS = gl.constexpr(256)
 """Of weights in a part: 16 bytes for each thread of a warp."""
 MOST_PROGRAMS = gl.constexpr(256)
+MOST_SPLITS = gl.constexpr(8)
+"""Of a sequence: so many results of attention a program holds in registers to merge them."""
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
 HEADS_DONE = gl.constexpr(32)
@@ -48,6 +50,7 @@ class StepConstants:
         STAGES: of the ring.
         FLYING: stages that a program has asked memory for at once. With more, what the consumers ask for waits
             behind them.
+        HEAD_FLYING: the same behind the layers, where they ask for nothing.
         SPLITS: parts of a sequence that are attended side by side, at most.
         LEAST: stages of keys of such a part, unless the sequence has fewer.
         NORMS: whether queries and keys are normalised per head.
@@ -71,6 +74,7 @@ class StepConstants:
     PARTS: gl.constexpr
     STAGES: gl.constexpr
     FLYING: gl.constexpr
+    HEAD_FLYING: gl.constexpr
     SPLITS: gl.constexpr
     LEAST: gl.constexpr
     NORMS: gl.constexpr
@@ -83,8 +87,8 @@ class StepConstants:
 
     @gluon.constexpr_function
     def __init__(
-        self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, SPLITS,
-        LEAST, NORMS, BIAS, OWN,
+        self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING,
+        SPLITS, LEAST, NORMS, BIAS, OWN,
     ) -> None:  # fmt: skip
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
@@ -98,6 +102,7 @@ class StepConstants:
         self.PARTS = gl.constexpr(PARTS)
         self.STAGES = gl.constexpr(STAGES)
         self.FLYING = gl.constexpr(FLYING)
+        self.HEAD_FLYING = gl.constexpr(HEAD_FLYING)
         self.SPLITS = gl.constexpr(SPLITS)
         self.LEAST = gl.constexpr(LEAST)
         self.NORMS = gl.constexpr(NORMS)
@@ -212,11 +217,11 @@ def wait_empty(ring, used, c):
 
 
 @gluon.jit
-def sent(ring, stage, c):
+def sent(ring, stage, FLYING: gl.constexpr):
     """Let the stage be full when this thread's copies have arrived, and wait until few are on their way."""
     async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
     async_copy.commit_group()
-    async_copy.wait_group(c.FLYING - 1)
+    async_copy.wait_group(FLYING - 1)
 
 
 @gluon.jit

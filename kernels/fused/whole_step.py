@@ -22,6 +22,7 @@ from kernels.fused.step_ring import (
     FIELDS,
     HEADS_DONE,
     MOST_PROGRAMS,
+    MOST_SPLITS,
     ROWS,
     StepConstants,
     make_ring,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _PARTS: Final = 4
 _STAGES: Final = 12
 """192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
-_MOST_SPLITS: Final = 8
+_HEAD_FLYING: Final = 4
 _LEAST_STAGES: Final = 2
 _LITTLE_HIDDEN: Final = 1024
 """Up to this size a layer waits for other programs more often than for memory."""
@@ -47,8 +48,8 @@ def whole_step(
     totals, counters, logits, tokens, logprobs, drawn, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    FLYING: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, NORMS: gl.constexpr, BIAS: gl.constexpr,
-    OWN: gl.constexpr,
+    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, NORMS: gl.constexpr,
+    BIAS: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
 
@@ -68,8 +69,8 @@ def whole_step(
         scale: of the scores, in units of log2.
     """
     c = StepConstants(
-        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, SPLITS, LEAST, NORMS, BIAS,
-        OWN,
+        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, SPLITS, LEAST,
+        NORMS, BIAS, OWN,
     )  # fmt: skip
     INPUTS: gl.constexpr = max(INNER, HEADS * D)
     ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
@@ -96,7 +97,7 @@ class StepKernel:
         dtype = weights.embedding.dtype
         queries = shape.num_heads * shape.head_dim
         keys = shape.num_kv_heads * shape.head_dim
-        splits = min(_MOST_SPLITS, num_sms // shape.num_kv_heads)
+        splits = min(MOST_SPLITS.value, num_sms // shape.num_kv_heads)
         self._weights = weights
         self._caches = caches  # their addresses are in the table
         self._grid = (num_sms,)
@@ -128,6 +129,7 @@ class StepKernel:
             "PARTS": _PARTS,
             "STAGES": _STAGES,
             "FLYING": 1 if shape.hidden_size <= _LITTLE_HIDDEN else 2,
+            "HEAD_FLYING": _HEAD_FLYING,
             "SPLITS": splits,
             "LEAST": _LEAST_STAGES,
             "NORMS": first.q_norm is not None,
