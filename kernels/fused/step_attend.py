@@ -12,16 +12,22 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.fused.step_meet import (
+    COUNTER_LINE,
+    HEAD_READY,
+    HEADS_DONE,
+    arrive_grid,
+    fence,
+    received,
+    wait_grid,
+)
 from kernels.fused.step_ring import (
     COLUMNS,
     CONSUMER_WARPS,
-    HEADS_DONE,
     MOST_SPLITS,
-    arrive_grid,
     key_range,
     release,
     wait_full,
-    wait_grid,
     warps_keys_of,
 )
 
@@ -38,7 +44,7 @@ def attend(
     split = gl.program_id(0) // c.KV_HEADS
     splits, first, last = key_range(position, split, c)
     if split < splits:
-        wait_grid(counter, arrivals)
+        wait_grid(counter + HEAD_READY + kv_head * COUNTER_LINE, arrivals)
         bring_heads(ring, qkv, vectors, kv_head, eps, c)
         dims: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, c.A))
         warp: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, c.A))
@@ -69,6 +75,8 @@ def attend(
             )
         merge_warps(ring, state, parts, logs, split, kv_head, c)
         arrive_grid(counter + HEADS_DONE)
+    elif c.EARLY:
+        fence()
     return used, splits * c.KV_HEADS
 
 
@@ -110,7 +118,8 @@ def bring_heads(ring, qkv, vectors, kv_head, eps, c):
     wide = gl.expand_dims(d, 0) + head * 0
     cosine, sine, q_gain, k_gain = vectors
     gain = gl.where(head < c.GROUP, q_gain, k_gain)
-    raw = gl.load(qkv + (line * c.D + wide), cache_modifier=".cg").to(gl.float32)
+    place = qkv + (line * c.D + wide)
+    raw = received(gl.load(place, cache_modifier=".cg"), place, 2, c).to(gl.float32)
     x = raw
     if c.NORMS:
         squares = gl.sum(gl.sum(x * x, 2), 1)
@@ -224,7 +233,7 @@ def merge_warps(ring, state, parts, logs, split, kv_head, c):
             whole == 0.0, float("-inf"), base + gl.log2(gl.where(whole == 0.0, 1.0, whole))
         )
         line = split * c.HEADS + head
-        gl.store(parts + line * c.D + d, merged)
+        gl.store(parts + line * c.D + d, merged.to(parts.dtype.element_ty))
         gl.store(logs + line, log)
 
 
@@ -240,25 +249,32 @@ def merge_layout(dim):
 @gluon.jit
 def combine(ring, parts, logs, position, c):
     """Merge the splits of all heads, asked for all at once, and bring the result to shared memory."""
+    HEADS: gl.constexpr = min(c.HEADS, 2048 // c.D)
     layout: gl.constexpr = merge_layout(c.D)
     lines: gl.constexpr = gl.SliceLayout(2, layout)
-    heads: gl.constexpr = gl.SliceLayout(0, lines)
     splits, _, _ = key_range(position, 0, c)
-    number = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, lines))[:, None]
-    head = gl.arange(0, c.HEADS, layout=heads)[None, :]
-    d = gl.arange(0, c.D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    exists = (number < splits) & (head >= 0)
-    line = number * c.HEADS + head
-    log = gl.load(logs + line, mask=exists, other=float("-inf"), cache_modifier=".cg")
-    place = parts + gl.expand_dims(line, 2) * c.D + d
-    part = gl.load(place, mask=gl.expand_dims(exists, 2), other=0.0, cache_modifier=".cg")
-    weight = gl.exp2(log - gl.max(log, 0)[None, :])
-    acc = gl.sum(part * gl.expand_dims(weight, 2), 0)
-    mixed = (acc * rows_of(1.0 / gl.sum(weight, 0), acc)[:, None]).to(ring.x.dtype)
     target = ring.x._reinterpret(
         ring.x.dtype,
-        [ring.x.shape[0] * COLUMNS // (c.HEADS * c.D), c.HEADS, c.D],
+        [ring.x.shape[0] * COLUMNS // (HEADS * c.D), HEADS, c.D],
         gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
     )
-    target.index(0).store(mixed)
+    # Each warp asks for one split's logarithms: all programs want the same few lines at once.
+    few: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [CONSUMER_WARPS, 1], [1, 0])
+    of_few = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, few))[:, None]
+    head_of_few = gl.arange(0, HEADS, layout=gl.SliceLayout(0, few))[None, :]
+    split = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, lines))[:, None]
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(0, lines))[None, :]
+    d = gl.arange(0, c.D, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    exists = (split < splits) & (head >= 0)
+    for i in gl.static_range(c.HEADS // HEADS):
+        place = logs + of_few * c.HEADS + (i * HEADS + head_of_few)
+        log = gl.load(place, mask=of_few < splits, other=float("-inf"), cache_modifier=".cg")
+        line = split * c.HEADS + (i * HEADS + head)
+        place = parts + gl.expand_dims(line, 2) * c.D + d
+        part = gl.load(place, mask=gl.expand_dims(exists, 2), other=0.0, cache_modifier=".cg")
+        log = gl.convert_layout(log, lines)
+        weight = gl.exp2(log - gl.max(log, 0)[None, :])
+        acc = gl.sum(part.to(gl.float32) * gl.expand_dims(weight, 2), 0)
+        mixed = acc * rows_of(1.0 / gl.sum(weight, 0), acc)[:, None]
+        target.index(i).store(mixed.to(ring.x.dtype))
     gl.thread_barrier()

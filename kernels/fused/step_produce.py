@@ -24,6 +24,8 @@ from kernels.fused.step_ring import (
     key_range,
     keys_of,
     parts_of,
+    projected_row,
+    projected_tiles,
     sent,
     wait_empty,
 )
@@ -35,11 +37,12 @@ def produce(ring, table, head, positions, block_table, c):
     dtype: gl.constexpr = ring.data.dtype
     past = gl.load(positions).to(gl.int32)
     QUERIES: gl.constexpr = c.HEADS * c.D
-    PROJECTED: gl.constexpr = QUERIES + 2 * c.KV_HEADS * c.D
     used = 0
     for layer in range(c.LAYERS):
         weight = address(table, layer, QKV, dtype)
-        used = send_matrix(ring, weight, used, PROJECTED, c.HIDDEN, c.FLYING, c)
+        for number in range(projected_tiles(c)):
+            place = weight + projected_row(number, c) * c.HIDDEN
+            used = send_rows(ring, place, used, c.HIDDEN, c.FLYING, c)
         keys = address(table, layer, KEYS, dtype)
         values = address(table, layer, VALUES, dtype)
         used = send_keys(ring, keys, values, block_table, past, used, c)

@@ -1,4 +1,4 @@
-"""What the roles of the whole-step kernel share: its constants, the ring of shared memory, and the grid barrier.
+"""What the roles of the whole-step kernel share: its constants, the ring of shared memory, and which rows are whose.
 
 A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or as many bytes of keys and values. It
 has two barriers: `full` completes when its bytes have arrived, `empty` when they have been used. A role counts the
@@ -25,8 +25,6 @@ MOST_SPLITS = gl.constexpr(8)
 """Of a sequence: so many results of attention a program holds in registers to merge them."""
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
-HEADS_DONE = gl.constexpr(32)
-"""Where among the counters the arrivals of those that attend are counted: in a line of its own."""
 
 FIELDS = (
     "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
@@ -51,6 +49,7 @@ class StepConstants:
         FLYING: stages that a program has asked memory for at once. With more, what the consumers ask for waits
             behind them.
         HEAD_FLYING: the same behind the layers, where they ask for nothing.
+        EARLY: whether programs meet before what they have computed can be seen (`step_meet`).
         SPLITS: parts of a sequence that are attended side by side, at most.
         LEAST: stages of keys of such a part, unless the sequence has fewer.
         NORMS: whether queries and keys are normalised per head.
@@ -75,6 +74,7 @@ class StepConstants:
     STAGES: gl.constexpr
     FLYING: gl.constexpr
     HEAD_FLYING: gl.constexpr
+    EARLY: gl.constexpr
     SPLITS: gl.constexpr
     LEAST: gl.constexpr
     NORMS: gl.constexpr
@@ -88,7 +88,7 @@ class StepConstants:
     @gluon.constexpr_function
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING,
-        SPLITS, LEAST, NORMS, BIAS, OWN,
+        EARLY, SPLITS, LEAST, NORMS, BIAS, OWN,
     ) -> None:  # fmt: skip
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
@@ -103,6 +103,7 @@ class StepConstants:
         self.STAGES = gl.constexpr(STAGES)
         self.FLYING = gl.constexpr(FLYING)
         self.HEAD_FLYING = gl.constexpr(HEAD_FLYING)
+        self.EARLY = gl.constexpr(EARLY)
         self.SPLITS = gl.constexpr(SPLITS)
         self.LEAST = gl.constexpr(LEAST)
         self.NORMS = gl.constexpr(NORMS)
@@ -246,44 +247,27 @@ def key_range(past, split, c):
 
 
 @gluon.jit
-def arrive_grid(counter):
-    """Count this program in, when all that its consumers have written can be seen."""
-    gl.thread_barrier()
-    gl.inline_asm_elementwise(
-        """{ .reg .pred first; .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first red.release.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0; }""",
-        "=r,l",
-        [counter.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def members_of_head(kv_head, c):
+    """Return how many programs compute a key-value head's queries, keys and values."""
+    return (gl.num_programs(0) - kv_head + c.KV_HEADS - 1) // c.KV_HEADS
 
 
 @gluon.jit
-def wait_grid(counter, arrivals):
-    """Wait for so many arrivals since the launch; what is loaded then must pass the first-level cache by.
+def projected_row(number, c):
+    """Return the first row of this program's tile `number` of the QKV projection."""
+    QUERIES: gl.constexpr = c.GROUP * c.D
+    kv_head = gl.program_id(0) % c.KV_HEADS
+    tile = gl.program_id(0) // c.KV_HEADS + number * members_of_head(kv_head, c)
+    row = tile * ROWS
+    key_row = (c.HEADS + kv_head) * c.D + row - QUERIES
+    value_row = key_row + (c.KV_HEADS - 1) * c.D
+    behind = gl.where(row < QUERIES + c.D, key_row, value_row)
+    return gl.where(row < QUERIES, kv_head * QUERIES + row, behind)
 
-    One thread asks: more would delay the others' arrivals.
-    """
-    gl.inline_asm_elementwise(
-        """{ .reg .pred first, early; .reg .u32 thread, seen;
-        mov.u32 $0, 0;
-        mov.u32 thread, %tid.x;
-        setp.ne.u32 first, thread, 0;
-        @first bra done;
-        again:
-        ld.acquire.gpu.global.u32 seen, [$1];
-        setp.lt.u32 early, seen, $2;
-        @early bra again;
-        done: }""",
-        "=&r,l,r",
-        [counter.to(gl.int64), arrivals],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    gl.thread_barrier()
+
+@gluon.jit
+def projected_tiles(c):
+    """Return how many tiles of the QKV projection are this program's."""
+    TILES: gl.constexpr = (c.GROUP + 2) * c.D // ROWS
+    members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
+    return (TILES - gl.program_id(0) // c.KV_HEADS + members - 1) // members

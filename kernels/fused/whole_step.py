@@ -17,10 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.fused.step_consume import consume
+from kernels.fused.step_meet import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.fused.step_produce import produce
 from kernels.fused.step_ring import (
     FIELDS,
-    HEADS_DONE,
     MOST_PROGRAMS,
     MOST_SPLITS,
     ROWS,
@@ -37,19 +37,19 @@ _PARTS: Final = 4
 _STAGES: Final = 12
 """192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
 _HEAD_FLYING: Final = 4
-_LEAST_STAGES: Final = 2
+_LEAST_STAGES: Final = 1
 _LITTLE_HIDDEN: Final = 1024
 """Up to this size a layer waits for other programs more often than for memory."""
 
 
 @gluon.jit
 def whole_step(
-    table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, qkv, inner, parts, logs, best,
-    totals, counters, logits, tokens, logprobs, drawn, eps, scale,
+    table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, between, qkv, inner, parts,
+    logs, best, totals, counters, logits, tokens, logprobs, drawn, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr, NORMS: gl.constexpr,
-    BIAS: gl.constexpr, OWN: gl.constexpr,
+    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr,
+    NORMS: gl.constexpr, BIAS: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
 
@@ -57,24 +57,26 @@ def whole_step(
         table: [LAYERS, fields] int64, addresses of what `step_ring.FIELDS` names.
         ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
             `logprobs` and `drawn`.
-        hidden: [HIDDEN], where programs find what others have computed, as are the next ones up to `totals`.
-        qkv: [(HEADS + 2 * KV_HEADS) * D].
-        inner: [INNER].
-        parts: [SPLITS, HEADS, D] float32.
+        hidden: [2, HIDDEN], where programs find what others have computed, as are the next ones up to `totals`; layers
+            take turns with the halves of these four vectors, whose bits are those of `MISSING` before the first launch.
+        between: [2, HIDDEN], the hidden state between attention and MLP.
+        qkv: [2, (HEADS + 2 * KV_HEADS) * D].
+        inner: [2, INNER].
+        parts: [SPLITS, HEADS, D] in the model's dtype.
         logs: [SPLITS, HEADS] float32.
         best: [MOST_PROGRAMS] int64, the largest key of a program's scores.
         totals: [MOST_PROGRAMS] float32, the sum of their exp(score - largest).
-        counters: [2 * HEADS_DONE] int32, 0 before and after a launch.
+        counters: [HEAD_READY + KV_HEADS * COUNTER_LINE] int32, 0 before the first launch.
         eps: of all norms.
         scale: of the scores, in units of log2.
     """
     c = StepConstants(
-        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, SPLITS, LEAST,
-        NORMS, BIAS, OWN,
+        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS,
+        LEAST, NORMS, BIAS, OWN,
     )  # fmt: skip
     INPUTS: gl.constexpr = max(INNER, HEADS * D)
     ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
-    room = (hidden, qkv, inner, parts, logs, best, totals)
+    room = (hidden, between, qkv, inner, parts, logs, best, totals)
     gl.warp_specialize([
         (consume, (
             ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counters, logits, tokens, logprobs,
@@ -106,17 +108,25 @@ class StepKernel:
         def empty(size: int, kind: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=kind, device=device)
 
+        def missing(size: int) -> Tensor:
+            return torch.full((2 * size,), MISSING.value, dtype=torch.int16, device=device).view(
+                dtype
+            )
+
         self._room = (
-            empty(shape.hidden_size, dtype),
-            empty(queries + 2 * keys, dtype),
-            empty(shape.inner_size, dtype),
-            empty(splits * queries, torch.float32),
+            missing(shape.hidden_size),
+            missing(shape.hidden_size),
+            missing(queries + 2 * keys),
+            missing(shape.inner_size),
+            empty(splits * queries, dtype),
             empty(splits * shape.num_heads, torch.float32),
             empty(MOST_PROGRAMS.value, torch.int64),
             empty(MOST_PROGRAMS.value, torch.float32),
         )
-        self._counters = torch.zeros(2 * HEADS_DONE.value, dtype=torch.int32, device=device)
+        counters = HEAD_READY.value + shape.num_kv_heads * COUNTER_LINE.value
+        self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
         first = weights.layers[0]
+        little = shape.hidden_size <= _LITTLE_HIDDEN
         self._constants: dict[str, Any] = {
             "LAYERS": len(weights.layers),
             "HIDDEN": shape.hidden_size,
@@ -128,8 +138,9 @@ class StepKernel:
             "BLOCK_SIZE": caches[0].shape[2],
             "PARTS": _PARTS,
             "STAGES": _STAGES,
-            "FLYING": 1 if shape.hidden_size <= _LITTLE_HIDDEN else 2,
+            "FLYING": 1 if little else 2,
             "HEAD_FLYING": _HEAD_FLYING,
+            "EARLY": little,
             "SPLITS": splits,
             "LEAST": _LEAST_STAGES,
             "NORMS": first.q_norm is not None,
