@@ -130,13 +130,17 @@ class _Case:
 
 
 class _Window:
-    """Calls one function when so many steps brought every sequence a token, and another some steps later."""
+    """Calls one function when enough steps brought every sequence a token, and another some steps later.
+
+    Fewer steps are those in the middle: sequences grow, and all steps of a profile are to have the same length on average.
+    """
 
     def __init__(
         self, batch: int, steps: int, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
         self._batch = batch
-        self._calls = {_WARM_STEPS: begin, _WARM_STEPS + steps: end}
+        first = _WARM_STEPS + (_TIMED_STEPS - steps) // 2
+        self._calls = {first: begin, first + steps: end}
         self._seen = 0
 
     @property
