@@ -132,7 +132,7 @@ class _Case:
 class _Window:
     """Calls one function when enough steps brought every sequence a token, and another some steps later.
 
-    Fewer steps are those in the middle: sequences grow, and all steps of a profile are to have the same length on average.
+    Fewer steps are those in the middle: sequences grow, and traced steps are to be as long as the timed on average.
     """
 
     def __init__(
