@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from model.replay import Replay
+    from model.transfer import HostArray
     from server.engine.drawn_tokens import DrawnTokens
     from server.engine.scheduler import SchedulerConfig
     from server.engine.shared_prefix import SharingPays
@@ -47,13 +48,33 @@ class GraphKey(NamedTuple):
     num_columns: int
 
 
+class DecodeRows(NamedTuple):
+    """The host arrays of a recording's decode rows.
+
+    Attributes:
+        input_ids: [R] int64.
+        positions: [R] int64.
+        slots: [R] int32.
+        seq_lens: [R] int32.
+        block_table: [R, C] int32.
+        held: which list of blocks each row of `block_table` holds, and how many of its entries.
+    """
+
+    input_ids: HostArray
+    positions: HostArray
+    slots: HostArray
+    seq_lens: HostArray
+    block_table: HostArray
+    held: list[tuple[list[int] | None, int]]
+
+
 class DecodeGraph:
     """A kind of decode step.
 
     Attributes:
         arrays: input_ids [R] int64, positions [R] int64, slot_mapping [R] int32, seq_lens [R] int32, block_table
             [R, C] int32, cu_seqlens_q [R + 1] int32. All that a recording reads beside the model: it must outlive it.
-        tables: the block table that each row of `block_table` holds, and how many of its entries.
+        rows: the first five of them on the host.
         replay: None until it is recorded.
     """
 
@@ -74,7 +95,8 @@ class DecodeGraph:
             model.device,
         )
         self.arrays.host[5][:] = np.arange(rows + 1)
-        self.tables: list[tuple[list[int] | None, int]] = [(None, 0)] * rows
+        ids, positions, slots, seq_lens, table, _ = self.arrays.host
+        self.rows = DecodeRows(ids, positions, slots, seq_lens, table, held=[(None, 0)] * rows)
         self.replay: Replay | None = None
 
     def record(self) -> Replay:
@@ -152,12 +174,9 @@ class DecodeGraphs:
         if graph is None:
             return None
         graph.arrays.wait()
-        fill(graph.arrays, graph.tables, decode, self._block_size, self._model.drawn)
-        if self._sharing_pays is not None:
-            table = graph.arrays.host[4][: len(decode)]
-            num_computed = min(s.start for s in decode)
-            if shared_tokens(table, num_computed, self._block_size, self._sharing_pays):
-                return None
+        fill(graph.rows, decode, self._block_size, self._model.drawn)
+        if reads_once(graph.rows, decode, self._block_size, self._sharing_pays):
+            return None
         return graph
 
     def _keys(self, decode: tuple[ScheduledSequence, ...]) -> Iterator[GraphKey]:
@@ -194,8 +213,7 @@ def row_counts(most: int) -> list[int]:
 
 
 def fill(
-    arrays: StagedArrays,
-    tables: list[tuple[list[int] | None, int]],
+    rows: DecodeRows,
     decode: tuple[ScheduledSequence, ...],
     block_size: int,
     drawn: DrawnTokens,
@@ -203,35 +221,54 @@ def fill(
     """Write a step's numbers to the host arrays; rows past its sequences have no token.
 
     Args:
-        arrays: as in `DecodeGraph`.
-        tables: which list of blocks each row holds already; lists only ever grow, and one that was given back is
-            another list afterwards.
+        rows: written. Of a block table only what is new to its row is: lists of blocks only ever grow, and one that
+            was given back is another list afterwards.
         decode: sequences with one token each, as many as there are rows at most.
         block_size: tokens per block.
         drawn: knows the rows of tokens that the host has not seen.
     """
-    input_ids, positions, slots, seq_lens, block_table, _ = arrays.host
     count = len(decode)
     starts = [s.start for s in decode]
-    input_ids[:count] = [drawn.id_or_row(s.sequence, s.start) for s in decode]
-    positions[:count] = starts
-    seq_lens[:count] = starts
-    seq_lens[:count] += 1
-    slots[:count] = [
+    rows.input_ids[:count] = [drawn.id_or_row(s.sequence, s.start) for s in decode]
+    rows.positions[:count] = starts
+    rows.seq_lens[:count] = starts
+    rows.seq_lens[:count] += 1
+    rows.slots[:count] = [
         s.sequence.block_table[s.start // block_size] * block_size + s.start % block_size
         for s in decode
     ]
-    input_ids[count:] = 0
-    positions[count:] = 0
-    seq_lens[count:] = 0
-    slots[count:] = -1
-    columns = block_table.shape[1]
+    rows.input_ids[count:] = 0
+    rows.positions[count:] = 0
+    rows.seq_lens[count:] = 0
+    rows.slots[count:] = -1
+    columns = rows.block_table.shape[1]
     for row, s in enumerate(decode):
         blocks = s.sequence.block_table
-        held, known = tables[row]
+        held, known = rows.held[row]
         known = known if held is blocks else 0
         # Blocks reserved for later tokens may be more than there are columns.
         stop = min(len(blocks), columns)
         if known < stop:
-            block_table[row, known:stop] = blocks[known:stop]
-            tables[row] = blocks, stop
+            rows.block_table[row, known:stop] = blocks[known:stop]
+            rows.held[row] = blocks, stop
+
+
+def reads_once(
+    rows: DecodeRows,
+    decode: tuple[ScheduledSequence, ...],
+    block_size: int,
+    sharing_pays: SharingPays | None,
+) -> bool:
+    """Whether a step should read once what its decode rows share, which no recording does.
+
+    Args:
+        rows: hold the step.
+        decode: its sequences with one token.
+        block_size: tokens per block.
+        sharing_pays: says so; None where no kernel can.
+    """
+    if sharing_pays is None:
+        return False
+    table = rows.block_table[: len(decode)]
+    num_computed = min(s.start for s in decode)
+    return shared_tokens(table, num_computed, block_size, sharing_pays) > 0

@@ -56,11 +56,12 @@ class Recordings(Generic[K, R]):
         """The kinds that have a recording."""
         return {key: kind for key, kind in self._kinds.items() if kind.replay is not None}
 
-    def find(self, keys: Iterable[K]) -> R | None:
+    def find(self, keys: Iterable[K], *, waits: bool = True) -> R | None:
         """Return the first kind that is recorded; the first of all is recorded next if it is another one.
 
         Args:
             keys: kinds that a step fits in, at least one, its own first.
+            waits: whether a step waits for its own recording in the end, where there is never idle time.
         """
         own = None
         for key in keys:
@@ -68,10 +69,10 @@ class Recordings(Generic[K, R]):
             kind = self._kinds.get(key)
             if kind is not None and kind.replay is not None:
                 if key != own:
-                    self._miss(own, _PATIENCE_WITH_A_LARGER)
+                    self._miss(own, _PATIENCE_WITH_A_LARGER if waits else None)
                 return kind
         assert own is not None
-        self._miss(own, _PATIENCE)
+        self._miss(own, _PATIENCE if waits else None)
         return None
 
     def record_next(self) -> bool:
@@ -81,13 +82,15 @@ class Recordings(Generic[K, R]):
         self._record(self._waiting.pop(0))
         return True
 
-    def _miss(self, key: K, patience: int) -> None:
-        """Count a step without its own recording; the last of so many waits for it to be made."""
+    def _miss(self, key: K, patience: int | None) -> None:
+        """Count a step without its own recording; the last of so many waits for it to be made, of None no step."""
         if self._closed:
             return
         if key in self._waiting:
             self._waiting.remove(key)
         self._waiting.insert(0, key)
+        if patience is None:
+            return
         self._num_missed[key] = self._num_missed.get(key, 0) + 1
         if self._num_missed[key] >= patience:
             self.record_next()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Computed(NamedTuple):
-    """What a recording leaves, in memory that all recordings of decode steps share, or all of prompts.
+    """What a recording leaves, in memory that all recordings of decode steps share, or all with prompts.
 
     Attributes:
         logits: [M, V], a row for each sequence that samples.

@@ -1,6 +1,7 @@
-"""Steps from recordings: the decode rows from one, the prompts from another, one after the other.
+"""Steps from recordings: one replay where there is a recording of the whole step.
 
-Computing the two apart reads the weights twice, which costs less than to launch hundreds of kernels one by one.
+Until there is, decode rows come from one and prompts from another. That reads the weights twice, which costs less than
+to launch hundreds of kernels one by one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StepGraphs:
         self, model: StepModel, limits: SchedulerConfig, sharing_pays: SharingPays | None = None
     ) -> None:
         self.decode = DecodeGraphs(model, limits, sharing_pays)
-        self.prefill = PrefillGraphs(model, limits)
+        self.prefill = PrefillGraphs(model, limits, sharing_pays)
 
     def compute(self, output: SchedulerOutput) -> list[Computed] | None:
         """Compute a step by recordings.
@@ -47,23 +48,37 @@ class StepGraphs:
         """
         if any(map(wants_hidden, (*output.decode, *output.prefill))):
             return None
-        graphs: list[tuple[DecodeGraph | PrefillGraph, int]] = []
-        # Of the decode rows one may be a token within a prompt, which draws nothing; it is the last then.
-        first_place = sum(s.samples for s in output.decode)
-        for prepare, rows in (
-            (self.decode.prepare, output.decode),
-            (lambda rows: self.prefill.prepare(rows, first_place), output.prefill),
-        ):
-            if rows:
-                graph = prepare(rows)
-                if graph is None:
-                    return None
-                graphs.append((graph, sum(s.samples for s in rows)))
-        return [_replay(graph, num_samples) for graph, num_samples in graphs]
+        graphs = self._prepare(output)
+        return None if graphs is None else [_replay(graph, count) for graph, count in graphs]
 
     def record_next(self) -> bool:
         """Make the next recording that is waited for; return whether there was one."""
         return self.decode.recordings.record_next() or self.prefill.recordings.record_next()
+
+    def _prepare(
+        self, output: SchedulerOutput
+    ) -> list[tuple[DecodeGraph | PrefillGraph, int]] | None:
+        """Find the recordings that compute a step, each with the number of rows that sample."""
+        decode, prefill = output.decode, output.prefill
+        graphs: list[tuple[DecodeGraph | PrefillGraph, int]] = []
+        # Of the decode rows one may be a token within a prompt, which draws nothing; it is the last then.
+        num_drawn = sum(s.samples for s in decode)
+        num_prompts = sum(s.samples for s in prefill)
+        if decode and prefill:
+            mixed = self.prefill.prepare_mixed(decode, prefill)
+            if mixed is not None:
+                return [(mixed, num_drawn + num_prompts)]
+        if decode:
+            decoding = self.decode.prepare(decode)
+            if decoding is None:
+                return None
+            graphs.append((decoding, num_drawn))
+        if prefill:
+            prompts = self.prefill.prepare(prefill, num_drawn)
+            if prompts is None:
+                return None
+            graphs.append((prompts, num_prompts))
+        return graphs
 
 
 def _replay(graph: DecodeGraph | PrefillGraph, num_samples: int) -> Computed:

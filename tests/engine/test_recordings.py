@@ -58,6 +58,16 @@ def test_a_step_takes_a_larger_one_until_its_own_is_made(made):
     assert kinds.find([5, 6, 8, 9]).key == 5
 
 
+def test_steps_that_never_wait_have_theirs_made_next_in_idle_time(made):
+    kinds = recordings(made, [1, 2])
+
+    assert [kinds.find([5, 8], waits=False) for _ in range(100)] == [None] * 100
+    assert made == []
+    kinds.record_next()
+
+    assert made == [5]
+
+
 def test_what_a_larger_one_serves_is_made_next_in_idle_time(made):
     kinds = recordings(made, [8, 1, 2])
     kinds.record_next()

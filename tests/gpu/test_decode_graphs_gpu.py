@@ -1,4 +1,4 @@
-"""Decode steps replayed as CUDA graphs give the tokens of steps launched kernel by kernel."""
+"""Steps replayed as CUDA graphs give the tokens of steps launched kernel by kernel."""
 
 import gc
 import math
@@ -10,6 +10,7 @@ import kernels
 from model.hub import BUNDLED, resolve
 from server.engine.local import LocalEngine
 from server.engine.model_runner import ModelRunner
+from server.engine.prefill_graphs import PrefillGraphs
 from server.engine.protocol import EngineConfig
 from server.engine.request import GenerateRequest, SamplingParams
 from tests.gpu.waiting import no_waiting
@@ -152,3 +153,39 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
         engine.engine.step()
 
     assert [type(step).__name__ for step in found] == ["MostLikely"] * 5
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
+def test_prompts_that_arrive_while_others_decode_are_computed_with_them(
+    make_engine, monkeypatch, overlap
+):
+    limits = {"dtype": "float32", "max_num_batched_tokens": 256}
+    expected = answers(make_engine(cuda_graphs=False, overlap=False, **limits), PROMPTS, 64)
+    engine = make_engine(cuda_graphs=True, overlap=overlap, **limits)
+    launch, prepare, found = ModelRunner.launch, PrefillGraphs.prepare_mixed, []
+
+    def watched(runner, output):
+        with no_waiting():
+            return launch(runner, output)
+
+    def prepared(graphs, decode, prefill):
+        found.append(prepare(graphs, decode, prefill))
+        return found[-1]
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    monkeypatch.setattr(PrefillGraphs, "prepare_mixed", prepared)
+    for request in requests(PROMPTS, 64):
+        engine.channel.inbox.append(request)
+        engine.engine.receive(wait=0)
+        engine.engine.step()
+        engine.engine.step()
+    while engine.engine.has_work:
+        engine.engine.step()
+
+    ours = {i: [] for i in range(len(PROMPTS))}
+    for message in engine.channel.steps:
+        for i, request_id in enumerate(message.request_ids):
+            ours[request_id].append(message.event(i).token_id)
+    assert list(ours.values()) == expected
+    assert len(found) > 15
+    assert None not in found
