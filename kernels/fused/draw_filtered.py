@@ -1,10 +1,10 @@
 """A filtered row's draw: weighted selection on the order by likelihood, without sorting.
 
-A row's tokens are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps the
-first so many. So each of them, and the draw, asks for the first key whose cumulative amount exceeds a target: the
-count for top_k, the weight for the others. The answer is found by dividing a window of keys, [low, high), into
-parts until it holds one token. A window is looked at in the list of candidates where it lies in there; else in the
-logits, until it has become small enough for a list.
+A row's tokens are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps the first
+so many. So each of them, and the draw, asks for the first key whose cumulative amount exceeds a target: the count for
+top_k, the weight for the others. The answer is found by dividing a window of keys, [low, high), into parts until it
+holds one token. A window is looked at in the list of candidates where it lies in there; else in the logits, until it
+has become small enough for a list.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from model.metadata import AttentionMetadata
     from model.replay import Recorder
     from server.engine.batch import ModelInput
-    from server.engine.scheduler import SchedulerConfig
+    from server.engine.limits import SchedulerConfig
     from server.engine.sequence import Sequence
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput

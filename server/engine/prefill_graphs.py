@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from model.replay import Replay
-    from server.engine.scheduler import SchedulerConfig
+    from server.engine.limits import SchedulerConfig
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence
 

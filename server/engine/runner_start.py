@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from model.decoder import DecoderLM
+    from server.engine.limits import SchedulerConfig
     from server.engine.phases import Phases
     from server.engine.protocol import EngineConfig
-    from server.engine.scheduler import SchedulerConfig
 
 log = logging.getLogger("tessera.engine")
 

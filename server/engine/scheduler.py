@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from server.engine.admission import CapacityError, DuplicateRequestError, EmptyRequestError
 from server.engine.block_manager import BlockManager
+from server.engine.limits import SchedulerConfig
 from server.engine.request import FinishReason, TokenEvent
 from server.engine.sequence import Sequence, SequenceStatus
 from server.engine.step import SampledResult, ScheduledSequence, SchedulerOutput
@@ -29,35 +30,6 @@ class _Failed:
     token_id: None = None
     logprob: None = None
     top: tuple[()] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of one step and of one sequence.
-
-    Attributes:
-        max_num_seqs: sequences computed in one step, at least 1.
-        max_num_batched_tokens: tokens computed in one step, at least `max_num_seqs`.
-        max_model_len: tokens of one sequence, prompt and output, at least 2.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-
-    def __post_init__(self) -> None:
-        """Refuse limits under which a running sequence could get no token.
-
-        Raises:
-            ValueError: a limit is below its minimum.
-        """
-        for name, value, least in (
-            ("max_num_seqs", self.max_num_seqs, 1),
-            ("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs),
-            ("max_model_len", self.max_model_len, 2),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; at least {least} is needed")
 
 
 class Scheduler:

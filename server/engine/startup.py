@@ -21,11 +21,12 @@ from model.weights import load_model
 from server.engine.block_manager import BlockManager
 from server.engine.device_errors import explain
 from server.engine.engine import Engine
+from server.engine.limits import SchedulerConfig
 from server.engine.memory import NotEnoughMemoryError
 from server.engine.phases import Phases
 from server.engine.protocol import EngineConfig, EngineInfo
 from server.engine.runner_start import start_runner
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ from server.engine.step_graph import Computed
 
 if TYPE_CHECKING:
     from server.engine.decode_graphs import DecodeGraph
+    from server.engine.limits import SchedulerConfig
     from server.engine.prefill_graphs import PrefillGraph
-    from server.engine.scheduler import SchedulerConfig
     from server.engine.shared_prefix import SharingPays
     from server.engine.step import ScheduledSequence, SchedulerOutput
     from server.engine.step_graph import StepModel

@@ -17,7 +17,7 @@ from server.engine.step import ScheduledSequence, SchedulerOutput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from server.engine.scheduler import SchedulerConfig
+    from server.engine.limits import SchedulerConfig
 
 _CHUNK_TOKENS: Final = 64
 _TOP_LOGPROBS: Final = 5

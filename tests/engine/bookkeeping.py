@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from server.engine.block_manager import BlockManager
+from server.engine.limits import SchedulerConfig
 from server.engine.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 
 VOCAB_SIZE = 11

@@ -18,6 +18,7 @@ import msgspec
 
 from server.engine.block_manager import BlockManager
 from server.engine.engine import Engine
+from server.engine.limits import SchedulerConfig
 from server.engine.process import Channel
 from server.engine.protocol import (
     EngineInfo,
@@ -26,7 +27,7 @@ from server.engine.protocol import (
     StartupFailed,
     StartupPhase,
 )
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
 from server.engine.standard_input import end_with_parent
 from tests.plans import PLAN
 

@@ -8,8 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from server.engine.admission import CapacityError
 from server.engine.block_manager import BlockManager
+from server.engine.limits import SchedulerConfig
 from server.engine.request import FinishReason
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
 from tests.engine.bookkeeping import (
     VOCAB_SIZE,

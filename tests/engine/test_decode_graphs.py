@@ -11,10 +11,10 @@ import torch
 from model.replay import Replay
 from server.engine.decode_graphs import DecodeGraphs, GraphKey, row_counts
 from server.engine.drawn_tokens import DrawnTokens
+from server.engine.limits import SchedulerConfig
 from server.engine.local import LocalEngine
 from server.engine.prefill_graphs import PrefillGraphs, PrefillKey, token_counts
 from server.engine.protocol import Shutdown
-from server.engine.scheduler import SchedulerConfig
 from server.engine.step_graph import StepModel
 from tests.engine.test_engine_model import (
     assert_all_free,

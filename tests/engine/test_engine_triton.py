@@ -8,9 +8,9 @@ import kernels
 import model.attention
 import server.engine.model_runner
 from kernels.arch import CATALOGUE
+from server.engine.limits import SchedulerConfig
 from server.engine.local import LocalEngine
 from server.engine.protocol import EngineConfig
-from server.engine.scheduler import SchedulerConfig
 from server.engine.warm_up import crowds
 from tests.engine.test_engine_model import greedy, random_prompt, tokens
 from tests.kernels.triton_interpreter import interpreted, is_loaded

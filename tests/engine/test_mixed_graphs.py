@@ -8,10 +8,10 @@ import torch
 
 from model.replay import Replay
 from server.engine.drawn_tokens import DrawnTokens
+from server.engine.limits import SchedulerConfig
 from server.engine.prefill_graphs import PrefillGraphs, PrefillKey, token_counts
 from server.engine.protocol import AbortRequests
 from server.engine.request import GenerateRequest, SamplingParams
-from server.engine.scheduler import SchedulerConfig
 from server.engine.step_graph import StepModel
 from server.engine.step_graphs import StepGraphs
 from server.engine.warm_up import crowds

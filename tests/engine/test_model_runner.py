@@ -13,8 +13,8 @@ from model.kv_cache import KVCache
 from model.transfer import pack, unpack
 from model.weights import load_model
 from server.engine import batch
+from server.engine.limits import SchedulerConfig
 from server.engine.model_runner import ModelRunner
-from server.engine.scheduler import SchedulerConfig
 from server.engine.warm_up import crowds, first_steps, largest_step
 from tests.engine.test_engine_model import greedy, make_engine, random_prompt, tokens
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint

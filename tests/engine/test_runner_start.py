@@ -8,12 +8,12 @@ import torch
 from model.config import ModelConfig
 from model.weights import load_model
 from server.engine import memory, runner_start
+from server.engine.limits import SchedulerConfig
 from server.engine.local import LocalEngine
 from server.engine.memory import NotEnoughMemoryError
 from server.engine.model_runner import ModelRunner
 from server.engine.phases import Phases
 from server.engine.protocol import EngineConfig
-from server.engine.scheduler import SchedulerConfig
 from server.engine.startup import StartupError
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -8,8 +8,8 @@ from server.engine.admission import (
     DuplicateRequestError,
     EmptyRequestError,
 )
+from server.engine.limits import SchedulerConfig
 from server.engine.request import FinishReason, TokenEvent
-from server.engine.scheduler import SchedulerConfig
 from server.engine.sequence import SequenceStatus
 from tests.engine.bookkeeping import Token, begin, make_scheduler, make_sequence, rows_of, step
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.engine.scheduler import SchedulerConfig
+from server.engine.limits import SchedulerConfig
 from server.engine.warm_up import (
     crowds,
     draws,

@@ -1,0 +1,34 @@
+"""The limits of a step: what schedules, records and warms up must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and of one sequence.
+
+    Attributes:
+        max_num_seqs: sequences computed in one step, at least 1.
+        max_num_batched_tokens: tokens computed in one step, at least `max_num_seqs`.
+        max_model_len: tokens of one sequence, prompt and output, at least 2.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        """Refuse limits under which a running sequence could get no token.
+
+        Raises:
+            ValueError: a limit is below its minimum.
+        """
+        for name, value, least in (
+            ("max_num_seqs", self.max_num_seqs, 1),
+            ("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs),
+            ("max_model_len", self.max_model_len, 2),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; at least {least} is needed")
