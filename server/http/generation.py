@@ -92,10 +92,11 @@ class Generation:
             prompt_token_ids=self.prompt_ids,
             sampling=sampling,
         )
+        stream = context.submit(request)  # first of all: the engine computes meanwhile
         transcript = Transcript(
             context.tokenizer, self.prompt_ids, self.options.stop, sampling.min_new_tokens
         )
-        self.draws.append(Draw(context.submit(request), transcript, seed))
+        self.draws.append(Draw(stream, transcript, seed))
 
     def abort(self) -> None:
         """Free what the engine holds for this request; does nothing where it has ended."""

@@ -37,6 +37,7 @@ class HTTPServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nobody asks where a client is
                 timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             )
         )

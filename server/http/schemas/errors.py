@@ -6,6 +6,7 @@ The sentence never repeats text of the client but the names of unknown fields.
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import TYPE_CHECKING, TypeVar
 
 import pydantic
@@ -49,9 +50,9 @@ def parse(model: type[ModelT], body: object) -> ModelT:
     # Ahead of pydantic, which would build one error record for each of a million unknown keys.
     unknown = _unknown_fields(model, body, "")
     parameters = body.get("parameters")
-    nested = model.model_fields.get("parameters")
+    nested = _model_of_parameters(model)
     if isinstance(parameters, dict) and nested is not None:
-        unknown += _unknown_fields(_model_of(nested.annotation), parameters, "parameters.")
+        unknown += _unknown_fields(nested, parameters, "parameters.")
     if unknown:
         raise ValidationError(_sentence(unknown))
     try:
@@ -86,9 +87,13 @@ def _sentence(problems: list[str]) -> str:
     return shown if more <= 0 else f"{shown}; and {more} more"
 
 
-def _model_of(annotation: object) -> type[pydantic.BaseModel]:
-    """The model in `Model | None`."""
-    options = (annotation, *getattr(annotation, "__args__", ()))
+@functools.cache
+def _model_of_parameters(model: type[pydantic.BaseModel]) -> type[pydantic.BaseModel] | None:
+    """The model in `parameters: Model | None`; None where there is no such field."""
+    field = model.model_fields.get("parameters")
+    if field is None:
+        return None
+    options = (field.annotation, *getattr(field.annotation, "__args__", ()))
     return next(o for o in options if isinstance(o, type) and issubclass(o, pydantic.BaseModel))
 
 
@@ -105,8 +110,8 @@ def _unknown_fields(
 
 
 def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
-    nested = None if prefix else model.model_fields.get("parameters")
-    if nested is not None and name in _model_of(nested.annotation).model_fields:
+    nested = None if prefix else _model_of_parameters(model)
+    if nested is not None and name in nested.model_fields:
         return f"; did you mean `parameters.{name}`?"
     close = difflib.get_close_matches(name[:_LONGEST_NAME], model.model_fields, n=1)
     return f"; did you mean `{prefix}{close[0]}`?" if close else ""
