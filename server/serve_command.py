@@ -15,7 +15,7 @@ from model.hub import BUNDLED, resolve
 from server.command_settings import engine_config, fail, read_settings
 from server.engine.client import ENGINE_COMMAND, EngineClient, EngineStartError
 from server.engine.hub import EngineHub
-from server.engine.quiet import keep_what_is_there
+from server.engine.quiet import keep_what_is_there, tokenize_in_our_threads
 from server.http.config import HTTPConfig
 from server.listening import ListenError, listen
 from server.log import configure_logging
@@ -59,6 +59,7 @@ def serve(
     """
     started = time.perf_counter() if began is None else began
     configure_logging(settings.log_level)
+    tokenize_in_our_threads()  # front ends of a fleet inherit it
     try:
         model_path = resolve(settings.model, settings.revision)
         # An unsupported model is refused here, before anything is started.

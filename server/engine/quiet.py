@@ -20,6 +20,14 @@ def quiet_idle_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def tokenize_in_our_threads() -> None:
+    """Have the tokenizer's library work in the thread that calls it; to be called before any text is tokenized.
+
+    It hands even a lone text to a pool of its own, and the caller waits for two threads to wake up.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Spare the garbage collector what is imported inside, and the import the collector.
