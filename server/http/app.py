@@ -10,7 +10,6 @@ from server.http.context import AppContext
 from server.http.openapi import install_openapi
 from server.http.replying import install_error_handlers
 from server.http.routes import generate, info, metrics, tokenize
-from server.http.short_way import install_short_way
 from server.version import version
 
 if TYPE_CHECKING:
@@ -47,5 +46,4 @@ def create_app(
         routes.install(app, context)
     install_error_handlers(app)
     install_openapi(app)
-    install_short_way(app)
     return app
