@@ -95,21 +95,30 @@ def received(values, pointers, PACK: gl.constexpr, c):
 @gluon.jit
 def arrive_published(counter, c):
     """Count this program in; where it may, before what it has published can be seen."""
-    if not c.EARLY:
-        arrive_grid(counter)
-        return
+    count_in(counter, gl.constexpr("relaxed" if c.EARLY else "release"))
+
+
+@gluon.jit
+def arrive_grid(counter):
+    """Count this program in, when all that its consumers have written can be seen."""
+    count_in(counter, gl.constexpr("release"))
+
+
+@gluon.jit
+def count_in(counter, ORDER: gl.constexpr):
+    """Count this program in, when its consumers have come here, in PTX's order of memory."""
     gl.thread_barrier()
-    gl.inline_asm_elementwise(
+    CODE: gl.constexpr = (
         """{ .reg .pred first; .reg .u32 thread;
         mov.u32 thread, %tid.x;
         setp.eq.u32 first, thread, 0;
-        @first red.relaxed.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0; }""",
-        "=r,l",
-        [counter.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
+        @first red."""
+        + ORDER
+        + """.gpu.global.add.u32 [$1], 1;
+        mov.u32 $0, 0; }"""
+    )
+    gl.inline_asm_elementwise(
+        CODE, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -124,24 +133,6 @@ def fence():
         mov.u32 $0, $1; }""",
         "=r,r",
         [gl.program_id(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def arrive_grid(counter):
-    """Count this program in, when all that its consumers have written can be seen."""
-    gl.thread_barrier()
-    gl.inline_asm_elementwise(
-        """{ .reg .pred first; .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first red.release.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0; }""",
-        "=r,l",
-        [counter.to(gl.int64)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

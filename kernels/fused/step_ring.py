@@ -51,7 +51,6 @@ class StepConstants:
         HEAD_FLYING: the same behind the layers, where they ask for nothing.
         EARLY: whether programs meet before what they have computed can be seen (`step_meet`).
         SPLITS: parts of a sequence that are attended side by side, at most.
-        LEAST: stages of keys of such a part, unless the sequence has fewer.
         NORMS: whether queries and keys are normalised per head.
         BIAS: whether the QKV projection has one.
         OWN: tiles of ROWS numbers of the hidden state that a program computes, at most.
@@ -76,7 +75,6 @@ class StepConstants:
     HEAD_FLYING: gl.constexpr
     EARLY: gl.constexpr
     SPLITS: gl.constexpr
-    LEAST: gl.constexpr
     NORMS: gl.constexpr
     BIAS: gl.constexpr
     OWN: gl.constexpr
@@ -88,7 +86,7 @@ class StepConstants:
     @gluon.constexpr_function
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING,
-        EARLY, SPLITS, LEAST, NORMS, BIAS, OWN,
+        EARLY, SPLITS, NORMS, BIAS, OWN,
     ) -> None:  # fmt: skip
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
@@ -105,7 +103,6 @@ class StepConstants:
         self.HEAD_FLYING = gl.constexpr(HEAD_FLYING)
         self.EARLY = gl.constexpr(EARLY)
         self.SPLITS = gl.constexpr(SPLITS)
-        self.LEAST = gl.constexpr(LEAST)
         self.NORMS = gl.constexpr(NORMS)
         self.BIAS = gl.constexpr(BIAS)
         self.OWN = gl.constexpr(OWN)
@@ -240,7 +237,7 @@ def key_range(past, split, c):
         (splits, first stage, last stage + 1); a split past the last has none.
     """
     stages = (past + c.KEYS - 1) // c.KEYS
-    splits = gl.minimum(gl.maximum((stages + c.LEAST - 1) // c.LEAST, 1), c.SPLITS)
+    splits = gl.minimum(gl.maximum(stages, 1), c.SPLITS)
     each = gl.maximum((stages + splits - 1) // splits, 1)
     splits = gl.maximum((stages + each - 1) // each, 1)
     return splits, gl.minimum(split * each, stages), gl.minimum((split + 1) * each, stages)

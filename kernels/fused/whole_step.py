@@ -37,7 +37,6 @@ _PARTS: Final = 4
 _STAGES: Final = 12
 """192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
 _HEAD_FLYING: Final = 4
-_LEAST_STAGES: Final = 1
 _LITTLE_HIDDEN: Final = 1024
 """Up to this size a layer waits for other programs more often than for memory."""
 
@@ -48,7 +47,7 @@ def whole_step(
     logs, best, totals, counters, logits, tokens, logprobs, drawn, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr,
+    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr,
     NORMS: gl.constexpr, BIAS: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
@@ -72,7 +71,7 @@ def whole_step(
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS,
-        LEAST, NORMS, BIAS, OWN,
+        NORMS, BIAS, OWN,
     )  # fmt: skip
     INPUTS: gl.constexpr = max(INNER, HEADS * D)
     ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
@@ -142,7 +141,6 @@ class StepKernel:
             "HEAD_FLYING": _HEAD_FLYING,
             "EARLY": little,
             "SPLITS": splits,
-            "LEAST": _LEAST_STAGES,
             "NORMS": first.q_norm is not None,
             "BIAS": first.qkv_bias is not None,
             "OWN": -(-shape.hidden_size // (ROWS.value * num_sms)),
