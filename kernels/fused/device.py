@@ -11,7 +11,7 @@ import triton.language as tl
 LINE_BYTES = tl.constexpr(128)
 """What the second-level cache fetches at once."""
 LOWEST_KEY = tl.constexpr(-(2**63))
-_MINUS_INFINITY = tl.constexpr(-0x7F800001)
+MINUS_INFINITY = tl.constexpr(-0x7F800001)
 """The `ranking_bits` of minus infinity."""
 
 
@@ -99,7 +99,7 @@ def exponentials(bits, largest):
         largest: int32, none of `bits` above it; of a shape that broadcasts.
     """
     distances = ranked_value(bits) - ranked_value(largest)
-    return tl.where(bits > _MINUS_INFINITY, tl.exp(distances), 0.0)
+    return tl.where(bits > MINUS_INFINITY, tl.exp(distances), 0.0)
 
 
 @triton.jit

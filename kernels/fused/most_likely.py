@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.draw_rows import DRAW_SIZES, DrawSizes
 from kernels.fused.dependent import dependent_launch
 from kernels.fused.device import (
     LOWEST_KEY,
+    MINUS_INFINITY,
     exponentials,
     log_of_total,
     ranked_bits,
@@ -34,6 +34,8 @@ LOWEST_BITS = tl.constexpr(-(2**31))
 """Below the `ranking_bits` of every value: what stands for none."""
 
 TILE_WARPS = 8
+_TILE = 8192
+"""Logits of a program: few enough to fill a GPU with one row's, and enough that it does not mostly compare threads."""
 
 
 @triton.jit
@@ -67,8 +69,10 @@ def rank_tiles(
         source = tl.load(table + row * COLUMNS).to(tl.int64)
     group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.load(logits + source * row_stride + ids, mask=ids < V, other=0.0).to(tl.float32)
-    bits = tl.where(ids < V, ranking_bits(values), LOWEST_BITS)
+    # Behind the last logit are ids above all others of the tile: none of them is the first of the largest.
+    at = logits + source * row_stride + ids
+    values = tl.load(at, mask=ids < V, other=float("-inf")).to(tl.float32)
+    bits = ranking_bits(values)
     of_groups = tl.max(bits, 1)
     largest = tl.max(of_groups, 0)
     first = tl.min(tl.min(tl.where(bits == largest, ids, 0x7FFFFFFF), 1), 0)
@@ -76,7 +80,8 @@ def rank_tiles(
     place = row * tl.num_programs(0) + tile
     tl.store(best + place, key)
     if SUMS:
-        tl.store(sums + place, tl.sum(tl.sum(exponentials(bits, largest), 1), 0))
+        total = tl.sum(tl.sum(tl.exp(values - ranked_value(largest)), 1), 0)
+        tl.store(sums + place, tl.where(largest > MINUS_INFINITY, total, 0.0))
     if COLUMNS:
         num_groups = (V + GROUP - 1) // GROUP
         tl.store(groups + row * num_groups + group, of_groups, mask=group < num_groups)
@@ -139,7 +144,7 @@ def most_likely_tokens(
     logprobs: Tensor,
     *,
     pdl: bool = False,
-    sizes: DrawSizes = DRAW_SIZES,
+    tile: int = _TILE,
 ) -> None:
     """Choose the most likely token of each row, the smallest id among equals; NaN counts as the largest.
 
@@ -149,9 +154,9 @@ def most_likely_tokens(
         checked: [R] int64 contiguous; the same, but -1 where the largest logit is no finite number.
         logprobs: [R] float32 contiguous; their log-probabilities, anything where `checked` is -1.
         pdl: launch before the kernel before has ended.
-        sizes: `tile` and `group` of them.
+        tile: logits of a program, a power of two.
     """
-    best, sums = _rank(logits, pdl=pdl, sizes=sizes)
+    best, sums = _rank(logits, pdl=pdl, tile=tile)
     choose_best[(len(logits),)](
         best, sums, tokens, checked, logprobs,
         NUM_TILES=best.shape[1], BLOCK=triton.next_power_of_2(best.shape[1]), num_warps=1, **dependent_launch(pdl),
@@ -164,7 +169,7 @@ def chosen_logprobs(
     logprobs: Tensor,
     *,
     pdl: bool = False,
-    sizes: DrawSizes = DRAW_SIZES,
+    tile: int = _TILE,
 ) -> None:
     """Compute the log-probability of one token of each row.
 
@@ -173,24 +178,24 @@ def chosen_logprobs(
         tokens: [R] int64 contiguous, in [0, V).
         logprobs: [R] float32 contiguous; anything where the row's largest logit is no finite number.
         pdl: launch before the kernel before has ended.
-        sizes: `tile` and `group` of them.
+        tile: logits of a program, a power of two.
     """
-    best, sums = _rank(logits, pdl=pdl, sizes=sizes)
+    best, sums = _rank(logits, pdl=pdl, tile=tile)
     score_chosen[(len(logits),)](
         logits, best, sums, tokens, logprobs, logits.stride(0),
         NUM_TILES=best.shape[1], BLOCK=triton.next_power_of_2(best.shape[1]), num_warps=1, **dependent_launch(pdl),
     )  # fmt: skip
 
 
-def _rank(logits: Tensor, *, pdl: bool, sizes: DrawSizes) -> tuple[Tensor, Tensor]:
+def _rank(logits: Tensor, *, pdl: bool, tile: int) -> tuple[Tensor, Tensor]:
     """Return the best key of each tile and its sum, [R, tiles] each."""
     rows, size = logits.shape
-    tiles = triton.cdiv(size, sizes.tile)
+    tiles = triton.cdiv(size, tile)
     best = torch.empty((rows, tiles), dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
     rank_tiles[(tiles, rows)](
         logits, best, best, best, sums, logits.stride(0),
-        V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=0, SUMS=True, num_warps=TILE_WARPS,
+        V=size, BLOCK=tile, GROUP=tile, COLUMNS=0, SUMS=True, num_warps=TILE_WARPS,
         **dependent_launch(pdl),
     )  # fmt: skip
     return best, sums

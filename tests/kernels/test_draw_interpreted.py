@@ -199,7 +199,7 @@ def test_the_most_likely_token_is_the_first_among_equals(dtype, vocab):
     tokens, checked = torch.full((2, 6), -7)
     logprobs = torch.full((6,), -7.0)
 
-    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
+    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
 
     expected = logits.float().argmax(-1).tolist()
     assert tokens.tolist() == expected
@@ -220,8 +220,8 @@ def test_a_log_probability_is_that_of_all_logits_of_its_row(kind, vocab):
     logprobs, given = torch.full((2, 3), -7.0)
     ids = torch.tensor([0, vocab // 2, vocab - 1])
 
-    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
-    chosen_logprobs(logits, ids, given, sizes=SIZES[0])
+    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
+    chosen_logprobs(logits, ids, given, tile=SIZES[0].tile)
 
     truth = torch.log_softmax(logits.double(), -1)
     torch.testing.assert_close(logprobs.double(), truth.amax(-1), **CLOSE)
@@ -234,11 +234,11 @@ def test_a_log_probability_has_the_same_bits_alone_and_among_others():
     logits[4, 64:] = -INF
     tokens, checked = torch.full((2, 5), -7)
     logprobs = torch.full((5,), -7.0)
-    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
+    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
 
     for i in (0, 2, 4):
         alone = torch.full((1,), -7.0)
-        most_likely_tokens(logits[i : i + 1], tokens[:1], checked[:1], alone, sizes=SIZES[0])
+        most_likely_tokens(logits[i : i + 1], tokens[:1], checked[:1], alone, tile=SIZES[0].tile)
         assert torch.equal(alone, logprobs[i : i + 1])
 
 
@@ -248,7 +248,7 @@ def test_a_certain_token_has_a_log_probability_of_zero_and_no_sign():
     tokens, checked = torch.full((2, 1), -7)
     logprobs = torch.full((1,), -7.0)
 
-    most_likely_tokens(logits, tokens, checked, logprobs, sizes=SIZES[0])
+    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
 
     assert str(logprobs.item()) == "0.0"
 
