@@ -58,11 +58,12 @@ class FusedNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """Normalise rows.
+    def __call__(self, x: Tensor, parts: Tensor | None = None, *, pdl: bool) -> Tensor:
+        """Normalise rows, once parts of sums are added to them.
 
         Args:
-            x: [T, C], contiguous in C.
+            x: [T, C], contiguous in C; becomes the sum where there are parts.
+            parts: [S, T, C] float32 contiguous; None for none.
             pdl: launch before the kernel before has ended.
 
         Returns:
@@ -70,7 +71,7 @@ class FusedNorm:
         """
         from kernels.fused.elementwise import add_rms_norm  # noqa: PLC0415 - Triton is not everywhere
 
-        return add_rms_norm(x, self.weight, self.eps, pdl=pdl)
+        return add_rms_norm(x, self.weight, self.eps, parts=parts, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)

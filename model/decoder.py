@@ -195,6 +195,11 @@ class DecoderLM(nn.Module):
         return reason
 
     @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of a step's tokens whose linear layers have kernels of their own; none before `fuse`."""
+        return () if self._fused is None else self._fused.row_counts
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the layers' matrices have scales."""
         return self.weight_dtype is not None

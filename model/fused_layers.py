@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from kernels.layer_ops import FusedLinear, FusedNorm, may_depend
+from kernels.matrix_ops import (
+    FEWEST_ROWS,
+    ROW_COUNTS,
+    MatrixLayer,
+    bind_layer,
+    most_rows,
+    objection,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,6 +66,17 @@ class FusedLayers:
         self._fetches = self._pdl
         self._norm = FusedNorm(norm, eps)
         self._head = FusedLinear(head, None, arch)
+        products = [(ops.qkv, ops.output, ops.gate_up, ops.down) for ops in self._ops]
+        self._matrix: list[MatrixLayer] = []
+        self._matrix_rows = 0
+        if self._pdl and not any(objection(layer, arch) for layer in products):
+            self._matrix = [bind_layer(layer) for layer in products]
+            self._matrix_rows = most_rows(sum(linear.weight.numel() for linear in products[0]))
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows, more than one, whose products have kernels of their own."""
+        return (2, 4, *(count for count in ROW_COUNTS if count <= self._matrix_rows))
 
     @torch.no_grad()
     def __call__(
@@ -78,6 +97,8 @@ class FusedLayers:
         Returns:
             [T, hidden_size], a new tensor.
         """
+        if FEWEST_ROWS <= len(hidden) <= self._matrix_rows:
+            return self._compute_by_matrix(hidden, positions, rope, attention)
         pdl = self._pdl
         fetches = self._fetches and len(hidden) <= _FEW_ROWS
         fetches = fetches and attention.most_bytes <= _LITTLE_BYTES
@@ -90,6 +111,29 @@ class FusedLayers:
             ops.output(attended.flatten(-2), hidden, pdl=pdl)
             ops.down(ops.gate_up(hidden, pdl=pdl), hidden, pdl=pdl)
         return self._norm(hidden, pdl=pdl)
+
+    def _compute_by_matrix(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: PagedAttention,
+    ) -> Tensor:
+        """Compute a step of few rows; as `__call__`."""
+        pdl = self._pdl
+        norms = [_norm_of(ops.qkv) for ops in self._ops]
+        normed = norms[0](hidden, pdl=pdl)
+        for layer, (ops, products) in enumerate(zip(self._ops, self._matrix, strict=True)):
+            qkv = products.qkv(normed, pdl=pdl)
+            attended = attention.attend_projected(
+                layer, qkv, positions, rope, ops.head_norms, None, pdl=pdl
+            )
+            parts = products.output(attended.flatten(-2), pdl=pdl)
+            normed = _norm_of(ops.gate_up)(hidden, parts, pdl=pdl)
+            parts = products.down(products.gate_up(normed, pdl=pdl), pdl=pdl)
+            following = self._norm if layer + 1 == len(norms) else norms[layer + 1]
+            normed = following(hidden, parts, pdl=pdl)
+        return normed
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -129,3 +173,8 @@ def fused_ops(layer: DecoderLayer, eps: float, arch: GPUArch) -> FusedOps:
         ),
         down=FusedLinear(layer.down, layer.down_bias, arch, scale=layer.down_scale),
     )
+
+
+def _norm_of(linear: FusedLinear) -> FusedNorm:
+    assert linear.norm is not None, "the projections of a layer have norms"
+    return linear.norm

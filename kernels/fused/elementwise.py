@@ -1,4 +1,4 @@
-"""RMS norm with the residual addition before it, and the gated activation, one launch each, in Triton.
+"""RMS norm with the additions before it, and the gated activation, one launch each, in Triton.
 
 For steps of so many rows that the linear layers leave them to others. The arithmetic is float32
 and is rounded where PyTorch's operations would round.
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 _GATE_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_norm(
     x,
-    residual,
+    parts,
     weight,
     out,
     x_stride,
-    residual_stride,
+    num_rows,
     eps,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add one row to its residual and normalise the sum; program (row)."""
+    """Add SPLITS parts to one row, one after the other, in place, and normalise the sum; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < C
@@ -45,11 +45,13 @@ def add_norm(
     factor = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    values = tl.load(x + row * x_stride + column, mask=exists, other=0.0)
-    if ADD:
-        place = residual + row * residual_stride + column
-        before = tl.load(place, mask=exists, other=0.0).to(tl.float32)
-        values = (values.to(tl.float32) + before).to(values.dtype)
+    place = x + row * x_stride + column
+    values = tl.load(place, mask=exists, other=0.0)
+    if SPLITS > 0:
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(SPLITS):
+            total += tl.load(parts + (i * num_rows + row) * C + column, mask=exists, other=0.0)
+        values = (values.to(tl.float32) + total).to(values.dtype)
         tl.store(place, values, mask=exists)
     values = values.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values) / C + eps)
@@ -73,45 +75,38 @@ def gate(x, out, x_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constex
 
 
 def add_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    pdl: bool = False,
+    x: Tensor, weight: Tensor, eps: float, *, parts: Tensor | None = None, pdl: bool = False
 ) -> Tensor:
-    """Add `x` to the residual in place and normalise the sum; without a residual, normalise `x`.
+    """Add parts of sums to `x` in place and normalise that; without parts, normalise `x`.
 
     Args:
-        x: [T, C], contiguous in C.
+        x: [T, C], contiguous in C; becomes the rounded sum.
         weight: [C].
         eps: added to the mean square.
-        residual: [T, C], contiguous in C; becomes the rounded sum.
-        out: [T, C] contiguous; None allocates it. It may be `x`.
+        parts: [S, T, C] float32 contiguous.
         pdl: launch before the kernel before has ended.
 
     Returns:
-        `out`.
+        [T, C], a new tensor.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
     rows, size = x.shape
-    out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
     block = triton.next_power_of_2(size)
     add_norm[(rows,)](
         x,
-        x if residual is None else residual,
+        x if parts is None else parts,
         weight,
         out,
         x.stride(0),
-        0 if residual is None else residual.stride(0),
+        rows,
         eps,
         C=size,
         BLOCK=block,
-        ADD=residual is not None,
+        SPLITS=0 if parts is None else len(parts),
         num_warps=min(16, max(1, block // 256)),
         **dependent_launch(pdl),
     )

@@ -266,7 +266,8 @@ class ModelRunner:
                 for output in sharing(length, limits, block_size):
                     self._compute_invented(output, lambda *_: True)
         if self._device.type == "cuda":
-            for output in (*few_rows(limits, block_size), *draws(block_size)):
+            few = few_rows(self._model.row_counts, limits, block_size)
+            for output in (*few, *draws(block_size)):
                 self._compute_invented(output)
             for num_rows in _ROWS_OF_A_CHOICE:
                 choose_invented(self._model, min(num_rows, limits.max_num_seqs))

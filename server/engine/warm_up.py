@@ -15,7 +15,7 @@ from server.engine.shared_prefix import ALIGNMENT
 from server.engine.step import ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from server.engine.limits import SchedulerConfig
 
@@ -68,15 +68,18 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
         count *= 2
 
 
-def few_rows(limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
-    """Decode steps of 2 sequences and of 4: linear layers have kernels of their own for so few.
+def few_rows(
+    counts: Iterable[int], limits: SchedulerConfig, block_size: int
+) -> Iterator[SchedulerOutput]:
+    """Decode steps of few sequences: linear layers have kernels of their own for some numbers.
 
     Args:
+        counts: the numbers; for those beyond a step's limit, the limit.
         limits: of a step.
         block_size: tokens per block.
     """
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-    for count in sorted({min(2, most), min(4, most)}):
+    for count in sorted({min(count, most) for count in counts}):
         members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
         yield _output(tuple(_chunk(s, 1) for s in members), ())
 

@@ -60,10 +60,10 @@ def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
     assert [(s.start, s.num_tokens, s.samples) for s in output.decode] == [(length - 1, 1, False)]
 
 
-@pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4])])
+@pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4, 48])])
 def test_steps_of_few_rows_are_decoded(seqs, counts):
     config = limits(seqs=seqs)
-    outputs = list(few_rows(config, S))
+    outputs = list(few_rows((2, 4, 64), config, S))
 
     for output in outputs:
         assert_sound(output, config, 2)

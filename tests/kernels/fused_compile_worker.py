@@ -17,6 +17,7 @@ from kernels.fused.best_token import best_tokens
 from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
 from kernels.fused.linear import LinearArguments, Norm, TileBest, linear
+from kernels.fused.matrix_linear import MatrixLinear
 from kernels.fused.most_likely import chosen_logprobs, most_likely_tokens
 from kernels.fused.quantise_rows import quantise_rows
 from kernels.fused.rope_cache import rope_and_write_kv
@@ -35,6 +36,16 @@ STEPS = {
     ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
 }
 """Models whose steps are one launch, by what surrounds their QKV projection."""
+MATRICES = {
+    ("wide",): (4096, 1024),
+    ("gated",): (6144, 1024),
+    ("parts", "short"): (1024, 2048),
+    ("parts",): (1024, 3072),
+    ("bias",): (3072, 2048),
+    ("gated", "wide"): (16384, 2048),
+    ("parts", "long"): (2048, 8192),
+}
+"""Shapes of weights for 5 to 256 rows, by what they are used for."""
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -44,12 +55,13 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "add_norm", "quantise", "gate", "rope", "best", "most_likely", "chosen", "draw" or
-            "step".
+        operation: "linear", "matrix", "add_norm", "quantise", "gate", "rope", "best", "most_likely",
+            "chosen", "draw" or "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
-            "quantise", "norm"; of "rope", "norm" and "ahead"; of "step", "norm" or "bias", see `STEPS`.
-        tokens: of a step, for "rope".
+            "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step", "norm" or "bias", see
+            `STEPS`; of "matrix" see `MATRICES`.
+        tokens: of a step, where that matters.
         head_dim: likewise.
         function: of the kernels that "most_likely", "chosen" and "draw" launch, the one to compile.
         vocabulary: tokens of a row, for these three.
@@ -152,10 +164,21 @@ class FusedCompiler(Compiler):
         weight = torch.empty((weights, problem.inputs), dtype=weight_dtype)
         linear(x, weight, choice, stored, arguments)
 
+    def _matrix(self, job: FusedJob, pdl: bool) -> None:
+        outputs, inputs = MATRICES[job.around]
+        weight = torch.empty((outputs, inputs), dtype=torch.bfloat16)
+        layer = MatrixLinear(
+            weight,
+            weight[:, 0] if "bias" in job.around else None,
+            gated="gated" in job.around,
+            in_parts="parts" in job.around,
+        )
+        layer(torch.empty((job.tokens, inputs), dtype=torch.bfloat16), pdl=pdl)
+
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
-        x, residual = torch.empty((2, job.tokens, 4096), dtype=torch.bfloat16)
-        weight = torch.empty(4096, dtype=torch.bfloat16)
-        add_rms_norm(x, weight, 1e-6, residual=residual, pdl=pdl)
+        x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
+        parts = torch.empty((4, job.tokens, 4096)) if "parts" in job.around else None
+        add_rms_norm(x, x[0], 1e-6, parts=parts, pdl=pdl)
 
     def _quantise(self, job: FusedJob, pdl: bool) -> None:
         x, gain = torch.empty((job.tokens, 4096), dtype=torch.bfloat16), None

@@ -15,7 +15,7 @@ from kernels.linear_plan import LinearChoice, LinearKernel, LinearProblem, selec
 from kernels.quantised import FP8
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.cross_compile_jobs import ARCHES
-from tests.kernels.fused_compile_worker import STEPS, FusedJob
+from tests.kernels.fused_compile_worker import MATRICES, STEPS, FusedJob
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
@@ -91,6 +91,13 @@ def jobs_for(sm: int) -> list[FusedJob]:
         *(quantising if sm >= ADA else ()),
         FusedJob(sm, "add_norm", tokens=64),
         FusedJob(sm, "gate", tokens=64),
+        FusedJob(sm, "add_norm", around=("parts",), tokens=64),
+        *(
+            FusedJob(sm, "matrix", around=around, tokens=rows)
+            for around in MATRICES
+            for rows in (5, 64, 128, 256)
+            if sm == HOPPER
+        ),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
         FusedJob(sm, "chosen", function="score_chosen"),

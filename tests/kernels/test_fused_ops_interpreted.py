@@ -132,18 +132,19 @@ def test_the_largest_of_any_number_of_keys_is_found(tiles):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 576, 1024])
-@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
-def test_a_norm_with_its_residual_agrees_with_its_formula(dtype, size, adds):
-    x, residual = torch.randn(2, 5, size).to(dtype)
+@pytest.mark.parametrize("splits", [0, 1, 8], ids=lambda splits: f"{splits} parts")
+def test_a_norm_and_the_parts_it_adds_agree_with_their_formula(dtype, size, splits):
+    before, parts = torch.randn(5, size).to(dtype), torch.randn(splits, 5, size)
     weight = torch.rand(size).to(dtype)
-    total = x + residual if adds else x
-    before = residual.clone()
+    x = before.clone()
+    total = (before.float() + parts.sum(0)).to(dtype)
 
-    out = add_rms_norm(x, weight, 1e-5, residual=residual if adds else None)
+    out = add_rms_norm(x, weight, 1e-5, parts=parts if splits else None)
 
-    assert torch.equal(residual, total if adds else before)
-    truth = reference.rms_norm(total, weight, 1e-5, torch.float64)
-    assert_no_worse_than(out, truth, reference.rms_norm(total, weight, 1e-5, dtype))
+    torch.testing.assert_close(x, total)
+    assert splits or torch.equal(x, before)
+    truth = reference.rms_norm(x, weight, 1e-5, torch.float64)
+    assert_no_worse_than(out, truth, reference.rms_norm(x, weight, 1e-5, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
