@@ -168,7 +168,7 @@ def make_inputs(
         torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         for lengths in (shape.query_lens, shape.seq_lens)
     )
-    bounds = {
+    bounds: dict[str, Any] = {
         "num_tokens": sum(shape.query_lens),
         "max_seqlen_q": max(shape.query_lens),
         "max_seqlen_k": shape.length,

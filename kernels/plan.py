@@ -164,6 +164,9 @@ class PagedBatch:
             of S; a promise that lets a decode read them once, and changes no result beyond rounding.
             All query tokens lie behind them; sequences without tokens may be among the others, but
             not first. A captured graph keeps the number that it was captured with.
+        keys_settled: whether a decode may read keys, values and this batch before it waits for the kernel
+            before it, all but the keys and values of the query tokens. A promise: they, and the plan, were
+            made before the stream's last launch that was not programmatic (`kernels.fused.dependent`).
     """
 
     cu_seqlens_q: Tensor
@@ -173,6 +176,7 @@ class PagedBatch:
     max_seqlen_q: int
     max_seqlen_k: int
     shared_prefix: int = 0
+    keys_settled: bool = False
 
     @property
     def num_seqs(self) -> int:

@@ -72,11 +72,13 @@ def decode(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     LSE: gl.constexpr,
+    EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Attend one tile of rows to one split; program (split, key-value head, row tile).
 
-    Heads are neighbours in the launch: they read neighbouring bytes of the same blocks.
+    Heads are neighbours in the launch: they read neighbouring bytes of the same blocks. Where EARLY, tiles without a
+    key of the query tokens are asked for before the wait for the kernel that wrote those.
     """
     c = DecodeConstants(
         HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
@@ -85,7 +87,8 @@ def decode(
     TILES: gl.constexpr = KV_HEADS * ROW_TILES
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     program = gl.program_id(0)
     tile = program % TILES
     kv_head = tile // ROW_TILES
@@ -105,7 +108,7 @@ def decode(
         fetch_ahead(counter)
         acc, log_sum = attend_split(
             q_desc, k_desc, v_desc, block_table + seq.to(gl.int64) * table_stride, kv_head,
-            first_row, q_start, q_len, num_keys, begin, end, scale, window, softcap, c,
+            first_row, q_start, q_len, num_keys, begin, end, scale, window, softcap, c, EARLY, PDL,
         )  # fmt: skip
         if count == 1:
             store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c)
@@ -119,6 +122,8 @@ def decode(
                     out, lse, partial_out, partial_lse, program - number * TILES, count,
                     kv_head, first_row, q_start, q_len, c,
                 )  # fmt: skip
+    elif EARLY and PDL:
+        gdc_wait()
 
 
 @gluon.jit
@@ -132,9 +137,9 @@ def fetch_ahead(pointer):
 @gluon.jit
 def attend_split(
     q_desc, k_desc, v_desc, table, kv_head, first_row, q_start, q_len, num_keys, begin, end,
-    scale, window, softcap, c,
+    scale, window, softcap, c, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Attend a tile of rows to keys `begin` to `end`.
+    """Attend a tile of rows to keys `begin` to `end`; where EARLY, wait for the kernel before it meanwhile.
 
     Returns:
         ([ROWS, D], [ROWS]): output of the split, and its log-sum-exp in units of log2.
@@ -163,6 +168,16 @@ def attend_split(
     rows = ()
     for j in gl.static_range(c.STAGES):
         rows = rows + (rows_of_tile(table, 0, begin + j * c.BLOCK_N, kept, end, c),)  # type: ignore[assignment]  # noqa: RUF005
+    # Tiles that hold a key of the query tokens, or more than `tiles`, are not early.
+    early = 0
+    if EARLY:
+        early = gl.minimum(gl.maximum(num_keys - q_len - begin, 0) // c.BLOCK_N, tiles)
+        for j in gl.static_range(c.STAGES):
+            if j < early:
+                copy_tile(k_desc, rows[j], column, k_full.index(j), k.index(j), c)
+                copy_tile(v_desc, rows[j], column, v_full.index(j), v.index(j), c)
+        if PDL:
+            gdc_wait()
     tokens: gl.constexpr = ROWS // c.BOX
     mbarrier.expect(q_full, ROWS * c.D * c.OPERAND_BYTES)
     box = q._reinterpret(dtype, [tokens, c.BOX, c.D], q_desc.layout)
@@ -170,7 +185,7 @@ def attend_split(
         q_desc, [q_start + first_row // c.BOX, kv_head * c.GROUP, 0], q_full, box
     )
     for j in gl.static_range(c.STAGES):
-        if j < tiles:
+        if (early <= j) & (j < tiles):
             copy_tile(k_desc, rows[j], column, k_full.index(j), k.index(j), c)
             copy_tile(v_desc, rows[j], column, v_full.index(j), v.index(j), c)
 
@@ -266,6 +281,7 @@ class HopperDecode:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
+            "EARLY": batch.keys_settled,
             "num_warps": launch.num_warps,
             **dependent_launch(may_depend(selection.arch, batch.seq_lens.device)),
         }

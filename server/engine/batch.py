@@ -153,6 +153,7 @@ class _HostBatch(NamedTuple):
             max_seqlen_q=self.max_seqlen_q,
             max_seqlen_k=self.max_seqlen_k,
             shared_prefix=self.shared_prefix,
+            keys_settled=True,
         )
 
 

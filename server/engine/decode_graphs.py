@@ -111,6 +111,7 @@ class DecodeGraph:
             num_tokens=rows,
             max_seqlen_q=1,
             max_seqlen_k=self._key.num_columns * model.kv_cache.block_size,
+            keys_settled=True,
         )  # fmt: skip
 
         def compute_one() -> Computed:

@@ -113,6 +113,7 @@ class PrefillGraph:
                 num_tokens=key.num_rows,
                 max_seqlen_q=1,
                 max_seqlen_k=most_keys,
+                keys_settled=True,
             )  # fmt: skip
         prefill = PagedBatch(
             starts, lens, table,

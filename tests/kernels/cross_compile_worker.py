@@ -239,7 +239,8 @@ def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, dict[str, t
         return PackedBatch(offsets, offsets, **bounds), q, packed
     table = torch.empty((num_seqs, 8), dtype=torch.int32)
     bounds["shared_prefix"] = 4 * problem.block_size
-    batch = PagedBatch(offsets, torch.empty(num_seqs, dtype=torch.int32), table, **bounds)
+    lengths = torch.empty(num_seqs, dtype=torch.int32)
+    batch = PagedBatch(offsets, lengths, table, **bounds, keys_settled=True)
     return batch, q, _cache(problem)
 
 

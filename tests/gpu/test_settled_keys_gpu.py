@@ -1,0 +1,75 @@
+"""A decode that asks for keys before it waits for the kernel that writes the step's own: never for those."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import kernels
+from kernels import PagedBatch
+from kernels.layer_ops import CacheSlots, rope_and_write_kv
+from kernels.plan import Phase
+from tests.gpu.attention_cases import make_problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+LENGTHS = (1, 2, 16, 17, 63, 64, 65, 128, 129, 191, 192, 193, 300, 1000, 2049)
+SIZE = 16
+LAYERS = 8
+REPEATS = 30
+
+
+@pytest.fixture
+def step():
+    """Return what computes a step of some layers, each a product, a rotation and a decode, and its parts."""
+    if kernels.detect("cuda").sm < 90:
+        pytest.skip("dependent launches need compute capability 9.0")
+    problem = make_problem(Phase.DECODE, ("bfloat16", 8, 4, 128, SIZE, {}))
+    heads, kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_dim
+    dtype = getattr(torch, problem.dtype)
+    needed = [-(-length // SIZE) for length in LENGTHS]
+    blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).split(needed)
+    table = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True).int().cuda()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
+    rows = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
+    batch = PagedBatch(rows, lengths, table, len(LENGTHS), 1, max(LENGTHS))
+    last = (lengths - 1).long()
+    slots = (table[rows[:-1], last // SIZE] * SIZE + last % SIZE).int()
+    generator = torch.Generator("cuda").manual_seed(1)
+    widths = (len(LENGTHS), 4096), (4096, (heads + 2 * kv_heads) * size)
+    x, weight = (torch.randn(s, device="cuda", generator=generator).to(dtype) / 64 for s in widths)
+    shape = (LAYERS, 2, sum(needed), SIZE, kv_heads, size)
+    cache = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+    angles = torch.rand(max(LENGTHS), 1, size // 2, device="cuda", generator=generator)
+    rope = kernels.rope_tables(angles, 1.0, dtype)
+
+    places = slots.long()
+
+    def compute(*, settled, pdl):
+        plan = kernels.plan_attention(problem, dataclasses.replace(batch, keys_settled=settled))
+        # Whoever reads a step's own keys too early finds these.
+        cache.view(LAYERS, 2, -1, kv_heads, size).index_fill_(2, places, float("nan"))
+        found = []
+        for kv in cache:
+            qkv = x @ weight
+            q = rope_and_write_kv(qkv, CacheSlots(kv, slots, None), rope, last, norms=None, pdl=pdl)
+            found.append(torch.empty_like(q))
+            kernels.decode_attention(q, kv, plan, found[-1])
+        return torch.stack(found)
+
+    return compute
+
+
+def test_no_bit_differs_from_a_decode_that_waits_first(step):
+    expected = step(settled=False, pdl=False)
+    assert expected.isfinite().all()
+    for _ in range(REPEATS):
+        assert torch.equal(step(settled=True, pdl=True), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(settled=True, pdl=True)
+    for _ in range(REPEATS):
+        graph.replay()
+        assert torch.equal(found, expected)
