@@ -12,6 +12,7 @@ import model.layers
 from kernels.arch import CATALOGUE, CPU
 from kernels.layer_ops import objection
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch
+from kernels.matrix_ops import MatrixLayer
 from model.config import ModelConfig, RopeConfig
 from model.decoder import DecoderLM
 from tests.kernels import triton_interpreter
@@ -113,6 +114,46 @@ def test_a_family_has_the_logits_and_tokens_of_its_operations(family, on_a_gpu):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+class Product:
+    """Stands in for a product on the tensor cores, which no interpreter has."""
+
+    def __init__(self, linear, splits=0):
+        self.linear, self.splits = linear, splits
+
+    def __call__(self, x, *, pdl):
+        assert not pdl
+        weight, bias = self.linear.weight, self.linear.bias
+        if self.splits:
+            pairs = zip(x.chunk(self.splits, -1), weight.chunk(self.splits, -1), strict=True)
+            return torch.stack([part @ columns.T for part, columns in pairs])
+        out = x @ weight.T if bias is None else x @ weight.T + bias
+        return kernels.silu_and_mul(out) if self.linear.gated else out
+
+
+@triton_interpreter.interpreted
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias"])
+def test_layers_on_the_tensor_cores_are_chained_as_their_operations(family, on_a_gpu):
+    changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
+    expected = drive(build(**changes), (3,))
+    on_a_gpu()
+    fused = build(**changes)
+    fused.fuse()
+
+    layers = fused._fused
+    layers._matrix_rows = 64
+    layers._matrix = [
+        MatrixLayer(
+            Product(ops.qkv), Product(ops.output, 2), Product(ops.gate_up), Product(ops.down, 4)
+        )
+        for ops in layers._ops
+    ]
+    assert layers.row_counts == (2, 4, 16, 32, 64)
+    found = drive(fused, (3,))
+
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @triton_interpreter.interpreted
