@@ -2,12 +2,14 @@
 
     norm, qkv | norms per head, rotation, cache | attention | output, residual | norm, gate, up, SiLU | down, residual
 
-With more rows than few the library multiplies; then a norm, and the gate of a product, are launches of their own. A GPU
-takes longer to begin a kernel than to compute a small one. Knows no sequences.
+That is for up to four rows. With more, on Hopper's tensor cores (`kernels.matrix_ops`), a norm is a launch of its own;
+with still more, or elsewhere, the library multiplies, and so is the gate of a product. A GPU takes longer to begin a
+kernel than to compute a small one. Knows no sequences.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from model.attention import PagedAttention
     from model.layers import DecoderLayer
+
+_logger = logging.getLogger(__name__)
 
 _LITTLE_BYTES: Final = 16 << 20
 """Keys and values of a layer up to which its weights, fetched before them, are still in the cache behind them."""
@@ -69,7 +73,10 @@ class FusedLayers:
         products = [(ops.qkv, ops.output, ops.gate_up, ops.down) for ops in self._ops]
         self._matrix: list[MatrixLayer] = []
         self._matrix_rows = 0
-        if self._pdl and not any(objection(layer, arch) for layer in products):
+        reason = next((why for layer in products if (why := objection(layer, arch))), "")
+        if reason:
+            _logger.debug("products of %d rows and more are the library's: %s", FEWEST_ROWS, reason)
+        elif self._pdl:
             self._matrix = [bind_layer(layer) for layer in products]
             self._matrix_rows = most_rows(sum(linear.weight.numel() for linear in products[0]))
 

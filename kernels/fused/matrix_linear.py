@@ -210,6 +210,7 @@ class MatrixLinear:
             [rows, outputs] in x's dtype; [splits, rows, outputs] float32, to be added up, where it is in parts.
         """
         rows, inputs = x.shape
+        assert rows <= ROW_COUNTS[-1], f"{rows} rows; at most {ROW_COUNTS[-1]}"
         launch = self._launches[next(count for count in ROW_COUNTS if rows <= count)]
         if self._in_parts:
             shape = (launch.splits, rows, self._outputs)

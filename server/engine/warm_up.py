@@ -71,17 +71,21 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
 def few_rows(
     counts: Iterable[int], limits: SchedulerConfig, block_size: int
 ) -> Iterator[SchedulerOutput]:
-    """Decode steps of few sequences: linear layers have kernels of their own for some numbers.
+    """Steps of few tokens, for whose numbers linear layers have kernels of their own: decoded, or else one prompt.
 
     Args:
-        counts: the numbers; for those beyond a step's limit, the limit.
+        counts: the numbers; for those beyond a step's limits, the most there can be.
         limits: of a step.
         block_size: tokens per block.
     """
-    most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    longest = max(limits.max_num_seqs, limits.max_model_len)
+    most = min(limits.max_num_batched_tokens, longest)
     for count in sorted({min(count, most) for count in counts}):
-        members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
-        yield _output(tuple(_chunk(s, 1) for s in members), ())
+        if count <= limits.max_num_seqs:
+            members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
+            yield _output(tuple(_chunk(s, 1) for s in members), ())
+        else:
+            yield _output((), (_chunk(_sequence(count, block_size, _GREEDY), count),))
 
 
 def draws(block_size: int) -> Iterator[SchedulerOutput]:

@@ -60,15 +60,31 @@ def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
     assert [(s.start, s.num_tokens, s.samples) for s in output.decode] == [(length - 1, 1, False)]
 
 
-@pytest.mark.parametrize(("seqs", "counts"), [(1, [1]), (2, [2]), (3, [2, 3]), (48, [2, 4, 48])])
-def test_steps_of_few_rows_are_decoded(seqs, counts):
-    config = limits(seqs=seqs)
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "model_len", "decoded", "prompts"),
+    [
+        (1, 64, 256, [], [2, 4, 64]),
+        (2, 64, 256, [2], [4, 64]),
+        (48, 64, 256, [2, 4], [64]),
+        (64, 64, 256, [2, 4, 64], []),
+        (2, 8, 256, [2], [4, 8]),
+        (2, 64, 32, [2], [4, 32]),
+        (16, 64, 8, [2, 4, 16], []),
+        (1, 1, 256, [1], []),
+    ],
+)
+def test_steps_of_few_tokens_are_decoded_or_else_one_prompt(
+    seqs, tokens, model_len, decoded, prompts
+):
+    config = limits(seqs, tokens, model_len)
     outputs = list(few_rows((2, 4, 64), config, S))
 
     for output in outputs:
-        assert_sound(output, config, 2)
-    assert [len(output.decode) for output in outputs] == counts
-    assert not any(output.prefill for output in outputs)
+        assert_sound(output, config, max(2, config.max_model_len))
+    assert [len(output.decode) for output in outputs if output.decode] == decoded
+    assert [output.num_tokens for output in outputs if output.prefill] == prompts
+    assert all(len(members(output)) == output.num_tokens for output in outputs if output.decode)
+    assert all(len(output.prefill) == 1 for output in outputs if not output.decode)
 
 
 def test_a_token_is_drawn_with_filters_and_without_from_logits_as_they_are_and_changed():
