@@ -100,7 +100,16 @@ def wait_until_gone(mark):
     assert not processes_of(mark)
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """Have what a test starts heed SIGINT, which a shell's background jobs ignore, and their children with them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
     mark = f"MARK={uuid.uuid4()}"
     with subprocess.Popen(
@@ -108,10 +117,13 @@ def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
         env=os.environ | dict([mark.split("=")]),
         stderr=subprocess.DEVNULL,
     ) as process:
-        while len(processes_of(mark)) < 2:
-            assert process.poll() is None
-        process.send_signal(number)
-        process.wait(timeout=20)
+        try:
+            while len(processes_of(mark)) < 2:
+                assert process.poll() is None
+            process.send_signal(number)
+            process.wait(timeout=20)
+        finally:
+            process.kill()
 
     wait_until_gone(mark)
 
