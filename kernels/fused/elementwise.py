@@ -96,6 +96,8 @@ def add_rms_norm(
     if rows == 0:
         return out
     block = triton.next_power_of_2(size)
+    # With parts to add, which only few rows have, a thread has half as many columns: each costs it so many loads.
+    columns = 256 if parts is None else 128
     add_norm[(rows,)](
         x,
         x if parts is None else parts,
@@ -107,7 +109,7 @@ def add_rms_norm(
         C=size,
         BLOCK=block,
         SPLITS=0 if parts is None else len(parts),
-        num_warps=min(16, max(1, block // 256)),
+        num_warps=min(16, max(1, block // columns)),
         **dependent_launch(pdl),
     )
     return out
