@@ -79,7 +79,7 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=1 << 20,
-        description="tokens computed in one step, longer prompts come in chunks; default: 512 on a CPU, 2048 on a GPU",
+        description="tokens computed in one step, longer prompts come in chunks; default: 512 on a CPU, 1024 on a GPU",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_dtype: Literal["auto", "fp8"] = Field(

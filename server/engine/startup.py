@@ -44,7 +44,7 @@ _CPU_CONTIGUITY_RESERVE = 0.2
 
 # Tokens of a step, at most, where the operator does not say: a step in which a long prompt is computed
 # is what the other streams wait for, and a CPU takes longer for it.
-_DEFAULT_BUDGET = {"cpu": 512, "cuda": 2048}
+_DEFAULT_BUDGET = {"cpu": 512, "cuda": 1024}
 _DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 

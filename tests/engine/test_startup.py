@@ -24,7 +24,7 @@ MODEL = ModelConfig(
     ("device", "sequences", "budget", "expected"),
     [
         ("cpu", None, None, (64, 512)),
-        ("cuda", None, None, (256, 2048)),
+        ("cuda", None, None, (256, 1024)),
         ("cpu", 1000, None, (1000, 1000)),
         ("cuda", None, 100, (100, 100)),
         ("cuda", None, 9000, (256, 9000)),
