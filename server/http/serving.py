@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from server.http.turns import InTurn
 from server.http.wire import WithWires
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class HTTPServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                WithWires(app),
+                WithWires(InTurn(app)),
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

@@ -6,6 +6,7 @@ import socket
 
 import uvicorn
 
+from server.http.turns import InTurn
 from server.http.wire import WithWires
 
 
@@ -14,7 +15,11 @@ class Server:
 
     def __init__(self, app, implementation, send_buffer=None):
         config = uvicorn.Config(
-            WithWires(app), http=implementation, lifespan="off", log_config=None, access_log=False
+            WithWires(InTurn(app)),
+            http=implementation,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
         )
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
