@@ -23,7 +23,7 @@ from kernels.linear_plan import (
 )
 from kernels.quantised import FP8
 from kernels.testing import assert_no_worse_than
-from tests.kernels import triton_interpreter
+from tests.kernels import float8_library, triton_interpreter
 
 pytestmark = triton_interpreter.interpreted
 
@@ -34,8 +34,9 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def _poison():
+def _poison(monkeypatch):
     torch.manual_seed(0)
+    float8_library.provide(monkeypatch)
     with triton_interpreter.poisoned_memory():
         yield
 

@@ -15,7 +15,7 @@ from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch
 from kernels.matrix_ops import MatrixLayer
 from model.config import ModelConfig, RopeConfig
 from model.decoder import DecoderLM
-from tests.kernels import triton_interpreter
+from tests.kernels import float8_library, triton_interpreter
 from tests.model.paged import PagedDriver
 from tests.model.test_fp8_weights import both_in_float8
 
@@ -58,7 +58,11 @@ def build(weight_dtype=None, dtype=torch.float32, **changes):
     made.init_weights(std=0.15, seed=0)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if "norm" in name:
+            if parameter.dtype is torch.float16 and parameter.ndim > 1:
+                # What a seed draws in float16 differs between PyTorch's versions.
+                drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+                parameter.copy_(drawn * 0.15)
+            elif "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(2))
@@ -201,6 +205,7 @@ def test_many_rows_are_rounded_to_float8_as_the_weights_are(on_a_gpu, monkeypatc
     weight_only = drive(build(FP8, torch.float16, qk_norm=True), ())
     monkeypatch.setattr(model.layers, "quantised_linear", both_in_float8)
     both = drive(build(FP8, torch.float16, qk_norm=True), ())
+    float8_library.provide(monkeypatch)
     on_a_gpu()
     fused = build(FP8, torch.float16, qk_norm=True)
     fused.fuse()
