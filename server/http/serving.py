@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
 # Requests in flight may take so long to end after a signal; the rest is cut off.
 _SHUTDOWN_SECONDS = 30
+
+
+def wrap(app: ASGIApp) -> ASGIApp:
+    """Put around an application what is the service's and not a route's."""
+    return WithWires(InTurn(app))
 
 
 class HTTPServer(uvicorn.Server):
@@ -32,7 +38,7 @@ class HTTPServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                WithWires(InTurn(app)),
+                wrap(app),
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

@@ -6,8 +6,7 @@ import socket
 
 import uvicorn
 
-from server.http.turns import InTurn
-from server.http.wire import WithWires
+from server.http.serving import wrap
 
 
 class Server:
@@ -15,11 +14,7 @@ class Server:
 
     def __init__(self, app, implementation, send_buffer=None):
         config = uvicorn.Config(
-            WithWires(InTurn(app)),
-            http=implementation,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
+            wrap(app), http=implementation, lifespan="off", log_config=None, access_log=False
         )
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))

@@ -109,9 +109,8 @@ def test_packing_gives_up_the_original_matrices():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_follows_single(model, dtype):
     half = build(dtype=dtype).requires_grad_(requires_grad=False)
-    half.load_state_dict(
-        model.state_dict()
-    )  # what a seed draws is not the same in all of PyTorch's dtypes
+    # What a seed draws in another dtype differs between PyTorch's versions.
+    half.load_state_dict(model.state_dict())
     half.pack()
     ids = tokens(30)
 
