@@ -32,6 +32,7 @@ def make_engine():
             "dtype": "bfloat16",
             "kv_cache_tokens": 40960,
             "max_num_seqs": 24,
+            "max_num_batched_tokens": 2048,
         }
         engine = LocalEngine(EngineConfig(**(config | {"cuda_graphs": cuda_graphs} | changes)))
         while engine.engine._runner.use_idle_time():
