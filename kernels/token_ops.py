@@ -1,4 +1,4 @@
-"""The door to the operations that make tokens of logits on a GPU.
+"""The door to the operations at both ends of a model: vectors of tokens, and tokens of logits.
 
 Knows logits and tables of numbers, nothing of requests or of text.
 """
@@ -35,6 +35,7 @@ __all__ = [
     "candidate_bounds",
     "chosen_logprobs",
     "draw_tokens",
+    "embed_tokens",
     "has_kernels",
     "log_softmax",
     "most_likely_tokens",
@@ -46,6 +47,27 @@ _AMPERE = 80
 def has_kernels(device: torch.device) -> bool:
     """Whether tokens can be drawn by kernels of ours: from sm_80 on, as for attention."""
     return device.type == "cuda" and detect(device).sm >= _AMPERE
+
+
+def embed_tokens(ids: Tensor, table: Tensor, drawn: Tensor | None = None) -> Tensor:
+    """Look up the vectors of tokens without waiting for the device.
+
+    Args:
+        ids: [T] int64 contiguous, rows of `table`, or -1 - i for the row that `drawn` has at i.
+        table: [V, C] contiguous.
+        drawn: [R] int64 contiguous, rows of `table`; None where no id is below 0.
+
+    Returns:
+        [T, C], a new tensor.
+    """
+    if has_kernels(ids.device):
+        # Imported here: Triton is not there on a host without a GPU.
+        from kernels.fused.embed import embed  # noqa: PLC0415
+
+        return embed(ids, drawn, table, pdl=may_depend(detect(ids.device), ids.device))
+    if drawn is not None:
+        ids = torch.where(ids < 0, drawn[(-1 - ids).clamp_min(0)], ids)
+    return functional.embedding(ids, table)
 
 
 def most_likely_tokens(

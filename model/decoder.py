@@ -21,7 +21,7 @@ from kernels import (
 )
 from kernels.fp8_rows import quantise_rows
 from kernels.layer_ops import objection
-from kernels.token_ops import most_likely_tokens
+from kernels.token_ops import embed_tokens, most_likely_tokens
 from model.attention import DenseAttention, PagedAttention
 from model.config import ModelConfig
 from model.fused_layers import FusedLayers
@@ -93,6 +93,7 @@ class DecoderLM(nn.Module):
         positions: Tensor,
         kv_cache: KVCache | None = None,
         metadata: AttentionMetadata | None = None,
+        drawn: Tensor | None = None,
     ) -> Tensor:
         """Compute the hidden states after the last norm.
 
@@ -102,17 +103,20 @@ class DecoderLM(nn.Module):
             kv_cache: where keys and values live; extended by this step. None attends densely,
                 differentiably and without any state.
             metadata: the step's plans, from `attention_metadata`; given exactly when the cache is.
+            drawn: [R] int64, ids that `input_ids` may name by -1 - their row; only with a cache.
 
         Returns:
             [T, hidden_size] or [B, S, hidden_size], in the parameters' dtype.
         """
-        hidden = functional.embedding(input_ids, self.embed_tokens)
         if kv_cache is None or metadata is None:
             assert kv_cache is None
             assert metadata is None
+            assert drawn is None
+            hidden = functional.embedding(input_ids, self.embed_tokens)
             rope = self.rope.dense(positions, hidden.dtype)
             ops = self._ops if self.is_packed else None
             return self._run_layers(hidden, rope, self._dense_attention, ops or self._plain_ops())
+        hidden = embed_tokens(input_ids, self.embed_tokens, drawn)
         if not self._positions_reserved:
             capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
             self.rope.reserve(capacity, hidden.dtype, hidden.device)

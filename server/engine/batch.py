@@ -34,12 +34,13 @@ class ModelInput:
     """One step's tokens on the device.
 
     Attributes:
-        input_ids: [T] int64.
+        input_ids: [T] int64; below 0 for tokens that the step before drew, see `DrawnTokens.id_or_row`.
         positions: [T] int64, of each token in its sequence.
         slot_mapping: [T] int32, where each token's keys and values go.
         decode: the one-token sequences, in order of their rows; None without any.
         prefill: the other sequences; None without any.
         last_rows: [M] int64, the row of each sequence that samples, in the scheduler's order.
+        drawn: [R] int64, what those tokens are; None where there is none of them.
     """
 
     input_ids: torch.Tensor
@@ -48,6 +49,7 @@ class ModelInput:
     decode: PagedBatch | None
     prefill: PagedBatch | None
     last_rows: torch.Tensor
+    drawn: torch.Tensor | None
 
 
 def build_batch(
@@ -103,10 +105,9 @@ def build_batch(
         )
     )
     input_ids, position_ids, last, slot_mapping = itertools.islice(tensors, 4)
-    if ids and min(ids) < 0:
-        input_ids = drawn.look_up(input_ids)
     decode, prefill = (None if group is None else group.on_device(tensors) for group in groups)
-    return ModelInput(input_ids, position_ids, slot_mapping, decode, prefill, last)
+    known = drawn.ids if ids and min(ids) < 0 else None
+    return ModelInput(input_ids, position_ids, slot_mapping, decode, prefill, last, known)
 
 
 class PromptRows(NamedTuple):

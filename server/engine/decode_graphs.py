@@ -120,8 +120,7 @@ class DecodeGraph:
             return self._room
 
         def compute() -> Computed:
-            ids = model.drawn.look_up(input_ids)
-            hidden = model.hidden(ids, positions, slots, batch, None)
+            hidden = model.hidden(input_ids, positions, slots, batch, None)
             model.drawn.put(model.choose(hidden, self._room))
             return self._room
 

@@ -36,17 +36,6 @@ class DrawnTokens:
             return token_ids[position]
         return -1 - self._rows[sequence]
 
-    def look_up(self, ids: Tensor) -> Tensor:
-        """Put ids in the place of rows.
-
-        Args:
-            ids: [T] int64 on the device, as `id_or_row` gives them.
-
-        Returns:
-            [T] int64.
-        """
-        return torch.where(ids < 0, self.ids[(-1 - ids).clamp_min(0)], ids)
-
     def note(self, sampled: TypingSequence[ScheduledSequence]) -> None:
         """Remember whose tokens a step draws, in the order of its rows."""
         self._rows = {s.sequence: row for row, s in enumerate(sampled)}

@@ -176,7 +176,9 @@ class ModelRunner:
             self._drawn.note(output.decode)
             logits = self._compute_one(self._one_sequence, batch)
             return self._draw(logits, [self._sampling_row(output.decode[0].sequence)], {})
-        hidden = self._model(batch.input_ids, batch.positions, self._kv_cache, metadata)
+        hidden = self._model(
+            batch.input_ids, batch.positions, self._kv_cache, metadata, batch.drawn
+        )
         prompt_logprobs = self._prompt_logprobs(scheduled, hidden)
         sampling = [s for s in scheduled if s.samples]
         self._drawn.note(sampling)

@@ -123,8 +123,7 @@ class PrefillGraph:
         )  # fmt: skip
 
         def compute() -> Computed:
-            known = model.drawn.look_up(ids) if key.num_rows else ids
-            hidden = model.hidden(known, positions, slots, decode, prefill)
+            hidden = model.hidden(ids, positions, slots, decode, prefill)
             model.drawn.put_at(places, model.choose(hidden[last_rows], self._room))
             return self._room
 

@@ -70,12 +70,15 @@ class StepModel:
         decode: PagedBatch | None,
         prefill: PagedBatch | None,
     ) -> Tensor:
-        """Plan the attention of a step and compute its hidden states, [T, hidden_size]."""
+        """Plan the attention of a step and compute its hidden states, [T, hidden_size].
+
+        Ids below 0 are those of tokens that the step before drew.
+        """
         cache = self.kv_cache
         metadata = self.model.attention_metadata(
             slots, cache.block_size, decode, prefill, cache.kv_dtype
         )
-        hidden: Tensor = self.model(input_ids, positions, cache, metadata)
+        hidden: Tensor = self.model(input_ids, positions, cache, metadata, self.drawn.ids)
         return hidden
 
     def make_room(self, num_rows: int) -> Computed:

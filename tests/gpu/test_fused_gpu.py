@@ -15,6 +15,7 @@ from kernels.fused.linear import LinearArguments, Norm, TileBest, linear
 from kernels.fused.rope_cache import rope_and_write_kv
 from kernels.linear_plan import LinearKernel, LinearProblem, select_linear
 from kernels.testing import assert_no_worse_than
+from kernels.token_ops import embed_tokens
 from kernels.tuning.linear import tuned_linear
 
 DEVICE = "cuda"
@@ -215,6 +216,18 @@ def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_d
     ):
         assert_no_worse_than(out, truth, plain)
     assert torch.equal(stored[1], v)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 3000])
+def test_vectors_are_those_of_ids_and_of_tokens_drawn_before(rows):
+    table = random(VOCABULARY, HIDDEN)
+    ids = torch.arange(rows, device=DEVICE) * 7 % VOCABULARY
+    drawn = (ids + 1) % VOCABULARY
+    every_other = torch.where(ids % 2 == 0, ids, -1 - torch.arange(rows, device=DEVICE))
+
+    out = embed_tokens(every_other, table, drawn)
+
+    assert torch.equal(out, table[torch.where(ids % 2 == 0, ids, drawn)])
 
 
 @pytest.mark.parametrize("rows", [1, 64, 3000])

@@ -16,6 +16,7 @@ from kernels.draw_rows import FILTERED, UNFILTERED, DrawRow
 from kernels.fused.best_token import best_tokens
 from kernels.fused.draw_tokens import draw_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
+from kernels.fused.embed import embed
 from kernels.fused.linear import LinearArguments, Norm, TileBest, linear
 from kernels.fused.matrix_linear import MatrixLinear
 from kernels.fused.most_likely import chosen_logprobs, most_likely_tokens
@@ -55,7 +56,7 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "matrix", "add_norm", "quantise", "gate", "rope", "best", "most_likely",
+        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "most_likely",
             "chosen", "draw" or "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
@@ -188,6 +189,10 @@ class FusedCompiler(Compiler):
 
     def _gate(self, job: FusedJob, pdl: bool) -> None:
         silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)
+
+    def _embed(self, job: FusedJob, pdl: bool) -> None:
+        ids = torch.empty(job.tokens, dtype=torch.int64)
+        embed(ids, ids, torch.empty((8, 4096), dtype=torch.bfloat16), pdl=pdl)
 
     def _best(self, job: FusedJob, pdl: bool) -> None:
         best = TileBest.empty(job.tokens, 19000, "cpu")

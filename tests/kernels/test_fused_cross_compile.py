@@ -98,6 +98,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
             for rows in (5, 64, 128, 256)
             if sm == HOPPER
         ),
+        FusedJob(sm, "embed", tokens=64),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
         FusedJob(sm, "chosen", function="score_chosen"),
@@ -157,7 +158,7 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    if waits != (job.sm >= HOPPER and job.operation != "step"):
+    if waits != (job.sm >= HOPPER and job.operation not in ("embed", "step")):
         found.append(f"waits {waits} times")
     if job.operation == "rope" and job.tokens > FEW_TOKENS:
         # What a thread loads for all of a token's elements is narrow: its position and its slot.

@@ -1,4 +1,4 @@
-"""Greedy choice, norms, gates and the way into the cache, in Triton's interpreter, against PyTorch."""
+"""Vectors of tokens, greedy choice, norms, gates and the way to the cache in Triton's interpreter, against PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from kernels import reference
 from kernels.fused import rope_cache
 from kernels.fused.best_token import best_tokens
 from kernels.fused.elementwise import add_rms_norm, silu_and_mul
+from kernels.fused.embed import embed
 from kernels.fused.linear import LinearArguments, TileBest, linear
 from kernels.fused.rope_cache import RotationLaunch, rope_and_write_kv, rotation_launch
 from kernels.linear_plan import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
 from kernels.testing import assert_no_worse_than
+from kernels.token_ops import embed_tokens
 from tests.kernels import triton_interpreter
 
 pytestmark = triton_interpreter.interpreted
@@ -156,6 +158,21 @@ def test_a_gate_agrees_with_its_formula(dtype, size):
 
     truth = reference.silu_and_mul(x, torch.float64)
     assert_no_worse_than(out, truth, kernels.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [8, 576, 2048])
+def test_vectors_are_those_of_ids_and_of_tokens_drawn_before(dtype, size):
+    table = torch.randn(300, size).to(dtype)
+    ids, drawn = torch.tensor([299, -1, 0, -3, 7, -2]), torch.tensor([5, 299, 0, 77])
+
+    out = embed(ids, drawn, table)
+
+    assert torch.equal(out, table[[299, 5, 0, 0, 7, 299]])
+    assert torch.equal(out, embed_tokens(ids, table, drawn))
+    known = torch.tensor([4, 299])
+    assert torch.equal(embed(known, None, table), embed_tokens(known, table))
+    assert embed(known[:0], None, table).shape == (0, size)
 
 
 class CacheCase:

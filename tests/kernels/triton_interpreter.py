@@ -29,6 +29,7 @@ _MODULES = (
     "kernels.fused.best_token",
     "kernels.fused.draw_tokens",
     "kernels.fused.elementwise",
+    "kernels.fused.embed",
     "kernels.fused.quantise_rows",
     "kernels.fused.rope_cache",
     "kernels.fused.vector_linear",
