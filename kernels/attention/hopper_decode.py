@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
     from kernels.plan import AttentionProblem, PackedBatch, Selection
 
+FEW_ROWS = gl.constexpr(8)
+PART_COLUMNS = gl.constexpr(64)
+"""Of 2 bytes, which lie together in shared memory: rows of `PART_COLUMNS` columns, `FEW_ROWS` to a pattern of banks."""
+
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])
 def decode(
@@ -72,6 +76,7 @@ def decode(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     LSE: gl.constexpr,
+    FEW: gl.constexpr,
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -82,7 +87,7 @@ def decode(
     """
     c = DecodeConstants(
         HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
-        WINDOW, SOFTCAP, LSE,
+        WINDOW, SOFTCAP, LSE, FEW,
     )  # fmt: skip
     TILES: gl.constexpr = KV_HEADS * ROW_TILES
     if PDL:
@@ -178,12 +183,7 @@ def attend_split(
                 copy_tile(v_desc, rows[j], column, v_full.index(j), v.index(j), c)
         if PDL:
             gdc_wait()
-    tokens: gl.constexpr = ROWS // c.BOX
-    mbarrier.expect(q_full, ROWS * c.D * c.OPERAND_BYTES)
-    box = q._reinterpret(dtype, [tokens, c.BOX, c.D], q_desc.layout)
-    tma.async_copy_global_to_shared(
-        q_desc, [q_start + first_row // c.BOX, kv_head * c.GROUP, 0], q_full, box
-    )
+    copy_queries(q_desc, q_start + first_row // c.BOX, kv_head, q_full, q, c)
     for j in gl.static_range(c.STAGES):
         if (early <= j) & (j < tiles):
             copy_tile(k_desc, rows[j], column, k_full.index(j), k.index(j), c)
@@ -215,6 +215,28 @@ def attend_split(
     inverse = gl.where(saw_nothing, 0.0, 1.0 / total)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, c.O_LAYOUT), assert_trivial=True)
     return acc * inverse[:, None], gl.where(saw_nothing, float("-inf"), m + gl.log2(total))
+
+
+@gluon.jit
+def copy_queries(q_desc, token, kv_head, full, q, c):
+    """Start copying a tile's rows, or of a lone token's those alone that lie together in shared memory.
+
+    What is in the other rows then reaches no row that exists.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    if c.FEW:
+        mbarrier.expect(full, FEW_ROWS * c.D * c.OPERAND_BYTES)
+        groups: gl.constexpr = ROWS // FEW_ROWS
+        parts: gl.constexpr = c.D // PART_COLUMNS
+        boxes = q._reinterpret(dtype, [parts * groups, 1, FEW_ROWS, PART_COLUMNS], q_desc.layout)
+        for part in gl.static_range(parts):
+            where = [token, kv_head * c.GROUP, part * PART_COLUMNS]
+            tma.async_copy_global_to_shared(q_desc, where, full, boxes.index(part * groups))
+    else:
+        mbarrier.expect(full, ROWS * c.D * c.OPERAND_BYTES)
+        tokens: gl.constexpr = ROWS // c.BOX
+        box = q._reinterpret(dtype, [tokens, c.BOX, c.D], q_desc.layout)
+        tma.async_copy_global_to_shared(q_desc, [token, kv_head * c.GROUP, 0], full, box)
 
 
 @gluon.jit
@@ -263,7 +285,10 @@ class HopperDecode:
         self._scale, self._softcap = exponents(problem)
         dtype = getattr(gl, problem.dtype)
         page = min(problem.block_size, launch.block_n)
+        few = problem.max_query_tokens == 1 and box <= FEW_ROWS.value
         q_box = [ROWS.value // box, box, problem.head_dim]
+        if few:
+            q_box = [1, FEW_ROWS.value, PART_COLUMNS.value]
         k_box = [page, problem.head_dim]
         self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
         self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
@@ -281,6 +306,7 @@ class HopperDecode:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
+            "FEW": few,
             "EARLY": batch.keys_settled,
             "num_warps": launch.num_warps,
             **dependent_launch(may_depend(selection.arch, batch.seq_lens.device)),

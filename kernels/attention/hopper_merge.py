@@ -27,7 +27,8 @@ _MERGE_ELEMENTS = 8192
 class DecodeConstants:
     """What a decode is compiled for, under the names that prefill's functions ask for.
 
-    `BOX` is `GROUP` rounded up to a power of two: the query heads of a token that a tile has rows for.
+    `BOX` is `GROUP` rounded up to a power of two: the query heads of a token that a tile has rows for. `FEW` says that
+    there is one token, of at most 8 rows.
     """
 
     HEADS: gl.constexpr
@@ -44,6 +45,7 @@ class DecodeConstants:
     WINDOW: gl.constexpr
     SOFTCAP: gl.constexpr
     LSE: gl.constexpr
+    FEW: gl.constexpr
     PAGED: gl.constexpr
     CAUSAL: gl.constexpr
     OPERAND_BYTES: gl.constexpr
@@ -53,7 +55,7 @@ class DecodeConstants:
     @gluon.constexpr_function
     def __init__(
         self, HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
-        MERGE_ROWS, WINDOW, SOFTCAP, LSE,
+        MERGE_ROWS, WINDOW, SOFTCAP, LSE, FEW,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.KV_HEADS = gl.constexpr(KV_HEADS)
@@ -69,6 +71,7 @@ class DecodeConstants:
         self.WINDOW = gl.constexpr(WINDOW)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.LSE = gl.constexpr(LSE)
+        self.FEW = gl.constexpr(FEW)
         self.PAGED = gl.constexpr(True)
         self.CAUSAL = gl.constexpr(True)
         self.OPERAND_BYTES = gl.constexpr(2)
