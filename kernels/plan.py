@@ -238,12 +238,14 @@ class TunedLaunch:
         max_seqlen_k: for sequences of at most this many keys; None for any length.
         provenance: where the numbers come from, for people.
         measured: whether they were chosen by timing on this architecture.
+        min_seqs: for steps of at least so many sequences.
     """
 
     launch: LaunchConfig
     max_seqlen_k: int | None
     provenance: str
     measured: bool
+    min_seqs: int = 1
 
 
 class AttentionKernel(Protocol):
@@ -291,7 +293,8 @@ class Selection:
     Attributes:
         spec: the row.
         arch: where it runs.
-        launches: its tile sizes by length, ascending; empty where it has none.
+        launches: its tile sizes, those for the most sequences first, then by length, ascending; empty where it has
+            none.
         why: one sentence for people.
         refusals: the more preferred rows of this phase, each with all of its reasons.
     """
@@ -302,14 +305,15 @@ class Selection:
     why: str
     refusals: tuple[Refusal, ...]
 
-    def launch_for(self, max_seqlen_k: int) -> LaunchConfig:
-        """Return the tile sizes for sequences of at most `max_seqlen_k` keys."""
-        return self.tuned_for(max_seqlen_k).launch
+    def launch_for(self, max_seqlen_k: int, num_seqs: int) -> LaunchConfig:
+        """Return the tile sizes for `num_seqs` sequences of at most `max_seqlen_k` keys."""
+        return self.tuned_for(max_seqlen_k, num_seqs).launch
 
-    def tuned_for(self, max_seqlen_k: int) -> TunedLaunch:
+    def tuned_for(self, max_seqlen_k: int, num_seqs: int) -> TunedLaunch:
         """Return the same with where they come from."""
         for row in self.launches:
-            if row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k:
+            long_enough = row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k
+            if long_enough and num_seqs >= row.min_seqs:
                 return row
         raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
 
@@ -353,7 +357,7 @@ def select(
         problem: what is to be solved.
         arch: where.
         registry: rows, most preferred first.
-        launches: looks up a row's tile sizes, by ascending length.
+        launches: looks up a row's tile sizes, in the order of `Selection.launches`.
 
     Returns:
         The row, with what the rows before it refused.

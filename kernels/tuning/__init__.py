@@ -1,7 +1,8 @@
 """Launch configurations per architecture: tables of data, each row with its provenance.
 
 A table is `sm_<compute capability>.json`; its rows name kernel, dtypes, head dims and the longest
-sequence they are for, and the dtypes of quantised caches if they are for these alone. Knows nothing of
+sequence they are for, the dtypes of quantised caches if they are for these alone, and the fewest
+sequences if they are for many. Knows nothing of
 how a row was found; `check` knows what a table must hold.
 """
 
@@ -26,12 +27,12 @@ _FOLDER = Path(__file__).parent
 def tuned_launches(
     spec: KernelSpec, problem: AttentionProblem, arch: GPUArch
 ) -> tuple[TunedLaunch, ...]:
-    """Look up a row's tile sizes for a problem, by ascending length.
+    """Look up a row's tile sizes for a problem, in the order of `Selection.launches`.
 
     An architecture without a table of its own takes the nearest older one of its generation; a
     quantised cache without rows of its own takes those of any other; what no table has a row for gets
     the registry row's own safe default. All say so. A batch invariant problem gets the one
-    configuration for any length.
+    configuration for any length and number of sequences.
     """
     assert spec.launch is not None
     source = table_for(arch.sm)
@@ -48,8 +49,8 @@ def tuned_launches(
         if not found:
             plain = [_launch(row, source, arch.sm) for row in rows if is_for(row, None)]
             found = [_for_another_cache(tuned, problem.kv_dtype) for tuned in plain]
-    found.sort(key=lambda row: (row.max_seqlen_k is None, row.max_seqlen_k or 0))
-    if not found or found[-1].max_seqlen_k is not None:
+    found.sort(key=lambda row: (-row.min_seqs, row.max_seqlen_k is None, row.max_seqlen_k or 0))
+    if not found or found[-1].max_seqlen_k is not None or found[-1].min_seqs > 1:
         default = f"safe default of {spec.name}: no table has this head dim and dtype"
         if source is None:
             default = f"safe default of {spec.name}: sm_{arch.sm} has no table"
@@ -85,7 +86,9 @@ def table(sm: int) -> tuple[dict[str, Any], ...]:
 
 def _launch(row: dict[str, Any], source: int, sm: int) -> TunedLaunch:
     launch = LaunchConfig(**row["launch"])
-    tuned = TunedLaunch(launch, row["max_seqlen_k"], row["provenance"], row["measured"])
+    tuned = TunedLaunch(
+        launch, row["max_seqlen_k"], row["provenance"], row["measured"], row.get("min_seqs", 1)
+    )
     if source == sm:
         return tuned
     borrowed = f"table of sm_{source}, sm_{sm} has none; {tuned.provenance}"
