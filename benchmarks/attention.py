@@ -93,7 +93,9 @@ def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespac
     )
     if not arguments.launch or not selection.launches:
         return selection
-    launch = parse_launch(arguments.launch, selection.launch_for(shape.length, shape.batch))
+    launch = parse_launch(
+        arguments.launch, selection.launch_for(shape.length, shape.batch * shape.hkv)
+    )
     return forced(selection.spec, arch, launch)
 
 
@@ -105,7 +107,7 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
     for shape, paged in shapes:
         selection = choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments)
         if selection.launches:
-            launch = selection.launch_for(shape.length, shape.batch)
+            launch = selection.launch_for(shape.length, shape.batch * shape.hkv)
             job = precompile.Job(selection.spec.name, shape, arguments.dtype, paged, launch)
             code = (selection.spec.name, shape.heads, paged, launch, shape.causal, shape.window)
             jobs[code] = job
@@ -147,7 +149,9 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         "error_of_plain_pytorch": _four_digits(plain),
     }
     if selection.launches:
-        record["launch"] = dataclasses.asdict(selection.launch_for(shape.length, shape.batch))
+        record["launch"] = dataclasses.asdict(
+            selection.launch_for(shape.length, shape.batch * shape.hkv)
+        )
     if prefill:
         record["tflops"] = _four_digits(shape.flops / timing.median / 1e6)
         if not paged:

@@ -87,7 +87,8 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
         "difference": _four_digits(difference),
     }
     if selection.launches:
-        launch = selection.launch_for(inputs.batch.max_seqlen_k, inputs.batch.num_seqs)
+        shape = inputs.shape
+        launch = selection.launch_for(shape.length, shape.batch * shape.hkv)
         figures["launch"] = dataclasses.asdict(launch)
     return {"fp8_cache": figures}
 
@@ -125,7 +126,7 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
     shape = inputs.shape
     figures = {
         "kernel": selection.spec.name,
-        "launch": dataclasses.asdict(selection.launch_for(shape.length, shape.batch)),
+        "launch": dataclasses.asdict(selection.launch_for(shape.length, shape.batch * shape.hkv)),
         "us": round(whole.median, 2),
         "us_p20_p80": [round(whole.low, 2), round(whole.high, 2)],
         "tflops": _four_digits(shape.flops / whole.median / 1e6),

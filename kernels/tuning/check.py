@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kernels.spec import KernelSpec
 
 _FIELDS = {"kernel", "dtypes", "head_dims", "max_seqlen_k", "launch", "provenance", "measured"}
-_OPTIONAL = {"kv_dtypes", "min_seqs"}
+_OPTIONAL = {"kv_dtypes", "min_heads_per_sm"}
 _LAUNCH_FIELDS = {field.name: field for field in dataclasses.fields(LaunchConfig)}
 _NEEDED = {n for n, field in _LAUNCH_FIELDS.items() if field.default is dataclasses.MISSING}
 _SMALLEST_TILE = 16
@@ -77,9 +77,9 @@ def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int)
     length = row["max_seqlen_k"]
     if length is not None and not (_is_count(length) and length >= 1):
         yield f"max_seqlen_k is {length!r}; it must be null or at least 1"
-    fewest = row.get("min_seqs", 1)
+    fewest = row.get("min_heads_per_sm", 1)
     if not (_is_count(fewest) and fewest >= 1):
-        yield f"min_seqs is {fewest!r}; it must be at least 1"
+        yield f"min_heads_per_sm is {fewest!r}; it must be at least 1"
     if not isinstance(row["measured"], bool):
         yield f"measured is {row['measured']!r}; it must be true or false"
     if not isinstance(row["provenance"], str) or not row["provenance"].strip():
@@ -144,15 +144,18 @@ def _repeated(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     seen = set()
     for row in rows:
         for key in _cases(row):
-            if (case := (*key, row["max_seqlen_k"], fewest := row.get("min_seqs", 1))) in seen:
-                crowd = f" and min_seqs {fewest}" if fewest > 1 else ""
-                yield f"{_name(*key)}: two rows with max_seqlen_k {row['max_seqlen_k']}{crowd}"
+            if (case := (*key, row["max_seqlen_k"], row.get("min_heads_per_sm"))) in seen:
+                yield f"{_name(*key)}: two rows with max_seqlen_k {row['max_seqlen_k']}"
             seen.add(case)
 
 
 def _missing(rows: Sequence[dict[str, Any]], specs: dict[str, KernelSpec]) -> Iterator[str]:
-    for_any = [row for row in rows if row["max_seqlen_k"] is None and row.get("min_seqs", 1) == 1]
-    covered = {key for row in for_any for key in _cases(row)}
+    covered = {
+        key
+        for row in rows
+        if row["max_seqlen_k"] is None and "min_heads_per_sm" not in row
+        for key in _cases(row)
+    }
     for spec in specs.values():
         for dtype in sorted(spec.dtypes):
             for head_dim in sorted(spec.head_dims or ()):

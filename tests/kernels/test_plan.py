@@ -81,7 +81,7 @@ def test_our_kernels_are_chosen_from_sm_80_on_for_every_head_dim(arch, phase, dt
 
         assert not selection.spec.cpu
         assert selection.spec.phase is phase
-        assert selection.launch_for(1 << 20, 1).block_n >= 16
+        assert selection.launch_for(1 << 20, 8).block_n >= 16
 
 
 @pytest.mark.parametrize(
@@ -233,14 +233,14 @@ def test_the_launch_of_the_shortest_length_that_fits_is_taken():
     assert selection.tuned_for(513, 1) is LONG
 
 
-def test_tile_sizes_for_many_sequences_come_before_those_for_any():
-    crowd = dataclasses.replace(LONG, min_seqs=33)
+def test_tile_sizes_for_many_heads_come_before_those_for_any():
+    crowd = dataclasses.replace(LONG, min_heads_per_sm=2)
     rows = (crowd, SHORT, LONG)
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: rows)
 
-    assert selection.tuned_for(512, 32) is SHORT
-    assert selection.tuned_for(512, 33) is crowd
-    assert selection.tuned_for(1 << 20, 256) is crowd
+    assert selection.tuned_for(512, 2 * 132 - 1) is SHORT
+    assert selection.tuned_for(512, 2 * 132) is crowd
+    assert selection.tuned_for(1 << 20, 2048) is crowd
 
 
 @pytest.mark.parametrize(

@@ -111,15 +111,15 @@ def test_rows_come_by_number_and_ascending_length_and_an_invariant_problem_gets_
     monkeypatch,
 ):
     long, short = (sound_table()[0] | {"max_seqlen_k": length} for length in (None, 512))
-    many = long | {"min_seqs": 33}
+    many = long | {"min_heads_per_sm": 2}
     monkeypatch.setattr(tuning, "table", lambda sm: (long, many, short))
     asked = problem(Phase.PREFILL, head_dim=32)
     invariant = dataclasses.replace(asked, batch_invariant=True)
 
     launches = tuned_launches(PREFILL, asked, gpu(90))
 
-    found = [(row.min_seqs, row.max_seqlen_k) for row in launches]
-    assert found == [(33, None), (1, 512), (1, None)]
+    found = [(row.min_heads_per_sm, row.max_seqlen_k) for row in launches]
+    assert found == [(2, None), (0, 512), (0, None)]
     assert tuned_launches(PREFILL, invariant, gpu(90)) == launches[-1:]
 
 
@@ -176,9 +176,9 @@ def test_a_sound_table_has_no_mistakes():
         ({"head_dims": []}, "head_dims [] are not among"),
         ({"max_seqlen_k": 0}, "max_seqlen_k is 0; it must be null or at least 1"),
         ({"max_seqlen_k": "all"}, "max_seqlen_k is 'all'"),
-        ({"min_seqs": 0}, "min_seqs is 0; it must be at least 1"),
-        ({"min_seqs": True}, "min_seqs is True"),
-        ({"min_seqs": 33}, "no row for any length"),
+        ({"min_heads_per_sm": 0}, "min_heads_per_sm is 0; it must be at least 1"),
+        ({"min_heads_per_sm": True}, "min_heads_per_sm is True"),
+        ({"min_heads_per_sm": 2}, "no row for any length"),
         ({"measured": 1}, "measured is 1; it must be true or false"),
         ({"provenance": " "}, "provenance is ' '; it must say where"),
         ({"block_m": 48}, "block_m is 48; it must be a power of two from 16 to 256"),
@@ -234,13 +234,13 @@ def test_a_field_with_a_default_may_be_left_out():
     assert mistakes(86, rows) == []
 
 
-def test_a_row_for_many_sequences_stands_beside_that_for_any():
+def test_a_row_for_many_heads_stands_beside_that_for_any():
     rows = sound_table()
-    rows.append(copy.deepcopy(rows[0]) | {"min_seqs": 33})
+    rows.append(copy.deepcopy(rows[0]) | {"min_heads_per_sm": 2})
 
     assert mistakes(86, rows) == []
     again = [*rows, copy.deepcopy(rows[-1])]
-    assert mistakes(86, again)[0].endswith("two rows with max_seqlen_k None and min_seqs 33")
+    assert mistakes(86, again)[0].endswith("two rows with max_seqlen_k None")
 
 
 def test_two_rows_for_the_same_case_are_one_too_many():
