@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -303,6 +304,14 @@ def test_the_rule_refuses_what_is_twice_as_wrong_as_plain_pytorch():
         assert_no_worse_than(torch.full((4,), 0.3), truth, torch.full((4,), 0.1))
 
 
+def test_the_rule_leaves_room_for_the_order_of_large_sums():
+    truth = torch.full((4,), 100.0, dtype=torch.float64)
+
+    assert_no_worse_than(torch.full((4,), 100.0 + 6e-5), truth, truth)
+    with pytest.raises(AssertionError, match=r"allowed 9.54e-05"):
+        assert_no_worse_than(torch.full((4,), 100.0 + 2e-4), truth, truth)
+
+
 def test_the_rule_refuses_values_that_are_not_finite():
     out = torch.tensor([0.0, float("nan")])
 
@@ -317,3 +326,5 @@ def test_a_reference_that_is_not_a_number_proves_nothing():
         assert_no_worse_than(torch.zeros(2), unknown, torch.zeros(2))
     with pytest.raises(AssertionError, match="allowed nan"):
         assert_no_worse_than(torch.zeros(2), torch.zeros(2), unknown)
+    with pytest.raises(AssertionError, match="allowed inf"):
+        assert_no_worse_than(torch.zeros(2), torch.tensor([0.0, math.inf]), torch.zeros(2))
