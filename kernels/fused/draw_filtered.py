@@ -2,9 +2,8 @@
 
 A row's tokens are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps the first
 so many. So each of them, and the draw, asks for the first key whose cumulative amount exceeds a target: the count for
-top_k, the weight for the others. The answer is found by dividing a window of keys, [low, high), into parts until it
-holds one token. A window is looked at in the list of candidates where it lies in there; else in the logits, until it
-has become small enough for a list.
+top_k, the weight for the others. It is found by dividing a window of keys, [low, high), into parts until it holds one
+token: in the list of candidates where the window lies in there, else in the logits until it is small enough for a list.
 """
 
 from __future__ import annotations
