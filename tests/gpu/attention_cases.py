@@ -90,6 +90,10 @@ def named(combinations):
     ]
 
 
+RAGGED_LENGTHS = [0, 1, *((index * 7919) % 1500 for index in range(40))]
+"""A crowd, in which no two sequences end alike."""
+
+
 def make_problem(phase, combination):
     dtype, heads, kv_heads, head_dim, block_size, features = combination
     scale = features.get("softmax_scale", head_dim**-0.5)
@@ -113,6 +117,15 @@ def selection_of(row, problem):
         assert not must, f"{row.name} refuses {problem}: {reasons}"
         pytest.skip(f"{row.name}: {'; '.join(reasons)}")
     return kernels.select(problem, arch, registry=(row,))
+
+
+def every_launch(selection):
+    """A selection for each of its launches alone, whatever the lengths; itself where it has none."""
+    alone = [
+        dataclasses.replace(tuned, max_seqlen_k=None, min_heads_per_sm=0)
+        for tuned in selection.launches
+    ]
+    return [dataclasses.replace(selection, launches=(tuned,)) for tuned in alone] or [selection]
 
 
 def run(row, case):

@@ -20,15 +20,18 @@ from tests.gpu.attention_cases import (
     LONG_PAIRS,
     NON_CAUSAL_COMBINATIONS,
     PACKED_COMBINATIONS,
+    RAGGED_LENGTHS,
     SEVERAL_QUERIES_COMBINATIONS,
     SHORT_PAIRS,
     around_block_boundaries,
+    every_launch,
     judge,
     make,
     make_problem,
     named,
     rows,
     run,
+    selection_of,
 )
 
 PREFILL = pytest.mark.parametrize("row", rows(Phase.PREFILL))
@@ -113,6 +116,17 @@ def test_decode_agrees_for_a_large_ragged_batch(row):
     case = make(make_problem(Phase.DECODE, COMBINATIONS[0]), [1] * 256, lengths)
 
     judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [16, 24])
+def test_decode_agrees_with_every_launch_that_its_table_has(row, heads, head_dim):
+    problem = make_problem(Phase.DECODE, ("bfloat16", heads, 8, head_dim, 16, {}))
+    case = make(problem, [1] * len(RAGGED_LENGTHS), RAGGED_LENGTHS)
+
+    for selection in every_launch(selection_of(row, problem)):
+        judge(case, *case.attend(selection))
 
 
 @DECODE

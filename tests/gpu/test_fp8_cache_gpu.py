@@ -21,14 +21,17 @@ from tests.gpu.attention_cases import (
     DEVICE,
     LONG_LENGTHS,
     LONG_PAIRS,
+    RAGGED_LENGTHS,
     SHORT_PAIRS,
     around_block_boundaries,
+    every_launch,
     judge,
     make,
     make_problem,
     named,
     one_sequence,
     run,
+    selection_of,
 )
 from tests.model.paged import logits_in_chunks
 
@@ -150,6 +153,16 @@ def test_decode_agrees_around_block_and_tile_boundaries_and_over_long_sequences(
     case = make(problem, [1] * len(lengths), lengths)
 
     judge(case, *run(row, case))
+
+
+@DECODE
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_decode_agrees_with_every_launch_that_its_table_has(row, head_dim):
+    problem = fp8_problem(Phase.DECODE, ("bfloat16", 24, 8, head_dim, 16, {}))
+    case = make(problem, [1] * len(RAGGED_LENGTHS), RAGGED_LENGTHS)
+
+    for selection in every_launch(selection_of(row, problem)):
+        judge(case, *case.attend(selection))
 
 
 @DECODE

@@ -21,24 +21,28 @@ LAYERS = 8
 REPEATS = 30
 
 
-@pytest.fixture
-def step():
-    """Return what computes a step of some layers, each a product, a rotation and a decode, and its parts."""
+@pytest.fixture(params=[1, 3, 5], ids=["15 sequences", "45", "75"])
+def step(request):
+    """Return what computes a step of some layers, each a product, a rotation and a decode, and its parts.
+
+    With so many sequences decodes have tiles of other sizes.
+    """
     if kernels.detect("cuda").sm < 90:
         pytest.skip("dependent launches need compute capability 9.0")
     problem = make_problem(Phase.DECODE, ("bfloat16", 8, 4, 128, SIZE, {}))
     heads, kv_heads, size = problem.num_heads, problem.num_kv_heads, problem.head_dim
     dtype = getattr(torch, problem.dtype)
-    needed = [-(-length // SIZE) for length in LENGTHS]
+    seq_lens = LENGTHS * request.param
+    needed = [-(-length // SIZE) for length in seq_lens]
     blocks = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(0)).split(needed)
     table = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True).int().cuda()
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
-    rows = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device="cuda")
-    batch = PagedBatch(rows, lengths, table, len(LENGTHS), 1, max(LENGTHS))
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
+    rows = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device="cuda")
+    batch = PagedBatch(rows, lengths, table, len(seq_lens), 1, max(LENGTHS))
     last = (lengths - 1).long()
     slots = (table[rows[:-1], last // SIZE] * SIZE + last % SIZE).int()
     generator = torch.Generator("cuda").manual_seed(1)
-    widths = (len(LENGTHS), 4096), (4096, (heads + 2 * kv_heads) * size)
+    widths = (len(seq_lens), 4096), (4096, (heads + 2 * kv_heads) * size)
     x, weight = (torch.randn(s, device="cuda", generator=generator).to(dtype) / 64 for s in widths)
     shape = (LAYERS, 2, sum(needed), SIZE, kv_heads, size)
     cache = torch.randn(shape, device="cuda", generator=generator).to(dtype)
