@@ -10,29 +10,23 @@ that a busy machine slows all of them; all run with the number of threads that t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import socket
 import statistics
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.report import write_report
+from benchmarks.service import service
 from model.hub import resolve
 from model.tokenizer import Tokenizer
 from server.engine.local import LocalEngine
 from server.engine.protocol import EngineConfig
 from server.engine.request import GenerateRequest, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
 
@@ -76,31 +70,6 @@ def peer_seconds(peer: Any, prompt: list[int], tokens: int) -> float:  # noqa: A
     return seconds
 
 
-@contextlib.contextmanager
-def service(dtype: str) -> Iterator[tuple[str, float]]:
-    """A served bundled model: its URL, and the seconds until it answered /health with 200."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start = time.perf_counter()
-    options = [f"--port={port}", f"--dtype={dtype}", "--device=cpu", "--log-level=warning"]
-    command = [sys.executable, "-m", "server.main", "serve", *options]
-    process = subprocess.Popen([*command, "--enable-prefix-caching=false"])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as reply:  # noqa: S310
-                if reply.status == 200:
-                    break
-            if process.poll() is not None:
-                raise SystemExit("the service did not start")
-            time.sleep(0.01)
-        yield url, time.perf_counter() - start
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def http_seconds(url: str, tokens: int, *, stream: bool) -> float:
     """Seconds for one request over HTTP, as a client sees them."""
     parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -141,7 +110,8 @@ def main() -> None:
     def add(name: str, seconds: float) -> None:
         samples.setdefault(name, []).append(seconds)
 
-    with service(options.dtype) as (url, ready_seconds):
+    served = [f"--dtype={options.dtype}", "--device=cpu"]
+    with service(served) as (url, ready_seconds):
         for round_ in range(options.rounds + 1):
             timings = {
                 "engine 1": engine_seconds(engine, prompt, tokens, 1),

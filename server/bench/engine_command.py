@@ -91,10 +91,13 @@ def main(
     if options.json is not None:
         label = options.label or result.model_label(config.model_id)
         record = _record(
-            [{"model": label} | row for row in rows], profiles, arguments, arch, engine
+            [{"model": label} | row for row in rows],
+            profiles,
+            arguments,
+            options.commit,
+            arch,
+            engine,
         )
-        if options.commit:
-            record["commit"] = options.commit
         print(result.write(record, options.json, arch.key, label))
 
 
@@ -121,6 +124,7 @@ def _record(
     rows: list[Row],
     profiles: list[StepProfile],
     arguments: Sequence[str],
+    commit: str | None,
     arch: GPUArch,
     engine: EngineRun,
 ) -> dict[str, Any]:
@@ -151,6 +155,7 @@ def _record(
         machine=machine,
         versions=versions,
         command=shlex.join(["tessera", "bench", "engine", *result.without(arguments, _NOT_TOLD)]),
+        commit=commit,
         extra=extra,
     )
 

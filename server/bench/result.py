@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -51,6 +50,7 @@ def record(
     machine: str,
     versions: dict[str, str],
     command: str,
+    commit: str | None = None,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Put a result together.
@@ -61,13 +61,14 @@ def record(
         machine: that was measured.
         versions: of the libraries the result depends on, beside Python's.
         command: that measures it again.
+        commit: of the code; None asks git.
         extra: further entries before the rows.
     """
     return {
         "topic": topic,
         "machine": machine,
         "versions": {"python": platform.python_version()} | versions,
-        "commit": code_commit(),
+        "commit": commit or code_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         **(extra or {}),
@@ -80,15 +81,15 @@ def write(result: dict[str, Any], path: Path, kind: str, model: str | None = Non
 
     Args:
         result: from `record`.
-        path: of the file; in a folder it gets the name `<kind>-<topic>-<commit>.json`, or with a model
-            `<kind>-<topic>-<model>-<commit>.json`.
+        path: of the file; in a folder, there or without a suffix, it gets the name `<kind>-<topic>-<commit>.json`, or
+            with a model `<kind>-<topic>-<model>-<commit>.json`.
         kind: "cpu", or the GPU's short name.
         model: that the result is of, where there is one for each.
 
     Returns:
         The file written.
     """
-    if path.is_dir() or str(path).endswith(os.sep):
+    if path.is_dir() or not path.suffix:
         words = (kind, result["topic"], model, result["commit"])
         path = path / f"{'-'.join(word for word in words if word)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

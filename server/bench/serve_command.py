@@ -49,7 +49,7 @@ _WARM_UP_AT_RATE = 8
 _PROMPTS_PER_STREAM = 4
 _LEAST_PROMPTS = 16
 # Headers may be secret, and where a result goes is no part of it.
-_NOT_TOLD = ("--header", "--json")
+_NOT_TOLD = ("--header", "--json", "--commit")
 
 
 class BenchError(Exception):
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str]) -> None:
             command=shlex.join(
                 ["tessera", "bench", "serve", *result.without(arguments, _NOT_TOLD)]
             ),
+            commit=options.commit,
             extra={"server": facts.name, "client": result.processor_name(), "runs": runs},
         )
         print(result.write(record, options.json, facts.kind))

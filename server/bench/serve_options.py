@@ -86,6 +86,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="PATH",
         help="file for the result, or folder where it gets its usual name",
     )
+    add("--commit", help="of the code, for the result; default: what git says")
     return parser.parse_args(arguments)
 
 

@@ -1,0 +1,141 @@
+"""Every GPU figure of docs/benchmarks.md: the engine on three shapes and the bundled model, the service from its start.
+
+    python -m benchmarks.gpu --out results/ [--only llama-3.2-1b http] [--commit abc1234]
+
+Each figure comes from a command that is printed before it runs; one that fails does not keep the others from running.
+About ten minutes on an H100, `http` two of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.report import write_report
+from benchmarks.service import service
+from server.bench.engine_options import SHAPES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LARGE_STEPS = "--max-num-batched-tokens=8192"
+_USUAL = ("batch1", "decode64", "decode256", "mixed256", "ttft128", "ttft4096")
+
+
+def _engine(
+    model: str, *options: str, label: str = "", workloads: Sequence[str] = _USUAL
+) -> list[str]:
+    what = [f"--model={model}", f"--label={label or model}", *options]
+    return ["--device=cuda", *what, "--workloads", *workloads]
+
+
+ENGINE = {
+    name: _engine(name, _LARGE_STEPS) for name in ("qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
+}
+ENGINE |= {
+    f"{name}-fp8-kv": _engine(
+        name, _LARGE_STEPS, "--kv-cache-dtype=fp8", label=f"{name}-fp8-kv", workloads=["mixed256"]
+    )
+    for name in tuple(ENGINE)
+}
+ENGINE["llama-3.1-8b-fp8-weights"] = _engine(
+    "llama-3.1-8b", _LARGE_STEPS, "--quantization=fp8", label="llama-3.1-8b-fp8-weights"
+)
+ENGINE["bundled"] = _engine("bundled", workloads=["batch1", "decode8", "decode256", "ttft128"])
+"""Options of `tessera bench engine`, by the name of what is measured."""
+HTTP = "http"
+
+_SERVED = "qwen3-0.6b"
+_SERVICE = ["--device=cuda", f"--model={SHAPES / _SERVED}", "--load-format=dummy"]
+_WARM_STARTS = 3
+_IDLE_SECONDS = 14.0
+"""Of a service that is ready: it records its steps meanwhile."""
+
+
+def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -> bool:
+    """Run `tessera bench`; returns whether it succeeded.
+
+    Args:
+        kind: "engine" or "serve".
+        options: of that command, but for where the result goes.
+        folder: for the result.
+        commit: of the code; None asks git.
+    """
+    told = [f"--json={folder}", *([f"--commit={commit}"] if commit else [])]
+    print("$", shlex.join(["tessera", "bench", kind, *options]), flush=True)
+    command = [sys.executable, "-m", "server.main", "bench", kind, *options, *told]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def load(url: str) -> list[str]:
+    """Options of `tessera bench serve` for one, 64 and 256 streams."""
+    return [
+        f"--url={url}", f"--label={_SERVED}", "--concurrency", "1", "64", "256",
+        "--input-len=256", "--output-len=256", "--processes=2",
+    ]  # fmt: skip
+
+
+def serve(folder: Path, commit: str | None) -> bool:
+    """Start the service with nothing compiled, then as it usually starts, and load the last; whether all succeeded."""
+    rows: list[dict[str, Any]] = []
+
+    def note(cache: str, seconds: float) -> None:
+        row = {"model": _SERVED, "metric": "ready_s", "batch": 1, "cache": cache}
+        rows.append(row | {"value": round(seconds, 2)})
+
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        service(_SERVICE, {"TRITON_CACHE_DIR": empty}) as (_, seconds),
+    ):
+        note("cold", seconds)
+    good = False
+    # Where nothing has been compiled yet, one start more fills the usual cache.
+    with service(_SERVICE):
+        pass
+    for number in range(_WARM_STARTS):
+        with service(_SERVICE) as (url, seconds):
+            note("warm", seconds)
+            if number == _WARM_STARTS - 1:
+                time.sleep(_IDLE_SECONDS)
+                good = bench("serve", load(url), folder, commit)
+    write_report("ready", rows, ("torch", "triton"), device="cuda", folder=folder, revision=commit)
+    return good
+
+
+def main() -> None:
+    """Measure what is asked for; the status is 1 where something failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = (*ENGINE, HTTP)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
+        help=f"of {', '.join(names)}")  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="folder of the result files")
+    parser.add_argument("--commit", help="of the code, where there is no .git")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU that PyTorch can use")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in arguments.only:
+        good = False
+        with contextlib.suppress(SystemExit):
+            if name == HTTP:
+                good = serve(arguments.out, arguments.commit)
+            else:
+                good = bench("engine", ENGINE[name], arguments.out, arguments.commit)
+        if not good:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Runs `tessera serve` for as long as something is measured. Knows nothing of what is."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+
+@contextlib.contextmanager
+def service(
+    options: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, float]]:
+    """Serve on a free port, without a prefix cache.
+
+    Args:
+        options: of `tessera serve`.
+        environment: variables that differ from this process'.
+
+    Yields:
+        The URL, and the seconds from the command to the first 200 of /health.
+
+    Raises:
+        SystemExit: the service ended instead.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.perf_counter()
+    changed = ["env", *(f"{name}={value}" for name, value in (environment or {}).items())]
+    command = [*changed, sys.executable, "-m", "server.main", "serve", f"--port={port}"]
+    process = subprocess.Popen(
+        [*command, "--log-level=warning", "--enable-prefix-caching=false", *options]
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health") as reply:  # noqa: S310
+                if reply.status == 200:
+                    break
+            if process.poll() is not None:
+                raise SystemExit("the service did not start")
+            time.sleep(0.01)
+        yield url, time.perf_counter() - start
+    finally:
+        process.terminate()
+        process.wait()
