@@ -1,0 +1,208 @@
+"""How long does a recorded decode step take, and what do other tiles of its attention change?
+
+Random weights, sequences of one length, blocks in random order. Steps are recorded as the engine records its own, and
+replayed in turns, each launch beside the others; the host is no part of it.
+
+    python -m benchmarks.decode_steps [--model qwen3-0.6b] [--sequences 16 64 256] [--contexts 128 384]
+        [--launches table block_n=32,num_stages=2] [--kv-cache-dtype fp8] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kernels
+from benchmarks.attention_inputs import forced, parse_launch
+from benchmarks.report import write_report
+from kernels import PagedBatch, Phase
+from model.config import ModelConfig
+from model.dtypes import resolve_kv_dtype
+from model.hub import resolve
+from model.kv_cache import KVCache
+from model.metadata import AttentionMetadata
+from model.replay import CudaGraphs, Replay
+from model.weights import load_model
+from server.bench.engine_options import SHAPES, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from model.decoder import DecoderLM
+
+BLOCK_SIZE = 16
+TABLE = "table"
+"""The launch that the tuning tables choose."""
+_FEWEST_COLUMNS = 64
+"""Of a recording's block table, as in the engine."""
+_FILLED_BLOCKS = 4096
+"""At once, so that their float32 take little room."""
+_REPLAYS = 30
+_WARM_REPLAYS = 3
+
+
+def main() -> None:
+    """Time what is asked for and write the result file."""
+    arguments = _arguments()
+    device = torch.device(arguments.device)
+    model = _load(arguments.model, device)
+    model.reserve_positions(max(arguments.contexts))
+    rows: list[dict[str, Any]] = []
+    for context in arguments.contexts:
+        for sequences in arguments.sequences:
+            cache = _cache(model, sequences, context, arguments.kv_cache_dtype)
+            steps = {
+                launch: record(step(model, cache, sequences, context, launch), device)
+                for launch in arguments.launches
+            }
+            times: dict[str, list[float]] = {launch: [] for launch in steps}
+            for _ in range(arguments.rounds):
+                for launch, replay in steps.items():
+                    times[launch].append(round(microseconds(replay, device), 1))
+            rows += [
+                {
+                    "model": arguments.model,
+                    "kv_cache_dtype": arguments.kv_cache_dtype,
+                    "sequences": sequences,
+                    "context": context,
+                    "launch": launch,
+                    "us": statistics.median(found),
+                    "us_rounds": found,
+                }
+                for launch, found in times.items()
+            ]
+            shown = " | ".join(f"{name} {statistics.median(us):g}" for name, us in times.items())
+            print(f"{arguments.model} {sequences} x {context}, us: {shown}", flush=True)
+    libraries = ("torch", "triton") if device.type == "cuda" else ("torch",)
+    write_report("steps", rows, libraries, device=device.type, folder=arguments.out,
+        revision=arguments.commit, echo=False)  # fmt: skip
+
+
+def step(
+    model: DecoderLM, cache: KVCache, sequences: int, context: int, launch: str
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Return what computes a decode step: vectors of drawn tokens, all layers, logits, most likely tokens.
+
+    Args:
+        model: on its device, its operations fused where they can be.
+        cache: with blocks for all sequences.
+        sequences: B.
+        context: keys of each, the step's own included.
+        launch: `TABLE`, or fields of a `LaunchConfig` that are to differ from the table's.
+    """
+    weight = model.embed_tokens
+    numbers = functools.partial(torch.full, (sequences,), device=weight.device)
+    blocks = -(-context // BLOCK_SIZE)
+    columns = max(_FEWEST_COLUMNS, 1 << (blocks - 1).bit_length())
+    order = torch.randperm(cache.num_blocks, generator=torch.Generator().manual_seed(0))
+    table = torch.zeros((sequences, columns), dtype=torch.int32)
+    table[:, :blocks] = order[: sequences * blocks].view(sequences, blocks)
+    last, offset = divmod(context - 1, BLOCK_SIZE)
+    slots = (table[:, last] * BLOCK_SIZE + offset).to(weight.device)
+    offsets = torch.arange(sequences + 1, dtype=torch.int32, device=weight.device)
+    batch = PagedBatch(
+        offsets, numbers(context, dtype=torch.int32), table.to(weight.device),
+        num_tokens=sequences,
+        max_seqlen_q=1,
+        max_seqlen_k=columns * BLOCK_SIZE,
+        keys_settled=True,
+    )  # fmt: skip
+    problem = model.attention_problem(Phase.DECODE, BLOCK_SIZE, kv_dtype=cache.kv_dtype)
+    selection = kernels.select(problem, kernels.detect(weight.device))
+    if launch != TABLE:
+        chosen = selection.launch_for(batch.max_seqlen_k, sequences * problem.num_kv_heads)
+        selection = forced(selection.spec, selection.arch, parse_launch(launch, chosen))
+    ids = -1 - torch.arange(sequences, device=weight.device)
+    positions, drawn = numbers(context - 1), numbers(0)
+    logits = weight.new_empty(sequences, weight.shape[0])
+    tokens, logprobs = numbers(0), numbers(0.0, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def compute() -> tuple[Tensor, ...]:
+        plan = kernels.plan_attention(problem, batch, selection=selection)
+        most = sequences * batch.max_seqlen_k
+        metadata = AttentionMetadata(slots, sequences, plan, None, most_keys=most)
+        hidden = model(ids, positions, cache, metadata, drawn)
+        drawn.copy_(model.most_likely(hidden, logits, tokens, logprobs))
+        return (drawn,)
+
+    return compute
+
+
+def record(compute: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Replay:
+    """Record a step; on a CPU, for a dry run, compute it again each time."""
+    if device.type == "cuda":
+        return CudaGraphs(device).record(compute)
+    return Replay(compute, compute())
+
+
+def microseconds(replay: Replay, device: torch.device) -> float:
+    """Time one replay among many that follow one another."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        replay.run()
+        return 1e6 * (time.perf_counter() - begin)
+    for _ in range(_WARM_REPLAYS):
+        replay.run()
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin_event.record()
+    for _ in range(_REPLAYS):
+        replay.run()
+    end_event.record()
+    end_event.synchronize()
+    milliseconds: float = begin_event.elapsed_time(end_event)
+    return 1e3 * milliseconds / _REPLAYS
+
+
+def _load(name: str, device: torch.device) -> DecoderLM:
+    path = SHAPES / name if name in shapes() else resolve(name)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
+    if device.type == "cuda" and (reason := model.fuse()):
+        raise SystemExit(f"steps are launched operation by operation: {reason}")
+    if model.config.mixes_attention:
+        raise SystemExit(f"{name} has two kinds of attention, of which one launch is none")
+    return model
+
+
+def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) -> KVCache:
+    shape, weight = model.config, model.embed_tokens
+    dtype = resolve_kv_dtype(kv_cache_dtype, weight.dtype)
+    blocks = sequences * -(-context // BLOCK_SIZE)
+    heads = shape.num_kv_heads, shape.head_dim
+    cache = KVCache(shape.num_layers, blocks, BLOCK_SIZE, *heads, dtype, weight.device)
+    for layer, scale in zip(cache.layers, cache.scales, strict=True):
+        # A GPU takes less power, and so less time, to compute with zeros.
+        rows = layer.flatten(0, 1)
+        for start in range(0, len(rows), _FILLED_BLOCKS):
+            part = rows[start : start + _FILLED_BLOCKS]
+            part.copy_(torch.randn(part.shape, device=part.device))
+        if scale is not None:
+            scale.fill_(1.0)
+    return cache
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="qwen3-0.6b", help="a shape's name, or a checkpoint's")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 384])
+    parser.add_argument("--launches", nargs="+", default=[TABLE], metavar="FIELD=NUMBER,...")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--commit", help="of the code, where there is no .git")
+    parser.add_argument("--device", default="cuda", help="cpu: dry run")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
