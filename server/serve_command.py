@@ -16,6 +16,7 @@ from server.command_settings import engine_config, fail, read_settings
 from server.engine.client import ENGINE_COMMAND, EngineClient, EngineStartError
 from server.engine.hub import EngineHub
 from server.engine.quiet import keep_what_is_there, tokenize_in_our_threads
+from server.held_signals import held_back
 from server.http.config import HTTPConfig
 from server.listening import ListenError, listen
 from server.log import configure_logging
@@ -23,13 +24,15 @@ from server.log import configure_logging
 if TYPE_CHECKING:
     import socket
     import subprocess
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from server.http.serving import HTTPServer
     from server.settings import Settings
 
 log = logging.getLogger("tessera")
+
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(arguments: list[str], spawned: subprocess.Popen[bytes] | None, began: float) -> None:
@@ -72,8 +75,11 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     limits, config = _http_config(settings, model_config), engine_config(settings, model_path)
     if settings.frontends > 1:
-        hub = EngineHub(config, settings.engine_hang_seconds, engine_command, spawned)
-        _serve_fleet(hub, listeners, tokenizer_path, limits, started)
+
+        def make_hub() -> EngineHub:
+            return EngineHub(config, settings.engine_hang_seconds, engine_command, spawned)
+
+        _serve_fleet(make_hub, listeners, tokenizer_path, limits, started)
     else:
         client = EngineClient(config, settings.engine_hang_seconds, engine_command, spawned)
         _serve_alone(client, listeners[0], tokenizer_path, limits, started)
@@ -88,7 +94,8 @@ def _serve_alone(
 ) -> None:
     """Be the front end and own the engine process."""
     try:
-        client.launch()  # before the HTTP libraries are imported
+        with held_back(*_ENDING):
+            client.launch()  # before the HTTP libraries are imported
         server = _create_server(client, tokenizer_path, limits)
         keep_what_is_there()
         with asyncio.Runner(loop_factory=server.loop_factory) as runner:
@@ -100,7 +107,7 @@ def _serve_alone(
 
 
 def _serve_fleet(
-    hub: EngineHub,
+    make_hub: Callable[[], EngineHub],
     listeners: list[socket.socket],
     tokenizer_path: Path,
     limits: HTTPConfig,
@@ -109,14 +116,18 @@ def _serve_fleet(
     """Own the engine process and the front-end processes."""
     from server.fleet import FrontEndStartError, run_fleet  # noqa: PLC0415 - the metrics' library
 
+    hub = None
     try:
-        hub.launch()
+        with held_back(*_ENDING):
+            hub = make_hub()
+            hub.launch()
         keep_what_is_there()
         asyncio.run(run_fleet(hub, listeners, tokenizer_path, limits, started))
     except (EngineStartError, FrontEndStartError) as error:
         fail(str(error))
     finally:
-        hub.kill()
+        if hub is not None:
+            hub.kill()
 
 
 def _tokenizer_path(settings: Settings, model_path: Path) -> Path:
