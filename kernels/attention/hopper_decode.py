@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 FEW_ROWS = gl.constexpr(8)
 PART_COLUMNS = gl.constexpr(64)
-"""Of 2 bytes, which lie together in shared memory: rows of `PART_COLUMNS` columns, `FEW_ROWS` to a pattern of banks."""
+"""Of 2-byte elements: rows of so many columns follow one another in shared memory, each 8 a pattern of banks."""
 
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])

@@ -54,7 +54,9 @@ def test_a_measurement_that_fails_is_named_and_the_others_run(monkeypatch, tmp_p
         gpu.main()
 
     assert len(ran) == len(gpu.ENGINE)
-    assert "$ tessera bench engine" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "$ tessera bench engine" in printed
+    assert "the service did not start" in printed
 
 
 def test_a_result_gets_its_usual_name_in_a_folder_that_is_not_there_yet(tmp_path):
