@@ -153,6 +153,7 @@ def test_recorded_steps_give_the_tokens_of_steps_without(dtype):
                 quantization="fp8",
                 kv_cache_tokens=40960,
                 max_num_seqs=24,
+                max_num_batched_tokens=2048,
                 cuda_graphs=graphs,
             )
         )
