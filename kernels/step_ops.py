@@ -91,7 +91,7 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
 
     Args:
         shape: of the model.
-        dtype: of its weights and its KV cache.
+        dtype: of its weights, and of its KV cache unless that is in FP8.
         arch: of its device.
     """
     sizes = {
@@ -152,14 +152,21 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
     )
 
 
-def bind_step(weights: StepWeights, caches: tuple[Tensor, ...], arch: GPUArch) -> StepKernel:
+def bind_step(
+    weights: StepWeights,
+    caches: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    arch: GPUArch,
+) -> StepKernel:
     """Bind the decode steps of one sequence to a model and a cache.
 
     Args:
         weights: of a model that `objection` has nothing against.
-        caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype; they must stay where they are.
+        caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype or float8_e4m3fn; they must stay where
+            they are, as must `scales`.
+        scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
     """
     from kernels.fused.whole_step import StepKernel  # noqa: PLC0415 - Triton is not everywhere
 
-    return StepKernel(weights, caches, arch.num_sms)
+    return StepKernel(weights, caches, scales, arch.num_sms)

@@ -45,7 +45,7 @@ class OneSequence:
             for layer in model.decoder_layers
         ]
         weights = StepWeights(step_shape(model), layers, model.embed_tokens, head, model.norm)
-        self._step = bind_step(weights, kv_cache.layers, detect(head.device))
+        self._step = bind_step(weights, kv_cache.layers, kv_cache.scales, detect(head.device))
 
     def __call__(
         self,
@@ -78,20 +78,18 @@ def step_shape(model: DecoderLM) -> StepShape:
     )
 
 
-def why_not(model: DecoderLM, arch: GPUArch, kv_dtype: str | None) -> str:
+def why_not(model: DecoderLM, arch: GPUArch) -> str:
     """Say why a model's decode steps of one sequence are not one launch; empty where they are.
 
     Args:
         model: on any device.
         arch: where it runs.
-        kv_dtype: of a quantised cache, as `KVCache.kv_dtype`.
     """
     config = model.config
     if reason := objection(step_shape(model), model.embed_tokens.dtype, arch):
         return reason
     unknown = {
         "quantised weights": model.is_quantised,
-        "a quantised KV cache": kv_dtype is not None,
         "sliding windows": config.sliding_window is not None,
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,

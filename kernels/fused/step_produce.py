@@ -14,18 +14,22 @@ from kernels.fused.step_ring import (
     COLUMNS,
     DOWN,
     GATE_UP,
+    KEY_SCALES,
     KEYS,
     OUTPUT,
     PRODUCER_WARPS,
     QKV,
     ROWS,
+    VALUE_SCALES,
     VALUES,
     address,
+    cache_dtype,
     key_range,
     keys_of,
     parts_of,
     projected_row,
     projected_tiles,
+    scales_of,
     sent,
     wait_empty,
 )
@@ -43,9 +47,13 @@ def produce(ring, table, head, positions, block_table, c):
         for number in range(projected_tiles(c)):
             place = weight + projected_row(number, c) * c.HIDDEN
             used = send_rows(ring, place, used, c.HIDDEN, c.FLYING, c)
-        keys = address(table, layer, KEYS, dtype)
-        values = address(table, layer, VALUES, dtype)
-        used = send_keys(ring, keys, values, block_table, past, used, c)
+        numbers: gl.constexpr = cache_dtype(dtype, c.FP8)
+        keys = address(table, layer, KEYS, numbers), address(table, layer, KEY_SCALES, gl.float32)
+        values = (
+            address(table, layer, VALUES, numbers),
+            address(table, layer, VALUE_SCALES, gl.float32),
+        )
+        used = send_keys(ring, (keys, values), block_table, past, used, c)
         weight = address(table, layer, OUTPUT, dtype)
         used = send_matrix(ring, weight, used, c.HIDDEN, QUERIES, c.FLYING, c)
         weight = address(table, layer, GATE_UP, dtype)
@@ -88,29 +96,47 @@ def send_rows(ring, weight, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c)
 
 
 @gluon.jit
-def send_keys(ring, keys, values, block_table, past, used, c):
-    """Copy the keys and values of this program's head and split, those of the step's own token excepted."""
-    LANES: gl.constexpr = c.D // 8
+def send_keys(ring, cache, block_table, past, used, c):
+    """Copy the keys and values of this program's head and split, those of the step's own token excepted.
+
+    `cache` are the addresses of keys and of their scales, then of values and of theirs.
+    """
+    WIDE: gl.constexpr = 16 if c.FP8 else 8
+    LANES: gl.constexpr = c.D // WIDE
     layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [PRODUCER_WARPS, 1], [1, 0]
+        [1, WIDE], [32 // LANES, LANES], [PRODUCER_WARPS, 1], [1, 0]
     )
     kv_head = gl.program_id(0) % c.KV_HEADS
     splits, first, last = key_range(past, gl.program_id(0) // c.KV_HEADS, c)
     row = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))[None, :]
+    scale_row = gl.arange(0, c.KEYS, layout=gl.BlockedLayout([1], [32], [PRODUCER_WARPS], [0]))
     if gl.program_id(0) // c.KV_HEADS < splits:
         for i in range(first, last):
-            # Keys past the last are masked where they are used; the last one stands for them, since it is a number.
-            key = gl.minimum(i * c.KEYS + row, past - 1)
-            block = gl.load(block_table + key // c.BLOCK_SIZE)
-            line = block.to(gl.int64) * c.BLOCK_SIZE + key % c.BLOCK_SIZE
-            offset = ((line * c.KV_HEADS + kv_head) * c.D)[:, None] + column
+            block, offset = place_of(block_table, i * c.KEYS + row, past, c)
+            line = block * c.BLOCK_SIZE + offset
+            element = ((line * c.KV_HEADS + kv_head) * c.D)[:, None] + column
+            scale_block, offset = place_of(block_table, i * c.KEYS + scale_row, past, c)
+            scale = (scale_block * c.KV_HEADS + kv_head) * c.BLOCK_SIZE + offset
             stage = wait_empty(ring, used, c)
             both = keys_of(ring, stage, c)
-            place = gl.multiple_of(gl.max_contiguous(keys + offset, [1, 8]), [1, 16])
-            async_copy.async_copy_global_to_shared(both.index(0), place)
-            place = gl.multiple_of(gl.max_contiguous(values + offset, [1, 8]), [1, 16])
-            async_copy.async_copy_global_to_shared(both.index(1), place)
+            for which in gl.static_range(2):
+                numbers, scales = cache[which]
+                place = gl.multiple_of(gl.max_contiguous(numbers + element, [1, WIDE]), [1, 16])
+                async_copy.async_copy_global_to_shared(both.index(which), place)
+                if c.FP8:
+                    target = scales_of(ring, stage, which, c)
+                    async_copy.async_copy_global_to_shared(target, scales + scale)
             sent(ring, stage, c.FLYING)
             used += 1
     return used
+
+
+@gluon.jit
+def place_of(block_table, key, past, c):
+    """Find keys in the cache: their blocks, int64, and where in these they are.
+
+    Keys past the last are masked where they are used; the last one stands for them, since it is a number.
+    """
+    key = gl.minimum(key, past - 1)
+    return gl.load(block_table + key // c.BLOCK_SIZE).to(gl.int64), key % c.BLOCK_SIZE

@@ -1,8 +1,9 @@
 """What the roles of the whole-step kernel share: its constants, the ring of shared memory, and which rows are whose.
 
-A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or as many bytes of keys and values. It
-has two barriers: `full` completes when its bytes have arrived, `empty` when they have been used. A role counts the
-stages it has used and finds place and phase in that count:
+A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or as many keys and values as have that
+size in the model's dtype; in FP8 they need half of it, and their scales follow. It has two barriers: `full` completes
+when its bytes have arrived, `empty` when they have been used. A role counts the stages it has used and finds place and
+phase in that count:
 
     use n of a ring of S stages    stage n % S, phase (n // S) & 1
 
@@ -28,11 +29,24 @@ CONSUMER_WARPS = gl.constexpr(8)
 
 FIELDS = (
     "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
+    "key_scales", "value_scales",
 )  # fmt: skip
 """Of a layer in the table of addresses, in their order."""
-QKV, OUTPUT, GATE_UP, DOWN, INPUT_NORM, MLP_NORM, Q_NORM, K_NORM, QKV_BIAS, KEYS, VALUES = (
-    gl.constexpr(i) for i in range(len(FIELDS))
-)
+(
+    QKV,
+    OUTPUT,
+    GATE_UP,
+    DOWN,
+    INPUT_NORM,
+    MLP_NORM,
+    Q_NORM,
+    K_NORM,
+    QKV_BIAS,
+    KEYS,
+    VALUES,
+    KEY_SCALES,
+    VALUE_SCALES,
+) = (gl.constexpr(i) for i in range(len(FIELDS)))
 _NUM_FIELDS = gl.constexpr(len(FIELDS))
 
 
@@ -53,6 +67,7 @@ class StepConstants:
         SPLITS: parts of a sequence that are attended side by side, at most.
         NORMS: whether queries and keys are normalised per head.
         BIAS: whether the QKV projection has one.
+        FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
         OWN: tiles of ROWS numbers of the hidden state that a program computes, at most.
         KEYS: keys, and values, of a stage.
         HEAD_ROWS: heads of a key-value head, its key and its value, rounded up to a power of two.
@@ -77,6 +92,7 @@ class StepConstants:
     SPLITS: gl.constexpr
     NORMS: gl.constexpr
     BIAS: gl.constexpr
+    FP8: gl.constexpr
     OWN: gl.constexpr
     KEYS: gl.constexpr
     HEAD_ROWS: gl.constexpr
@@ -86,7 +102,7 @@ class StepConstants:
     @gluon.constexpr_function
     def __init__(
         self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING,
-        EARLY, SPLITS, NORMS, BIAS, OWN,
+        EARLY, SPLITS, NORMS, BIAS, FP8, OWN,
     ) -> None:  # fmt: skip
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
@@ -105,6 +121,7 @@ class StepConstants:
         self.SPLITS = gl.constexpr(SPLITS)
         self.NORMS = gl.constexpr(NORMS)
         self.BIAS = gl.constexpr(BIAS)
+        self.FP8 = gl.constexpr(FP8)
         self.OWN = gl.constexpr(OWN)
         self.KEYS = gl.constexpr(PARTS * ROWS.value * COLUMNS.value // 2 // D)
         self.HEAD_ROWS = gl.constexpr(1 << (HEADS // KV_HEADS + 1).bit_length())
@@ -176,18 +193,49 @@ def parts_of(ring, stage, c):
     return ring.data.index(stage)._reinterpret(ring.data.dtype, [c.PARTS, ROWS, COLUMNS], layout)
 
 
+@gluon.constexpr_function
+def cache_dtype(dtype, fp8):
+    """Return the dtype of the cache of a model in `dtype`."""
+    return gl.float8e4nv if fp8 else dtype
+
+
 @gluon.jit
 def keys_of(ring, stage, c):
-    """View a stage as keys and values, [2, KEYS, D]."""
+    """View a stage as keys and values, [2, KEYS, D], and what is behind them."""
+    dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return ring.data.index(stage)._reinterpret(ring.data.dtype, [2, c.KEYS, c.D], layout)
+    return ring.data.index(stage)._reinterpret(dtype, [4 if c.FP8 else 2, c.KEYS, c.D], layout)
 
 
 @gluon.jit
 def warps_keys_of(ring, stage, c):
-    """View a stage as the keys and values of each warp, [2, 8, KEYS / 8, D]."""
+    """View a stage as the keys and values of each warp, [2, 8, KEYS / 8, D], and what is behind them."""
+    dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
+    shape: gl.constexpr = [4 if c.FP8 else 2, 8, c.KEYS // 8, c.D]
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    return ring.data.index(stage)._reinterpret(ring.data.dtype, [2, 8, c.KEYS // 8, c.D], layout)
+    return ring.data.index(stage)._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def scales_of(ring, stage, OF_VALUES: gl.constexpr, c):
+    """View the scales of a stage's keys, or of its values, [KEYS]."""
+    ROWS_OF_SCALES: gl.constexpr = c.D
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    data = ring.data.index(stage)._reinterpret(gl.float32, [ROWS_OF_SCALES, c.KEYS], layout)
+    return data.index(ROWS_OF_SCALES // 2 + OF_VALUES)
+
+
+@gluon.jit
+def warps_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
+    """Load the scales of each warp's keys, or of its values, [8, KEYS / 8] float32; 1 where they have none."""
+    scales = gl.full([8, c.KEYS // 8], 1.0, gl.float32, layout=layout)
+    if c.FP8:
+        ROWS_OF_SCALES: gl.constexpr = c.D
+        shape: gl.constexpr = [ROWS_OF_SCALES, 8, c.KEYS // 8]
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        data = ring.data.index(stage)._reinterpret(gl.float32, shape, flat)
+        scales = data.index(ROWS_OF_SCALES // 2 + OF_VALUES).load(layout)
+    return scales
 
 
 @gluon.jit

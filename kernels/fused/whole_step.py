@@ -48,7 +48,7 @@ def whole_step(
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr,
-    NORMS: gl.constexpr, BIAS: gl.constexpr, OWN: gl.constexpr,
+    NORMS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
 
@@ -71,7 +71,7 @@ def whole_step(
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS,
-        NORMS, BIAS, OWN,
+        NORMS, BIAS, FP8, OWN,
     )  # fmt: skip
     INPUTS: gl.constexpr = max(INNER, HEADS * D)
     ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
@@ -89,20 +89,26 @@ class StepKernel:
     """Decode steps of one sequence; its calls share memory, so they must follow one another on one stream.
 
     Args:
-        weights: as in the door's `bind_step`, as are the caches.
+        weights: as in the door's `bind_step`, as are the caches and their scales.
         num_sms: of their device.
     """
 
-    def __init__(self, weights: StepWeights, caches: tuple[Tensor, ...], num_sms: int) -> None:
+    def __init__(
+        self,
+        weights: StepWeights,
+        caches: tuple[Tensor, ...],
+        scales: tuple[Tensor | None, ...],
+        num_sms: int,
+    ) -> None:
         shape, device = weights.shape, weights.embedding.device
         dtype = weights.embedding.dtype
         queries = shape.num_heads * shape.head_dim
         keys = shape.num_kv_heads * shape.head_dim
         splits = min(MOST_SPLITS.value, num_sms // shape.num_kv_heads)
         self._weights = weights
-        self._caches = caches  # their addresses are in the table
+        self._in_table = caches, scales
         self._grid = (num_sms,)
-        self._table = torch.tensor(addresses(weights, caches), dtype=torch.int64).to(device)
+        self._table = torch.tensor(addresses(weights, caches, scales), dtype=torch.int64).to(device)
 
         def empty(size: int, kind: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=kind, device=device)
@@ -143,6 +149,7 @@ class StepKernel:
             "SPLITS": splits,
             "NORMS": first.q_norm is not None,
             "BIAS": first.qkv_bias is not None,
+            "FP8": scales[0] is not None,
             "OWN": -(-shape.hidden_size // (ROWS.value * num_sms)),
             "num_warps": 8,
             "launch_cooperative_grid": True,
@@ -196,11 +203,14 @@ class StepKernel:
         )
 
 
-def addresses(weights: StepWeights, caches: tuple[Tensor, ...]) -> list[list[int]]:
+def addresses(
+    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+) -> list[list[int]]:
     """Return the rows of the table, 0 for what a layer does not have."""
     rows = []
-    for layer, kv in zip(weights.layers, caches, strict=True):
+    for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
         tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
+        tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
         found = (tensors[name] for name in FIELDS)
         rows.append([0 if tensor is None else tensor.data_ptr() for tensor in found])
     return rows

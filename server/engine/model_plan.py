@@ -28,7 +28,7 @@ def explain_model(
     """
     problems = model.attention_problems(block_size, kv_dtype)
     weights = model.weight_dtype
-    reason = why_not(model, arch, kv_dtype)
+    reason = why_not(model, arch)
     return explain(
         problems,
         arch,

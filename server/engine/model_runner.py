@@ -88,7 +88,7 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._drawn = DrawnTokens(_FEWEST_DRAWN, self._device)
         self._one_sequence: OneSequence | None = None
-        if not why_not(model, detect(self._device), kv_cache.kv_dtype):
+        if not why_not(model, detect(self._device)):
             self._one_sequence = OneSequence(model, kv_cache)
         self._sampler = Sampler()
         self._rows: dict[int, SamplingRow] = {}

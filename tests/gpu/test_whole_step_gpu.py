@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from kernels import PagedBatch, detect
+from kernels import FP8, PagedBatch, detect
+from kernels.fp8_rows import dequantise_rows, quantise_rows
 from kernels.testing import assert_no_worse_than
 from model.config import ModelConfig, RopeConfig
 from model.decoder import DecoderLM
@@ -76,15 +77,32 @@ def build(name, dtype):
     return model
 
 
-def new_cache(model):
+def new_cache(model, kv_dtype=None):
     c = model.config
-    dtype = model.embed_tokens.dtype
+    dtype = model.embed_tokens.dtype if kv_dtype is None else getattr(torch, kv_dtype)
     cache = KVCache(c.num_layers, BLOCKS, BLOCK, c.num_kv_heads, c.head_dim, dtype, "cuda")
-    for number, layer in enumerate(cache.layers):
-        layer.copy_(
-            torch.randn(layer.shape, generator=torch.Generator().manual_seed(number)).bfloat16()
-        )
+    fill(cache)
     return cache
+
+
+def fill(cache):
+    for number, (layer, scale) in enumerate(zip(cache.layers, cache.scales, strict=True)):
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.randn(layer.shape, generator=generator).bfloat16().cuda()
+        if scale is None:
+            layer.copy_(rows)
+            continue
+        numbers, scales = quantise_rows(rows)
+        layer.copy_(numbers)
+        scale.copy_(scales.transpose(2, 3))
+
+
+def rows_of(cache, layer):
+    """The keys and values of a layer as they count, float32."""
+    scale = cache.scales[layer]
+    if scale is None:
+        return cache.layer(layer).float()
+    return dequantise_rows(cache.layer(layer), scale.transpose(2, 3), torch.float32)
 
 
 class Step:
@@ -117,7 +135,7 @@ class Step:
             max_seqlen_q=1,
             max_seqlen_k=self.context,
         )
-        metadata = self.model.attention_metadata(self.slots, BLOCK, batch, None)
+        metadata = self.model.attention_metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
         hidden = self.model(self.ids, self.positions, cache, metadata)
         return self.model.logits(hidden)
 
@@ -133,16 +151,26 @@ class Step:
         return self.logits.double().log_softmax(-1).amax(-1)
 
 
+def assert_same_rows(found, truth, plain, kv_dtype):
+    """Hold a layer's keys and values to those that layers write; in FP8 what lies between two numbers may be either."""
+    if kv_dtype is None:
+        assert_no_worse_than(found, truth, plain, factor=3.0)
+        return
+    allowed = 3.0 * (plain - truth).abs().max() + truth.abs() / 8
+    assert ((found - truth).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype):
+def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtype):
     model = build(name, dtype)
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
-    one_cache = new_cache(model)
+    one_cache = new_cache(model, kv_dtype)
     one = OneSequence(model, one_cache)
     for context in CONTEXTS:
-        cache, truth_cache = new_cache(model), new_cache(wide)
+        cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
         step = Step(model, context)
         plain, truth = step.by_layers(cache), Step(wide, context).by_layers(truth_cache)
 
@@ -150,17 +178,19 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype):
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
         for layer in range(model.config.num_layers):
-            kv, expected = one_cache.layer(layer), truth_cache.layer(layer)
-            assert_no_worse_than(kv.float(), expected, cache.layer(layer).float(), factor=3.0)
-            kv.copy_(new_cache(model).layer(layer))
+            assert_same_rows(
+                *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
+            )
+        fill(one_cache)
         assert step.tokens.item() == step.drawn[0].item() == found.float().argmax().item()
         torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("name", ["qwen", "biased"])
-def test_the_same_bits_come_each_time_and_from_a_recording(name):
+def test_the_same_bits_come_each_time_and_from_a_recording(name, kv_dtype):
     model = build(name, torch.bfloat16)
-    one = OneSequence(model, new_cache(model))
+    one = OneSequence(model, new_cache(model, kv_dtype))
     step = Step(model, 700)
     first = step.at_once(one)
     logprob = step.logprobs.clone()
@@ -187,13 +217,30 @@ def test_a_token_is_found_among_those_that_were_drawn():
     assert torch.equal(step.at_once(one), expected)
 
 
-def test_without_a_slot_nothing_is_written():
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+def test_without_a_slot_nothing_is_written(kv_dtype):
     model = build("qwen", torch.bfloat16)
-    cache = new_cache(model)
+    cache, untouched = new_cache(model, kv_dtype), new_cache(model, kv_dtype)
     Step(model, 100, write=False).at_once(OneSequence(model, cache))
 
-    for found, expected in zip(cache.layers, new_cache(model).layers, strict=True):
-        assert torch.equal(found, expected)
+    for found, expected in zip(cache.layers, untouched.layers, strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    for found, expected in zip(cache.scales, untouched.scales, strict=True):
+        assert found is expected is None or torch.equal(found, expected)
+
+
+def test_a_key_and_a_value_are_rounded_as_others_round_them():
+    model = build("qwen", torch.bfloat16)
+    cache, exact = new_cache(model, FP8), new_cache(model)
+    step = Step(model, 1)
+    step.at_once(OneSequence(model, cache))
+    step.at_once(OneSequence(model, exact))
+
+    # The first layer's are the same before they are rounded.
+    at = divmod(int(step.slots), BLOCK)
+    numbers, scales = quantise_rows(exact.layer(0)[:, *at].cpu())
+    assert torch.equal(cache.layer(0)[:, *at].cpu().view(torch.uint8), numbers.view(torch.uint8))
+    assert torch.equal(cache.scales[0][:, at[0], :, at[1]].cpu(), scales)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -235,4 +282,4 @@ def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
 
 def test_models_of_these_shapes_have_no_objection():
     for name in MODELS:
-        assert why_not(build(name, torch.bfloat16), detect("cuda"), None) == ""
+        assert why_not(build(name, torch.bfloat16), detect("cuda")) == ""

@@ -36,7 +36,8 @@ STEPS = {
     ("norm", "bias"): StepShape(2048, 8192, 32, 8, 128, 32000, 1e-6, 0.1),
     ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
 }
-"""Models whose steps are one launch, by what surrounds their QKV projection."""
+STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
+"""Models whose steps are one launch, by what surrounds their QKV projection and whether their cache is in FP8."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -60,7 +61,7 @@ class FusedJob:
             "chosen", "draw" or "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
-            "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step", "norm" or "bias", see
+            "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
         tokens: of a step, where that matters.
         head_dim: likewise.
@@ -235,7 +236,10 @@ class FusedCompiler(Compiler):
             *(empty(c), empty(c), norm, norm, bias),
         )
         weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), empty(c))
-        step = StepKernel(weights, (empty(2, 3, 16, kv_heads, dim),), ARCHES[job.sm].num_sms)
+        cache, scales = empty(2, 3, 16, kv_heads, dim), None
+        if "fp8" in job.around:
+            cache, scales = cache.to(torch.float8_e4m3fn), torch.empty(2, 3, kv_heads, 16)
+        step = StepKernel(weights, (cache,), (scales,), ARCHES[job.sm].num_sms)
         one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
         table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
         self.compiled = []
