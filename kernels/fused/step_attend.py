@@ -164,7 +164,7 @@ def rounded(row, scale, inverse, c):
 
     The bits are those of `portable_write_kv`: with the inverse rounded to nearest, one correction makes the quotient
     exact to its last bit (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990). The
-    library's exact division branches, which took 1 us of a layer's 19.
+    library's exact division branches, which took 0.6 us of a layer's 18.
     """
     if c.FP8:
         wide = row.to(gl.float32)

@@ -218,11 +218,10 @@ def warps_keys_of(ring, stage, c):
 
 @gluon.jit
 def scales_of(ring, stage, OF_VALUES: gl.constexpr, c):
-    """View the scales of a stage's keys, or of its values, [KEYS]."""
-    ROWS_OF_SCALES: gl.constexpr = c.D
+    """View the scales of a stage's keys, or of its values, [KEYS]; a stage is as large as D lines of them."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    data = ring.data.index(stage)._reinterpret(gl.float32, [ROWS_OF_SCALES, c.KEYS], layout)
-    return data.index(ROWS_OF_SCALES // 2 + OF_VALUES)
+    lines = ring.data.index(stage)._reinterpret(gl.float32, [c.D, c.KEYS], layout)
+    return lines.index(c.D // 2 + OF_VALUES)
 
 
 @gluon.jit
@@ -230,11 +229,9 @@ def warps_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
     """Load the scales of each warp's keys, or of its values, [8, KEYS / 8] float32; 1 where they have none."""
     scales = gl.full([8, c.KEYS // 8], 1.0, gl.float32, layout=layout)
     if c.FP8:
-        ROWS_OF_SCALES: gl.constexpr = c.D
-        shape: gl.constexpr = [ROWS_OF_SCALES, 8, c.KEYS // 8]
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        data = ring.data.index(stage)._reinterpret(gl.float32, shape, flat)
-        scales = data.index(ROWS_OF_SCALES // 2 + OF_VALUES).load(layout)
+        plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        line = scales_of(ring, stage, OF_VALUES, c)
+        scales = line._reinterpret(gl.float32, [8, c.KEYS // 8], plane).load(layout)
     return scales
 
 
