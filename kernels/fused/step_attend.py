@@ -43,8 +43,7 @@ def attend(
 ):  # fmt: skip
     """Attend this program's split for the heads of one key-value head; the first one writes the token's key and value.
 
-    `cache` are the addresses of keys and of their scales, then of values and of theirs; `scale` is in units of log2.
-    Returns `used`, and how many programs attend.
+    `cache` as `cache_of` returns it; `scale` is in units of log2. Returns `used`, and how many programs attend.
     """
     kv_head = gl.program_id(0) % c.KV_HEADS
     split = gl.program_id(0) // c.KV_HEADS

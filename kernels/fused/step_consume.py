@@ -41,16 +41,12 @@ from kernels.fused.step_ring import (
     COLUMNS,
     INPUT_NORM,
     K_NORM,
-    KEY_SCALES,
-    KEYS,
     MLP_NORM,
     Q_NORM,
     QKV_BIAS,
     ROWS,
-    VALUE_SCALES,
-    VALUES,
     address,
-    cache_dtype,
+    cache_of,
     members_of_head,
     projected_row,
     projected_tiles,
@@ -96,20 +92,15 @@ def consume(
     for layer in range(c.LAYERS):
         turn = (base + layer) & 1
         vectors = (cosine, sine, q_gain, k_gain)
-        numbers: gl.constexpr = cache_dtype(dtype, c.FP8)
-        keys = address(table, layer, KEYS, numbers), address(table, layer, KEY_SCALES, gl.float32)
-        values = (
-            address(table, layer, VALUES, numbers),
-            address(table, layer, VALUE_SCALES, gl.float32),
-        )
+        cache = cache_of(table, layer, dtype, c)
         xs = normed(ring, gains, eps, c)
         bias = address(table, layer, QKV_BIAS, dtype)
         used = project_all(ring, xs, qkv, turn, bias, used, c)
         arrive_published(ready, c)
 
         used, items = attend(
-            ring, qkv + turn * PROJECTED, vectors, (keys, values), position, slot, parts, logs, counter,
-            (layer + 1) * members, used, eps, scale, c,
+            ring, qkv + turn * PROJECTED, vectors, cache, position, slot, parts, logs, counter, (layer + 1) * members,
+            used, eps, scale, c,
         )  # fmt: skip
         wait_grid(counter + HEADS_DONE, (layer + 1) * items)
         combine(ring, parts, logs, position, c)

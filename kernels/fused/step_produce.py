@@ -14,16 +14,12 @@ from kernels.fused.step_ring import (
     COLUMNS,
     DOWN,
     GATE_UP,
-    KEY_SCALES,
-    KEYS,
     OUTPUT,
     PRODUCER_WARPS,
     QKV,
     ROWS,
-    VALUE_SCALES,
-    VALUES,
     address,
-    cache_dtype,
+    cache_of,
     key_range,
     keys_of,
     parts_of,
@@ -47,13 +43,8 @@ def produce(ring, table, head, positions, block_table, c):
         for number in range(projected_tiles(c)):
             place = weight + projected_row(number, c) * c.HIDDEN
             used = send_rows(ring, place, used, c.HIDDEN, c.FLYING, c)
-        numbers: gl.constexpr = cache_dtype(dtype, c.FP8)
-        keys = address(table, layer, KEYS, numbers), address(table, layer, KEY_SCALES, gl.float32)
-        values = (
-            address(table, layer, VALUES, numbers),
-            address(table, layer, VALUE_SCALES, gl.float32),
-        )
-        used = send_keys(ring, (keys, values), block_table, past, used, c)
+        cache = cache_of(table, layer, dtype, c)
+        used = send_keys(ring, cache, block_table, past, used, c)
         weight = address(table, layer, OUTPUT, dtype)
         used = send_matrix(ring, weight, used, c.HIDDEN, QUERIES, c.FLYING, c)
         weight = address(table, layer, GATE_UP, dtype)
@@ -99,7 +90,7 @@ def send_rows(ring, weight, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c)
 def send_keys(ring, cache, block_table, past, used, c):
     """Copy the keys and values of this program's head and split, those of the step's own token excepted.
 
-    `cache` are the addresses of keys and of their scales, then of values and of theirs.
+    `cache` as `cache_of` returns it.
     """
     WIDE: gl.constexpr = 16 if c.FP8 else 8
     LANES: gl.constexpr = c.D // WIDE

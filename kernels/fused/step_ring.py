@@ -275,6 +275,15 @@ def address(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def cache_of(table, layer, dtype: gl.constexpr, c):
+    """Look up a layer's cache, of a model in `dtype`: where keys and their scales are, then values and theirs."""
+    numbers: gl.constexpr = cache_dtype(dtype, c.FP8)
+    keys = address(table, layer, KEYS, numbers), address(table, layer, KEY_SCALES, gl.float32)
+    values = address(table, layer, VALUES, numbers), address(table, layer, VALUE_SCALES, gl.float32)
+    return keys, values
+
+
+@gluon.jit
 def key_range(past, split, c):
     """The stages of keys of a split.
 
