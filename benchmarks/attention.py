@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import time
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +49,7 @@ from benchmarks.attention_shapes import (
     TINY,
     Shape,
 )
-from benchmarks.report import write_report
+from benchmarks.report import add_bookkeeping, write_report
 from kernels.plan import PagedBatch
 
 if TYPE_CHECKING:
@@ -93,9 +92,7 @@ def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespac
     )
     if not arguments.launch or not selection.launches:
         return selection
-    launch = parse_launch(
-        arguments.launch, selection.launch_for(shape.length, shape.batch * shape.hkv)
-    )
+    launch = parse_launch(arguments.launch, selection.launch_for(shape.length, shape.batch))
     return forced(selection.spec, arch, launch)
 
 
@@ -107,7 +104,7 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
     for shape, paged in shapes:
         selection = choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments)
         if selection.launches:
-            launch = selection.launch_for(shape.length, shape.batch * shape.hkv)
+            launch = selection.launch_for(shape.length, shape.batch)
             job = precompile.Job(selection.spec.name, shape, arguments.dtype, paged, launch)
             code = (selection.spec.name, shape.heads, paged, launch, shape.causal, shape.window)
             jobs[code] = job
@@ -149,9 +146,7 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
         "error_of_plain_pytorch": _four_digits(plain),
     }
     if selection.launches:
-        record["launch"] = dataclasses.asdict(
-            selection.launch_for(shape.length, shape.batch * shape.hkv)
-        )
+        record["launch"] = dataclasses.asdict(selection.launch_for(shape.length, shape.batch))
     if prefill:
         record["tflops"] = _four_digits(shape.flops / timing.median / 1e6)
         if not paged:
@@ -290,8 +285,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kernel", help="registry row; default the registry's choice")
     parser.add_argument("--launch", help="fields of the launch, as block_m=128,num_warps=8")
     parser.add_argument("--workers", type=int, default=8, help="compiler processes")
-    parser.add_argument("--out", type=Path, help="folder of the result file")
-    parser.add_argument("--commit", help="of the code, where there is no .git")
+    add_bookkeeping(parser)
     parser.add_argument("--device", default="cuda", help="cpu: dry run in Triton's interpreter")
     return parser.parse_args()
 

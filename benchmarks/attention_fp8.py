@@ -88,7 +88,7 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     }
     if selection.launches:
         shape = inputs.shape
-        launch = selection.launch_for(shape.length, shape.batch * shape.hkv)
+        launch = selection.launch_for(shape.length, shape.batch)
         figures["launch"] = dataclasses.asdict(launch)
     return {"fp8_cache": figures}
 
@@ -126,7 +126,7 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
     shape = inputs.shape
     figures = {
         "kernel": selection.spec.name,
-        "launch": dataclasses.asdict(selection.launch_for(shape.length, shape.batch * shape.hkv)),
+        "launch": dataclasses.asdict(selection.launch_for(shape.length, shape.batch)),
         "us": round(whole.median, 2),
         "us_p20_p80": [round(whole.low, 2), round(whole.high, 2)],
         "tflops": _four_digits(shape.flops / whole.median / 1e6),

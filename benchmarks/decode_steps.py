@@ -13,14 +13,13 @@ import argparse
 import functools
 import statistics
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import kernels
 from benchmarks.attention_inputs import forced, parse_launch
-from benchmarks.report import write_report
+from benchmarks.report import add_bookkeeping, write_report
 from kernels import PagedBatch, Phase
 from model.config import ModelConfig
 from model.dtypes import resolve_kv_dtype
@@ -118,7 +117,7 @@ def step(
     problem = model.attention_problem(Phase.DECODE, BLOCK_SIZE, kv_dtype=cache.kv_dtype)
     selection = kernels.select(problem, kernels.detect(weight.device))
     if launch != TABLE:
-        chosen = selection.launch_for(batch.max_seqlen_k, sequences * problem.num_kv_heads)
+        chosen = selection.launch_for(batch.max_seqlen_k, sequences)
         selection = forced(selection.spec, selection.arch, parse_launch(launch, chosen))
     ids = -1 - torch.arange(sequences, device=weight.device)
     positions, drawn = numbers(context - 1), numbers(0)
@@ -198,8 +197,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--launches", nargs="+", default=[TABLE], metavar="FIELD=NUMBER,...")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder of the result file")
-    parser.add_argument("--commit", help="of the code, where there is no .git")
+    add_bookkeeping(parser)
     parser.add_argument("--device", default="cuda", help="cpu: dry run")
     return parser.parse_args()
 

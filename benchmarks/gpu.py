@@ -1,6 +1,6 @@
 """Every GPU figure of docs/benchmarks.md: the engine on three shapes and the bundled model, the service from its start.
 
-    python -m benchmarks.gpu --out results/ [--only llama-3.2-1b http] [--commit abc1234]
+    python -m benchmarks.gpu [--out results/] [--only llama-3.2-1b http] [--commit abc1234]
 
 Each figure comes from a command that is printed before it runs; one that fails does not keep the others from running.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.report import write_report
+from benchmarks.report import RESULTS, add_bookkeeping, write_report
 from benchmarks.service import service
 from server.bench.engine_options import SHAPES
 
@@ -121,18 +121,18 @@ def main() -> None:
     names = (*ENGINE, HTTP)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
         help=f"of {', '.join(names)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, help="folder of the result files")
-    parser.add_argument("--commit", help="of the code, where there is no .git")
+    add_bookkeeping(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU that PyTorch can use")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    folder = arguments.out or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
     failed = []
     for name in arguments.only:
         if name == HTTP:
-            good = serve(arguments.out, arguments.commit)
+            good = serve(folder, arguments.commit)
         else:
-            good = bench("engine", ENGINE[name], arguments.out, arguments.commit)
+            good = bench("engine", ENGINE[name], folder, arguments.commit)
         if not good:
             failed.append(name)
     if failed:

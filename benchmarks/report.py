@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -18,6 +19,12 @@ from server.bench.result import code_commit, processor_name
 RESULTS = Path(__file__).parent / "results"
 _BOOKKEEPING = ("--out", "--commit")
 """Options that say where a result goes and what it is called, each with a value."""
+
+
+def add_bookkeeping(parser: argparse.ArgumentParser) -> None:
+    """Add the options `--out` and `--commit`, as `write_report` takes them: `folder` and `revision`."""
+    parser.add_argument("--out", type=Path, help="folder of the result file")
+    parser.add_argument("--commit", help="of the code, where there is no .git")
 
 
 def machine_name(device: str) -> str:

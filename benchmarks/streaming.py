@@ -26,7 +26,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import write_report
+from benchmarks.report import add_bookkeeping, write_report
 from server.serve_command import serve
 from server.settings import Settings
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="the best one counts")
     parser.add_argument("--frontends", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1, help="of the client")
-    parser.add_argument("--out", type=Path, help="folder of the result")
+    add_bookkeeping(parser)
     options = parser.parse_args()
     rows = []
     for rate in options.rates:
@@ -118,7 +118,7 @@ def main() -> None:
         ]
         rows.append(min(rounds, key=lambda row: row["cpu_us_per_token"]))
     libraries = ("uvicorn", "uvloop", "httptools", "starlette", "msgspec", "pyzmq")
-    write_report("streaming", rows, libraries, folder=options.out)
+    write_report("streaming", rows, libraries, folder=options.out, revision=options.commit)
 
 
 if __name__ == "__main__":

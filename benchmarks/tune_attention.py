@@ -37,7 +37,7 @@ from benchmarks.attention_inputs import (
     time_call,
 )
 from benchmarks.attention_shapes import TINY, Shape, find
-from benchmarks.report import write_report
+from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.tune_grid import PROGRAMS_PER_SM, candidates
 from kernels.plan import LaunchConfig
 
@@ -375,8 +375,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--workers", type=int, default=14, help="compiler processes")
     parser.add_argument("--top", type=int, default=4, help="launches shown per row")
-    parser.add_argument("--out", type=Path, help="folder of the result file")
-    parser.add_argument("--commit", help="of the code, where there is no .git")
+    add_bookkeeping(parser)
     parser.add_argument("--device", default="cuda", help="cpu: dry run in Triton's interpreter")
     return parser.parse_args()
 

@@ -238,7 +238,7 @@ def _explain_launch(
 ) -> LaunchPlan | None:
     if not selection.launches:
         return None
-    tuned = selection.tuned_for(context, num_seqs * problem.num_kv_heads)
+    tuned = selection.tuned_for(context, num_seqs)
     launch, splits = tuned.launch, None
     if problem.phase is Phase.DECODE:
         splits = _splits_per_sequence(problem, launch, selection.arch, num_seqs, context)

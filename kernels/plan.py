@@ -238,15 +238,14 @@ class TunedLaunch:
         max_seqlen_k: for sequences of at most this many keys; None for any length.
         provenance: where the numbers come from, for people.
         measured: whether they were chosen by timing on this architecture.
-        min_heads_per_sm: for steps whose sequences together have at least so many key-value heads for each SM, which
-            is what a decode has thread blocks for without splitting any.
+        min_num_seqs: for steps of at least so many sequences.
     """
 
     launch: LaunchConfig
     max_seqlen_k: int | None
     provenance: str
     measured: bool
-    min_heads_per_sm: int = 0
+    min_num_seqs: int = 0
 
 
 class AttentionKernel(Protocol):
@@ -294,7 +293,7 @@ class Selection:
     Attributes:
         spec: the row.
         arch: where it runs.
-        launches: its tile sizes, those for the most heads first, then by length, ascending; empty where it has none.
+        launches: its tile sizes, those for the most sequences first, then the shortest; empty where it has none.
         why: one sentence for people.
         refusals: the more preferred rows of this phase, each with all of its reasons.
     """
@@ -305,15 +304,15 @@ class Selection:
     why: str
     refusals: tuple[Refusal, ...]
 
-    def launch_for(self, max_seqlen_k: int, num_heads: int) -> LaunchConfig:
-        """Return the tile sizes for sequences of at most `max_seqlen_k` keys, with as many key-value heads together."""
-        return self.tuned_for(max_seqlen_k, num_heads).launch
+    def launch_for(self, max_seqlen_k: int, num_seqs: int) -> LaunchConfig:
+        """Return the tile sizes for so many sequences of at most `max_seqlen_k` keys."""
+        return self.tuned_for(max_seqlen_k, num_seqs).launch
 
-    def tuned_for(self, max_seqlen_k: int, num_heads: int) -> TunedLaunch:
+    def tuned_for(self, max_seqlen_k: int, num_seqs: int) -> TunedLaunch:
         """Return the same with where they come from."""
         for row in self.launches:
             long_enough = row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k
-            if long_enough and num_heads >= row.min_heads_per_sm * self.arch.num_sms:
+            if long_enough and num_seqs >= row.min_num_seqs:
                 return row
         raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
 

@@ -277,7 +277,7 @@ class HopperDecode:
     ) -> None:
         assert isinstance(batch, PagedBatch), "a decode's problem has a block size"
         assert problem.block_size is not None
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         box = rows_of_token(problem.group_size)
         self._problem = problem
         self._list = SplitList(problem, batch, selection, problem.max_query_tokens * box)

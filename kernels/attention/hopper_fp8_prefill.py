@@ -88,7 +88,7 @@ class HopperFP8Prefill:
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
         assert isinstance(batch, PackedBatch), "its row takes no cache"
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         group = problem.group_size
         self._problem = problem
         self._batch = batch

@@ -116,7 +116,7 @@ class HopperPrefill:
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         box = rows_of_token(problem.group_size)
         self._problem = problem
         self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)

@@ -193,7 +193,7 @@ class PortableDecode:
     ) -> None:
         assert isinstance(batch, PagedBatch), "a decode's problem has a block size"
         assert problem.block_size is not None
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         rows = problem.max_query_tokens * problem.group_size
         self._list = SplitList(problem, batch, selection, rows)
         self._table = batch.block_table

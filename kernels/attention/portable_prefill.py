@@ -207,7 +207,7 @@ class PortablePrefill:
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         group = problem.group_size
         self._tiles, self._table = plan_tiles(batch, group, launch.block_m)
         paged = isinstance(batch, PagedBatch)

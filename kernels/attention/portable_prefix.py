@@ -118,7 +118,7 @@ class PortablePrefix:
     ) -> None:
         assert isinstance(batch, PagedBatch), "shared tokens lie in blocks"
         assert batch.shared_prefix > 0
-        launch = selection.launch_for(batch.shared_prefix, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.shared_prefix, batch.num_seqs)
         row_tiles = -(-batch.num_tokens * problem.group_size // launch.block_m)
         tiles = problem.num_kv_heads * row_tiles
         wanted = splits_wanted(selection.arch.num_sms, launch.programs_per_sm, max(1, tiles))

@@ -119,7 +119,7 @@ class SplitList:
             selection: for its tile sizes.
             num_rows: most query rows of a sequence for one key-value head.
         """
-        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs * problem.num_kv_heads)
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         device = batch.seq_lens.device
         self.row_tiles = -(-num_rows // launch.block_m)
         tiles = problem.num_kv_heads * self.row_tiles

@@ -2,8 +2,8 @@
 
 A table is `sm_<compute capability>.json`; its rows name kernel, dtypes, head dims and the longest
 sequence they are for, the dtypes of quantised caches if they are for these alone, and the fewest
-key-value heads of sequences for each SM if they are for many. Knows nothing of how a row was found;
-`check` knows what a table must hold.
+key-value heads of all sequences for each SM if they are for many: what a decode has thread blocks for
+without splitting any. Knows nothing of how a row was found; `check` knows what a table must hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tuned_launches(
     An architecture without a table of its own takes the nearest older one of its generation; a
     quantised cache without rows of its own takes those of any other; what no table has a row for gets
     the registry row's own safe default. All say so. A batch invariant problem gets the one
-    configuration for any length and number of heads.
+    configuration for any length and number of sequences.
     """
     assert spec.launch is not None
     source = table_for(arch.sm)
@@ -45,14 +45,13 @@ def tuned_launches(
             and problem.dtype in row["dtypes"]
             and problem.head_dim in row["head_dims"]
         ]
-        found = [_launch(row, source, arch.sm) for row in rows if is_for(row, problem.kv_dtype)]
+        own = [row for row in rows if is_for(row, problem.kv_dtype)]
+        found = [_launch(row, source, problem, arch) for row in own]
         if not found:
-            plain = [_launch(row, source, arch.sm) for row in rows if is_for(row, None)]
+            plain = [_launch(row, source, problem, arch) for row in rows if is_for(row, None)]
             found = [_for_another_cache(tuned, problem.kv_dtype) for tuned in plain]
-    found.sort(
-        key=lambda row: (-row.min_heads_per_sm, row.max_seqlen_k is None, row.max_seqlen_k or 0)
-    )
-    if not found or found[-1].max_seqlen_k is not None or found[-1].min_heads_per_sm:
+    found.sort(key=lambda row: (-row.min_num_seqs, row.max_seqlen_k is None, row.max_seqlen_k or 0))
+    if not found or found[-1].max_seqlen_k is not None or found[-1].min_num_seqs:
         default = f"safe default of {spec.name}: no table has this head dim and dtype"
         if source is None:
             default = f"safe default of {spec.name}: sm_{arch.sm} has no table"
@@ -86,18 +85,15 @@ def table(sm: int) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads((_FOLDER / f"sm_{sm}.json").read_text())["rows"])
 
 
-def _launch(row: dict[str, Any], source: int, sm: int) -> TunedLaunch:
+def _launch(
+    row: dict[str, Any], source: int, problem: AttentionProblem, arch: GPUArch
+) -> TunedLaunch:
     launch = LaunchConfig(**row["launch"])
-    tuned = TunedLaunch(
-        launch,
-        row["max_seqlen_k"],
-        row["provenance"],
-        row["measured"],
-        row.get("min_heads_per_sm", 0),
-    )
-    if source == sm:
+    fewest = -(-row.get("min_heads_per_sm", 0) * arch.num_sms // problem.num_kv_heads)
+    tuned = TunedLaunch(launch, row["max_seqlen_k"], row["provenance"], row["measured"], fewest)
+    if source == arch.sm:
         return tuned
-    borrowed = f"table of sm_{source}, sm_{sm} has none; {tuned.provenance}"
+    borrowed = f"table of sm_{source}, sm_{arch.sm} has none; {tuned.provenance}"
     return dataclasses.replace(tuned, provenance=borrowed, measured=False)
 
 

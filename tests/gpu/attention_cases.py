@@ -122,7 +122,7 @@ def selection_of(row, problem):
 def every_launch(selection):
     """A selection for each of its launches alone, whatever the lengths; itself where it has none."""
     alone = [
-        dataclasses.replace(tuned, max_seqlen_k=None, min_heads_per_sm=0)
+        dataclasses.replace(tuned, max_seqlen_k=None, min_num_seqs=0)
         for tuned in selection.launches
     ]
     return [dataclasses.replace(selection, launches=(tuned,)) for tuned in alone] or [selection]

@@ -233,13 +233,13 @@ def test_the_launch_of_the_shortest_length_that_fits_is_taken():
     assert selection.tuned_for(513, 1) is LONG
 
 
-def test_tile_sizes_for_many_heads_come_before_those_for_any():
-    crowd = dataclasses.replace(LONG, min_heads_per_sm=2)
+def test_tile_sizes_for_many_sequences_come_before_those_for_any():
+    crowd = dataclasses.replace(LONG, min_num_seqs=33)
     rows = (crowd, SHORT, LONG)
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: rows)
 
-    assert selection.tuned_for(512, 2 * 132 - 1) is SHORT
-    assert selection.tuned_for(512, 2 * 132) is crowd
+    assert selection.tuned_for(512, 32) is SHORT
+    assert selection.tuned_for(512, 33) is crowd
     assert selection.tuned_for(1 << 20, 2048) is crowd
 
 

@@ -118,9 +118,20 @@ def test_rows_come_by_number_and_ascending_length_and_an_invariant_problem_gets_
 
     launches = tuned_launches(PREFILL, asked, gpu(90))
 
-    found = [(row.min_heads_per_sm, row.max_seqlen_k) for row in launches]
-    assert found == [(2, None), (0, 512), (0, None)]
+    found = [(row.min_num_seqs, row.max_seqlen_k) for row in launches]
+    assert found == [(33, None), (0, 512), (0, None)]
     assert tuned_launches(PREFILL, invariant, gpu(90)) == launches[-1:]
+
+
+@pytest.mark.parametrize(("num_kv_heads", "fewest"), [(1, 264), (5, 53), (8, 33), (300, 1)])
+def test_sequences_are_many_when_their_heads_are(monkeypatch, num_kv_heads, fewest):
+    row = sound_table()[0]
+    monkeypatch.setattr(tuning, "table", lambda sm: (row | {"min_heads_per_sm": 2}, row))
+    asked = problem(Phase.PREFILL, head_dim=32, num_kv_heads=num_kv_heads, num_heads=num_kv_heads)
+
+    launches = tuned_launches(PREFILL, asked, gpu(90))
+
+    assert [row.min_num_seqs for row in launches] == [fewest, 0]
 
 
 def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_saying_so(monkeypatch):
