@@ -50,11 +50,11 @@ from benchmarks.attention_shapes import (
     Shape,
 )
 from benchmarks.report import add_bookkeeping, write_report
-from kernels.plan import PagedBatch
+from kernels.attention.problem import PagedBatch
 
 if TYPE_CHECKING:
     from benchmarks.attention_inputs import Inputs
-    from kernels.plan import AttentionProblem, Selection
+    from kernels.attention.problem import AttentionProblem, Selection
 
 _QUICK = {
     ("prefill", 32, 512),

@@ -17,16 +17,16 @@ import torch
 import kernels
 from benchmarks.attention_inputs import arch_of, time_call
 from benchmarks.attention_shapes import DECODE, PREFILL
-from kernels import reference, reference_fp8
-from kernels.plan import PackedBatch
-from kernels.quantised import FP8
+from kernels.attention.problem import PackedBatch
+from kernels.attention.quantized_cache import FP8
+from kernels.testing import reference, reference_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from benchmarks.attention_inputs import Inputs
     from benchmarks.attention_shapes import Shape
-    from kernels.plan import AttentionProblem
+    from kernels.attention.problem import AttentionProblem
 
 FA3 = MappingProxyType(
     {
@@ -116,7 +116,7 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
     selection = kernels.select(problem, arch_of(device))
     if not selection.spec.fp8 or device.type != "cuda":
         return {}
-    from kernels.attention.hopper_fp8_prefill import HopperFP8Prefill  # noqa: PLC0415  # needs Triton
+    from kernels.attention.hopper.fp8_prefill import HopperFP8Prefill  # noqa: PLC0415  # needs Triton
 
     assert isinstance(inputs.batch, PackedBatch)
     kernel = HopperFP8Prefill(problem, inputs.batch, selection)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import reference
 from kernels.arch import CATALOGUE
-from kernels.plan import (
+from kernels.attention.problem import (
     AttentionProblem,
     LaunchConfig,
     PackedBatch,
@@ -27,16 +26,17 @@ from kernels.plan import (
     Selection,
     TunedLaunch,
 )
-from kernels.registry import REGISTRY
-from kernels.testing import assert_no_worse_than, truth_dtype
+from kernels.attention.registry import REGISTRY
+from kernels.testing import reference
+from kernels.testing.problems import assert_no_worse_than, truth_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.attention_shapes import Shape
     from kernels.arch import GPUArch
-    from kernels.plan import AttentionPlan
-    from kernels.spec import KernelSpec
+    from kernels.attention.problem import AttentionPlan
+    from kernels.attention.spec import KernelSpec
 
 BLOCK_SIZE = 16
 _CHECKED_ROWS = 64

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_inputs import time_call
-from kernels.plan import PackedBatch
+from kernels.attention.problem import PackedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

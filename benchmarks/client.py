@@ -20,9 +20,9 @@ import httpx
 import uvloop
 
 from benchmarks.report import write_report
-from server.bench.apis import APIS, Name, Options
-from server.bench.load import Job, Share, run_here
-from server.bench.metrics import summarise
+from server.cli.bench.serve.apis import APIS, Name, Options
+from server.cli.bench.serve.load import Job, Share, run_here
+from server.cli.bench.serve.metrics import summarise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,11 +22,11 @@ import torch
 
 from benchmarks.report import write_report
 from benchmarks.service import service
-from model.hub import resolve
-from model.tokenizer import Tokenizer
-from server.engine.local import LocalEngine
-from server.engine.protocol import EngineConfig
-from server.engine.request import GenerateRequest, SamplingParams
+from model.checkpoint.hub import resolve
+from model.text.tokenizer import Tokenizer
+from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.link.local import LocalEngine
+from server.engine.link.protocol import EngineConfig
 
 PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
 

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 import kernels
 from benchmarks.report import write_report
-from kernels.attention.torch_decode import TorchDecode
-from kernels.plan import AttentionProblem, Phase
-from kernels.testing import Layout, PagedCase, make_case
+from kernels.attention.problem import AttentionProblem, Phase
+from kernels.attention.pytorch.decode import TorchDecode
+from kernels.testing.problems import Layout, PagedCase, make_case
 
 if TYPE_CHECKING:
     from collections.abc import Callable

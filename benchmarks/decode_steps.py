@@ -21,21 +21,21 @@ import kernels
 from benchmarks.attention_inputs import forced, parse_launch
 from benchmarks.report import add_bookkeeping, write_report
 from kernels import PagedBatch, Phase
-from model.config import ModelConfig
-from model.dtypes import resolve_kv_dtype
-from model.hub import resolve
-from model.kv_cache import KVCache
-from model.metadata import AttentionMetadata
-from model.replay import CudaGraphs, Replay
-from model.weights import load_model
-from server.bench.engine_options import SHAPES, shapes
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import resolve
+from model.checkpoint.weights import load_model
+from model.device.dtypes import resolve_kv_dtype
+from model.device.kv_cache import KVCache
+from model.device.replay import CudaGraphs, Replay
+from model.network.metadata import AttentionMetadata
+from server.cli.bench.engine.options import SHAPES, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from model.decoder import DecoderLM
+    from model.network.decoder import DecoderLM
 
 BLOCK_SIZE = 16
 TABLE = "table"

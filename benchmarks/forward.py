@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.report import write_report
 from kernels import PagedBatch
-from model.config import ModelConfig
-from model.decoder import DecoderLM
-from model.kv_cache import KVCache
+from model.checkpoint.config import ModelConfig
+from model.device.kv_cache import KVCache
+from model.network.decoder import DecoderLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable

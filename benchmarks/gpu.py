@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.report import RESULTS, add_bookkeeping, write_report
 from benchmarks.service import service
-from server.bench.engine_options import SHAPES
+from server.cli.bench.engine.options import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -
     """
     told = [f"--json={folder}", *([f"--commit={commit}"] if commit else [])]
     print("$", shlex.join(["tessera", "bench", kind, *options]), flush=True)
-    command = [sys.executable, "-m", "server.main", "bench", kind, *options, *told]
+    command = [sys.executable, "-m", "server.cli.main", "bench", kind, *options, *told]
     return subprocess.run(command, check=False).returncode == 0
 
 

@@ -14,9 +14,10 @@ import time
 
 import msgspec
 
-from server.engine.plan_report import PlanReport
-from server.engine.process import Channel
-from server.engine.protocol import (
+from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.link.plan_report import PlanReport
+from server.engine.link.process import Channel
+from server.engine.link.protocol import (
     AbortRequests,
     EngineInfo,
     EngineLaunch,
@@ -26,8 +27,7 @@ from server.engine.protocol import (
     Shutdown,
     StepMessage,
 )
-from server.engine.request import FinishReason, GenerateRequest
-from server.engine.standard_input import end_with_parent
+from server.engine.link.standard_input import end_with_parent
 
 _NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from server.bench.result import code_commit, processor_name
+from server.cli.bench.result import code_commit, processor_name
 
 RESULTS = Path(__file__).parent / "results"
 _BOOKKEEPING = ("--out", "--commit")

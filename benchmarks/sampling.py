@@ -16,9 +16,9 @@ import torch
 from tokenizers.decoders import DecodeStream
 
 from benchmarks.report import write_report
-from model.hub import resolve
-from model.sampler import Sampler, SamplingRow
-from model.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+from model.checkpoint.hub import resolve
+from model.sampling.sampler import Sampler, SamplingRow
+from model.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,7 +35,7 @@ def service(
         port = probe.getsockname()[1]
     start = time.perf_counter()
     changed = ["env", *(f"{name}={value}" for name, value in (environment or {}).items())]
-    command = [*changed, sys.executable, "-m", "server.main", "serve", f"--port={port}"]
+    command = [*changed, sys.executable, "-m", "server.cli.main", "serve", f"--port={port}"]
     process = subprocess.Popen(
         [*command, "--log-level=warning", "--enable-prefix-caching=false", *options]
     )

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import add_bookkeeping, write_report
-from server.serve_command import serve
-from server.settings import Settings
+from server.cli.serve import serve
+from server.cli.settings import Settings
 
 _PROMPT_TOKENS = 8
 
@@ -75,7 +75,7 @@ def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace)
         report = Path(folder) / "report.json"
         subprocess.run(
             [
-                sys.executable, "-m", "server.main", "bench", "serve", f"--url=http://127.0.0.1:{port}",
+                sys.executable, "-m", "server.cli.main", "bench", "serve", f"--url=http://127.0.0.1:{port}",
                 f"--input-len={_PROMPT_TOKENS}", f"--output-len={tokens}", f"--concurrency={streams}",
                 f"--prompts={streams}", f"--warm-up={streams}", f"--processes={options.processes}", f"--json={report}",
             ],

@@ -10,7 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.attention_shapes import ELEMENT_BYTES
-from kernels.plan import LaunchConfig
+from kernels.attention.problem import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -84,7 +84,7 @@ def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
 
 
 def _hopper_shared_bytes(m: int, n: int, stages: int, head_dim: int) -> int:
-    """Buffers of `kernels.attention.hopper_pipeline`, in 16 bits, and its barriers."""
+    """Buffers of `kernels.attention.hopper.pipeline`, in 16 bits, and its barriers."""
     parts = 2 if m == 128 else 4
     tiles = 2 if head_dim <= 128 else 1  # a part of the output has the room of its queries above
     return 2 * head_dim * (parts * tiles * 64 + 2 * stages * n) + _HOPPER_BARRIERS

@@ -11,9 +11,9 @@ from typing import Any
 
 from docs.attention_table import attention_table
 from kernels.arch import CATALOGUE
-from kernels.explain_text import render
-from server.plan_command import explain_settings
-from server.settings import Settings, environment_variable, flag
+from kernels.explain.text import render
+from server.cli.plan import explain_settings
+from server.cli.settings import Settings, environment_variable, flag
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Generated from `server/settings.py` by `make docs`. A flag of `tessera serve` wins over its environment",
+        "Generated from `server/cli/settings.py` by `make docs`. A flag of `tessera serve` wins over its environment",
         "variable.",
         "",
         "| flag | environment | default | meaning |",

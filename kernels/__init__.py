@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kernels import plan as _plan
 from kernels.arch import GPUArch, detect
-from kernels.arguments import (
+from kernels.attention import problem as _plan
+from kernels.attention.cascade import (
+    prefix_problem,
+    prefix_selection,
+    rest_of,
+    shared_prefix_pays,
+    takes_shared_prefix,
+)
+from kernels.attention.checks import (
     check_attention,
     check_batch,
     check_lse,
@@ -25,20 +32,20 @@ from kernels.arguments import (
     check_write,
     describe,
 )
-from kernels.attention.torch_dense import flash_attention as _flash_attention
-from kernels.attention.torch_write_kv import write_kv as _write_kv
-from kernels.cascade import (
-    prefix_problem,
-    prefix_selection,
-    rest_of,
-    shared_prefix_pays,
-    takes_shared_prefix,
+from kernels.attention.problem import (
+    AttentionPlan,
+    AttentionProblem,
+    PackedBatch,
+    PagedBatch,
+    Phase,
+    Selection,
 )
+from kernels.attention.pytorch.dense import flash_attention as _flash_attention
+from kernels.attention.pytorch.write_kv import write_kv as _write_kv
+from kernels.attention.quantized_cache import FP8
+from kernels.attention.registry import REGISTRY
+from kernels.elementwise.pytorch import apply_rope, rms_norm, rope_tables, silu_and_mul
 from kernels.errors import KernelError, NoKernelError, ShapeError
-from kernels.fused.torch_ops import apply_rope, rms_norm, rope_tables, silu_and_mul
-from kernels.plan import AttentionPlan, AttentionProblem, PackedBatch, PagedBatch, Phase, Selection
-from kernels.quantised import FP8
-from kernels.registry import REGISTRY
 from kernels.tuning import tuned_launches
 
 if TYPE_CHECKING:
@@ -46,8 +53,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.plan import AttentionKernel, AttentionKernelFactory
-    from kernels.spec import KernelSpec
+    from kernels.attention.problem import AttentionKernel, AttentionKernelFactory
+    from kernels.attention.spec import KernelSpec
 
 __all__ = [
     "FP8",
@@ -176,7 +183,7 @@ def _bind(
         return make(problem, batch, selection), None
     assert problem.block_size is not None, "_check_batch refuses this"
     # Imported here: Triton is not there on a host without a GPU.
-    from kernels.attention.cascade_decode import CascadeDecode, PrefixKernel  # noqa: PLC0415
+    from kernels.attention.gpu.cascade_decode import CascadeDecode, PrefixKernel  # noqa: PLC0415
 
     shared = _factory(prefix.spec.target)(prefix_problem(problem), batch, prefix)
     rest_problem = dataclasses.replace(problem, lse=True)
@@ -289,7 +296,7 @@ def write_kv(
     check_write(k, v, kv, slot_mapping, kv_scale)
     if kv.is_cuda:
         # Imported here: Triton is not there on a host without a GPU.
-        from kernels.attention.portable_write_kv import write_kv as scatter  # noqa: PLC0415
+        from kernels.attention.portable.write_kv import write_kv as scatter  # noqa: PLC0415
 
         scatter(k, v, kv, slot_mapping, kv_scale)
     else:

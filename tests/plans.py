@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.engine.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow, StepPlan
+from server.engine.link.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow, StepPlan
 
 _STEP = StepPlan(
     num_seqs=8,

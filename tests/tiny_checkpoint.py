@@ -4,9 +4,9 @@ import json
 
 import torch
 
-from model.config import ModelConfig
-from model.decoder import DecoderLM
-from model.weights import save_checkpoint
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import save_checkpoint
+from model.network.decoder import DecoderLM
 
 VOCAB_SIZE = 260
 

@@ -14,12 +14,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.plan import LaunchConfig, TunedLaunch
+from kernels.attention.problem import LaunchConfig, TunedLaunch
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
-    from kernels.plan import AttentionProblem
-    from kernels.spec import KernelSpec
+    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.spec import KernelSpec
 
 _FOLDER = Path(__file__).parent
 

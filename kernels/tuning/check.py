@@ -9,14 +9,14 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from kernels.arch import CATALOGUE
-from kernels.plan import DTYPES, LaunchConfig
-from kernels.quantised import KV_DTYPES
-from kernels.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.problem import DTYPES, LaunchConfig
+from kernels.attention.quantized_cache import KV_DTYPES
+from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kernels.spec import KernelSpec
+    from kernels.attention.spec import KernelSpec
 
 _FIELDS = {"kernel", "dtypes", "head_dims", "max_seqlen_k", "launch", "provenance", "measured"}
 _OPTIONAL = {"kv_dtypes", "min_heads_per_sm"}

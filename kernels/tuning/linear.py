@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.linear_plan import (
+from kernels.linear.select import (
     LinearChoice,
     LinearKernel,
     LinearLaunch,

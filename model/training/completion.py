@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels import PagedBatch
-from model.decoder import DecoderLM
-from model.kv_cache import KVCache
+from model.device.kv_cache import KVCache
+from model.network.decoder import DecoderLM
 
 BLOCK_SIZE = 16
 

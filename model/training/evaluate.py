@@ -18,14 +18,14 @@ import torch
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from model.config import ModelConfig
-from model.decoder import DecoderLM
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_model
+from model.network.decoder import DecoderLM
 from model.training.completion import complete_greedily
 from model.training.corpus import SourceFile, fragments_of
 from model.training.network import model_logits
 from model.training.prepare import CONTEXT_LENGTH, read_held_out, xz_bytes
 from model.training.tokenization import END_OF_TEXT_ID
-from model.weights import load_model
 
 STRIDE = CONTEXT_LENGTH // 2
 NUM_HEADERS = 200

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from model.config import ModelConfig
-from model.decoder import DecoderLM
+from model.checkpoint.config import ModelConfig
+from model.network.decoder import DecoderLM
 from model.training.network import TrainedLM, cross_entropy, model_logits, training_loss
 from model.training.optimizer import MuonAdamW
 from model.training.prepare import CONTEXT_LENGTH, read_held_out

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.attention import DenseAttention, PagedAttention
-from model.config import ModelConfig
-from model.decoder import DecoderLM
-from model.layers import LayerOps, layer_forward
+from model.checkpoint.config import ModelConfig
+from model.network.attention import DenseAttention, PagedAttention
+from model.network.decoder import DecoderLM
+from model.network.layers import LayerOps, layer_forward
 
 
 class TrainedLM(DecoderLM):

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from model.decoder import DecoderLM
+from model.checkpoint.weights import save_checkpoint
+from model.network.decoder import DecoderLM
 from model.training.loop import Shape, Stage, run_stage
 from model.training.network import TrainedLM
-from model.weights import save_checkpoint
 
 MAX_SHARD_BYTES = 15 * 2**20
 TEACHER = Stage(

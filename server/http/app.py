@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from server.http.context import AppContext
+from server.http.dialects.tgi import generate, tokenize
 from server.http.openapi import install_openapi
 from server.http.replying import install_error_handlers
-from server.http.routes import generate, info, metrics, tokenize
+from server.http.routes import info, metrics
 from server.version import version
 
 if TYPE_CHECKING:
-    from model.tokenizer import Tokenizer
-    from server.engine.handle import EngineHandle
-    from server.http.board import Board
+    from model.text.tokenizer import Tokenizer
+    from server.engine.link.handle import EngineHandle
     from server.http.config import HTTPConfig
+    from server.http.metrics.shared_counters import Board
 
 
 def create_app(

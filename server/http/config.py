@@ -10,7 +10,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPConfig:
-    """What the front end allows; `server.serve_command` builds it from settings and model configuration.
+    """What the front end allows; `server.cli.serve` builds it from settings and model configuration.
 
     Attributes:
         model_id: the name the operator gave the model; the only text from outside that becomes a

@@ -10,21 +10,21 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from server.engine.client import EngineUnavailableError
-from server.engine.protocol import EngineState
+from server.engine.link.client import EngineUnavailableError
+from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError
-from server.http.metrics import Metrics
+from server.http.metrics.registry import Metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from model.tokenizer import Tokenizer
-    from server.engine.handle import EngineHandle
-    from server.engine.protocol import EngineInfo
-    from server.engine.request import GenerateRequest
-    from server.engine.stream import RequestStream
-    from server.http.board import Board
+    from model.text.tokenizer import Tokenizer
+    from server.engine.core.request import GenerateRequest
+    from server.engine.link.handle import EngineHandle
+    from server.engine.link.protocol import EngineInfo
+    from server.engine.link.request_stream import RequestStream
     from server.http.config import HTTPConfig
+    from server.http.metrics.shared_counters import Board
 
 ResultT = TypeVar("ResultT")
 

@@ -13,21 +13,27 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from model.errors import TokenizerError
-from server.engine.request import GenerateRequest
+from server.engine.core.request import GenerateRequest
 from server.errors import IncompleteGenerationError, ValidationError
-from server.http.schemas.limits import random_seed, with_prompt_length, with_seed
-from server.http.schemas.replies import BestOfSequence, Details, GenerateReply, PromptToken, Token
-from server.http.sse import wire_logprob
+from server.http.dialects.tgi.limits import random_seed, with_prompt_length, with_seed
+from server.http.dialects.tgi.replies import (
+    BestOfSequence,
+    Details,
+    GenerateReply,
+    PromptToken,
+    Token,
+)
+from server.http.dialects.tgi.sse import wire_logprob
 from server.http.transcript import Transcript
 
 if TYPE_CHECKING:
-    from model.tokenizer import Tokenizer
-    from server.engine.client import RequestStream
-    from server.engine.protocol import EngineInfo
-    from server.engine.request import SamplingParams, TokenEvent
+    from model.text.tokenizer import Tokenizer
+    from server.engine.core.request import SamplingParams, TokenEvent
+    from server.engine.link.client import RequestStream
+    from server.engine.link.protocol import EngineInfo
     from server.http.context import AppContext
-    from server.http.records import RequestRecord
-    from server.http.schemas.limits import GenerateOptions
+    from server.http.dialects.tgi.limits import GenerateOptions
+    from server.http.metrics.records import RequestRecord
 
 
 @dataclasses.dataclass(slots=True)

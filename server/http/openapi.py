@@ -13,9 +13,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from server import errors
-from server.engine.plan_report import PlanReport
-from server.http.schemas import replies
-from server.http.schemas.generate import GenerateBody
+from server.engine.link.plan_report import PlanReport
+from server.http.dialects.tgi import replies
+from server.http.dialects.tgi.schema import GenerateBody
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

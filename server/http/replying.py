@@ -17,7 +17,7 @@ from server.errors import (
     NotFoundError,
     TesseraError,
 )
-from server.http.schemas.replies import ErrorReply
+from server.http.dialects.tgi.replies import ErrorReply
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

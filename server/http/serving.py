@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from server.http.turns import InTurn
-from server.http.wire import WithWires
+from server.http.fair_start import InTurn
+from server.http.transport import WithWires
 
 if TYPE_CHECKING:
     import socket

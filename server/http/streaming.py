@@ -15,10 +15,8 @@ from server.errors import (
     IncompleteGenerationStreamError,
     TesseraError,
 )
-from server.http.guard import ClientDisconnectedError
-from server.http.metrics import Outcome
-from server.http.schemas.replies import StreamDetails, Token
-from server.http.sse import (
+from server.http.dialects.tgi.replies import StreamDetails, Token
+from server.http.dialects.tgi.sse import (
     error_frame,
     full_frame,
     is_wire_logprob,
@@ -28,19 +26,21 @@ from server.http.sse import (
     token_head,
     wire_logprob,
 )
+from server.http.metrics.registry import Outcome
+from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from starlette.types import Send
 
-    from server.engine.request import TokenEvent
+    from server.engine.core.request import TokenEvent
     from server.http.context import AppContext
+    from server.http.dialects.tgi.sse import EventStream
     from server.http.generation import Generation
-    from server.http.guard import ClientWatch
-    from server.http.records import RequestRecord
-    from server.http.sse import EventStream
-    from server.http.wire import Wire
+    from server.http.metrics.records import RequestRecord
+    from server.http.request_body import ClientWatch
+    from server.http.transport import Wire
 
 log = logging.getLogger("tessera.http")
 

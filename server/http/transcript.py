@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model.tokenizer import IncrementalDetokenizer, StopChecker
-from server.engine.request import FinishReason
+from model.text.tokenizer import IncrementalDetokenizer, StopChecker
+from server.engine.core.request import FinishReason
 from server.errors import GenerationError, IncompleteGenerationError
-from server.http.schemas.replies import Token
-from server.http.sse import wire_logprob
+from server.http.dialects.tgi.replies import Token
+from server.http.dialects.tgi.sse import wire_logprob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from model.tokenizer import Tokenizer
-    from server.engine.request import TokenEvent
+    from model.text.tokenizer import Tokenizer
+    from server.engine.core.request import TokenEvent
 
 WIRE_FINISH_REASONS = {
     FinishReason.EOS: "eos_token",

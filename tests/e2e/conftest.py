@@ -22,7 +22,7 @@ class Service:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.main", "serve", f"--port={self.port}", *arguments],
+            [sys.executable, "-m", "server.cli.main", "serve", f"--port={self.port}", *arguments],
             env=os.environ | dict(environment),
             stderr=subprocess.PIPE,
             text=True,
@@ -43,7 +43,7 @@ class Service:
     def engine_pid(self):
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         pids = [int(pid) for file in children for pid in file.read_text().split()]
-        engines = [p for p in pids if b"server.engine.process" in _command(p)]
+        engines = [p for p in pids if b"server.engine.link.process" in _command(p)]
         assert len(engines) == 1, engines
         return engines[0]
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 def bench(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "server.main", "bench", *arguments],
+        [sys.executable, "-m", "server.cli.main", "bench", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

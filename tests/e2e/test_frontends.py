@@ -18,9 +18,9 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = """
 import sys
-from server.serve_command import serve
-from server.settings import Settings
-command = (sys.executable, "-m", "tests.engine.fake_engine", sys.argv[1])
+from server.cli.serve import serve
+from server.cli.settings import Settings
+command = (sys.executable, "-m", "tests.engine.link.fake_engine", sys.argv[1])
 serve(Settings(_cli_parse_args=sys.argv[2:]), command)
 """
 
@@ -72,7 +72,7 @@ class Fleet:
             for line in Path("/proc/net/tcp").read_text().splitlines()
             if theirs in line
         }
-        for pid in self.children("server.front_end"):
+        for pid in self.children("server.cli.front_end"):
             for file in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if str(file.readlink()) == f"socket:[{inode}]":
@@ -216,7 +216,7 @@ def test_a_killed_front_end_frees_what_it_held_and_comes_back(fleet, clients):
             stream.result()
 
     until(lambda: fleet.metric("tessera_requests_running", other) == 0)
-    until(lambda: len(set(fleet.children("server.front_end")) - {victim}) == 2)
+    until(lambda: len(set(fleet.children("server.cli.front_end")) - {victim}) == 2)
     for client in fleet.one_client_each().values():
         assert len(events(client, 3)) == 3
         client.close()
@@ -245,7 +245,7 @@ def test_more_requests_than_the_service_takes_are_refused_by_either():
 def test_a_signal_lets_requests_end_and_leaves_nothing_behind():
     fleet = Fleet("slow")
     fleet.wait_until_healthy()
-    children = fleet.children("server.front_end") + fleet.children("fake_engine")
+    children = fleet.children("server.cli.front_end") + fleet.children("fake_engine")
     clients = list(fleet.one_client_each().values())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(events, client, 40) for client in clients]
@@ -263,7 +263,7 @@ def test_a_signal_lets_requests_end_and_leaves_nothing_behind():
 def test_everything_ends_with_a_service_that_is_killed():
     fleet = Fleet("slow")
     fleet.wait_until_healthy()
-    children = fleet.children("server.front_end") + fleet.children("fake_engine")
+    children = fleet.children("server.cli.front_end") + fleet.children("fake_engine")
 
     fleet.process.kill()
     fleet.process.communicate()
@@ -288,7 +288,7 @@ def test_a_port_in_use_is_known_at_once_even_where_it_could_be_shared():
         other.listen()
         port = other.getsockname()[1]
         done = subprocess.run(
-            [sys.executable, "-m", "server.main", "serve", "--frontends=2", f"--port={port}"],
+            [sys.executable, "-m", "server.cli.main", "serve", "--frontends=2", f"--port={port}"],
             capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
 

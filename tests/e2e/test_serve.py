@@ -60,7 +60,7 @@ def test_a_function_header_is_completed_with_python(bundled_service):
 
 
 def test_the_service_and_the_plan_command_tell_the_same_plan(bundled_service):
-    command = [sys.executable, "-m", "server.main", "plan", "--device=cpu", "--json"]
+    command = [sys.executable, "-m", "server.cli.main", "plan", "--device=cpu", "--json"]
     told = subprocess.run(command, check=True, capture_output=True).stdout
 
     plan = httpx.get(f"{bundled_service.url}/plan").json()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from model.hub import resolve
-from server.engine.spawn import spawn
+from model.checkpoint.hub import resolve
+from server.engine.link.spawn import spawn
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 def serve(*arguments):
     """Run `tessera serve` to its end; returns its status and its last line."""
     done = subprocess.run(
-        [sys.executable, "-m", "server.main", "serve", *arguments],
+        [sys.executable, "-m", "server.cli.main", "serve", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -68,7 +68,7 @@ def test_a_host_that_is_no_host_name_is_named():
 
 def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-m", "server.main", "serve", "--port=0", "--device=cpu"],
+        [sys.executable, "-m", "server.cli.main", "serve", "--port=0", "--device=cpu"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -113,7 +113,7 @@ def heeds_interrupts():
 def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
     mark = f"MARK={uuid.uuid4()}"
     with subprocess.Popen(
-        [sys.executable, "-m", "server.main", "serve", "--port=0", "--device=cpu"],
+        [sys.executable, "-m", "server.cli.main", "serve", "--port=0", "--device=cpu"],
         env=os.environ | dict([mark.split("=")]),
         stderr=subprocess.DEVNULL,
     ) as process:
@@ -131,7 +131,7 @@ def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
 def test_a_wrong_setting_leaves_no_engine_process():
     mark = f"MARK={uuid.uuid4()}"
     done = subprocess.run(
-        [sys.executable, "-m", "server.main", "serve", "--port=70000"],
+        [sys.executable, "-m", "server.cli.main", "serve", "--port=70000"],
         env=os.environ | dict([mark.split("=")]),
         stderr=subprocess.DEVNULL,
         timeout=60,
@@ -152,7 +152,7 @@ def test_an_engine_process_that_is_told_nothing_ends_without_a_word(capfd):
 
 def test_the_engine_process_is_started_before_anything_slow_is_imported():
     slow = {"pydantic", "asyncio", "zmq", "logging", "argparse"}
-    code = f"import sys, server.main, server.engine.spawn; print({slow} & set(sys.modules))"
+    code = f"import sys, server.cli.main, server.engine.link.spawn; print({slow} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "set()\n"
@@ -256,7 +256,7 @@ def test_a_kv_cache_that_cannot_be_is_refused_with_both_sizes(argument, words):
 
 def test_help_explains_every_setting():
     done = subprocess.run(
-        [sys.executable, "-m", "server.main", "serve", "--help"],
+        [sys.executable, "-m", "server.cli.main", "serve", "--help"],
         capture_output=True,
         text=True,
         timeout=60,

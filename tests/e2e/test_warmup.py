@@ -10,7 +10,7 @@ pytestmark = pytest.mark.e2e
 
 def warm_up(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "server.main", "warmup", *arguments],
+        [sys.executable, "-m", "server.cli.main", "warmup", *arguments],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import kernels
-from kernels.plan import AttentionProblem, Phase
-from kernels.registry import REGISTRY
-from kernels.testing import (
+from kernels.attention.problem import AttentionProblem, Phase
+from kernels.attention.registry import REGISTRY
+from kernels.testing.problems import (
     Layout,
     assert_no_worse_than,
     make_case,

@@ -20,8 +20,8 @@ import time
 import torch
 
 import kernels
-from kernels import reference
-from kernels.plan import Phase
+from kernels.attention.problem import Phase
+from kernels.testing import reference
 from tests.gpu.attention_cases import DEVICE, judge, make, make_problem, rows, run
 
 PREFILL_CASES = [

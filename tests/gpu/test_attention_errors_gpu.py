@@ -9,8 +9,8 @@ import torch
 
 import kernels
 from kernels import NoKernelError, ShapeError
-from kernels.plan import AttentionProblem, Phase
-from kernels.registry import REGISTRY
+from kernels.attention.problem import AttentionProblem, Phase
+from kernels.attention.registry import REGISTRY
 from tests.gpu.attention_cases import DEVICE, make, make_problem
 
 

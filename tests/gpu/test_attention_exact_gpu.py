@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.plan import AttentionProblem, PagedBatch, Phase
-from kernels.testing import UNUSED_BLOCK, Layout
+from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
+from kernels.testing.problems import UNUSED_BLOCK, Layout
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import reference
-from kernels.plan import Phase
-from kernels.registry import REGISTRY
+from kernels.attention.problem import Phase
+from kernels.attention.registry import REGISTRY
+from kernels.testing import reference
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,

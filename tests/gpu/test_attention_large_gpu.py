@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import reference
-from kernels.plan import PackedBatch, PagedBatch, Phase
-from kernels.testing import UNUSED_BLOCK, PackedCase, PagedCase
+from kernels.attention.problem import PackedBatch, PagedBatch, Phase
+from kernels.testing import reference
+from kernels.testing.problems import UNUSED_BLOCK, PackedCase, PagedCase
 from tests.gpu.attention_cases import DEVICE, attend, judge, make_problem, rows, run, selection_of
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16

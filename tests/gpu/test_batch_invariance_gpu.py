@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from kernels.plan import Phase
+from kernels.attention.problem import Phase
 from tests.gpu.attention_cases import (
     attend,
     make,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.plan import Phase
-from kernels.testing import UNUSED_BLOCK
+from kernels.attention.problem import Phase
+from kernels.testing.problems import UNUSED_BLOCK
 from tests.gpu.attention_cases import (
     COMBINATIONS,
     DEVICE,

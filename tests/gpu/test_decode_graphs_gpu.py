@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import kernels
-from model.hub import BUNDLED, resolve
-from server.engine.local import LocalEngine
-from server.engine.model_runner import ModelRunner
-from server.engine.prefill_graphs import PrefillGraphs
-from server.engine.protocol import EngineConfig
-from server.engine.request import GenerateRequest, SamplingParams
+from model.checkpoint.hub import BUNDLED, resolve
+from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.link.local import LocalEngine
+from server.engine.link.protocol import EngineConfig
+from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.prefill_graphs import PrefillGraphs
 from tests.gpu.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]

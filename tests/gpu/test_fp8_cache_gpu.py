@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import kernels
-from kernels.attention.torch_write_kv import write_kv as write_on_cpu
-from kernels.plan import Phase
-from kernels.quantised import FP8
-from kernels.registry import REGISTRY
-from model.config import ModelConfig
-from model.hub import BUNDLED, resolve
-from model.tokenizer import Tokenizer
-from model.weights import load_model
+from kernels.attention.problem import Phase
+from kernels.attention.pytorch.write_kv import write_kv as write_on_cpu
+from kernels.attention.quantized_cache import FP8
+from kernels.attention.registry import REGISTRY
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import BUNDLED, resolve
+from model.checkpoint.weights import load_model
+from model.text.tokenizer import Tokenizer
 from tests.gpu.attention_cases import (
     DEVICE,
     LONG_LENGTHS,
@@ -33,7 +33,7 @@ from tests.gpu.attention_cases import (
     run,
     selection_of,
 )
-from tests.model.paged import logits_in_chunks
+from tests.model.network.paged import logits_in_chunks
 
 COMBINATIONS = [
     ("bfloat16", 8, 2, 128, 16, {}),

@@ -1,6 +1,6 @@
 """The FP8 prefill on the GPU, held to a PyTorch model that rounds where it rounds.
 
-How much rounding to e4m3 costs is the model's to say (`kernels.reference_fp8`); the kernel may differ from
+How much rounding to e4m3 costs is the model's to say (`kernels.testing.reference_fp8`); the kernel may differ from
 the model only where a sum in another order puts a weight on the other side of a tie:
 
     a row        every weight is off by an eighth of itself at most, the distance of two neighbours in e4m3.
@@ -28,9 +28,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import reference, reference_fp8
-from kernels.plan import LaunchConfig, Phase, TunedLaunch
-from kernels.registry import REGISTRY
+from kernels.attention.problem import LaunchConfig, Phase, TunedLaunch
+from kernels.attention.registry import REGISTRY
+from kernels.testing import reference, reference_fp8
 from tests.gpu.attention_cases import (
     DEVICE,
     LONG_PAIRS,
@@ -84,7 +84,7 @@ def allowed(combination):
 
 def judge(case, out, lse=None):
     """Hold every row and the whole to the bounds above."""
-    from kernels.attention.hopper_fp8_quantise import rotation
+    from kernels.attention.hopper.fp8_quantize import rotation
 
     problem = case.problem
     turn = rotation(problem.head_dim, torch.float64, case.q.device)
@@ -127,7 +127,7 @@ def judge(case, out, lse=None):
 
 def quantised(case):
     """What the kernel attends to, in room as its quantiser writes it, and where sequences' blocks begin."""
-    from kernels.attention.hopper_fp8_quantise import make_room, plan_key_blocks, quantise
+    from kernels.attention.hopper.fp8_quantize import make_room, plan_key_blocks, quantise
 
     plan = plan_key_blocks(case.batch.cu_seqlens_k, case.kv.shape[1], BLOCK)
     room = make_room(case.q, case.kv, plan)

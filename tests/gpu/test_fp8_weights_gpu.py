@@ -6,20 +6,20 @@ import pytest
 import torch
 
 import kernels
-from kernels import reference
-from kernels.fp8_rows import dequantise_rows, quantise_rows
-from kernels.fused import quantise_rows as fused
-from kernels.layer_ops import FusedLinear, FusedNorm
-from kernels.linear_plan import LinearKernel
-from kernels.testing import assert_no_worse_than
-from model.config import ModelConfig
-from model.hub import BUNDLED, resolve
-from model.weights import load_model
-from server.engine.local import LocalEngine
-from server.engine.protocol import EngineConfig
-from server.engine.request import GenerateRequest, SamplingParams
-from tests.model import paged
-from tests.model.paged import PagedDriver
+from kernels.elementwise.gpu import quantize_rows as fused
+from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.linear.projection import FusedLinear, FusedNorm
+from kernels.linear.select import LinearKernel
+from kernels.testing import reference
+from kernels.testing.problems import assert_no_worse_than
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import BUNDLED, resolve
+from model.checkpoint.weights import load_model
+from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.link.local import LocalEngine
+from server.engine.link.protocol import EngineConfig
+from tests.model.network import paged
+from tests.model.network.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import kernels
-from kernels import reference
-from kernels.fused.best_token import best_tokens
-from kernels.fused.elementwise import add_rms_norm, silu_and_mul
-from kernels.fused.linear import LinearArguments, Norm, TileBest, linear
-from kernels.fused.rope_cache import rope_and_write_kv
-from kernels.linear_plan import LinearKernel, LinearProblem, select_linear
-from kernels.testing import assert_no_worse_than
-from kernels.token_ops import embed_tokens
+from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
+from kernels.linear.gpu.linear import LinearArguments, Norm, TileBest, linear
+from kernels.linear.select import LinearKernel, LinearProblem, select_linear
+from kernels.rope.gpu.rope_cache import rope_and_write_kv
+from kernels.sampling.gpu.best_token import best_tokens
+from kernels.sampling.tokens import embed_tokens
+from kernels.testing import reference
+from kernels.testing.problems import assert_no_worse_than
 from kernels.tuning.linear import tuned_linear
 
 DEVICE = "cuda"

@@ -5,16 +5,16 @@ import gc
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.decoder import DecoderLM
-from model.hub import BUNDLED, resolve
-from model.weights import load_model
-from server.engine.local import LocalEngine
-from server.engine.protocol import EngineConfig
-from server.engine.request import GenerateRequest, SamplingParams
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import BUNDLED, resolve
+from model.checkpoint.weights import load_model
+from model.network.decoder import DecoderLM
+from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.link.local import LocalEngine
+from server.engine.link.protocol import EngineConfig
 from tests.gpu.python_headers import HEADERS
-from tests.model import paged
-from tests.model.paged import PagedDriver
+from tests.model.network import paged
+from tests.model.network.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.plan import LaunchConfig, Phase, TunedLaunch
-from kernels.registry import REGISTRY
+from kernels.attention.problem import LaunchConfig, Phase, TunedLaunch
+from kernels.attention.registry import REGISTRY
 from tests.gpu.attention_cases import (
     DEVICE,
     LONG_PAIRS,

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import kernels
-from kernels import PagedBatch, reference
-from kernels.fused.elementwise import add_rms_norm
-from kernels.fused.matrix_linear import MatrixLinear
-from kernels.testing import assert_no_worse_than
-from model.decoder import DecoderLM
-from model.kv_cache import KVCache
+from kernels import PagedBatch
+from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
+from kernels.linear.gpu.matrix import MatrixLinear
+from kernels.testing import reference
+from kernels.testing.problems import assert_no_worse_than
+from model.device.kv_cache import KVCache
+from model.network.decoder import DecoderLM
 from tests.gpu.test_whole_step_gpu import QWEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]

@@ -17,20 +17,20 @@ import pytest
 import torch
 
 import kernels
-import model.decoder
-import server.engine.model_runner
-from model.config import ModelConfig
-from model.hub import BUNDLED, resolve
-from model.tokenizer import Tokenizer
-from model.transfer import Download
-from model.weights import load_model
-from server.engine.local import LocalEngine
-from server.engine.protocol import EngineConfig
-from server.engine.request import GenerateRequest, SamplingParams
-from server.engine.runner_start import _GPU_HEADROOM_BYTES
+import model.network.decoder
+import server.engine.runner.model_runner
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import BUNDLED, resolve
+from model.checkpoint.weights import load_model
+from model.device.transfer import Download
+from model.text.tokenizer import Tokenizer
+from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.link.local import LocalEngine
+from server.engine.link.protocol import EngineConfig
+from server.engine.runner.runner_start import _GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.waiting import no_waiting
-from tests.model.paged import PagedDriver
+from tests.model.network.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -163,10 +163,10 @@ def test_a_prefix_read_once_for_all_gives_the_tokens_of_one_read_by_each(
         return planned[-1]
 
     plan_attention = kernels.plan_attention
-    monkeypatch.setattr(model.decoder, "plan_attention", noted)
+    monkeypatch.setattr(model.network.decoder, "plan_attention", noted)
     for pays in (False, True):
         monkeypatch.setattr(
-            server.engine.model_runner, "shared_prefix_pays", lambda *_, pays=pays: pays
+            server.engine.runner.model_runner, "shared_prefix_pays", lambda *_, pays=pays: pays
         )
         engine = make_engine()
         engine.generate(asked[:1])
@@ -308,11 +308,11 @@ def test_a_step_without_memory_ends_its_requests_and_the_next_ones_succeed(
 
 BREAK_THE_CONTEXT = """
 import torch
-from model.config import ModelConfig
-from model.kv_cache import KVCache
-from model.hub import resolve
-from model.weights import load_model
-from server.engine.model_runner import ModelRunner
+from model.checkpoint.config import ModelConfig
+from model.device.kv_cache import KVCache
+from model.checkpoint.hub import resolve
+from model.checkpoint.weights import load_model
+from server.engine.runner.model_runner import ModelRunner
 
 folder = resolve("bundled")
 model = load_model(folder, ModelConfig.from_folder(folder), torch.bfloat16, torch.device("cuda"))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 def test_a_profile_tells_of_kernels_gaps_and_waits(tmp_path, graphs):
     done = subprocess.run(
         [
-            sys.executable, "-m", "server.main", "bench", "engine", "--profile", "--device=cuda",
+            sys.executable, "-m", "server.cli.main", "bench", "engine", "--profile", "--device=cuda",
             "--workloads", "batch1", "decode4", "ttft64", f"--cuda-graphs={graphs}", f"--json={tmp_path}/r.json",
         ],
         capture_output=True,

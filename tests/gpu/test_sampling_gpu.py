@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import kernels
-from kernels import token_ops
-from kernels.draw_rows import DrawSizes
-from kernels.fused.most_likely import most_likely_tokens
-from model.device_sampling import DeviceDraw
-from model.sampler import Sampler, SamplingRow
+from kernels.sampling import tokens as token_ops
+from kernels.sampling.gpu.argmax import most_likely_tokens
+from kernels.sampling.rows import DrawSizes
+from model.sampling.device import DeviceDraw
+from model.sampling.sampler import Sampler, SamplingRow
 from tests.gpu.waiting import no_waiting
-from tests.kernels.sampled import by_host, by_kernel, by_rule
-from tests.model.sampling_rows import varied_rows
+from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
+from tests.model.sampling.sampling_rows import varied_rows
 
 VOCABULARIES = [512, 32003, 151936, 262144]
 FILTERS = [

@@ -16,7 +16,7 @@ from tests.gpu.python_headers import HEADERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-SHAPES = Path(__file__).parents[2] / "server" / "bench" / "shapes"
+SHAPES = Path(__file__).parents[2] / "server" / "cli" / "bench" / "shapes"
 START_SECONDS = 180.0
 
 
@@ -160,7 +160,7 @@ def test_two_services_start_together_on_one_gpu(services, record_property):
 def serve(*arguments, environment=os.environ):
     """Run `tessera serve` to its end; returns its status and its last line."""
     done = subprocess.run(
-        [sys.executable, "-m", "server.main", "serve", "--port=0", "--device=cuda", *arguments],
+        [sys.executable, "-m", "server.cli.main", "serve", "--port=0", "--device=cuda", *arguments],
         env=environment,
         capture_output=True,
         text=True,

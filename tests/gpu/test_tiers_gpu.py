@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import kernels
-import model.decoder
-from kernels.registry import REGISTRY
-from model.decoder import DecoderLM
+import model.network.decoder
+from kernels.attention.registry import REGISTRY
+from model.network.decoder import DecoderLM
 from tests.gpu.test_whole_step_gpu import MODELS
-from tests.model import paged
-from tests.model.paged import PagedDriver
+from tests.model.network import paged
+from tests.model.network.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -37,7 +37,7 @@ def use_portable_rows(monkeypatch, device="cuda"):
         chosen.add(selection.spec.name)
         return plan(problem, batch, selection=selection)
 
-    monkeypatch.setattr(model.decoder, "plan_attention", plan_portably)
+    monkeypatch.setattr(model.network.decoder, "plan_attention", plan_portably)
     return chosen
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from kernels import FP8, PagedBatch, detect
-from kernels.fp8_rows import dequantise_rows, quantise_rows
-from kernels.testing import assert_no_worse_than
-from model.config import ModelConfig, RopeConfig
-from model.decoder import DecoderLM
-from model.kv_cache import KVCache
-from model.whole_step import OneSequence, why_not
+from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.testing.problems import assert_no_worse_than
+from model.checkpoint.config import ModelConfig, RopeConfig
+from model.device.kv_cache import KVCache
+from model.network.decoder import DecoderLM
+from model.network.single_launch import OneSequence, why_not
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from tests.http.fakes import EOS_ID, FakeEngine, save_tokenizer

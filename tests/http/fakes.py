@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from server.engine.client import EngineUnavailableError, RequestStream
-from server.engine.protocol import EngineInfo, EngineState, EngineStats
-from server.engine.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.link.client import EngineUnavailableError, RequestStream
+from server.engine.link.protocol import EngineInfo, EngineState, EngineStats
 from tests.plans import PLAN
 
 INFO = EngineInfo(

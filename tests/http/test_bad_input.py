@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from server.http.guard import decode
+from server.http.request_body import decode
 from tests.http.fakes import EOS_ID
 
 pytestmark = pytest.mark.anyio

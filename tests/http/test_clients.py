@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 
-from server.engine.request import FinishReason
+from server.engine.core.request import FinishReason
 from tests.http.fakes import EOS_ID, say
 from tests.http.serving import Server
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from server.engine.request import FinishReason
+from server.engine.core.request import FinishReason
 from tests.http.fakes import event, put, say
 from tests.http.serving import Server, head, read_reply
 

@@ -6,9 +6,9 @@ import threading
 import msgspec
 import pytest
 
-from server.engine.protocol import EngineState
-from server.engine.request import FinishReason
-from server.http.schemas.replies import GenerateReply
+from server.engine.core.request import FinishReason
+from server.engine.link.protocol import EngineState
+from server.http.dialects.tgi.replies import GenerateReply
 from tests.http.fakes import EOS_ID, IM_END_ID, INFO, FakeEngine, event, put, say
 
 pytestmark = pytest.mark.anyio
@@ -283,7 +283,7 @@ async def test_end_tokens_are_ignored_on_request(generate, engine):
 
 
 async def test_null_means_default_for_every_parameter(client, engine):
-    from server.http.schemas.generate import GenerateParameters
+    from server.http.dialects.tgi.schema import GenerateParameters
 
     parameters = dict.fromkeys(GenerateParameters.model_fields)
 

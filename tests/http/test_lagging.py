@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from server.engine.request import FinishReason
-from server.http.wire import Wire, wire_of
+from server.engine.core.request import FinishReason
+from server.http.transport import Wire, wire_of
 from tests.http.fakes import event, put
 from tests.http.serving import Server
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from server.listening import listen
+from server.cli.listening import listen
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -5,10 +5,10 @@ import json
 import msgspec
 import pytest
 
-from server.engine.plan_report import PlanReport
-from server.engine.protocol import EngineState
-from server.http.schemas.generate import GenerateBody, GenerateParameters
-from server.http.schemas.replies import InfoReply
+from server.engine.link.plan_report import PlanReport
+from server.engine.link.protocol import EngineState
+from server.http.dialects.tgi.replies import InfoReply
+from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
 from tests.http.fakes import EOS_ID
 from tests.plans import PLAN
 

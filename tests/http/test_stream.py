@@ -6,8 +6,8 @@ import json
 import msgspec
 import pytest
 
-from server.engine.request import FinishReason
-from server.http.schemas.replies import StreamEvent
+from server.engine.core.request import FinishReason
+from server.http.dialects.tgi.replies import StreamEvent
 from tests.http.conftest import frames
 from tests.http.fakes import EOS_ID, FakeEngine, event, put, say, silent
 

@@ -9,12 +9,12 @@ import contextlib
 
 import pytest
 
-from tests.kernels.cross_compile_pool import Pool
+from tests.kernels.compile.cross_compile_pool import Pool
 from tests.kernels.triton_interpreter import HAS_TRITON
 
 _WORKERS = {
-    "Job": (2, "tests.kernels.cross_compile_worker"),
-    "FusedJob": (1, "tests.kernels.fused_compile_worker"),
+    "Job": (2, "tests.kernels.compile.cross_compile_worker"),
+    "FusedJob": (1, "tests.kernels.compile.fused_compile_worker"),
 }
 """Processes for a kind of job, and what they run."""
 _stack = contextlib.ExitStack()

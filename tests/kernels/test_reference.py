@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels import reference
+from kernels.testing import reference
 
 
 def attend_one(q, k, v, query, head, *, scale, window, softcap):

@@ -9,9 +9,9 @@ import pytest
 
 from kernels import tuning
 from kernels.arch import CATALOGUE
-from kernels.plan import DTYPES, AttentionProblem, LaunchConfig, Phase
-from kernels.quantised import FP8
-from kernels.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.problem import DTYPES, AttentionProblem, LaunchConfig, Phase
+from kernels.attention.quantized_cache import FP8
+from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.tuning import table, table_for, tables, tuned_launches
 from kernels.tuning.check import mistakes, shared_memory_estimate
 

@@ -19,20 +19,20 @@ import torch
 
 _VARIABLE = "TRITON_INTERPRET"
 _MODULES = (
-    "kernels.attention.portable_prefill",
-    "kernels.attention.portable_decode",
-    "kernels.attention.portable_prefix",
-    "kernels.attention.cascade_decode",
-    "kernels.attention.portable_write_kv",
-    "kernels.attention.hopper_fp8_quantise",
-    "kernels.attention.hopper_items",
-    "kernels.fused.best_token",
-    "kernels.fused.draw_tokens",
-    "kernels.fused.elementwise",
-    "kernels.fused.embed",
-    "kernels.fused.quantise_rows",
-    "kernels.fused.rope_cache",
-    "kernels.fused.vector_linear",
+    "kernels.attention.portable.prefill",
+    "kernels.attention.portable.decode",
+    "kernels.attention.portable.prefix",
+    "kernels.attention.gpu.cascade_decode",
+    "kernels.attention.portable.write_kv",
+    "kernels.attention.hopper.fp8_quantize",
+    "kernels.attention.hopper.work_items",
+    "kernels.sampling.gpu.best_token",
+    "kernels.sampling.gpu.sample_tokens",
+    "kernels.elementwise.gpu.norm_and_gate",
+    "kernels.sampling.gpu.embed",
+    "kernels.elementwise.gpu.quantize_rows",
+    "kernels.rope.gpu.rope_cache",
+    "kernels.linear.gpu.vector",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 
@@ -67,7 +67,7 @@ def load() -> None:
 
 def is_loaded() -> bool:
     """Whether our kernels run in the interpreter in this process."""
-    module = sys.modules.get("kernels.attention.portable_prefill")
+    module = sys.modules.get("kernels.attention.portable.prefill")
     return module is not None and type(module.prefill).__name__ == "InterpretedFunction"
 
 
@@ -107,8 +107,8 @@ def _replace_assembly() -> None:
     import triton
     import triton.language as tl
 
-    from kernels.attention import tile_pairs
-    from kernels.fused import device
+    from kernels.attention.portable import tile_fp8 as tile_pairs
+    from kernels.gpu import functions as device
 
     @triton.jit
     def prefetch(addresses):

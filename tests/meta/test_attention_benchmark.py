@@ -22,10 +22,10 @@ from benchmarks.attention_report import Ceilings, decode_table, fp8_table, prefi
 from benchmarks.attention_shapes import DECODE, MORE_DECODE, MORE_PREFILL, PREFILL, TINY, Shape
 from benchmarks.tune_grid import candidates
 from docs.attention_table import attention_table
-from kernels import reference
 from kernels.arch import CATALOGUE
-from kernels.plan import LaunchConfig
-from kernels.registry import REGISTRY
+from kernels.attention.problem import LaunchConfig
+from kernels.attention.registry import REGISTRY
+from kernels.testing import reference
 from kernels.tuning import tuned_launches
 from kernels.tuning.check import shared_memory_estimate
 

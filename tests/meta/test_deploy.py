@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from deploy import healthcheck
-from server import fleet
-from server.engine import supervisor
+from server.cli import front_end_pool as fleet
+from server.cli.settings import Settings, environment_variable
+from server.engine.link import supervisor
 from server.http import serving
-from server.settings import Settings, environment_variable
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]

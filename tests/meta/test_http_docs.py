@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from server import errors
-from server.engine import plan_report
-from server.engine.protocol import EngineState
-from server.http.metrics import SPECS, Endpoint, Outcome
-from server.http.schemas import replies
-from server.http.schemas.generate import GenerateBody, GenerateParameters
+from server.engine.link import plan_report
+from server.engine.link.protocol import EngineState
+from server.http.dialects.tgi import replies
+from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
+from server.http.metrics.registry import SPECS, Endpoint, Outcome
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_every_label_value_is_described(label):
 def test_every_header_that_is_sent_is_described():
     source = "".join(
         (ROOT / "server/http" / name).read_text()
-        for name in ("routes/generate.py", "routes/info.py", "sse.py", "replying.py")
+        for name in ("dialects/tgi/generate.py", "routes/info.py", "dialects/tgi/sse.py", "replying.py")
     )
     sent = set(re.findall(r'"(x-[a-z-]+|retry-after|allow|cache-control|connection)"', source))
 

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from model import device_sampling
-from model.sampler import Sampler
+from model.sampling import device as device_sampling
+from model.sampling.sampler import Sampler
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps.",

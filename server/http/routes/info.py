@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from server.engine.plan_report import PlanReport
-from server.engine.protocol import EngineState
+from server.engine.link.plan_report import PlanReport
+from server.engine.link.protocol import EngineState
 from server.errors import UnavailableError
+from server.http.dialects.tgi.replies import HealthReply, InfoReply
 from server.http.openapi import describe_error, describe_route
 from server.http.replying import json_reply
-from server.http.schemas.replies import HealthReply, InfoReply
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -1,4 +1,4 @@
-"""GET /metrics: everything `server.http.metrics` counts, in the format the scraper asks for."""
+"""GET /metrics: everything `server.http.metrics.registry` counts, in the format the scraper asks for."""
 
 from __future__ import annotations
 

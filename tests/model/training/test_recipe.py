@@ -13,7 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from model.config import ModelConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_model
 from model.training import evaluate, prepare, train
 from model.training.completion import complete_greedily
 from model.training.loop import Shape, Stage, learning_rate, run_stage
@@ -22,7 +23,6 @@ from model.training.optimizer import orthogonalize
 from model.training.prepare import STREAMS, read_held_out
 from model.training.streams import TokenStreams
 from model.training.train import export
-from model.weights import load_model
 
 CPU = torch.device("cpu")
 STAGE = Stage(

@@ -1,0 +1,1 @@
+"""Device code that the portable and the Hopper attention kernels share."""

@@ -1,0 +1,1 @@
+"""Attention in Gluon for Hopper's tensor cores and bulk copies."""

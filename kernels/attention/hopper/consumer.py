@@ -1,0 +1,255 @@
+"""A consumer of a Hopper prefill: a warp group that attends 64 query rows of every item.
+
+It issues the scores of the next tile, then the values of this one, and computes exponentials while the
+tensor cores work. Consumers take turns at issuing, so that one's exponentials run beside another's
+products. Knows buffers and barriers from `hopper_pipeline`, nothing of where keys come from.
+
+Source: Shah et al., "FlashAttention-3", 2024.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.attention.hopper.ping_pong import keep_rows, pass_turn, take_turn, turn
+from kernels.attention.hopper.pipeline import (
+    ROWS,
+    first_kept,
+    key_range,
+    next_item,
+    output_row,
+    own_tiles,
+    row_exists,
+)
+from kernels.attention.hopper.scores import (
+    all_of,
+    cap_scores,
+    fade_sums,
+    mask_tile,
+    row_sums,
+    softmax_tile,
+)
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+FIELDS = gl.constexpr(5)
+"""Of an item: head, first row, first query token, query tokens, keys."""
+
+
+@gluon.jit
+def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr, c):
+    """Attend the rows of every item that are those of consumer `INDEX`."""
+    MINE: gl.constexpr = turn(INDEX)
+    NEXT: gl.constexpr = turn((INDEX + 1) % c.CONSUMERS)
+    if INDEX == c.CONSUMERS - 1:
+        pass_turn(NEXT)
+    done = 0
+    consumed = 0
+    queries = 0
+    head, first_row, q_start, q_len, num_keys = next_item(pipe, done, FIELDS)
+    while head >= 0:
+        tiles = key_range(first_row, q_len, num_keys, window, c)
+        my_row = first_row + INDEX * ROWS
+        m, total, acc = attend_item(
+            pipe, tiles, my_row, q_len, num_keys, consumed, queries, scale, window, softcap,
+            INDEX, MINE, NEXT, c,
+        )  # fmt: skip
+        consumed += tiles[1]
+        queries += (tiles[1] > 0).to(gl.int32)
+        nothing = total == 0.0
+        total = gl.where(nothing, 1.0, total)
+        inverse = gl.where(nothing, 0.0, 1.0 / total)
+        out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)
+        acc = acc * gl.convert_layout(inverse, out_rows, assert_trivial=True)[:, None]
+        store_output(pipe, o_desc, out, acc, my_row, head, q_start, q_len, tiles[1], INDEX, c)
+        if not c.OWN_OUTPUT:
+            tma.store_wait(0)
+            gl.thread_barrier()
+            mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=tiles[1] > 0)
+        if c.LSE:
+            log_sum = gl.where(nothing, float("-inf"), m + gl.log2(total)) * _LN_2
+            row = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
+            gl.store(
+                lse + output_row(row, q_start, head, c), log_sum, mask=row_exists(row, q_len, c)
+            )
+        done += 1
+        head, first_row, q_start, q_len, num_keys = next_item(pipe, done, FIELDS)
+    tma.store_wait(0)
+    if INDEX == 0:
+        take_turn(MINE)
+
+
+@gluon.jit
+def attend_item(
+    pipe, tiles, my_row, q_len, num_keys, consumed, queries, scale, window, softcap,
+    INDEX: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, c,
+):  # fmt: skip
+    """Attend this consumer's rows of an item to all of its tiles.
+
+    Returns:
+        (maximum and sum of exponentials of each row, output before it is divided by that sum).
+    """
+    row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
+    factor = scale
+    if c.SOFTCAP:
+        factor = 1.0
+    q = pipe.q.index(INDEX)
+    passed, left, last, count, edge, inside = own_tiles(tiles, my_row, q_len, num_keys, window, c)
+    acc = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
+    total = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
+    m = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
+    if tiles[1] > 0:
+        mbarrier.wait(pipe.q_full.index(0), queries & 1)
+        for i in range(passed):
+            pass_over(pipe, consumed + i, MINE, NEXT, c)
+        consumed += passed
+    if count > 0:
+        token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
+        # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
+        last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
+        m, parts, p = start_item(
+            q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
+            MINE, NEXT, c,
+        )  # fmt: skip
+        state = (m, parts, acc, p)
+        for i in range(1, count):
+            state = consume_tile(
+                i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
+                factor, scale, softcap, MINE, NEXT, c,
+            )  # fmt: skip
+        m, parts, acc, p = state
+        total = all_of(parts, c)
+        consumed += count
+        first = (last - count) * c.BLOCK_N
+        acc = finish_item(pipe, p, acc, first, consumed - 1, q_len, num_keys, window, c)
+    elif tiles[1] > 0:
+        mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=c.OWN_OUTPUT)
+    for i in range(left):
+        pass_over(pipe, consumed + i, MINE, NEXT, c)
+    return m, total, acc
+
+
+@gluon.jit
+def finish_item(pipe, p, acc, first, used, q_len, num_keys, window, c):
+    """Multiply the values of an item's last tile, number `used` of the ring, that begins at key `first`."""
+    buffer = used % c.STAGES
+    mbarrier.wait(pipe.v_full.index(buffer), (used // c.STAGES) & 1)
+    if c.WINDOW:
+        gone = first_kept(q_len, num_keys, window) - first
+        if gone > 0:
+            keep_rows(pipe.v.index(buffer), gone, c.BLOCK_N, c)
+    acc = warpgroup_mma(p, pipe.v.index(buffer), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(pipe.v_empty.index(buffer), count=1)
+    return acc
+
+
+@gluon.jit
+def pass_over(pipe, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
+    """Take part in the ring without attending to tile number `used`, which no row of this consumer sees."""
+    buffer = used % c.STAGES
+    phase = (used // c.STAGES) & 1
+    # An arrival counts for the use that the barrier is at, so this use must have begun.
+    mbarrier.wait(pipe.k_full.index(buffer), phase)
+    take_turn(MINE)
+    pass_turn(NEXT)
+    mbarrier.wait(pipe.v_full.index(buffer), phase)
+    mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
+    mbarrier.arrive(pipe.v_empty.index(buffer), count=1)
+
+
+@gluon.jit
+def start_item(
+    q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
+    MINE: gl.constexpr, NEXT: gl.constexpr, c,
+):  # fmt: skip
+    """Compute the exponentials of an item's first tile, the one at the end of its keys."""
+    dtype: gl.constexpr = pipe.q.dtype
+    buffer = consumed % c.STAGES
+    phase = (consumed // c.STAGES) & 1
+    zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
+    m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, c.S_LAYOUT))
+    mbarrier.wait(pipe.k_full.index(buffer), phase)
+    take_turn(MINE)
+    keys = pipe.k.index(buffer).permute((1, 0))
+    s = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
+    pass_turn(NEXT)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
+    mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(count == 1) & c.OWN_OUTPUT)
+    s = cap_scores(s, scale, softcap, c)
+    s = mask_tile(s, (last - 1) * c.BLOCK_N, last_seen, num_keys, window, c)
+    e, _, m = softmax_tile(s, m, factor, c)
+    parts = row_sums(e, c)
+    p = gl.convert_layout(e.to(dtype), c.P_LAYOUT, assert_trivial=True)
+    if num_keys < last * c.BLOCK_N:
+        mbarrier.wait(pipe.v_full.index(buffer), phase)
+        keep_rows(pipe.v.index(buffer), 0, num_keys - (last - 1) * c.BLOCK_N, c)
+    return m, parts, p
+
+
+@gluon.jit
+def consume_tile(
+    i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
+    factor, scale, softcap, MINE: gl.constexpr, NEXT: gl.constexpr, c,
+):  # fmt: skip
+    """Issue the scores of tile i, then the values of tile i - 1; exponentials of i meanwhile."""
+    dtype: gl.constexpr = pipe.q.dtype
+    m, parts, acc, p = state
+    k_buffer = (consumed + i) % c.STAGES
+    v_buffer = (consumed + i - 1) % c.STAGES
+    zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
+    mbarrier.wait(pipe.k_full.index(k_buffer), ((consumed + i) // c.STAGES) & 1)
+    take_turn(MINE)
+    keys = pipe.k.index(k_buffer).permute((1, 0))
+    s_async = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
+    mbarrier.wait(pipe.v_full.index(v_buffer), ((consumed + i - 1) // c.STAGES) & 1)
+    acc_async = warpgroup_mma(p, pipe.v.index(v_buffer), acc, is_async=True)
+    pass_turn(NEXT)
+    s = warpgroup_mma_wait(1, deps=(s_async,))
+    mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
+    mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
+    s = cap_scores(s, scale, softcap, c)
+    if (i < edge) | (i >= inside):
+        s = mask_tile(s, (last - 1 - i) * c.BLOCK_N, last_seen, num_keys, window, c)
+    e, fade, m = softmax_tile(s, m, factor, c)
+    parts = fade_sums(parts, fade) + row_sums(e, c)
+    acc = warpgroup_mma_wait(0, deps=(acc_async,))
+    mbarrier.arrive(pipe.v_empty.index(v_buffer), count=1)
+    out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)
+    acc = acc * gl.convert_layout(fade, out_rows, assert_trivial=True)[:, None]
+    p = gl.convert_layout(e.to(dtype), c.P_LAYOUT, assert_trivial=True)
+    return m, parts, acc, p
+
+
+@gluon.jit
+def store_output(
+    pipe, o_desc, out, acc, my_row, head, q_start, q_len, count, INDEX: gl.constexpr, c
+):
+    """Write 64 rows: in one bulk copy, or one by one at the sequence's end and where some stand for no head."""
+    dtype: gl.constexpr = pipe.o.dtype
+    # The room of the queries is this item's only if it had any keys; else the next item's are there.
+    whole: gl.constexpr = c.BOX == c.GROUP
+    if whole & (my_row + ROWS <= q_len * c.BOX) & ((count > 0) | c.OWN_OUTPUT):
+        # The copy of the item before has to be done with reading; only its issuer can wait for it.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        staged = pipe.o.index(INDEX)
+        staged.store(acc.to(dtype))
+        fence_async_shared()
+        where = [q_start + my_row // c.BOX, head * c.GROUP, 0]
+        shape: gl.constexpr = [ROWS // c.BOX, c.BOX, c.D]
+        source = staged._reinterpret(dtype, shape, o_desc.layout)
+        tma.async_copy_shared_to_global(o_desc, where, source)
+    else:
+        row = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
+        column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
+        place = output_row(row, q_start, head, c)[:, None] * c.D + column[None, :]
+        gl.store(out + place, acc.to(dtype), mask=row_exists(row, q_len, c)[:, None])

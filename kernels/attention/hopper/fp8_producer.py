@@ -1,0 +1,76 @@
+"""The producer of the FP8 Hopper prefill: one warp that keeps the consumers supplied.
+
+As `hopper_producer`, for keys and values that lie in blocks of a tile each. Knows nothing of what is
+computed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.attention.gpu.tile_list import TILE_FIELDS
+from kernels.attention.hopper.pipeline import key_range, post
+from kernels.attention.hopper.producer import copy_queries, finish, read_item
+
+
+@gluon.jit
+def produce(
+    pipe,
+    q_desc,
+    k_desc,
+    v_desc,
+    tiles,
+    first_blocks,
+    num_blocks,
+    counter,
+    num_entries,
+    late_heads,
+    num_items,
+    c,
+):
+    """Supply items until none is left.
+
+    `first_blocks` and `num_blocks` as in `hopper_fp8_quantise`, all else as in `hopper_producer`.
+    """
+    item = gl.program_id(0)
+    done = 0
+    loaded = 0
+    queries = 0
+    num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
+    while item < num_items:
+        # Asked for now, so that the answer is there when this item is done with.
+        following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        seq, head, first_row, q_start, q_len, _, num_keys = read_item(
+            tiles, item, num_entries, late_heads, num_long, c
+        )
+        if seq >= 0:
+            first_block = gl.load(first_blocks + seq) + head * num_blocks
+            post(pipe, done, (head, first_row, q_start, q_len, num_keys, first_block))
+            done += 1
+            last, count, _, _ = key_range(first_row, q_len, num_keys, 0, c)
+            if count > 0:
+                copy_queries(pipe, q_desc, queries, q_start + first_row // c.BOX, head, c)
+                queries += 1
+                for i in range(count):
+                    block = first_block + last - 1 - i
+                    buffer = loaded % c.STAGES
+                    phase = ((loaded // c.STAGES) & 1) ^ 1
+                    mbarrier.wait(pipe.k_empty.index(buffer), phase)
+                    full = pipe.k_full.index(buffer)
+                    copy_block(k_desc, block * c.BLOCK_N, full, pipe.k.index(buffer), c)
+                    mbarrier.wait(pipe.v_empty.index(buffer), phase)
+                    full = pipe.v_full.index(buffer)
+                    copy_block(v_desc, block * c.D, full, pipe.v.index(buffer), c)
+                    loaded += 1
+        item = following
+    post(pipe, done, (-1,))
+    finish(counter)
+
+
+@gluon.jit
+def copy_block(desc, row, full, tile, c):
+    """Start copying a block of keys or values; `full` completes with its last byte."""
+    mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
+    tma.async_copy_global_to_shared(desc, [row, 0], full, tile)

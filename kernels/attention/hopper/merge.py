@@ -1,0 +1,187 @@
+"""What a split of a Hopper decode leaves behind: its result, or a part of it and the merge of all parts.
+
+As `combine`, which says the same in Triton. Knows rows, heads and parts, nothing of keys.
+
+Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
+"""
+# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from kernels.attention.hopper.pipeline import (
+    ROWS,
+    accumulator_layout,
+    output_row,
+    row_exists,
+    rows_of_token,
+)
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+_MERGE_ELEMENTS = 8192
+"""Partial results that a merge holds at once: 64 registers a thread at 4 warps."""
+
+
+@aggregate
+class DecodeConstants:
+    """What a decode is compiled for, under the names that prefill's functions ask for.
+
+    `BOX` is `GROUP` rounded up to a power of two: the query heads of a token that a tile has rows for. `FEW` says that
+    there is one token, of at most 8 rows.
+    """
+
+    HEADS: gl.constexpr
+    KV_HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    BOX: gl.constexpr
+    D: gl.constexpr
+    BLOCK_SIZE: gl.constexpr
+    PAGE: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    ROW_TILES: gl.constexpr
+    MERGE_ROWS: gl.constexpr
+    WINDOW: gl.constexpr
+    SOFTCAP: gl.constexpr
+    LSE: gl.constexpr
+    FEW: gl.constexpr
+    PAGED: gl.constexpr
+    CAUSAL: gl.constexpr
+    OPERAND_BYTES: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
+        MERGE_ROWS, WINDOW, SOFTCAP, LSE, FEW,
+    ) -> None:  # fmt: skip
+        self.HEADS = gl.constexpr(HEADS)
+        self.KV_HEADS = gl.constexpr(KV_HEADS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.BOX = gl.constexpr(rows_of_token(GROUP))
+        self.D = gl.constexpr(D)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.PAGE = gl.constexpr(PAGE)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.STAGES = gl.constexpr(STAGES)
+        self.ROW_TILES = gl.constexpr(ROW_TILES)
+        self.MERGE_ROWS = gl.constexpr(MERGE_ROWS)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.LSE = gl.constexpr(LSE)
+        self.FEW = gl.constexpr(FEW)
+        self.PAGED = gl.constexpr(True)
+        self.CAUSAL = gl.constexpr(True)
+        self.OPERAND_BYTES = gl.constexpr(2)
+        self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N))
+        self.O_LAYOUT = gl.constexpr(accumulator_layout(D))
+
+
+@gluon.jit
+def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
+    """Write the result of a tile that is not split, [ROWS, D] and [ROWS] in units of log2."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
+    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
+    place = output_row(first_row + row, q_start, kv_head, c)
+    exists = row_exists(first_row + row, q_len, c)
+    gl.store(
+        out + place[:, None] * c.D + column[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=exists[:, None],
+    )
+    if c.LSE:
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
+        place = output_row(first_row + row, q_start, kv_head, c)
+        exists = row_exists(first_row + row, q_len, c)
+        gl.store(lse + place, log_sum * _LN_2, mask=exists)
+
+
+@gluon.jit
+def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c):
+    """Write a split's result, [ROWS, D] and [ROWS] in units of log2, for the merge."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
+    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
+    first_line = part.to(gl.int64) * c.MERGE_ROWS
+    exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
+    line = first_line + row
+    gl.store(partial_out + line[:, None] * c.D + column[None, :], acc, mask=exists[:, None])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
+    exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
+    gl.store(partial_lse + first_line + row, log_sum, mask=exists)
+
+
+@gluon.jit
+def merge_parts(
+    out, lse, partial_out, partial_lse, first_part, num_parts, kv_head, first_row, q_start, q_len, c
+):  # fmt: skip
+    """Merge the parts of one tile, which lie `KV_HEADS * ROW_TILES` apart, and write the result."""
+    STEP: gl.constexpr = c.KV_HEADS * c.ROW_TILES
+    PARTS: gl.constexpr = parts_at_once(c.MERGE_ROWS, c.D)
+    # A thread holds all parts of its elements, so that adding them up exchanges nothing.
+    cube: gl.constexpr = merge_layout(PARTS, c.MERGE_ROWS)
+    plane: gl.constexpr = gl.SliceLayout(0, cube)
+    lines: gl.constexpr = gl.SliceLayout(2, cube)
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, lines))
+    row = gl.arange(0, c.MERGE_ROWS, layout=gl.SliceLayout(0, lines))
+    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))
+    acc = gl.zeros([c.MERGE_ROWS, c.D], gl.float32, layout=plane)
+    m = gl.full([c.MERGE_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, lines))
+    total = gl.zeros([c.MERGE_ROWS], gl.float32, layout=gl.SliceLayout(0, lines))
+    for start in range(0, num_parts, PARTS):
+        exists = start + part < num_parts
+        line = (first_part + (start + part) * STEP).to(gl.int64)[:, None] * c.MERGE_ROWS
+        line = line + row[None, :]
+        # Other programs wrote these, so the first-level cache is passed by.
+        logs = gl.load(
+            partial_lse + line, mask=exists[:, None], other=float("-inf"), cache_modifier=".cg"
+        )
+        parts = gl.load(
+            partial_out + line[:, :, None] * c.D + column[None, None, :],
+            mask=exists[:, None, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_m = gl.maximum(m, gl.max(logs, 0))
+        base = gl.where(new_m == float("-inf"), 0.0, new_m)
+        weight = gl.exp2(logs - base[None, :])
+        fade = gl.exp2(m - base)
+        acc = acc * _rows_of(fade, plane)[:, None] + gl.sum(parts * weight[:, :, None], 0)
+        total = total * fade + gl.sum(weight, 0)
+        m = new_m
+    saw_nothing = total == 0.0
+    total = gl.where(saw_nothing, 1.0, total)
+    acc = acc * _rows_of(gl.where(saw_nothing, 0.0, 1.0 / total), plane)[:, None]
+    wide_row = gl.arange(0, c.MERGE_ROWS, layout=gl.SliceLayout(1, plane))
+    wide_column = gl.arange(0, c.D, layout=gl.SliceLayout(0, plane))
+    exists = row_exists(first_row + wide_row, q_len, c)
+    place = output_row(first_row + wide_row, q_start, kv_head, c)
+    gl.store(
+        out + place[:, None] * c.D + wide_column[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=exists[:, None],
+    )
+    if c.LSE:
+        log_sum = gl.where(saw_nothing, float("-inf"), m + gl.log2(total)) * _LN_2
+        exists = row_exists(first_row + row, q_len, c)
+        gl.store(lse + output_row(first_row + row, q_start, kv_head, c), log_sum, mask=exists)
+
+
+@gluon.constexpr_function
+def parts_at_once(rows, columns):
+    """How many parts of so many elements a merge looks at together."""
+    return max(1, min(16, _MERGE_ELEMENTS // (rows * columns)))
+
+
+@gluon.constexpr_function
+def merge_layout(parts, rows):
+    """Registers of [parts, rows, columns] in 4 warps: parts within a thread, rows over the warps."""
+    warps = min(4, rows)
+    return gl.BlockedLayout([parts, 1, 4], [1, 1, 32], [1, warps, 4 // warps], [2, 1, 0])
+
+
+@gluon.jit
+def _rows_of(values, plane: gl.constexpr):
+    """Give a number for each row to the threads that hold the row's elements."""
+    return gl.convert_layout(values, gl.SliceLayout(1, plane))

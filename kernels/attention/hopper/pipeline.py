@@ -1,0 +1,304 @@
+"""What the roles of a Hopper kernel share: constants, buffers with their barriers, and work items.
+
+A buffer has two barriers: `full` completes when its bytes have arrived, `empty` when every consumer is done
+with it. A role counts what it has used of a ring and finds place and phase of a barrier in that count:
+
+    use n of a ring of S buffers    buffer n % S, phase (n // S) & 1
+
+The keys of an item are visited from its last tile to its first, so that the tiles that need masks come
+first. Knows nothing of how attention is computed.
+"""
+# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+ROWS = gl.constexpr(64)
+"""Query rows of a consumer: the rows of one warp group's matrix instruction."""
+_ITEM_ROOM = gl.constexpr(8)
+"""Integers from one posted item to the next: a power of two that holds the fields."""
+_WIDEST_IN_PARTS = 128
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns, operand_bytes=2):
+    """The registers in which a warp group's product with so many columns ends up."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32 // operand_bytes]
+    )
+
+
+@gluon.constexpr_function
+def rows_of_token(group):
+    """How many rows of a tile a query token takes for so many heads: boxes are powers of two."""
+    return 1 << (group - 1).bit_length()
+
+
+@aggregate
+class Constants:
+    """What a kernel is compiled for; sizes are elements.
+
+    Attributes:
+        BOX: `GROUP` rounded up to a power of two: the rows that a tile has for a query token.
+        PAGE: keys of one bulk copy.
+        OPERAND_BYTES: of an element that is multiplied; 1 for FP8, whose values lie transposed.
+        QUERY_STAGES: items whose queries may be in shared memory: what one takes in half precision.
+        OWN_RANGE: a consumer passes over tiles that none of its own rows sees; for wide heads registers lack.
+    """
+
+    HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    BOX: gl.constexpr
+    D: gl.constexpr
+    BLOCK_SIZE: gl.constexpr
+    PAGE: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    PAGED: gl.constexpr
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    SOFTCAP: gl.constexpr
+    LSE: gl.constexpr
+    OWN_OUTPUT: gl.constexpr
+    OPERAND_BYTES: gl.constexpr
+    QUERY_STAGES: gl.constexpr
+    OWN_RANGE: gl.constexpr
+    CONSUMERS: gl.constexpr
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+    P_LAYOUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
+        SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES,
+    ) -> None:  # fmt: skip
+        self.HEADS = gl.constexpr(HEADS)
+        self.GROUP = gl.constexpr(GROUP)
+        self.BOX = gl.constexpr(rows_of_token(GROUP))
+        self.D = gl.constexpr(D)
+        self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
+        self.PAGE = gl.constexpr(PAGE)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.STAGES = gl.constexpr(STAGES)
+        self.PAGED = gl.constexpr(PAGED)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.LSE = gl.constexpr(LSE)
+        self.OWN_OUTPUT = gl.constexpr(OWN_OUTPUT)
+        self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
+        self.OPERAND_BYTES = gl.constexpr(OPERAND_BYTES)
+        self.QUERY_STAGES = gl.constexpr(2 if OPERAND_BYTES == 1 else 1)
+        self.OWN_RANGE = gl.constexpr(D <= _WIDEST_IN_PARTS)
+        self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
+        self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))
+        self.P_LAYOUT = gl.constexpr(
+            gl.DotOperandLayout(0, accumulator_layout(D, OPERAND_BYTES), 4 // OPERAND_BYTES)
+        )
+
+
+@aggregate
+class Pipeline:
+    """Shared memory and its barriers.
+
+    Attributes:
+        q: [QUERY_STAGES * (2 or 4), ROWS, D] ring of items' queries, a part for each consumer.
+        k: [STAGES, BLOCK_N, D] ring of key tiles.
+        v: [STAGES, BLOCK_N, D] ring of value tiles; [STAGES, D, BLOCK_N] in FP8.
+        o: [2 or 4, ROWS, D] outputs on their way to memory; `q` where there is no room for both.
+        items: [2 * _ITEM_ROOM, 1] int32, ring of two posted items.
+        q_full: barrier, as the others with these endings.
+    """
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    items: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    item_full: gl.shared_memory_descriptor
+    item_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, o, items, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full,
+        item_empty,
+    ) -> None:  # fmt: skip
+        self.q = q
+        self.k = k
+        self.v = v
+        self.o = o
+        self.items = items
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_full = k_full
+        self.k_empty = k_empty
+        self.v_full = v_full
+        self.v_empty = v_empty
+        self.item_full = item_full
+        self.item_empty = item_empty
+
+
+@gluon.jit
+def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
+    """Allocate all buffers and set up their barriers; the types are of what is multiplied and written."""
+    parts: gl.constexpr = 2 if c.CONSUMERS == 2 else 4
+    q = make_tiles(operand, c.QUERY_STAGES * parts, ROWS, c.D)
+    k = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
+    if c.OPERAND_BYTES == 1:
+        v = make_tiles(operand, c.STAGES, c.D, c.BLOCK_N)
+    else:
+        v = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
+    o = q
+    if c.OWN_OUTPUT:
+        o = make_tiles(output, parts, ROWS, c.D)
+    item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_ROOM, 1], item_layout)
+    q_full, q_empty = make_barriers(c.QUERY_STAGES, c)
+    k_full, k_empty = make_barriers(c.STAGES, c)
+    v_full, v_empty = make_barriers(c.STAGES, c)
+    item_full, item_empty = make_barriers(2, c)
+    fence_async_shared()
+    return Pipeline(
+        q, k, v, o, items, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty
+    )
+
+
+@gluon.jit
+def make_tiles(dtype: gl.constexpr, tiles: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Allocate tiles as the tensor cores read them and bulk copies write them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return gl.allocate_shared_memory(dtype, [tiles, rows, columns], layout)
+
+
+@gluon.jit
+def make_barriers(buffers: gl.constexpr, c):
+    """Set up the two barriers of each buffer of a ring."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [buffers, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [buffers, 1], layout)
+    for i in gl.static_range(buffers):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=c.CONSUMERS)
+    return full, empty
+
+
+@gluon.jit
+def post(pipe, done, fields):
+    """Tell the consumers what to attend next, the item number `done`; a head of -1 ends their work.
+
+    Fields are the head, first row, first query token, query tokens, keys, and others that a kernel has.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = done % 2
+    mbarrier.wait(pipe.item_empty.index(slot), ((done // 2) & 1) ^ 1)
+    zero = gl.zeros([1], gl.int32, layout=layout)
+    for i in gl.static_range(len(fields)):
+        pipe.items.index(slot * _ITEM_ROOM + i).store(zero + fields[i])
+    gl.thread_barrier()
+    mbarrier.arrive(pipe.item_full.index(slot), count=1)
+
+
+@gluon.jit
+def next_item(pipe, done, FIELDS: gl.constexpr):
+    """Read the fields that the producer posted."""
+    slot = done % 2
+    mbarrier.wait(pipe.item_full.index(slot), (done // 2) & 1)
+    fields = ()
+    for i in gl.static_range(FIELDS):
+        field = _read(pipe.items.index(slot * _ITEM_ROOM + i))
+        fields = fields + (field,)  # type: ignore[assignment]  # Gluon cannot unpack
+    gl.thread_barrier()
+    mbarrier.arrive(pipe.item_empty.index(slot), count=1)
+    return fields
+
+
+@gluon.jit
+def _read(field):
+    """Read one number of an item."""
+    return gl.max(field.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def first_kept(q_len, num_keys, window):
+    """First key of a sequence that any query's window reaches; those before may be gone."""
+    return gl.maximum(num_keys - q_len - window + 1, 0)
+
+
+@gluon.jit
+def key_range(first_row, q_len, num_keys, window, c):
+    """The key tiles of a row tile, counted from the last to the first.
+
+    Returns:
+        (last + 1, tiles, tiles at the end that need masks, tiles before those at the window's edge).
+    """
+    return range_of_rows(first_row, c.BLOCK_M, q_len, num_keys, window, c)
+
+
+@gluon.jit
+def range_of_rows(first_row, rows: gl.constexpr, q_len, num_keys, window, c):
+    """The key tiles of some rows, as `key_range` has those of a tile's."""
+    history = num_keys - q_len
+    lowest = history + first_row // c.BOX
+    highest = history + gl.minimum((first_row + rows - 1) // c.BOX, q_len - 1)
+    stop = num_keys
+    seen_by_all = num_keys
+    if c.CAUSAL:
+        stop = gl.maximum(gl.minimum(highest + 1, num_keys), 0)
+        seen_by_all = gl.maximum(gl.minimum(lowest + 1, num_keys), 0)
+    last = (stop + c.BLOCK_N - 1) // c.BLOCK_N
+    first = last * 0
+    clear = first
+    if c.WINDOW:
+        first = gl.maximum(lowest - window + 1, 0) // c.BLOCK_N
+        clear = (gl.maximum(highest - window + 1, 0) + c.BLOCK_N - 1) // c.BLOCK_N
+    count = gl.maximum(last - first, 0)
+    edge = gl.minimum(gl.maximum(last - seen_by_all // c.BLOCK_N, 1), count)
+    inside = gl.maximum(gl.minimum(last - clear, count), edge)
+    return last, count, edge, inside
+
+
+@gluon.jit
+def own_tiles(tiles, my_row, q_len, num_keys, window, c):
+    """Which of an item's tiles a consumer attends to.
+
+    Returns:
+        (tiles to pass over at the end of the keys, those at their start, and for what lies between as
+        `key_range`: last + 1, tiles, tiles that need masks, tiles before those at the window's edge).
+    """
+    last, count, edge, inside = tiles
+    passed = 0
+    left = 0
+    if c.OWN_RANGE:
+        all_tiles = count
+        end = last
+        last, count, edge, inside = range_of_rows(my_row, ROWS, q_len, num_keys, window, c)
+        count = gl.where(my_row < q_len * c.BOX, count, 0)
+        passed = gl.where(count > 0, end - last, 0)
+        left = all_tiles - passed - count
+    return passed, left, last, count, edge, inside
+
+
+@gluon.jit
+def output_row(row, q_start, head, c):
+    """Where a row of a sequence lies in the output, in rows."""
+    return (q_start + row // c.BOX).to(gl.int64) * c.HEADS + head * c.GROUP + row % c.BOX
+
+
+@gluon.jit
+def row_exists(row, q_len, c):
+    """Whether a row stands for a query head of the sequence."""
+    exists = row // c.BOX < q_len
+    if c.BOX != c.GROUP:
+        exists = exists & (row % c.BOX < c.GROUP)
+    return exists

@@ -1,0 +1,287 @@
+"""Prefill attention for Hopper in Gluon: bulk copies by a producer warp, warp groups that consume them.
+
+    producer    one warp: takes the next work item, has its queries, keys and values copied to shared
+                memory by the tensor memory accelerator, always a few tiles ahead
+    consumers   two or three warp groups of 64 query rows each; they take turns at the tensor cores, so
+                that one multiplies while another computes exponentials, and each issues the scores of
+                the next tile before it multiplies the values of this one
+
+A thread block stays for the whole launch and takes items from a counter, short ones last, so ragged batches
+end together and a short item's start hides behind the item before it. Items are the tiles of
+`hopper_items`, made once per step, times the key-value heads.
+
+This file has the launch; the roles are `hopper_producer` and `hopper_consumer`, and `hopper_pipeline` is
+what they share.
+
+Source: Shah et al., "FlashAttention-3", 2024, for the roles, the taking of turns and the overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention.hopper.consumer import consume
+from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline, rows_of_token
+from kernels.attention.hopper.producer import produce
+from kernels.attention.hopper.work_items import Items, plan_items
+from kernels.attention.portable.tile import window_argument
+from kernels.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Selection
+
+_MOST_ITEMS = 1 << 30
+"""Items are counted in 32 bits, and each thread block counts one past the end."""
+_ALIGNMENT = 16
+"""Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""
+_LARGEST_INT32 = (1 << 31) - 1
+
+
+@gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "table_stride", "window"])
+def prefill(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    out,
+    lse,
+    tiles,
+    block_table,
+    counter,
+    table_stride,
+    num_entries,
+    late_heads,
+    num_items,
+    k_head_stride,
+    scale,
+    window,
+    softcap,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    LSE: gl.constexpr,
+    OWN_OUTPUT: gl.constexpr,
+):
+    """Attend all items; one program per SM.
+
+    Shapes as in the door; `scale` and `softcap` as `exponents` makes them, `tiles` as in
+    `hopper_items.list_items`, `counter` as in `hopper_producer.produce`.
+    """
+    c = Constants(
+        HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
+        SOFTCAP, LSE, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8,
+    )  # fmt: skip
+    pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
+    supply = (
+        pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries,
+        late_heads, num_items, k_head_stride, window, c,
+    )  # fmt: skip
+    # Registers of a thread: 64 Ki divided over the warp groups, in steps of 8.
+    if c.CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (pipe, o_desc, out, lse, scale, window, softcap, gl.constexpr(0), c)),
+            (consume, (pipe, o_desc, out, lse, scale, window, softcap, gl.constexpr(1), c)),
+            (produce, supply),
+        ], [4, 1], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (pipe, o_desc, out, lse, scale, window, softcap, gl.constexpr(0), c)),
+            (consume, (pipe, o_desc, out, lse, scale, window, softcap, gl.constexpr(1), c)),
+            (consume, (pipe, o_desc, out, lse, scale, window, softcap, gl.constexpr(2), c)),
+            (produce, supply),
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+
+
+class HopperPrefill:
+    """One step's prefill attention on Hopper; shapes as in the door's `prefill_attention`."""
+
+    def __init__(
+        self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
+    ) -> None:
+        launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
+        box = rows_of_token(problem.group_size)
+        self._problem = problem
+        self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)
+        self._scale, self._softcap = exponents(problem)
+        dtype = getattr(gl, problem.dtype)
+        page = min(problem.block_size or launch.block_n, launch.block_n)
+        q_box = [ROWS.value // box, box, problem.head_dim]
+        k_box = [page, problem.head_dim]
+        self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
+        self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
+        self._constants: dict[str, Any] = {
+            "HEADS": problem.num_heads,
+            "GROUP": problem.group_size,
+            "D": problem.head_dim,
+            "BLOCK_SIZE": problem.block_size or 1,
+            "PAGE": page,
+            "BLOCK_M": launch.block_m,
+            "BLOCK_N": launch.block_n,
+            "STAGES": launch.num_stages,
+            "PAGED": problem.block_size is not None,
+            "CAUSAL": problem.causal,
+            "WINDOW": problem.sliding_window is not None,
+            "SOFTCAP": problem.softcap is not None,
+            "LSE": problem.lse,
+            # Queries, output and two tiles each of keys and values of 256 elements do not fit.
+            "OWN_OUTPUT": problem.head_dim <= 128,
+            "num_warps": launch.num_warps,
+        }
+
+    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """Write the attention of `q` over `kv` to `out`.
+
+        Raises:
+            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads
+                lie too far apart.
+        """
+        if attends_nothing(q, kv, out, lse):
+            return
+        keys, values = kv.unbind(0)
+        token_stride, head_stride = bulk_strides("keys", keys, keys.stride()[-3:-1])
+        bulk_strides("values", values, values.stride()[-3:-1])
+        heads, head_dim = keys.shape[-2:]
+        width = (heads - 1) * head_stride + head_dim
+        if width > _LARGEST_INT32:
+            raise ShapeError(
+                f"the {heads} heads of kv lie {head_stride} elements apart; the last may end at most "
+                f"{_LARGEST_INT32} behind the start of the first"
+            )
+        kv_shape, kv_strides = [keys.numel() // (heads * head_dim), width], [token_stride, 1]
+        q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
+        out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
+        work = self._work
+        prefill[work.grid](
+            TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
+            TensorDescriptor(keys, kv_shape, kv_strides, *self._k_box),
+            TensorDescriptor(values, kv_shape, kv_strides, *self._k_box),
+            TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
+            out,
+            out if lse is None else lse,
+            work.items.tiles,
+            work.items.table,
+            work.counter,
+            work.items.table.stride(0),
+            work.items.num_entries,
+            work.items.late_heads,
+            work.num_items,
+            head_stride,
+            self._scale,
+            window_argument(self._problem),
+            self._softcap,
+            **self._constants,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """What the thread blocks of a step share out among themselves.
+
+    Attributes:
+        items: their list.
+        counter: [2] int32, items taken and thread blocks finished; 0 before and after a launch.
+        num_items: entries times key-value heads.
+        grid: thread blocks.
+    """
+
+    items: Items
+    counter: Tensor
+    num_items: int
+    grid: tuple[int]
+
+
+def plan_work(
+    problem: AttentionProblem, batch: PagedBatch | PackedBatch, block_m: int, num_sms: int
+) -> WorkList:
+    """List a step's work in tiles of `block_m` rows, for one thread block per SM.
+
+    Raises:
+        ShapeError: it is more than can be counted.
+    """
+    items = plan_items(
+        batch,
+        rows_of_token(problem.group_size),
+        block_m,
+        num_heads=problem.num_kv_heads,
+        num_sms=num_sms,
+        causal=problem.causal,
+        window=problem.sliding_window,
+    )
+    num_items = items.num_entries * problem.num_kv_heads
+    if num_items > _MOST_ITEMS:
+        raise ShapeError(
+            f"{batch.num_tokens} tokens of {batch.num_seqs} sequences are {num_items} tiles; at most "
+            f"{_MOST_ITEMS} can be listed"
+        )
+    counter = torch.zeros(2, dtype=torch.int32, device=items.tiles.device)
+    return WorkList(items, counter, num_items, (min(num_sms, num_items),))
+
+
+def attends_nothing(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None) -> bool:
+    """Whether a step needs no launch, for want of queries or keys; `out` and `lse` are written then."""
+    if q.shape[0] and kv.numel():
+        return False
+    out.zero_()
+    if lse is not None:
+        lse.fill_(float("-inf"))
+    return True
+
+
+def exponents(problem: AttentionProblem) -> tuple[float, float]:
+    """Return scale and softcap as the kernel takes them, in units of log2.
+
+        without a softcap    s * scale
+        with one             softcap - 2 * softcap / (exp2(s * scale) + 1)
+
+    The second is softcap * tanh, with the exponential that the hardware has.
+    """
+    scale, softcap = problem.softmax_scale * math.log2(math.e), 0.0
+    if problem.softcap is not None:
+        scale, softcap = 2 * scale / problem.softcap, problem.softcap * math.log2(math.e)
+    return scale, softcap
+
+
+def bulk_strides(name: str, tensor: Tensor, strides: tuple[int, ...]) -> tuple[int, int]:
+    """Check that bulk copies can address a tensor.
+
+    Args:
+        name: for the message.
+        tensor: [tokens, heads, D], or blocks of such.
+        strides: of tokens and heads, elements; those of a single one may be anything.
+
+    Returns:
+        The strides to address it with.
+
+    Raises:
+        ShapeError: its address or a stride is not a multiple of 16 bytes.
+    """
+    tokens, heads = tensor.shape[-3:-1]
+    head_stride = strides[1] if heads > 1 else tensor.shape[-1]
+    token_stride = strides[0] if tokens > 1 else heads * head_stride
+    size = tensor.element_size()
+    wrong = (tensor.data_ptr() % _ALIGNMENT, token_stride * size % _ALIGNMENT)
+    if any(wrong) or head_stride * size % _ALIGNMENT:
+        raise ShapeError(
+            f"{name} is at address {tensor.data_ptr():#x} with strides {list(tensor.stride())} of "
+            f"{size} bytes; this kernel takes addresses and strides that are multiples of "
+            f"{_ALIGNMENT} bytes"
+        )
+    return token_stride, head_stride

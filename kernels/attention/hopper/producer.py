@@ -1,0 +1,142 @@
+"""The producer of a Hopper prefill: one warp that keeps the consumers supplied.
+
+It takes work items from a counter that all thread blocks share, posts them, and has the tensor memory
+accelerator copy queries, keys and values to shared memory, a few tiles ahead of the consumers. Keys are
+copied a cache block at a time, or a tile at a time where they are packed. Knows nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from kernels.attention.gpu.tile_list import TILE_FIELDS
+from kernels.attention.hopper.pipeline import ROWS, first_kept, key_range, post
+
+
+@gluon.jit
+def produce(
+    pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, late_heads,
+    num_items, k_head_stride, window, c,
+):  # fmt: skip
+    """Supply items until none is left; `counter` is [2] int32, items taken and blocks finished."""
+    item = gl.program_id(0)
+    done = 0
+    loaded = 0
+    queries = 0
+    num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
+    while item < num_items:
+        # Asked for now, so that the answer is there when this item is done with.
+        following = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        seq, head, first_row, q_start, q_len, k_start, num_keys = read_item(
+            tiles, item, num_entries, late_heads, num_long, c
+        )
+        if seq >= 0:
+            post(pipe, done, (head, first_row, q_start, q_len, num_keys))
+            done += 1
+            last, count, _, _ = key_range(first_row, q_len, num_keys, window, c)
+            if count > 0:
+                copy_queries(pipe, q_desc, queries, q_start + first_row // c.BOX, head, c)
+                queries += 1
+                table = block_table + seq.to(gl.int64) * table_stride
+                column = head * k_head_stride
+                kept = 0
+                if c.WINDOW:
+                    kept = first_kept(q_len, num_keys, window)
+                for i in range(count):
+                    start = (last - 1 - i) * c.BLOCK_N
+                    rows = rows_of_tile(table, k_start, start, kept, num_keys, c)
+                    buffer = loaded % c.STAGES
+                    phase = ((loaded // c.STAGES) & 1) ^ 1
+                    mbarrier.wait(pipe.k_empty.index(buffer), phase)
+                    copy_tile(
+                        k_desc, rows, column, pipe.k_full.index(buffer), pipe.k.index(buffer), c
+                    )
+                    mbarrier.wait(pipe.v_empty.index(buffer), phase)
+                    copy_tile(
+                        v_desc, rows, column, pipe.v_full.index(buffer), pipe.v.index(buffer), c
+                    )
+                    loaded += 1
+        item = following
+    post(pipe, done, (-1,))
+    finish(counter)
+
+
+@gluon.jit
+def read_item(tiles, item, num_entries, late_heads, num_long, c):
+    """Look up an item: (sequence, head, first row, first query token, query tokens, first key, keys).
+
+    The order is that of `hopper_items`: the first list for all heads but the last `late_heads`, the
+    `num_long` long tiles of the second for those head by head, its short ones for those side by side.
+    """
+    first_late = c.HEADS // c.GROUP - late_heads
+    late = item - first_late * num_entries
+    short = late - late_heads * num_long
+    number = gl.where(late < 0, item, gl.where(short < 0, late, short))
+    divisor = gl.where(late < 0, num_entries, gl.where(short < 0, num_long, late_heads))
+    divisor = gl.maximum(divisor, 1)
+    quotient = number // divisor
+    rest = number % divisor
+    head = gl.where(late < 0, 0, first_late) + gl.where(short < 0, quotient, rest)
+    entry = gl.where(late < 0, 0, num_entries) + gl.where(short < 0, rest, num_long + quotient)
+    record = tiles + entry * TILE_FIELDS
+    seq = gl.load(record)
+    first_row = gl.load(record + 1)
+    q_start = gl.load(record + 2)
+    q_len = gl.load(record + 3)
+    k_start = gl.load(record + 4)
+    num_keys = gl.load(record + 5)
+    return seq, head, first_row, q_start, q_len, k_start, num_keys
+
+
+@gluon.jit
+def finish(counter):
+    """Leave the counters at 0 for the next layer, if this is the last block to finish."""
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def copy_queries(pipe, q_desc, queries, token, head, c):
+    """Start copying an item's queries, a part for each consumer, once there is room for them."""
+    tokens: gl.constexpr = ROWS // c.BOX
+    buffer = queries % c.QUERY_STAGES
+    full = pipe.q_full.index(buffer)
+    mbarrier.wait(pipe.q_empty.index(buffer), ((queries // c.QUERY_STAGES) & 1) ^ 1)
+    mbarrier.expect(full, c.BLOCK_M * c.D * c.OPERAND_BYTES)
+    for part in gl.static_range(c.CONSUMERS):
+        target = pipe.q.index(buffer * c.CONSUMERS + part)._reinterpret(
+            q_desc.dtype, [tokens, c.BOX, c.D], q_desc.layout
+        )
+        where = [token + part * tokens, head * c.GROUP, 0]
+        tma.async_copy_global_to_shared(q_desc, where, full, target)
+
+
+@gluon.jit
+def rows_of_tile(table, k_start, start, kept, num_keys, c):
+    """Where the parts of a tile lie, as rows of all keys.
+
+    All before the first copy, so that the latencies of the table's entries overlap.
+    """
+    rows = ()
+    for j in gl.static_range(c.BLOCK_N // c.PAGE):
+        key = start + j * c.PAGE
+        row = k_start + key
+        if c.PAGED:
+            # The ids of other blocks may be anything; block 0 stands in, and no row sees its keys.
+            needed = (key < num_keys) & (key + c.PAGE > kept)
+            block = gl.load(table + key // c.BLOCK_SIZE, mask=needed, other=0)
+            row = block * c.BLOCK_SIZE + key % c.BLOCK_SIZE
+        rows = rows + (row,)  # type: ignore[assignment]  # Gluon cannot unpack
+    return rows
+
+
+@gluon.jit
+def copy_tile(desc, rows, column, full, tile, c):
+    """Start copying a tile of keys or values, part by part; `full` completes with its last byte."""
+    mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
+    for j in gl.static_range(c.BLOCK_N // c.PAGE):
+        part = tile.slice(j * c.PAGE, c.PAGE, dim=0)
+        tma.async_copy_global_to_shared(desc, [rows[j], column], full, part)

@@ -1,0 +1,102 @@
+"""What a Hopper kernel does with scores: softcap, masks, exponentials and their sums.
+
+All in registers, as a warp group's product leaves them. Knows nothing of barriers or memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.attention.hopper.pipeline import ROWS
+
+
+@gluon.jit
+def cap_scores(s, scale, softcap, c):
+    """Apply the softcap; without one, scores stay as they are. Arguments as `exponents` makes them."""
+    if c.SOFTCAP:
+        s = softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0)
+    return s
+
+
+@gluon.jit
+def mask_scores(s, start, last_seen, num_keys, window, c):
+    """Put -inf where a row does not see a key; `start` is the tile's first key."""
+    key = start + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, c.S_LAYOUT))
+    if c.CAUSAL:
+        # No row sees past the sequence's end, so that end needs no test of its own.
+        distance = last_seen[:, None] - key[None, :]
+        seen = distance >= 0
+        if c.WINDOW:
+            # Keys after the row's own are negative, and as unsigned numbers further than any window.
+            seen = distance.to(gl.uint32, bitcast=True) < window.to(gl.uint32, bitcast=True)
+    else:
+        seen = key[None, :] < num_keys
+        if c.WINDOW:
+            seen = seen & (key[None, :] > last_seen[:, None] - window)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def mask_tile(s, start, last_seen, num_keys, window, c):
+    """As `mask_scores`, with fewer instructions where a row's own token is all that limits it."""
+    if c.CAUSAL and not c.WINDOW:
+        # Column 8 i + 2 t + j is register (i, j) of thread t, so what a register is compared with is
+        # known to the compiler, and what it is compared to is one number for each row.
+        x = s.reshape([ROWS, c.BLOCK_N // 8, 4, 2])
+        L: gl.constexpr = x.type.layout
+        eight = gl.arange(
+            0, c.BLOCK_N // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+        )
+        pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+        lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+        stop = gl.convert_layout(last_seen - start, rows, assert_trivial=True)
+        column = 8 * eight[None, :, None, None] + pair[None, None, None, :]
+        x = gl.where(
+            column <= stop[:, None, None, None] - 2 * lane[None, None, :, None], x, float("-inf")
+        )
+        s = gl.convert_layout(x.reshape([ROWS, c.BLOCK_N]), c.S_LAYOUT, assert_trivial=True)
+    else:
+        s = mask_scores(s, start, last_seen, num_keys, window, c)
+    return s
+
+
+@gluon.jit
+def softmax_step(s, m, factor):
+    """Exponentials of a tile against the new maximum, and what earlier ones fade by."""
+    new_m = gl.maximum(m, gl.max(s, 1) * factor)
+    # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+    base = gl.where(new_m == float("-inf"), 0.0, new_m)
+    p = gl.exp2(s * factor - base[:, None])
+    fade = gl.exp2(m - base)
+    return p, fade, new_m
+
+
+@gluon.jit
+def softmax_tile(s, m, factor, c):
+    """As `softmax_step`, with a maximum in eight chains instead of two."""
+    x = gl.max(gl.max(s.reshape([ROWS, c.BLOCK_N // 8, 8]), 1), 1)
+    largest = gl.convert_layout(x, gl.SliceLayout(1, c.S_LAYOUT), assert_trivial=True)
+    new_m = gl.maximum(m, largest * factor)
+    base = gl.where(new_m == float("-inf"), 0.0, new_m)
+    return gl.exp2(s * factor - base[:, None]), gl.exp2(m - base), new_m
+
+
+@gluon.jit
+def row_sums(e, c):
+    """Sum what a thread holds of each row, [ROWS, 4]: threads are added up at an item's end."""
+    return gl.sum(gl.sum(e.reshape([ROWS, c.BLOCK_N // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def fade_sums(parts, fade):
+    """Let sums as of `row_sums` fade."""
+    layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+    return parts * gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def all_of(parts, c):
+    """Add up what `row_sums` left in parts, [ROWS]."""
+    return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, c.S_LAYOUT))

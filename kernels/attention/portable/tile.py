@@ -1,0 +1,383 @@
+"""The inner loop of the portable kernels: one tile of query rows over a range of keys.
+
+Device functions in Triton, inlined into the kernels of `portable_prefill` and `portable_decode`.
+
+    rows      the query heads of one key-value head, packed token by token: row r is head r % G of
+              token r // G, so that one read of the keys serves all heads that share them
+    keys      tokens first to last of one sequence; tile edges are multiples of BLOCK_N
+    head dim  a power of two D1, or the sum of two, D1 + D2: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64,
+              because a tile's edges must be powers of two and padding 80 to 128 would waste a third
+
+Scores are kept in units of log2, since the hardware's exponential is to base 2: m is the running
+maximum of score * log2(e), total the running sum of exp2(score - m).
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
+"FlashAttention-2", 2023.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from kernels.attention.portable.float8 import rescale
+from kernels.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.attention.problem import AttentionProblem
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+FEWEST_SEQUENCES = 64
+"""A step's work is listed for at least this many: every further power of two is a compilation."""
+_LARGEST_INT32 = (1 << 31) - 1
+_WIDEST_WINDOW = 1 << 30
+"""Positions less this, even those before the first key, fit 32 bits; no sequence is as long."""
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Split a head dim into two powers of two, the second possibly 0.
+
+    Raises:
+        AssertionError: it is not the sum of at most two powers of two of at least 16.
+    """
+    first = 1 << (head_dim.bit_length() - 1)
+    second = head_dim - first
+    assert first >= 16, head_dim
+    assert second == 0 or (second >= 16 and second.bit_count() == 1), head_dim
+    return first, second
+
+
+def check_head_stride(q: Tensor) -> None:
+    """Refuse queries whose heads lie too far apart; tokens may lie at any distance.
+
+    The offset of a head is computed in 32 bits: 64 cost registers that the largest tiles do not have.
+
+    Raises:
+        ShapeError: the last head lies 2^31 elements or more behind the first.
+    """
+    if (q.shape[1] - 1) * q.stride(1) > _LARGEST_INT32:
+        raise ShapeError(
+            f"the {q.shape[1]} heads of q lie {q.stride(1)} elements apart; the last may lie at most "
+            f"{_LARGEST_INT32} behind the first"
+        )
+
+
+def scale_arguments(kv: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scales of keys and of values as the kernels take them.
+
+    Without scales anything will do, for they are not read.
+    """
+    keys, values = (kv if kv_scale is None else kv_scale).unbind(0)
+    return keys, values
+
+
+def window_argument(problem: AttentionProblem) -> int:
+    """Return the window as the kernels take it; 0 where there is none."""
+    return min(problem.sliding_window or 0, _WIDEST_WINDOW)
+
+
+@triton.jit
+def load_part(pointers, mask, MASK: tl.constexpr):
+    """Load a tile; where MASK, rows outside `mask` become 0 and are not read."""
+    if MASK:
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_rows(base, offsets, mask, D1: tl.constexpr, D2: tl.constexpr, MASK: tl.constexpr):
+    """Load [rows, D1] and [rows, D2] at base + offsets; the second repeats the first if D2 is 0."""
+    columns = tl.arange(0, D1)
+    first = load_part(base + offsets[:, None] + columns[None, :], mask[:, None], MASK)
+    second = first
+    if D2 > 0:
+        columns = D1 + tl.arange(0, D2)
+        second = load_part(base + offsets[:, None] + columns[None, :], mask[:, None], MASK)
+    return first, second
+
+
+@triton.jit
+def store_rows(base, offsets, mask, first, second, D1: tl.constexpr, D2: tl.constexpr):
+    """Store [rows, D1] and, unless D2 is 0, [rows, D2] at base + offsets."""
+    tl.store(base + offsets[:, None] + tl.arange(0, D1)[None, :], first, mask=mask[:, None])
+    if D2 > 0:
+        columns = D1 + tl.arange(0, D2)
+        tl.store(base + offsets[:, None] + columns[None, :], second, mask=mask[:, None])
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent through the base-2 exponential: right at both ends, where it is +-1."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def load_blocks(table, key, num_keys, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
+    """Load the block id of each key; past the sequence's end it may be anything and is not read."""
+    if PAGED:
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < num_keys, other=0)
+    else:
+        block = tl.zeros_like(key)
+    return block
+
+
+@triton.jit
+def keys_of_tile(
+    start, num_keys, lowest, window, MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Number the keys of the tile at `start`, and say which of them may be read."""
+    key = start + tl.arange(0, BLOCK_N)
+    exists = key < num_keys
+    if WINDOW and MASK:
+        # What every row's window has left behind may be gone from the cache: it is not read.
+        exists = exists & (key > lowest - window)
+    return key, exists
+
+
+@triton.jit
+def offsets_in_blocks(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return each key's place in its block; the same for all tiles where blocks fit into them."""
+    offset = key % BLOCK_SIZE
+    if BLOCK_N % BLOCK_SIZE == 0:
+        offset = tl.arange(0, BLOCK_N) % BLOCK_SIZE
+    return offset
+
+
+@triton.jit
+def cap_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """Cap the scores where asked; also return what makes units of log2 of them."""
+    if SOFTCAP:
+        scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
+        factor = 1.0
+    else:
+        factor = scale * LOG2_E
+    return scores, factor
+
+
+@triton.jit
+def hide_scores(scores, key, exists, last_seen, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Set the scores of keys that a row does not see to -inf."""
+    seen = exists[None, :]
+    if CAUSAL:
+        seen = seen & (key[None, :] <= last_seen[:, None])
+    if WINDOW:
+        seen = seen & (key[None, :] > last_seen[:, None] - window)
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def dequantise(
+    tiles,
+    scales,
+    stride,
+    block,
+    key,
+    exists,
+    dtype: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D2: tl.constexpr,
+):
+    """Give both parts of a float8 tile the scales of its keys, which lie by block, then by token."""
+    first, second = tiles
+    place = block.to(tl.int64) * stride + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
+    scale = load_part(scales + place, exists, MASK)
+    first = rescale(first, scale, dtype)
+    if D2 > 0:
+        second = rescale(second, scale, dtype)
+    return first, second
+
+
+@triton.jit
+def attend_tiles(
+    state,
+    q,
+    k_base,
+    v_base,
+    scales,
+    table,
+    begin,
+    end,
+    num_keys,
+    last_seen,
+    lowest,
+    stride_k,
+    stride_v,
+    scale,
+    window,
+    softcap,
+    MASK: tl.constexpr,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Attend to the key tiles from begin to end; unmasked, every row sees every key in them."""
+    acc1, acc2, m, total = state
+    q1, q2 = q
+    key = begin + tl.arange(0, BLOCK_N)
+    block = load_blocks(table, key, num_keys, BLOCK_SIZE, PAGED)
+    for start in tl.range(begin, end, BLOCK_N):
+        key, exists = keys_of_tile(start, num_keys, lowest, window, MASK, WINDOW, BLOCK_N)
+        # Slots are 32 bits wide by the cache's contract; elements are not.
+        slot = key
+        if PAGED:
+            slot = block * BLOCK_SIZE + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
+        slot = slot.to(tl.int64)
+        here = block
+        # Read a tile ahead: keys whose address waits for a load cannot be fetched as early.
+        block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
+        k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
+        if FP8:
+            k1, k2 = dequantise(
+                (k1, k2), scales[0], scales[2], here, key, exists,
+                q1.dtype, MASK, BLOCK_SIZE, BLOCK_N, D2,
+            )  # fmt: skip
+        scores = tl.dot(q1, k1.T, input_precision="ieee")
+        if D2 > 0:
+            scores = tl.dot(q2, k2.T, scores, input_precision="ieee")
+        scores, factor = cap_scores(scores, scale, softcap, SOFTCAP)
+        if MASK:
+            scores = hide_scores(scores, key, exists, last_seen, window, CAUSAL, WINDOW)
+        new_m = tl.maximum(m, tl.max(scores, 1) * factor)
+        # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+        base = tl.where(new_m == -float("inf"), 0.0, new_m) if MASK else new_m
+        p = tl.exp2(scores * factor - base[:, None])
+        fade = tl.exp2(m - base)
+        total = total * fade + tl.sum(p, 1)
+        m = new_m
+        # The values of keys that were not read are 0, not what lies there: 0 * NaN is NaN.
+        v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
+        if FP8:
+            v1, v2 = dequantise(
+                (v1, v2), scales[1], scales[2], here, key, exists,
+                q1.dtype, MASK, BLOCK_SIZE, BLOCK_N, D2,
+            )  # fmt: skip
+        p = p.to(v1.dtype)
+        acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
+        if D2 > 0:
+            acc2 = tl.dot(p, v2, acc2 * fade[:, None], input_precision="ieee")
+    return acc1, acc2, m, total
+
+
+@triton.jit
+def attend(
+    q,
+    k_base,
+    v_base,
+    scales,
+    table,
+    begin,
+    end,
+    num_keys,
+    last_seen,
+    lowest,
+    highest,
+    stride_k,
+    stride_v,
+    scale,
+    window,
+    softcap,
+    PAGED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Attend to the keys from begin to end of one sequence, masking only the tiles that need it.
+
+    With ONE_LOOP all tiles are masked: that costs arithmetic, and saves waiting for memory again at
+    the start of a second loop.
+
+        begin      clear              full                end
+          | window's  | seen by all rows | the causal edge, |
+          | lower edge|    no masks      | the last tile    |
+
+    Args:
+        q: ([BLOCK_M, D1], [BLOCK_M, D2]); without D2 the first twice.
+        k_base: pointer to key 0 of the head: of the cache where PAGED, else of the sequence.
+        v_base: likewise for values.
+        scales: where FP8, pointers to the scales of the head's keys and values in block 0, and the
+            elements between those of one block and the next.
+        table: pointer to the sequence's block ids.
+        begin: first key, a multiple of BLOCK_N.
+        end: one past the last key that any row sees.
+        num_keys: keys of the sequence.
+        last_seen: [BLOCK_M] last key that each row sees.
+        lowest: smallest of `last_seen`.
+        highest: largest of `last_seen`.
+        stride_k: elements between one key and the next.
+        stride_v: elements between one value and the next.
+        scale: softmax scale.
+        window: keys that a row sees, its own included.
+        softcap: cap of the scores.
+
+    Returns:
+        (acc1 [BLOCK_M, D1], acc2 [BLOCK_M, D2], m [BLOCK_M], total [BLOCK_M]), not yet divided by total.
+    """
+    acc1 = tl.zeros([BLOCK_M, D1], dtype=tl.float32)
+    acc2 = tl.zeros([BLOCK_M, D2 if D2 > 0 else 1], dtype=tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    state = (acc1, acc2, m, total)
+    if ONE_LOOP:
+        return attend_tiles(
+            state, q, k_base, v_base, scales, table, begin, end, num_keys, last_seen, lowest,
+            stride_k, stride_v, scale, window, softcap,
+            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
+        )  # fmt: skip
+    seen_by_all = tl.minimum(lowest + 1, num_keys) if CAUSAL else num_keys
+    full = tl.minimum(seen_by_all, end) // BLOCK_N * BLOCK_N
+    clear = begin
+    if WINDOW:
+        clear = tl.maximum(highest - window + 1, begin)
+        clear = tl.minimum((clear + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+        state = attend_tiles(
+            state, q, k_base, v_base, scales, table, begin, clear, num_keys, last_seen, lowest,
+            stride_k, stride_v, scale, window, softcap,
+            True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
+        )  # fmt: skip
+    full = tl.maximum(full, clear)
+    state = attend_tiles(
+        state, q, k_base, v_base, scales, table, clear, full, num_keys, last_seen, lowest,
+        stride_k, stride_v, scale, window, softcap,
+        False, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
+    )  # fmt: skip
+    return attend_tiles(
+        state, q, k_base, v_base, scales, table, full, end, num_keys, last_seen, lowest,
+        stride_k, stride_v, scale, window, softcap,
+        True, PAGED, CAUSAL, WINDOW, SOFTCAP, BLOCK_SIZE, BLOCK_N, D1, D2, FP8,
+    )  # fmt: skip
+
+
+@triton.jit
+def normalise(acc1, acc2, m, total):
+    """Divide by the sums; rows that saw nothing become 0 with a log-sum-exp of -inf.
+
+    Returns:
+        The two parts of the output and the log-sum-exp in units of log2.
+    """
+    saw_nothing = total == 0.0
+    total = tl.where(saw_nothing, 1.0, total)
+    inverse = tl.where(saw_nothing, 0.0, 1.0 / total)
+    lse = tl.where(saw_nothing, -float("inf"), m + tl.log2(total))
+    return acc1 * inverse[:, None], acc2 * inverse[:, None], lse

@@ -1,0 +1,165 @@
+"""Scatter of a step's keys and values into the paged cache, in Triton.
+
+Knows slots, not blocks or sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LARGEST = tl.constexpr(LARGEST_E4M3)
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
+
+
+@triton.jit
+def scatter(
+    k,
+    v,
+    keys,
+    values,
+    slot_mapping,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one token's key and value, [HEADS, D] each, to its slot; program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    element = tl.arange(0, BLOCK)
+    exists = element < HEADS * D
+    head, column = (element // D).to(tl.int64), element % D
+    key = tl.load(k + token * k_stride + head * k_head_stride + column, mask=exists)
+    value = tl.load(v + token * v_stride + head * v_head_stride + column, mask=exists)
+    target = slot * (HEADS * D) + element
+    tl.store(keys + target, key, mask=exists)
+    tl.store(values + target, value, mask=exists)
+
+
+@triton.jit
+def e4m3_bits(x):
+    """Round numbers of at most 448 to e4m3, to the nearest and to even if two are; as bytes.
+
+    By hand, so that every GPU and the interpreter round as PyTorch does: the compiler knows the
+    conversion from sm_89 on only. Below 2^-6 the numbers are multiples of 2^-9, which is the distance
+    of float32 numbers around 2^14, so adding that rounds to one.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+    tiny = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    rounded = tl.where(size < (121 << 23), tiny, normal)
+    rounded = tl.where(size > 0x7F800000, 0x7F, tl.minimum(rounded, 0x7E))
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantise(rows):
+    """Divide rows [heads, D] by a 448th of their largest; return bytes of e4m3, and what divided."""
+    wide = rows.to(tl.float32)
+    largest = tl.max(tl.abs(wide), 1)
+    # Exact division: PyTorch's, bit by bit.
+    scale = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
+    scale = tl.where(largest >= _SMALLEST_AMAX, scale, 1.0)
+    return e4m3_bits(tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))), scale
+
+
+@triton.jit
+def scatter_fp8(
+    k,
+    v,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slot_mapping,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Quantise one token's key and value, [HEADS, D] each, to its slot; program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    head = tl.arange(0, BLOCK_H)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    is_head = head < HEADS
+    exists = is_head[:, None] & (column < D)
+    wide_head = head.to(tl.int64)[:, None]
+    key = tl.load(k + token * k_stride + wide_head * k_head_stride + column, mask=exists, other=0.0)
+    value = tl.load(
+        v + token * v_stride + wide_head * v_head_stride + column, mask=exists, other=0.0
+    )
+    key, key_scale = quantise(key)
+    value, value_scale = quantise(value)
+    target = slot * (HEADS * D) + head[:, None] * D + column
+    tl.store(keys + target, key, mask=exists)
+    tl.store(values + target, value, mask=exists)
+    place = (slot // BLOCK_SIZE * HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    tl.store(key_scales + place, key_scale, mask=is_head)
+    tl.store(value_scales + place, value_scale, mask=is_head)
+
+
+def write_kv(
+    k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+) -> None:
+    """Write each token's key and value to its slot; shapes as in the door's `write_kv`."""
+    num_tokens, heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    if kv_scale is not None:
+        block_h, block_d = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
+        scatter_fp8[(num_tokens,)](
+            k,
+            v,
+            *kv.view(torch.uint8).unbind(0),
+            *kv_scale.unbind(0),
+            slot_mapping,
+            *strides,
+            HEADS=heads,
+            D=head_dim,
+            BLOCK_SIZE=kv.shape[2],
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            num_warps=_warps(block_h * block_d),
+        )
+        return
+    block = triton.next_power_of_2(heads * head_dim)
+    scatter[(num_tokens,)](
+        k,
+        v,
+        *kv.unbind(0),
+        slot_mapping,
+        *strides,
+        HEADS=heads,
+        D=head_dim,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+
+
+def _warps(elements: int) -> int:
+    """Eight elements a thread, which is a load of 16 bytes in half precision."""
+    return min(8, max(1, elements // 256))

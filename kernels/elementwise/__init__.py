@@ -1,0 +1,1 @@
+"""RMS norm, gated activation and rotary embedding."""

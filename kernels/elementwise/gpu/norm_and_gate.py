@@ -1,0 +1,145 @@
+"""RMS norm with the additions before it, and the gated activation, one launch each, in Triton.
+
+For steps of so many rows that the linear layers leave them to others. The arithmetic is float32
+and is rounded where PyTorch's operations would round.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.dependent_launch import dependent_launch
+from kernels.gpu.functions import silu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GATE_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_norm(
+    x,
+    parts,
+    weight,
+    out,
+    x_stride,
+    num_rows,
+    eps,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add SPLITS parts to one row, one after the other, in place, and normalise the sum; program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < C
+    if PDL:
+        gdc_launch_dependents()
+    factor = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    place = x + row * x_stride + column
+    values = tl.load(place, mask=exists, other=0.0)
+    if SPLITS > 0:
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(SPLITS):
+            total += tl.load(parts + (i * num_rows + row) * C + column, mask=exists, other=0.0)
+        values = (values.to(tl.float32) + total).to(values.dtype)
+        tl.store(place, values, mask=exists)
+    values = values.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values) / C + eps)
+    result = values * scale * factor
+    tl.store(out + row * C + column, result.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def gate(x, out, x_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Gate some columns of one row; program (row, columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < F
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    first = tl.load(x + row * x_stride + column, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(x + row * x_stride + F + column, mask=exists, other=0.0).to(tl.float32)
+    gated = silu(first).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * F + column, (gated * second).to(out.dtype.element_ty), mask=exists)
+
+
+def add_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, parts: Tensor | None = None, pdl: bool = False
+) -> Tensor:
+    """Add parts of sums to `x` in place and normalise that; without parts, normalise `x`.
+
+    Args:
+        x: [T, C], contiguous in C; becomes the rounded sum.
+        weight: [C].
+        eps: added to the mean square.
+        parts: [S, T, C] float32 contiguous.
+        pdl: launch before the kernel before has ended.
+
+    Returns:
+        [T, C], a new tensor.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    block = triton.next_power_of_2(size)
+    # With parts to add, which only few rows have, a thread has half as many columns: each costs it so many loads.
+    columns = 256 if parts is None else 128
+    add_norm[(rows,)](
+        x,
+        x if parts is None else parts,
+        weight,
+        out,
+        x.stride(0),
+        rows,
+        eps,
+        C=size,
+        BLOCK=block,
+        SPLITS=0 if parts is None else len(parts),
+        num_warps=min(16, max(1, block // columns)),
+        **dependent_launch(pdl),
+    )
+    return out
+
+
+def silu_and_mul(x: Tensor, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """Gate the second half of each row by the SiLU of the first.
+
+    Args:
+        x: [T, 2 * F], contiguous in its rows.
+        out: [T, F] contiguous; None allocates it.
+        pdl: launch before the kernel before has ended.
+
+    Returns:
+        `out`.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020 (SwiGLU).
+    """
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    if rows == 0:
+        return out
+    block = min(_GATE_BLOCK, triton.next_power_of_2(size))
+    gate[(rows, triton.cdiv(size, block))](
+        x,
+        out,
+        x.stride(0),
+        F=size,
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+        **dependent_launch(pdl),
+    )
+    return out

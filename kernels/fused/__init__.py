@@ -1,1 +1,0 @@
-"""The elementwise ops between attention and linears, reached only through `kernels/__init__.py`."""

@@ -1,0 +1,1 @@
+"""Linear layers: which kernel multiplies, and its launch."""

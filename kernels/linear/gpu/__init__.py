@@ -1,0 +1,1 @@
+"""Linear layers in Triton and Gluon."""

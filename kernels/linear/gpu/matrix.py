@@ -1,0 +1,255 @@
+"""A linear layer of 5 to 256 rows on Hopper's tensor cores: bulk copies, as many as there is room for before the wait.
+
+Such a step is bound by its weights, by what each kernel waits for the one before, and with many rows by what an SM gets
+from the second-level cache. A program computes 64 or 128 outputs of some rows over a part of the inner dimension. It
+asks for its weights before it waits for the kernel whose output it multiplies; only that output is still to come then.
+Parts of sums are not added up here: the norm that follows adds them to the residual (`add_parts_norm`), in their order.
+
+Knows matrices, not layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.dependent_launch import dependent_launch
+from kernels.linear.matrix_tiles import ROW_COUNTS, plan_matrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def matrix_linear(
+    x_desc,
+    w_desc,
+    bias,
+    out,
+    num_rows,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    IN_PARTS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Compute some outputs of some rows over one part of the columns; program (rows, outputs, part).
+
+    Where GATED, half of the rows of weights are gates and half are the rows up that belong to them, and there are half
+    as many outputs.
+
+    Args:
+        x_desc: [num_rows, K] in boxes of [ROWS, COLUMNS].
+        w_desc: [N, K], gate above up where GATED, in boxes of OUTPUTS rows and COLUMNS.
+        bias: [N]; where BIAS, which is without parts and gates.
+        out: [num_rows, N], or N / 2 where GATED; [SPLITS, num_rows, N] float32 where IN_PARTS.
+        num_rows: of x.
+        OUTPUTS: rows of weights of a program, 16 for each of its warps.
+        ROWS: rows of x of a program, a power of two from 16 to 256.
+        COLUMNS: that are multiplied at once.
+        STAGES: boxes of weights, and of rows, in shared memory.
+    """
+    CHUNKS: gl.constexpr = K // COLUMNS // SPLITS
+    dtype: gl.constexpr = x_desc.dtype
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, COLUMNS], dtype)
+    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    w = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, COLUMNS], w_layout)
+    x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], x_layout)
+    w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(w_full.index(s), count=1)
+        mbarrier.init(x_full.index(s), count=1)
+    gl.thread_barrier()
+    if PDL:
+        gdc_launch_dependents()
+    first_row = gl.program_id(0) * ROWS
+    tile = gl.program_id(1)
+    part = gl.program_id(2)
+    first = part * (CHUNKS * COLUMNS)
+    for s in gl.static_range(STAGES):
+        copy_weights(w_desc, tile, first + s * COLUMNS, w_full.index(s), w.index(s), True, GATED)
+    if PDL:
+        gdc_wait()
+    for s in gl.static_range(STAGES):
+        copy_rows(x_desc, first_row, first + s * COLUMNS, x_full.index(s), x.index(s), True)
+
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout=layout)
+    for i in range(CHUNKS):
+        now = i % STAGES
+        mbarrier.wait(w_full.index(now), i // STAGES & 1)
+        mbarrier.wait(x_full.index(now), i // STAGES & 1)
+        acc = warpgroup_mma(w.index(now), x.index(now).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        # What the products before these have read may be filled again.
+        gl.thread_barrier()
+        following = i - 1 + STAGES
+        more = (i > 0) & (following < CHUNKS)
+        then = following % STAGES
+        column = first + following * COLUMNS
+        copy_weights(w_desc, tile, column, w_full.index(then), w.index(then), more, GATED)
+        copy_rows(x_desc, first_row, column, x_full.index(then), x.index(then), more)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(w_full.index(s))
+        mbarrier.invalidate(x_full.index(s))
+    store(acc, bias, out, first_row, tile, part, num_rows, N, OUTPUTS, ROWS, IN_PARTS, GATED, BIAS)
+
+
+@gluon.jit
+def copy_weights(w_desc, tile, column, full, target, pred, GATED: gl.constexpr):
+    """Have rows of weights copied, if `pred`."""
+    OUTPUTS: gl.constexpr = target.shape[0]
+    size: gl.constexpr = OUTPUTS * target.shape[1] * w_desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, size, pred=pred)
+    if GATED:
+        box = target._reinterpret(target.dtype, w_desc.block_type.shape, w_desc.layout)
+        place = [tile * (OUTPUTS // 16), 0, 0, column]
+        tma.async_copy_global_to_shared(w_desc, place, full, box, pred=pred)
+    else:
+        tma.async_copy_global_to_shared(w_desc, [tile * OUTPUTS, column], full, target, pred=pred)
+
+
+@gluon.jit
+def copy_rows(x_desc, row, column, full, target, pred):
+    """Have the same columns of some rows copied, if `pred`; of rows that do not exist, zeros."""
+    size: gl.constexpr = target.shape[0] * target.shape[1] * x_desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, size, pred=pred)
+    tma.async_copy_global_to_shared(x_desc, [row, column], full, target, pred=pred)
+
+
+@gluon.jit
+def gated(acc, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
+    """Multiply gates by what belongs to them, which the same thread holds: [OUTPUTS, ROWS] to half of that."""
+    eights = gl.reshape(acc, [OUTPUTS // 16, 2, 8, ROWS])
+    gate, up = gl.split(gl.permute(eights, [0, 2, 3, 1]))
+    return gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [OUTPUTS // 2, ROWS])
+
+
+@gluon.jit
+def store(
+    acc, bias, out, first_row, tile, part, num_rows, N: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr,
+    IN_PARTS: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Write what a program has computed, [OUTPUTS, ROWS]; neighbouring outputs lie with neighbouring threads."""
+    COUNT: gl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    WIDTH: gl.constexpr = N // 2 if GATED else N
+    threads: gl.constexpr = [COUNT // 4, 128 // COUNT]
+    layout: gl.constexpr = gl.BlockedLayout([4, 1], threads, [1, gl.num_warps()], [0, 1])
+    output = tile * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(1, layout))[:, None]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
+    value = acc
+    if GATED:
+        value = gated(acc, OUTPUTS, ROWS)
+    value = gl.convert_layout(value, layout)
+    if BIAS:
+        value += gl.load(bias + output).to(gl.float32)
+    place = out + row * WIDTH + output
+    if IN_PARTS:
+        place = out + (part * num_rows + row) * WIDTH + output
+    gl.store(place, value.to(out.dtype.element_ty), mask=row < num_rows)
+
+
+class MatrixLinear:
+    """A linear layer bound to its weights, which are read where they are at each call.
+
+    Args:
+        weight: [N, K] contiguous, float16 or bfloat16; gate above up where gated. N and K are multiples of 64.
+        bias: [N] or None.
+        gated: whether the output is silu(gate) * up.
+        in_parts: whether the output is parts of sums; not with a bias or gated.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        in_parts: bool = False,
+    ) -> None:
+        stacked, inputs = weight.shape
+        assert stacked % 64 == inputs % 64 == 0, weight.shape
+        assert not in_parts or (bias is None and not gated), "parts have neither bias nor gate"
+        self._weight, self._bias, self._in_parts, self._gated = weight, bias, in_parts, gated
+        self._outputs = stacked // 2 if gated else stacked
+        self._dtype = getattr(gl, str(weight.dtype).removeprefix("torch."))
+        self._launches = {
+            rows: plan_matrix(stacked, inputs, rows, may_split=in_parts) for rows in ROW_COUNTS
+        }
+        shapes = {(it.outputs, it.columns) for it in self._launches.values()}
+        self._boxes = {shape: self._weight_boxes(*shape) for shape in shapes}
+
+    def __call__(self, x: Tensor, *, pdl: bool) -> Tensor:
+        """Compute the layer.
+
+        Args:
+            x: [rows, K] contiguous, 1 to 256 rows.
+            pdl: launch before the kernel before has ended.
+
+        Returns:
+            [rows, outputs] in x's dtype; [splits, rows, outputs] float32, to be added up, where it is in parts.
+        """
+        rows, inputs = x.shape
+        assert rows <= ROW_COUNTS[-1], f"{rows} rows; at most {ROW_COUNTS[-1]}"
+        launch = self._launches[next(count for count in ROW_COUNTS if rows <= count)]
+        if self._in_parts:
+            shape = (launch.splits, rows, self._outputs)
+            out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        else:
+            out = torch.empty((rows, self._outputs), dtype=x.dtype, device=x.device)
+        box = [launch.rows, launch.columns]
+        stacked = self._weight.shape[0]
+        grid = (-(-rows // launch.rows), stacked // launch.outputs, launch.splits)
+        matrix_linear[grid](
+            TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], box, self._layout(box)),
+            self._boxes[launch.outputs, launch.columns],
+            out if self._bias is None else self._bias,
+            out,
+            rows,
+            N=stacked,
+            K=inputs,
+            OUTPUTS=launch.outputs,
+            ROWS=launch.rows,
+            COLUMNS=launch.columns,
+            STAGES=launch.stages(inputs),
+            IN_PARTS=self._in_parts,
+            SPLITS=launch.splits,
+            GATED=self._gated,
+            BIAS=self._bias is not None,
+            num_warps=launch.outputs // 16,
+            **dependent_launch(pdl),
+        )
+        return out
+
+    def _weight_boxes(self, outputs: int, columns: int) -> TensorDescriptor:
+        stacked, inputs = self._weight.shape
+        shape, strides, box = [stacked, inputs], [inputs, 1], [outputs, columns]
+        if self._gated:
+            # Eight gates, then the eight rows up that belong to them: the thread that has one has the other.
+            shape = [self._outputs // 8, 2, 8, inputs]
+            strides = [8 * inputs, self._outputs * inputs, inputs, 1]
+            box = [outputs // 16, 2, 8, columns]
+        return TensorDescriptor(self._weight, shape, strides, box, self._layout(box))
+
+    def _layout(self, box: list[int]) -> gl.NVMMASharedLayout:
+        return gl.NVMMASharedLayout.get_default_for(box, self._dtype)

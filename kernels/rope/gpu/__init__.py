@@ -1,0 +1,1 @@
+"""Rotary embedding and the cache write behind it in Triton."""

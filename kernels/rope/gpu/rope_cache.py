@@ -1,0 +1,270 @@
+"""From the output of a QKV projection to what attention reads: norm per head, rotation, cache write.
+
+One launch for the tokens of a step, decoded or prefilled. Beside it the second-level cache can fetch what is read
+after a short attention, during which memory has little to do. Knows slots and positions, not sequences.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.dependent_launch import dependent_launch
+from kernels.gpu.functions import (
+    LINE_BYTES,
+    fetch_lines,
+    load_halves,
+    normalise_halves,
+    rotate_halves,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FEW_HEADS = 2048
+"""Heads of all tokens up to which each has a program of its own, since these run all at once."""
+_MANY_TOKENS = 1024
+_FETCH_LINES = 512
+"""Of a program that has lines fetched."""
+_FETCH_BYTES = 24 << 20
+"""Half of a second-level cache of 50 MB, as Hopper's."""
+
+
+class RotationLaunch(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        tokens: of a program, a power of two.
+        heads: of a program, one after the other; what a token shares is then loaded once for all of them.
+        num_warps: of a program.
+    """
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+@triton.jit(do_not_specialize=["num_tokens", "lines_1", "lines_2"])
+def rotate_and_write(
+    qkv,
+    q_out,
+    keys,
+    values,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    slot_mapping,
+    ahead_1,
+    ahead_2,
+    lines_1,
+    lines_2,
+    num_tokens,
+    qkv_stride,
+    q_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    NORM: tl.constexpr,
+    WRITE: tl.constexpr,
+    FETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Treat some heads of some tokens; program (tokens, heads), the heads being those of q, k and v.
+
+    HALF is D / 2 rounded up to a power of two. Where FETCH is not 0, programs behind those of the heads
+    have FETCH lines fetched each. Addresses within a program are 32 bits from its first.
+    """
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    if FETCH > 0:
+        HEAD_PROGRAMS: tl.constexpr = (ALL + BLOCK_H - 1) // BLOCK_H
+        if tl.program_id(1) >= HEAD_PROGRAMS:
+            number = (tl.program_id(1) - HEAD_PROGRAMS) * tl.num_programs(0) + tl.program_id(0)
+            if PDL:
+                gdc_launch_dependents()
+            fetch_lines(ahead_1, ahead_2, lines_1, lines_2, number * FETCH, FETCH)
+            return
+    first_token = tl.program_id(0) * BLOCK_T
+    row = tl.arange(0, BLOCK_T)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    is_token = first_token + row < num_tokens
+    exists = is_token & (column < D // 2)
+    if PDL:
+        gdc_launch_dependents()
+    # Nothing since the last launch that waited for all before it has written these.
+    place = first_token + row
+    position = tl.load(positions + place, mask=is_token, other=0, cache_modifier=".cg").to(tl.int32)
+    slot = tl.load(slot_mapping + place, mask=is_token, other=-1, cache_modifier=".cg").to(tl.int64)
+    # The halves of cos are the same, those of sin up to their sign.
+    angle = position * D + column
+    cosine = tl.load(cos + angle, mask=exists, other=0.0).to(tl.float32)
+    sine = tl.load(sin + D // 2 + angle, mask=exists, other=0.0).to(tl.float32)
+    q_gains = (cosine, cosine)
+    k_gains = (cosine, cosine)
+    if NORM:
+        wide = row * 0 + column
+        q_gains = load_halves(q_weight + wide, exists, D)
+        k_gains = load_halves(k_weight + wide, exists, D)
+    if PDL:
+        gdc_wait()
+
+    first_head = tl.program_id(1) * BLOCK_H
+    source = qkv + first_token.to(tl.int64) * qkv_stride + first_head * D
+    source += row * qkv_stride + column
+    firsts = load_heads(source, exists, ALL - first_head, D, BLOCK_H)
+    seconds = load_heads(source + D // 2, exists, ALL - first_head, D, BLOCK_H)
+    target = q_out + first_token.to(tl.int64) * q_stride + row * q_stride + column
+    line = slot * (KV_HEADS * D) + column
+    is_slot = exists & (slot >= 0)
+    for i in tl.static_range(BLOCK_H):
+        head = first_head + i
+        is_query = head < HEADS
+        first = firsts[i].to(tl.float32)
+        second = seconds[i].to(tl.float32)
+        if NORM:
+            gain_1 = tl.where(is_query, q_gains[0], k_gains[0]).to(tl.float32)
+            gain_2 = tl.where(is_query, q_gains[1], k_gains[1]).to(tl.float32)
+            first, second = normalise_halves(
+                first, second, gain_1, gain_2, eps, D, qkv.dtype.element_ty
+            )
+        first, second = rotate_halves(first, second, cosine, sine)
+        first = first.to(qkv.dtype.element_ty)
+        second = second.to(qkv.dtype.element_ty)
+        if is_query:
+            tl.store(target + head * D, first, mask=exists)
+            tl.store(target + head * D + D // 2, second, mask=exists)
+        elif head < HEADS + KV_HEADS:
+            if WRITE:
+                tl.store(keys + (head - HEADS) * D + line, first, mask=is_slot)
+                tl.store(keys + (head - HEADS) * D + D // 2 + line, second, mask=is_slot)
+            else:
+                tl.store(source + i * D, first, mask=exists)
+                tl.store(source + i * D + D // 2, second, mask=exists)
+        elif WRITE & (head < ALL):
+            at = values + (head - HEADS - KV_HEADS) * D + line
+            tl.store(at, firsts[i], mask=is_slot)
+            tl.store(at + D // 2, seconds[i], mask=is_slot)
+
+
+@triton.jit
+def load_heads(address, exists, num_heads, D: tl.constexpr, COUNT: tl.constexpr):
+    """Load the halves of COUNT heads that lie D apart, of which `num_heads` are there."""
+    halves = ()
+    for i in tl.static_range(COUNT):
+        half = tl.load(address + i * D, mask=exists & (i < num_heads), other=0.0)
+        halves = halves + (half,)  # type: ignore[assignment]
+    return halves
+
+
+def rotation_launch(num_tokens: int, num_heads: int, half: int) -> RotationLaunch:
+    """Choose how the work is cut: small while it is little, so that no program takes long.
+
+    Nothing between: each launch is a kernel to compile. A thread of the larger ones loads 16 bytes at once.
+
+    Args:
+        num_tokens: T.
+        num_heads: of queries, keys and values together.
+        half: HALF.
+    """
+    if num_tokens * num_heads <= _FEW_HEADS:
+        return RotationLaunch(1, 1, 1)
+    warps = 1 if num_tokens < _MANY_TOKENS else 4
+    return RotationLaunch(max(1, warps * 256 // half), 4, warps)
+
+
+def lines_ahead(tensors: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
+    """Return how many lines of each of two tensors are fetched: what there is room for, the first one's first."""
+    if tensors is None:
+        return 0, 0
+    size = LINE_BYTES.value
+    first, second = (tensor.nbytes // size for tensor in tensors)
+    first = min(first, _FETCH_BYTES // size)
+    return first, min(second, _FETCH_BYTES // size - first)
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    kv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slot_mapping: Tensor,
+    *,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    q_out: Tensor | None = None,
+    write: bool = True,
+    ahead: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Normalise queries and keys per head, rotate them, and write keys and values to their slots.
+
+    Args:
+        qkv: [T, (H + 2 * K) * D], contiguous in its rows.
+        kv: [2, N, S, K, D] contiguous; index 0 keys, 1 values.
+        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` makes them, in
+            qkv's dtype.
+        positions: [T] int64, rows of `rope`.
+        slot_mapping: [T] int32 (int64 is taken too); -1 skips a token's key and value.
+        norms: weights of the queries' and the keys' norm, [D] each; None where the family has none.
+        eps: of the norms.
+        q_out: [T, H, D], contiguous in a token; None writes the queries over those in `qkv`.
+        write: False leaves the cache as it is: rotated keys are written over those in `qkv`.
+        ahead: two tensors, read soon after, that the second-level cache is to fetch the first 24 MiB of.
+        pdl: launch before the kernel before has ended. `positions` and `slot_mapping` are then read before
+            the wait: what writes them must be followed by a launch without `pdl` before this one.
+
+    Returns:
+        The queries [T, H, D]: `q_out`, or a view of `qkv`.
+    """
+    tokens, size = qkv.shape
+    kv_heads, head_dim = kv.shape[3:]
+    heads = size // head_dim - 2 * kv_heads
+    if q_out is None:
+        q_out = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
+    if tokens == 0:
+        return q_out
+    keys, values = kv.unbind(0)
+    half = triton.next_power_of_2(head_dim // 2)
+    launch = rotation_launch(tokens, heads + 2 * kv_heads, half)
+    blocks = triton.cdiv(tokens, launch.tokens)
+    q_weight, k_weight = (qkv, qkv) if norms is None else norms
+    lines = lines_ahead(ahead)
+    programs = triton.cdiv(heads + 2 * kv_heads, launch.heads)
+    programs += triton.cdiv(sum(lines), _FETCH_LINES * blocks)
+    rotate_and_write[(blocks, programs)](
+        qkv,
+        q_out,
+        keys,
+        values,
+        q_weight,
+        k_weight,
+        *rope,
+        positions,
+        slot_mapping,
+        *((qkv, qkv) if ahead is None else ahead),
+        *lines,
+        tokens,
+        qkv.stride(0),
+        q_out.stride(0),
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        HALF=half,
+        BLOCK_T=launch.tokens,
+        BLOCK_H=launch.heads,
+        NORM=norms is not None,
+        WRITE=write,
+        FETCH=0 if ahead is None else _FETCH_LINES,
+        num_warps=launch.num_warps,
+        **dependent_launch(pdl),
+    )
+    return q_out

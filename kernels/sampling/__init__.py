@@ -1,0 +1,1 @@
+"""Token sampling and the embedding of sampled tokens."""

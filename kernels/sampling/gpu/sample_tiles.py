@@ -1,0 +1,203 @@
+"""What drawing reads whole rows for: weights, their sums by tile, and the candidates that filters look at.
+
+Weights are integers, so a sum does not depend on the order of the additions; candidates are listed in no order.
+Knows tables of numbers (`kernels.sampling.rows`), no requests.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.gpu.functions import ranked_id, ranked_is_finite, ranked_value
+from kernels.sampling import rows as draw_rows
+from kernels.sampling.gpu.argmax import LOWEST_BITS, best_key
+from kernels.sampling.rows import DrawRow
+
+SOURCE = tl.constexpr(DrawRow._fields.index("source"))
+TARGET = tl.constexpr(DrawRow._fields.index("target"))
+KIND = tl.constexpr(DrawRow._fields.index("kind"))
+UNIFORM = tl.constexpr(DrawRow._fields.index("uniform"))
+INVERSE_TEMPERATURE = tl.constexpr(DrawRow._fields.index("inverse_temperature"))
+TOP_K = tl.constexpr(DrawRow._fields.index("top_k"))
+TOP_P = tl.constexpr(DrawRow._fields.index("top_p"))
+MIN_P_DISTANCE = tl.constexpr(DrawRow._fields.index("min_p_distance"))
+REACH = tl.constexpr(DrawRow._fields.index("reach"))
+LEAST = tl.constexpr(DrawRow._fields.index("least"))
+COLUMNS = tl.constexpr(len(DrawRow._fields))
+GREEDY = tl.constexpr(draw_rows.GREEDY)
+UNFILTERED = tl.constexpr(draw_rows.UNFILTERED)
+FILTERED = tl.constexpr(draw_rows.FILTERED)
+WEIGHT_SCALE = tl.constexpr(draw_rows.WEIGHT_SCALE)
+
+
+@triton.jit
+def weights_of(distances):
+    """Return the weights int64 of scaled logits that lie so far, float32 >= 0, below the largest."""
+    return (tl.exp(-distances) * WEIGHT_SCALE).to(tl.int64)
+
+
+@triton.jit
+def set_limits(
+    table,
+    best,
+    groups,
+    kinds,
+    peaks,
+    limits,
+    counts,
+    tokens,
+    checked,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Answer what is greedy or broken, and tell how far a row's candidates may lie below its peak; program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    key = best_key(best, row, NUM_TILES, TILES)
+    finite = ranked_is_finite(key)
+    entry = table + row * COLUMNS
+    target = tl.load(entry + TARGET).to(tl.int64)
+    kind = tl.where(finite, tl.load(entry + KIND).to(tl.int32), GREEDY)
+    peak = ranked_value((key >> 32).to(tl.int32))
+    tl.store(tokens + target, ranked_id(key))
+    tl.store(checked + target, tl.where(finite, ranked_id(key), -1))
+    tl.store(kinds + row, kind)
+    tl.store(peaks + row, peak)
+    tl.store(counts + row, 0)
+    if kind == FILTERED:
+        reach = tl.load(entry + REACH).to(tl.int32)
+        limit = tl.full([], float("inf"), tl.float32)
+        if reach > 0:
+            group = tl.arange(0, GROUPS)
+            place = groups + row * NUM_GROUPS + group
+            # Half of the bits are enough for a bound, and are found in half of the time.
+            highs = tl.load(place, mask=group < NUM_GROUPS, other=LOWEST_BITS) >> 16
+            level = tl.full([], -(2**15), tl.int32)
+            for step in range(16):
+                higher = level + (1 << (15 - step))
+                enough = tl.sum((highs >= higher).to(tl.int32), 0) >= reach
+                level = tl.where(enough, higher, level)
+            least = ranked_value(level << 16)
+            scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
+            # Bits below those of -inf are those of no number.
+            limit = tl.where(least > -float("inf"), (peak - least) * scale, limit)
+        if tl.load(entry + TOP_K) == 0.0:
+            limit = tl.minimum(limit, tl.load(entry + MIN_P_DISTANCE).to(tl.float32))
+        tl.store(limits + row, limit)
+
+
+@triton.jit
+def weigh_tiles(
+    logits,
+    table,
+    kinds,
+    peaks,
+    limits,
+    counts,
+    sums,
+    listed,
+    row_stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sum the weights of a tile, all and those that min_p keeps, and list its candidates; program (tile, row)."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # All is asked for before anything is waited for: most rows need it.
+    kind = tl.load(kinds + row)
+    entry = table + row * COLUMNS
+    source = tl.load(entry + SOURCE).to(tl.int64)
+    scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
+    most = tl.load(entry + MIN_P_DISTANCE).to(tl.float32)
+    peak = tl.load(peaks + row)
+    ids = tile * BLOCK + tl.arange(0, BLOCK)
+    place = logits + source * row_stride + ids
+    values = tl.load(place, mask=ids < V, other=-float("inf")).to(tl.float32)
+    if kind == GREEDY:
+        return
+    distances = (peak - values) * scale
+    weights = weights_of(distances)
+    of_tile = sums + row * 2 * tl.num_programs(0) + tile
+    total = tl.sum(weights, 0)
+    tl.store(of_tile, total)
+    if kind == FILTERED:
+        near = total
+        if most < float("inf"):
+            near = tl.sum(tl.where(distances <= most, weights, 0), 0)
+        tl.store(of_tile + tl.num_programs(0), near)
+        least = tl.load(entry + LEAST).to(tl.int64)
+        wanted = (weights >= least) & (distances <= tl.load(limits + row))
+        number = tl.sum(wanted.to(tl.int32), 0)
+        if number > 0:
+            before = tl.atomic_add(counts + row, number, sem="relaxed")
+            at = before + tl.cumsum(wanted.to(tl.int32), 0) - 1
+            keys = ordering_keys(distances, ids, ID_BITS)
+            tl.store(listed + row * CAPACITY + at, keys, mask=wanted & (at < CAPACITY))
+
+
+@triton.jit
+def ordering_keys(distances, ids, ID_BITS: tl.constexpr):
+    """Return int64 keys, all distinct, that order by distance, float32 >= 0, then by id."""
+    return (distances.to(tl.int32, bitcast=True).to(tl.int64) << ID_BITS) | ids.to(tl.int64)
+
+
+@triton.jit
+def draw_unfiltered(
+    logits,
+    table,
+    kinds,
+    peaks,
+    sums,
+    tokens,
+    checked,
+    row_stride,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Find the first id whose cumulative weight exceeds the fraction; program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(kinds + row) != UNFILTERED:
+        return
+    entry = table + row * COLUMNS
+    tile = tl.arange(0, TILES)
+    of_tiles = tl.load(sums + row * 2 * NUM_TILES + tile, mask=tile < NUM_TILES, other=0)
+    target = drawn_amount(tl.load(entry + UNIFORM), tl.sum(of_tiles, 0))
+    passed = tl.cumsum(of_tiles, 0) <= target
+    before = tl.sum(tl.where(passed, of_tiles, 0), 0)
+    first = tl.sum((passed & (tile < NUM_TILES)).to(tl.int32), 0) * BLOCK
+    source = tl.load(entry + SOURCE).to(tl.int64)
+    scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
+    ids = first + tl.arange(0, BLOCK)
+    place = logits + source * row_stride + ids
+    values = tl.load(place, mask=ids < V, other=-float("inf")).to(tl.float32)
+    weights = weights_of((tl.load(peaks + row) - values) * scale)
+    passed = before + tl.cumsum(weights, 0) <= target
+    token = first + tl.sum(passed.to(tl.int32), 0)
+    to = tl.load(entry + TARGET).to(tl.int64)
+    tl.store(tokens + to, token.to(tl.int64))
+    tl.store(checked + to, token.to(tl.int64))
+
+
+@triton.jit
+def drawn_amount(uniform, total):
+    """Return the cumulative weight int64 that a number float64 in [0, 1) stands for."""
+    return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)

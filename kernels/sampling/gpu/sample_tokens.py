@@ -1,0 +1,127 @@
+"""Draws a token for each row of logits in a few launches: peaks, weights and candidates, then the draws.
+
+    rank_tiles > set_limits > weigh_tiles > draw_unfiltered, draw_filtered
+
+Neither logits nor host decide how often something is launched, and sums are of integers: a row's token depends on
+that row alone, bit for bit. Knows tables of numbers (`kernels.sampling.rows`), no requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+
+from kernels.gpu.dependent_launch import dependent_launch
+from kernels.sampling.gpu.argmax import TILE_WARPS, rank_tiles
+from kernels.sampling.gpu.sample_filtered import draw_filtered
+from kernels.sampling.gpu.sample_tiles import draw_unfiltered, set_limits, weigh_tiles
+from kernels.sampling.rows import DRAW_SIZES, FILTERED, GREEDY, UNFILTERED, DrawRow, DrawSizes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+_ROW_WARPS = 8
+
+
+class _Scratch(NamedTuple):
+    """What the kernels leave each other.
+
+    Attributes:
+        best: [R, tiles] int64 keys.
+        groups: [R, groups] int32, the largest logit of each as an integer.
+        kinds: [R] int32, `GREEDY` where nothing is left to do.
+        peaks: [R] float32, the largest logit.
+        limits: [R] float32, the largest distance of a candidate.
+        counts: [R] int32, candidates.
+        sums: [R, 2, tiles] int64, weights: all, and those that min_p keeps.
+        listed: [R, capacity] int64 keys of candidates.
+    """
+
+    best: Tensor
+    groups: Tensor
+    kinds: Tensor
+    peaks: Tensor
+    limits: Tensor
+    counts: Tensor
+    sums: Tensor
+    listed: Tensor
+
+
+def _scratch(rows: int, size: int, sizes: DrawSizes, device: torch.device) -> _Scratch:
+    tiles, groups = triton.cdiv(size, sizes.tile), triton.cdiv(size, sizes.group)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return _Scratch(
+        best=empty(rows, tiles, dtype=torch.int64),
+        groups=empty(rows, groups, dtype=torch.int32),
+        kinds=empty(rows, dtype=torch.int32),
+        peaks=empty(rows, dtype=torch.float32),
+        limits=empty(rows, dtype=torch.float32),
+        counts=empty(rows, dtype=torch.int32),
+        sums=empty(rows, 2, tiles, dtype=torch.int64),
+        listed=empty(rows, sizes.capacity, dtype=torch.int64),
+    )
+
+
+def draw_tokens(
+    logits: Tensor,
+    table: Tensor,
+    kinds: Collection[int],
+    tokens: Tensor,
+    checked: Tensor,
+    *,
+    pdl: bool = False,
+    sizes: DrawSizes = DRAW_SIZES,
+) -> None:
+    """Draw a token for each row of a table.
+
+    Args:
+        logits: [M, V], float32, bfloat16 or float16, contiguous in V. Not changed.
+        table: [R, fields of `DrawRow`] float64 contiguous.
+        kinds: of the table's rows.
+        tokens: [N] int64 contiguous; valid ids at the rows' targets, whatever the logits.
+        checked: [N] int64 contiguous; the same, but -1 where the largest logit is no finite number.
+        pdl: launch before the kernel before has ended.
+        sizes: how rows are cut, which changes no token.
+    """
+    size, device = logits.shape[1], logits.device
+    rows = len(table)
+    stride = logits.stride(0)
+    it = _scratch(rows, size, sizes, device)
+    num_tiles, num_groups = it.best.shape[1], it.groups.shape[1]
+    tiles = {"NUM_TILES": num_tiles, "TILES": triton.next_power_of_2(num_tiles)}
+    launch = dependent_launch(pdl)
+    wide, narrow = launch | {"num_warps": TILE_WARPS}, launch | {"num_warps": _ROW_WARPS}
+    id_bits = max(1, (size - 1).bit_length())
+
+    rank_tiles[(num_tiles, rows)](
+        logits, table, it.best, it.groups, it.best, stride,
+        V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=len(DrawRow._fields), SUMS=False, **wide,
+    )  # fmt: skip
+    set_limits[(rows,)](
+        table, it.best, it.groups, it.kinds, it.peaks, it.limits, it.counts, tokens, checked,
+        NUM_GROUPS=num_groups, GROUPS=triton.next_power_of_2(num_groups), **tiles, **narrow,
+    )  # fmt: skip
+    if set(kinds) == {GREEDY}:
+        return
+    weigh_tiles[(num_tiles, rows)](
+        logits, table, it.kinds, it.peaks, it.limits, it.counts, it.sums, it.listed, stride,
+        V=size, BLOCK=sizes.tile, CAPACITY=sizes.capacity, ID_BITS=id_bits, **wide,
+    )  # fmt: skip
+    if UNFILTERED in kinds:
+        draw_unfiltered[(rows,)](
+            logits, table, it.kinds, it.peaks, it.sums, tokens, checked, stride,
+            V=size, BLOCK=sizes.tile, **tiles, **narrow,
+        )  # fmt: skip
+    if FILTERED in kinds:
+        draw_filtered[(rows,)](
+            logits, table, it.kinds, it.peaks, it.counts, it.sums, it.listed, tokens, checked, stride,
+            V=size, CAPACITY=sizes.capacity, BLOCK=sizes.chunk, LOADS=sizes.loads, WAYS=sizes.ways,
+            ROW_WAYS=sizes.row_ways, ID_BITS=id_bits, **tiles, **narrow,
+        )  # fmt: skip

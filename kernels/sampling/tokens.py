@@ -1,0 +1,169 @@
+"""The door to the operations at both ends of a model: vectors of tokens, and tokens of logits.
+
+Knows logits and tables of numbers, nothing of requests or of text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from kernels.arch import detect
+from kernels.gpu.dependent_launch import may_depend
+from kernels.sampling.rows import (
+    FILTERED,
+    GREEDY,
+    UNFILTERED,
+    WEIGHT_SCALE,
+    DrawRow,
+    candidate_bounds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = [
+    "FILTERED",
+    "GREEDY",
+    "UNFILTERED",
+    "WEIGHT_SCALE",
+    "DrawRow",
+    "candidate_bounds",
+    "chosen_logprobs",
+    "draw_tokens",
+    "embed_tokens",
+    "has_kernels",
+    "log_softmax",
+    "most_likely_tokens",
+]
+
+_AMPERE = 80
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether tokens can be drawn by kernels of ours: from sm_80 on, as for attention."""
+    return device.type == "cuda" and detect(device).sm >= _AMPERE
+
+
+def embed_tokens(ids: Tensor, table: Tensor, drawn: Tensor | None = None) -> Tensor:
+    """Look up the vectors of tokens without waiting for the device.
+
+    Args:
+        ids: [T] int64 contiguous, rows of `table`, or -1 - i for the row that `drawn` has at i.
+        table: [V, C] contiguous.
+        drawn: [R] int64 contiguous, rows of `table`; None where no id is below 0.
+
+    Returns:
+        [T, C], a new tensor.
+    """
+    if has_kernels(ids.device):
+        # Imported here: Triton is not there on a host without a GPU.
+        from kernels.sampling.gpu.embed import embed  # noqa: PLC0415
+
+        return embed(ids, drawn, table, pdl=may_depend(detect(ids.device), ids.device))
+    if drawn is not None:
+        ids = torch.where(ids < 0, drawn[(-1 - ids).clamp_min(0)], ids)
+    return functional.embedding(ids, table)
+
+
+def most_likely_tokens(
+    logits: Tensor,
+    tokens: Tensor | None = None,
+    checked: Tensor | None = None,
+    logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the most likely token of each row, the smallest id among equals, without waiting for the device.
+
+    Can be recorded in a CUDA graph.
+
+    Args:
+        logits: [R, V], R >= 1, float32, bfloat16 or float16, contiguous in V. Not changed.
+        tokens: [R] int64 contiguous; None allocates it.
+        checked: likewise.
+        logprobs: [R] float32 contiguous, likewise.
+
+    Returns:
+        `tokens`, valid ids whatever the logits, NaN counting as the largest; `checked`, the same but -1 where the
+        largest logit is no finite number; and `logprobs`, their natural log-probabilities, anything where `checked`
+        is -1.
+    """
+    if tokens is None:
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if checked is None:
+        checked = torch.empty_like(tokens)
+    if logprobs is None:
+        logprobs = torch.empty_like(tokens, dtype=torch.float32)
+    if has_kernels(logits.device):
+        # Imported here: Triton is not there on a host without a GPU.
+        from kernels.sampling.gpu.argmax import most_likely_tokens as choose  # noqa: PLC0415
+
+        pdl = may_depend(detect(logits.device), logits.device)
+        choose(logits, tokens, checked, logprobs, pdl=pdl)
+        return tokens, checked, logprobs
+    largest, most_likely = logits.max(-1)
+    tokens.copy_(most_likely)
+    # Not a number minus itself, and infinity minus itself, are not 0.
+    checked.copy_(torch.where(largest - largest == 0, most_likely, -1))
+    logprobs.copy_(chosen_logprobs(logits, tokens))
+    return tokens, checked, logprobs
+
+
+def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the natural log-probability of one token of each row, without waiting for the device.
+
+    Its bits depend on the row's logits alone.
+
+    Args:
+        logits: [R, V], float32, bfloat16 or float16, contiguous in V. Not changed.
+        tokens: [R] int64 contiguous, in [0, V).
+
+    Returns:
+        [R] float32; anything where the row's largest logit is no finite number.
+    """
+    if not has_kernels(logits.device):
+        return log_softmax(logits.float()).gather(1, tokens[:, None])[:, 0]
+    # Imported here: Triton is not there on a host without a GPU.
+    from kernels.sampling.gpu.argmax import chosen_logprobs as compute  # noqa: PLC0415
+
+    logprobs = torch.empty_like(tokens, dtype=torch.float32)
+    pdl = may_depend(detect(logits.device), logits.device)
+    compute(logits, tokens, logprobs, pdl=pdl)
+    return logprobs
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Return log-probabilities [n, V] float32 whose bits do not depend on a row's place in the batch.
+
+    Args:
+        logits: [n, V] float32.
+    """
+    size = logits.shape[1]
+    if logits.device.type != "cpu" and size % 4:
+        # CUDA's kernel splits a row's sum by the row's 16-byte alignment, which differs between rows here.
+        logits = functional.pad(logits, (0, -size % 4), value=-torch.inf)
+    return torch.log_softmax(logits, dim=-1)[:, :size]
+
+
+def draw_tokens(
+    logits: Tensor, rows: Sequence[DrawRow], table: Tensor, tokens: Tensor, checked: Tensor
+) -> None:
+    """Draw a token for each of some rows without waiting for the device, where it `has_kernels`.
+
+    Args:
+        logits: [M, V], float32, bfloat16 or float16, contiguous in V. Not changed.
+        rows: at least one; their targets are distinct.
+        table: [R, fields of `DrawRow`] float64 contiguous: `rows` on the device.
+        tokens: [N] int64 contiguous; takes valid ids at the rows' targets, whatever the logits.
+        checked: [N] int64 contiguous; the same, but -1 where the largest logit is no finite number.
+    """
+    # Imported here: Triton is not there on a host without a GPU.
+    from kernels.sampling.gpu.sample_tokens import draw_tokens as draw  # noqa: PLC0415
+
+    kinds = {row.kind for row in rows}
+    draw(
+        logits, table, kinds, tokens, checked, pdl=may_depend(detect(logits.device), logits.device)
+    )

@@ -1,0 +1,1 @@
+"""A decode step of one sequence in a single launch."""

@@ -1,0 +1,1 @@
+"""The single-launch decode step in Gluon."""

@@ -1,0 +1,222 @@
+"""The consumers of the whole-step kernel: what a decoder computes for one token, from its embedding to the next token.
+
+    norm, qkv | norms per head, rotation, cache write, attention | output, residual | norm, gate, up, SiLU |
+    down, residual
+
+A bar stands for the grid barrier. What crosses it goes through global memory, a few KB each. Sums are added up in a
+fixed order. Knows no addresses of weights, which arrive in the ring.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.step.gpu.attend import (
+    attend,
+    combine,
+    load_head_vector,
+)
+from kernels.step.gpu.grid_barrier import (
+    COUNTER_LINE,
+    HEAD_READY,
+    HEADS_DONE,
+    TURN,
+    arrive_grid,
+    arrive_published,
+    publish,
+    wait_grid,
+)
+from kernels.step.gpu.products import (
+    dot_held,
+    dot_shared,
+    load_own,
+    load_parts,
+    normed,
+    rows_of_tile,
+    share,
+    tiles_of_program,
+)
+from kernels.step.gpu.ring import (
+    COLUMNS,
+    INPUT_NORM,
+    K_NORM,
+    MLP_NORM,
+    Q_NORM,
+    QKV_BIAS,
+    ROWS,
+    address,
+    cache_of,
+    members_of_head,
+    projected_row,
+    projected_tiles,
+)
+from kernels.step.gpu.score import (
+    choose,
+    score_all,
+)
+
+
+@gluon.jit
+def consume(
+    ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counter, logits, tokens, logprobs, drawn,
+    eps, scale, c,
+):  # fmt: skip
+    """Compute a step; `room` as in `whole_step`.
+
+    What depends on no other program is asked for before each wait, so that memory answers meanwhile.
+    """
+    hidden, between, qkv, inner, parts, logs, best, totals = room
+    dtype: gl.constexpr = ring.data.dtype
+    QUERIES: gl.constexpr = c.HEADS * c.D
+    programs = gl.num_programs(0)
+    position = gl.load(positions).to(gl.int32)
+    slot = gl.load(slots)
+    token = gl.load(ids)
+    if token < 0:
+        token = gl.load(drawn + (-1 - token))
+    x = embedding + token * c.HIDDEN
+    used = 0
+    arrivals = 0
+    base = gl.load(counter + TURN)
+    ready = counter + HEAD_READY + gl.program_id(0) % c.KV_HEADS * COUNTER_LINE
+    members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
+    PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
+    cosine = load_head_vector(cos + position * c.D, c)
+    sine = load_head_vector(sin + position * c.D, c)
+    share(ring, x, c.HIDDEN, gl.constexpr(False), c)
+    gains = load_parts(address(table, 0, INPUT_NORM, dtype), c.HIDDEN, c)
+    mlp_gains = load_parts(address(table, 0, MLP_NORM, dtype), c.HIDDEN, c)
+    q_gain, k_gain = head_gains(table, 0, cosine, dtype, c)
+    before = load_own(x, c)
+    for layer in range(c.LAYERS):
+        turn = (base + layer) & 1
+        vectors = (cosine, sine, q_gain, k_gain)
+        cache = cache_of(table, layer, dtype, c)
+        xs = normed(ring, gains, eps, c)
+        bias = address(table, layer, QKV_BIAS, dtype)
+        used = project_all(ring, xs, qkv, turn, bias, used, c)
+        arrive_published(ready, c)
+
+        used, items = attend(
+            ring, qkv + turn * PROJECTED, vectors, cache, position, slot, parts, logs, counter, (layer + 1) * members,
+            used, eps, scale, c,
+        )  # fmt: skip
+        wait_grid(counter + HEADS_DONE, (layer + 1) * items)
+        combine(ring, parts, logs, position, c)
+        used = add_rows(ring, before, between, turn, used, QUERIES, c)
+        arrive_published(counter, c)
+        arrivals += programs
+
+        x = between + turn * c.HIDDEN
+        before = load_own(x, c)
+        wait_grid(counter, arrivals)
+        share(ring, x, c.HIDDEN, gl.constexpr(True), c)
+        xs = normed(ring, mlp_gains, eps, c)
+        used = gate_all(ring, xs, inner, turn, used, c)
+        arrive_published(counter, c)
+        arrivals += programs
+
+        following = norm
+        if layer + 1 < c.LAYERS:
+            following = address(table, layer + 1, INPUT_NORM, dtype)
+        gains = load_parts(following, c.HIDDEN, c)
+        wait_grid(counter, arrivals)
+        share(ring, inner + turn * c.INNER, c.INNER, gl.constexpr(True), c)
+        used = add_rows(ring, before, hidden, turn, used, c.INNER, c)
+        arrive_published(counter, c)
+        arrivals += programs
+
+        x = hidden + turn * c.HIDDEN
+        before = load_own(x, c)
+        next_layer = gl.minimum(layer + 1, c.LAYERS - 1)
+        mlp_gains = load_parts(address(table, next_layer, MLP_NORM, dtype), c.HIDDEN, c)
+        q_gain, k_gain = head_gains(table, next_layer, cosine, dtype, c)
+        wait_grid(counter, arrivals)
+        share(ring, x, c.HIDDEN, gl.constexpr(True), c)
+
+    xs = normed(ring, gains, eps, c)
+    score_all(ring, xs, logits, best, totals, used, c)
+    arrive_grid(counter)
+    if gl.program_id(0) == 0:
+        wait_grid(counter, arrivals + programs)
+        choose(best, totals, tokens, logprobs, drawn)
+        # For the next step: no program waits any more.
+        gl.store(counter + TURN, (base + c.LAYERS) & 1)
+        gl.store(counter + HEADS_DONE, 0)
+        for i in gl.static_range(c.KV_HEADS):
+            gl.store(counter + HEAD_READY + i * COUNTER_LINE, 0)
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def head_gains(table, layer, ones, dtype: gl.constexpr, c):
+    """Load the gains of queries and keys; anything of their shape where the family has none."""
+    if c.NORMS:
+        q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
+        k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
+        return q_gain, k_gain
+    return ones, ones
+
+
+@gluon.jit
+def project_all(ring, xs, out, turn, bias, used, c):
+    """Compute this program's queries, keys and values."""
+    EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
+    count = projected_tiles(c)
+    for i in range(count // EACH):
+        used = project(ring, xs, out, turn, bias, i * EACH, used, EACH, c)
+    for n in gl.static_range(1, EACH):
+        if count % EACH == n:
+            used = project(ring, xs, out, turn, bias, count - n, used, gl.constexpr(n), c)
+    return used
+
+
+@gluon.jit
+def gate_all(ring, xs, out, turn, used, c):
+    """Compute this program's part of the gated product."""
+    EACH: gl.constexpr = max(1, 3 * c.PARTS * COLUMNS // c.HIDDEN)
+    count = tiles_of_program(c.INNER // ROWS)
+    for i in range(count // EACH):
+        used = gate(ring, xs, out, turn, i * EACH, used, EACH, c)
+    for n in gl.static_range(1, EACH):
+        if count % EACH == n:
+            used = gate(ring, xs, out, turn, count - n, used, gl.constexpr(n), c)
+    return used
+
+
+@gluon.jit
+def project(ring, xs, out, turn, bias, number, used, TILES: gl.constexpr, c):
+    """Compute some tiles of queries, keys and values."""
+    PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
+    sums, used = dot_held(ring, xs, used, TILES, c)
+    for t in gl.static_range(TILES):
+        row = projected_row(number + t, c) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
+        y = sums[t]
+        if c.BIAS:
+            y = y + gl.load(bias + row).to(gl.float32)
+        publish(out, PROJECTED, turn, row, y, c)
+    return used
+
+
+@gluon.jit
+def gate(ring, xs, out, turn, number, used, PAIRS: gl.constexpr, c):
+    """Compute some tiles of the gated product."""
+    sums, used = dot_held(ring, xs, used, gl.constexpr(2 * PAIRS), c)
+    for t in gl.static_range(PAIRS):
+        x = sums[2 * t]
+        value = x / (1.0 + gl.exp(-x)) * sums[2 * t + 1]
+        publish(out, c.INNER, turn, rows_of_tile(number + t, c), value, c)
+    return used
+
+
+@gluon.jit
+def add_rows(ring, before, out, turn, used, INPUTS: gl.constexpr, c):
+    """Multiply this program's rows by the vector in shared memory and add the residual."""
+    for i in gl.static_range(len(before)):
+        tile = gl.program_id(0) + i * gl.num_programs(0)
+        if tile < c.HIDDEN // ROWS:
+            y, used = dot_shared(ring, used, INPUTS, c)
+            row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
+            publish(out, c.HIDDEN, turn, row, y + before[i].to(gl.float32), c)
+    return used

@@ -1,0 +1,216 @@
+"""A decode step of one sequence in one launch: from its last token to the next one.
+
+Small models are over sooner than their launches: the kernels of a layer wait for each other longer than memory sends
+their weights. Here each SM has one program that stays for the whole step. Its producer streams weights through shared
+memory without a pause, its consumers meet those of the others at a barrier where layers depend on each other.
+
+Knows nothing of sequences or sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.step.gpu.consumer import consume
+from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
+from kernels.step.gpu.producer import produce
+from kernels.step.gpu.ring import (
+    FIELDS,
+    MOST_PROGRAMS,
+    MOST_SPLITS,
+    ROWS,
+    StepConstants,
+    make_ring,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.step.single_launch import StepWeights
+
+_PARTS: Final = 4
+_STAGES: Final = 12
+"""192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
+_HEAD_FLYING: Final = 4
+_LITTLE_HIDDEN: Final = 1024
+"""Up to this size a layer waits for other programs more often than for memory."""
+
+
+@gluon.jit
+def whole_step(
+    table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, between, qkv, inner, parts,
+    logs, best, totals, counters, logits, tokens, logprobs, drawn, eps, scale,
+    LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr,
+    NORMS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
+):  # fmt: skip
+    """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
+
+    Args:
+        table: [LAYERS, fields] int64, addresses of what `step_ring.FIELDS` names.
+        ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
+            `logprobs` and `drawn`.
+        hidden: [2, HIDDEN], where programs find what others have computed, as are the next ones up to `totals`; layers
+            take turns with the halves of these four vectors, whose bits are those of `MISSING` before the first launch.
+        between: [2, HIDDEN], the hidden state between attention and MLP.
+        qkv: [2, (HEADS + 2 * KV_HEADS) * D].
+        inner: [2, INNER].
+        parts: [SPLITS, HEADS, D] in the model's dtype.
+        logs: [SPLITS, HEADS] float32.
+        best: [MOST_PROGRAMS] int64, the largest key of a program's scores.
+        totals: [MOST_PROGRAMS] float32, the sum of their exp(score - largest).
+        counters: [HEAD_READY + KV_HEADS * COUNTER_LINE] int32, 0 before the first launch.
+        eps: of all norms.
+        scale: of the scores, in units of log2.
+    """
+    c = StepConstants(
+        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS,
+        NORMS, BIAS, FP8, OWN,
+    )  # fmt: skip
+    INPUTS: gl.constexpr = max(INNER, HEADS * D)
+    ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
+    room = (hidden, between, qkv, inner, parts, logs, best, totals)
+    gl.warp_specialize([
+        (consume, (
+            ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counters, logits, tokens, logprobs,
+            drawn, eps, scale, c,
+        )),
+        (produce, (ring, table, head, positions, block_table, c)),
+    ], [4], [40])  # fmt: skip
+
+
+class StepKernel:
+    """Decode steps of one sequence; its calls share memory, so they must follow one another on one stream.
+
+    Args:
+        weights: as in the door's `bind_step`, as are the caches and their scales.
+        num_sms: of their device.
+    """
+
+    def __init__(
+        self,
+        weights: StepWeights,
+        caches: tuple[Tensor, ...],
+        scales: tuple[Tensor | None, ...],
+        num_sms: int,
+    ) -> None:
+        shape, device = weights.shape, weights.embedding.device
+        dtype = weights.embedding.dtype
+        queries = shape.num_heads * shape.head_dim
+        keys = shape.num_kv_heads * shape.head_dim
+        splits = min(MOST_SPLITS.value, num_sms // shape.num_kv_heads)
+        self._weights = weights
+        self._in_table = caches, scales
+        self._grid = (num_sms,)
+        self._table = torch.tensor(addresses(weights, caches, scales), dtype=torch.int64).to(device)
+
+        def empty(size: int, kind: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=kind, device=device)
+
+        def missing(size: int) -> Tensor:
+            return torch.full((2 * size,), MISSING.value, dtype=torch.int16, device=device).view(
+                dtype
+            )
+
+        self._room = (
+            missing(shape.hidden_size),
+            missing(shape.hidden_size),
+            missing(queries + 2 * keys),
+            missing(shape.inner_size),
+            empty(splits * queries, dtype),
+            empty(splits * shape.num_heads, torch.float32),
+            empty(MOST_PROGRAMS.value, torch.int64),
+            empty(MOST_PROGRAMS.value, torch.float32),
+        )
+        counters = HEAD_READY.value + shape.num_kv_heads * COUNTER_LINE.value
+        self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
+        first = weights.layers[0]
+        little = shape.hidden_size <= _LITTLE_HIDDEN
+        self._constants: dict[str, Any] = {
+            "LAYERS": len(weights.layers),
+            "HIDDEN": shape.hidden_size,
+            "INNER": shape.inner_size,
+            "HEADS": shape.num_heads,
+            "KV_HEADS": shape.num_kv_heads,
+            "D": shape.head_dim,
+            "VOCAB": len(weights.head),
+            "BLOCK_SIZE": caches[0].shape[2],
+            "PARTS": _PARTS,
+            "STAGES": _STAGES,
+            "FLYING": 1 if little else 2,
+            "HEAD_FLYING": _HEAD_FLYING,
+            "EARLY": little,
+            "SPLITS": splits,
+            "NORMS": first.q_norm is not None,
+            "BIAS": first.qkv_bias is not None,
+            "FP8": scales[0] is not None,
+            "OWN": -(-shape.hidden_size // (ROWS.value * num_sms)),
+            "num_warps": 8,
+            "launch_cooperative_grid": True,
+        }
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        rope: tuple[Tensor, Tensor],
+        logits: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        drawn: Tensor,
+    ) -> None:
+        """Write a token's key and value to the cache, score the vocabulary and choose the most likely next token.
+
+        Args:
+            ids: [1] int64, the token; -1 - i stands for the one at `drawn[i]`.
+            positions: [1] int64, its position; all before it are in the cache.
+            slots: [1] int32, where its key and value go; -1 for nowhere.
+            block_table: [1, columns] int32, blocks of the positions before it.
+            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them.
+            logits: [1, V] contiguous; written.
+            tokens: [1] int64; written, the most likely token, -1 where the largest logit is not a finite number.
+            logprobs: [1] float32; written, its natural log-probability, anything where there is none.
+            drawn: [capacity] int64; its first element is written, as `tokens` but always a valid id.
+        """
+        weights = self._weights
+        whole_step[self._grid](
+            self._table,
+            weights.embedding,
+            weights.norm,
+            weights.head,
+            ids,
+            positions,
+            slots,
+            block_table,
+            *rope,
+            *self._room,
+            self._counters,
+            logits,
+            tokens,
+            logprobs,
+            drawn,
+            weights.shape.eps,
+            weights.shape.softmax_scale * math.log2(math.e),
+            **self._constants,
+        )
+
+
+def addresses(
+    weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+) -> list[list[int]]:
+    """Return the rows of the table, 0 for what a layer does not have."""
+    rows = []
+    for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
+        tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
+        tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
+        found = (tensors[name] for name in FIELDS)
+        rows.append([0 if tensor is None else tensor.data_ptr() for tensor in found])
+    return rows

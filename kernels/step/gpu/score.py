@@ -1,0 +1,103 @@
+"""The end of a step in the whole-step kernel: scores of the vocabulary, the most likely token and how likely it is.
+
+Each program leaves the best of its own scores, and the first one chooses among those.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kernels.step.gpu.products import (
+    dot_held,
+    rows_of_tile,
+    tiles_of_program,
+)
+from kernels.step.gpu.ring import (
+    COLUMNS,
+    CONSUMER_WARPS,
+    MOST_PROGRAMS,
+    ROWS,
+)
+
+_LOWEST_KEY = gl.constexpr(-(2**63))
+_MINUS_INFINITY = gl.constexpr(-0x7F800001)
+
+
+@gluon.jit
+def score_all(ring, xs, logits, best, totals, used, c):
+    """Compute and store this program's scores, their largest key and the sum of their exponentials."""
+    EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
+    key = gl.full([ROWS], _LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
+    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
+    count = tiles_of_program(c.VOCAB // ROWS)
+    for i in range(count // EACH):
+        key, total, used = score(ring, xs, logits, i * EACH, key, total, used, EACH, c)
+    for n in gl.static_range(1, EACH):
+        if count % EACH == n:
+            key, total, used = score(
+                ring, xs, logits, count - n, key, total, used, gl.constexpr(n), c
+            )
+    largest = gl.max(key, 0)
+    gl.store(best + gl.program_id(0), largest)
+    gl.store(totals + gl.program_id(0), gl.sum(total * exponentials(key, largest), 0))
+
+
+@gluon.jit
+def score(ring, xs, logits, number, key, total, used, TILES: gl.constexpr, c):
+    """Compute and store some tiles of scores; returns each warp's largest key and sum of exponentials so far, too."""
+    sums, used = dot_held(ring, xs, used, TILES, c)
+    keys = ()
+    largest = key
+    for t in gl.static_range(TILES):
+        row = rows_of_tile(number + t, c)
+        rounded = sums[t].to(logits.dtype.element_ty)
+        gl.store(logits + row, rounded)
+        keys = keys + (ranking_keys(rounded.to(gl.float32), row),)  # type: ignore[assignment]
+        largest = gl.maximum(largest, keys[t])
+    total *= exponentials(key, largest)
+    for t in gl.static_range(TILES):
+        total += exponentials(keys[t], largest)
+    return largest, total, used
+
+
+@gluon.jit
+def choose(best, totals, tokens, logprobs, drawn):
+    """Choose the largest of all programs' keys."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
+    number = gl.arange(0, MOST_PROGRAMS, layout=layout)
+    exists = number < gl.num_programs(0)
+    keys = gl.load(best + number, mask=exists, other=_LOWEST_KEY, cache_modifier=".cg")
+    sums = gl.load(totals + number, mask=exists, other=0.0, cache_modifier=".cg")
+    key = gl.max(keys, 0)
+    chosen = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    bits = key >> 32
+    finite = (bits < 0x7F800000) & (bits > -0x7F800001)
+    gl.store(drawn, chosen)
+    gl.store(tokens, gl.where(finite, chosen, -1))
+    total = gl.sum(sums * exponentials(keys, key), 0)
+    gl.store(logprobs, 0.0 - gl.log(gl.maximum(total, 1.0)))
+
+
+@gluon.jit
+def exponentials(keys, largest):
+    """As `kernels.gpu.functions.exponentials`, of keys."""
+    bits = (keys >> 32).to(gl.int32)
+    return gl.where(bits > _MINUS_INFINITY, gl.exp(ranked_value(keys) - ranked_value(largest)), 0.0)
+
+
+@gluon.jit
+def ranked_value(key):
+    """Return the float32 in a key."""
+    bits = (key >> 32).to(gl.int32)
+    return gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def ranking_keys(values, ids):
+    """As `kernels.gpu.functions.ranking_keys`."""
+    values = gl.where(values == 0.0, 0.0, values)
+    bits = values.to(gl.int32, bitcast=True)
+    bits = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    bits = gl.where(values != values, 0x7FFFFFFF, bits)
+    return (bits.to(gl.int64) << 32) | (0x7FFFFFFF - ids).to(gl.int64)

@@ -1,0 +1,102 @@
+"""Turns what a user calls a model into a folder on this machine.
+
+Knows names, paths and the Hugging Face cache; nothing of what the files hold. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from model.errors import ModelFolderError
+
+BUNDLED: Final = "bundled"
+
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NEEDED: Final = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "merges.txt",
+    "vocab.txt",
+)
+_CONFIG: Final = ("config.json", "generation_config.json")
+# Exports in subfolders and the original authors' format beside the converted one double a download.
+_UNNEEDED: Final = ("*/*", "consolidated*.safetensors")
+
+
+def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """Find the folder of a model, fetching it into the Hugging Face cache where necessary.
+
+    Args:
+        model: "bundled" for the checkpoint that comes with Tessera, the path of a folder, or
+            `organisation/name` of a repository on the Hugging Face Hub. HF_HUB_OFFLINE, HF_HOME and
+            HF_TOKEN are respected.
+        revision: branch, tag or commit of the repository; None for its main branch.
+        config_only: fetch no weights and no tokenizer: for `ModelConfig.from_folder` alone.
+
+    Returns:
+        An existing folder.
+
+    Raises:
+        ModelFolderError: there is no such folder or repository, it cannot be fetched, or a revision
+            is given for something that has none.
+    """
+    path = Path(__file__).parents[1] / BUNDLED if model == BUNDLED else Path(model).expanduser()
+    if model and path.is_dir():
+        if revision is not None:
+            raise ModelFolderError(
+                f"revision {revision!r} is given, but {path} is a folder; only repositories of the"
+                " Hugging Face Hub have revisions"
+            )
+        return path
+    if model and path.exists():
+        raise ModelFolderError(f"{path} is a file; a model is a folder with a config.json")
+    if model == BUNDLED:
+        raise ModelFolderError(f"the bundled model is missing from this installation: no {path}")
+    if not _REPOSITORY.fullmatch(model):
+        raise ModelFolderError(
+            f"no folder {model!r}; a model is the path of a folder, 'organisation/name' on the"
+            f" Hugging Face Hub, or '{BUNDLED}'"
+        )
+    return _fetch(model, revision, _CONFIG if config_only else _NEEDED)
+
+
+def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    # Imported here: it costs 0.2 s, which a local folder need not pay.
+    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
+
+    place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(_UNNEEDED),
+            )
+        )
+    except errors.GatedRepoError:
+        problem = "is gated: accept its terms on the Hub and set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        problem = "does not exist: the repository has no such revision"
+    except errors.RepositoryNotFoundError:
+        problem = "does not exist on the Hugging Face Hub, or is private and HF_TOKEN is not set"
+    except errors.OfflineModeIsEnabled:
+        problem = "is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"
+    except errors.LocalEntryNotFoundError as error:
+        # The hub library falls back to its cache when it cannot connect, whatever the cause.
+        reason = "the Hub cannot be reached: " + _first_line(error)
+        if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+            reason = "HF_HUB_OFFLINE forbids fetching it"
+        problem = f"is not in the Hugging Face cache, and {reason}"
+    # Errors of its HTTP library come through, and which library that is depends on its version.
+    except Exception as error:  # noqa: BLE001
+        problem = f"cannot be fetched: {type(error).__name__}: {_first_line(error)}"
+    raise ModelFolderError(f"{place} {problem}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,158 @@
+"""Finds and opens the safetensors files of a checkpoint folder, believing none of them.
+
+Yields names, shapes and tensors; knows nothing of what the tensors mean. Pickle is never opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import safetensors
+from torch import Tensor
+
+from model.checkpoint.json_values import read_json_object
+from model.errors import ModelFolderError, WeightsError
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+
+_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_INDEX_BYTES: Final = 64 * 2**20
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_FP8: Final = ("F8_E4M3", "F8_E5M2")
+
+
+class StoredTensor(NamedTuple):
+    """One tensor's entry in a file's header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """List the safetensors files of a folder.
+
+    Returns:
+        The files in a fixed order, and the index's (tensor name: file name); empty without an index.
+
+    Raises:
+        WeightsError: there are none, only pickle, the index is broken, or it names a file that does
+            not exist or lies elsewhere.
+    """
+    if (folder / SINGLE_NAME).exists():
+        return [_inside(folder, SINGLE_NAME, "the model folder")], {}
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        raise WeightsError(_nothing_to_load(folder))
+    try:
+        weight_map = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    except ModelFolderError as error:
+        raise WeightsError(str(error)) from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index} has no weight_map, which says what file holds which tensor")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise WeightsError(f"{index}: every value of weight_map must be the name of a file")
+    names = sorted(set(weight_map.values()))
+    return [_inside(folder, name, str(index)) for name in names], weight_map
+
+
+def _nothing_to_load(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        return (
+            f"{folder} holds its weights as pickle only ({', '.join(pickles[:3])}); loading pickle can"
+            " run code, so it is refused: convert the checkpoint to safetensors"
+        )
+    return f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+
+
+def _inside(folder: Path, name: str, named_by: str) -> Path:
+    """Return the file `name` of the folder, unless it is elsewhere.
+
+    A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder beside
+    `snapshots`; those are the only links out that are followed.
+    """
+    if Path(name).name != name or "\\" in name or Path(name).suffix != ".safetensors":
+        raise WeightsError(
+            f"{named_by} names the file {name!r}; only plain names of .safetensors files are opened"
+        )
+    file = folder / name
+    if not file.is_file():
+        raise WeightsError(f"{named_by} names {name}, which is not in {folder}")
+    root = folder.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(file.resolve().is_relative_to(place) for place in allowed):
+        raise WeightsError(f"{file} is a link that leads out of the model folder, which is refused")
+    return file
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Read what the checkpoint holds, without its data.
+
+    Raises:
+        WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not
+            supported, or the index names a tensor that is not where it says.
+    """
+    files, weight_map = find_shards(folder)
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        with open_shard(file) as shard:
+            for name in shard.keys():  # noqa: SIM118 - not a mapping
+                if name in stored:
+                    raise WeightsError(f"{name} is in both {stored[name].file} and {file}")
+                entry = shard.get_slice(name)
+                dtype = str(entry.get_dtype())
+                if dtype not in _ITEM_BYTES:
+                    text = f"{file}: {name} is stored as {dtype}; supported are {', '.join(_ITEM_BYTES)}"
+                    if dtype in _FP8:
+                        text += "; quantization fp8 makes FP8 of a checkpoint in one of these"
+                    raise WeightsError(text)
+                stored[name] = StoredTensor(file, tuple(entry.get_shape()), dtype)
+    for name, shard_name in weight_map.items():
+        if name not in stored or stored[name].file.name != shard_name:
+            raise WeightsError(
+                f"{folder / shard_name} lacks {name}, which {INDEX_NAME} places there"
+            )
+    return stored
+
+
+@contextlib.contextmanager
+def open_shard(file: Path) -> Iterator[Any]:
+    """Map a safetensors file into memory.
+
+    Raises:
+        WeightsError: the file is truncated, its header is oversized or contradicts itself, or it
+            cannot be read.
+    """
+    try:
+        with safetensors.safe_open(file, framework="pt", device="cpu") as shard:
+            yield shard
+    except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise WeightsError(f"{file} cannot be read as safetensors: {error}") from None
+
+
+def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors, file by file, as views of the mapped files.
+
+    Raises:
+        WeightsError: a file cannot be read.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, entry in stored.items():
+        by_file.setdefault(entry.file, []).append(name)
+    for file, names in by_file.items():
+        with open_shard(file) as shard:
+            for name in names:
+                yield name, shard.get_tensor(name)

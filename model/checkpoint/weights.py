@@ -1,0 +1,217 @@
+"""Fills a model from a checkpoint, strictly, and writes one in the same format.
+
+Knows what the model needs; the files themselves are read by `model.checkpoint.shards`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from safetensors.torch import save_file
+
+from kernels.fp8 import quantise_rows
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.shards import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    StoredTensor,
+    read_headers,
+    read_tensors,
+)
+from model.checkpoint.tensor_names import named_scales, named_slices
+from model.device.dtypes import resolve_dtype
+from model.device.memory import free_bytes
+from model.errors import WeightsError
+from model.network.decoder import DecoderLM
+
+__all__ = ["LoadFormat", "Progress", "load_model", "resolve_dtype", "save_checkpoint"]
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+_logger = logging.getLogger(__name__)
+
+_DUMMY_SEED: Final = 0
+_LISTED_NAMES: Final = 8
+# Old checkpoints carry the rotation's frequencies, which the configuration determines.
+_FREQUENCIES: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+def load_model(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: LoadFormat = "auto",
+    progress: Progress | None = None,
+    *,
+    pack: bool = True,
+    weight_dtype: torch.dtype | None = None,
+) -> DecoderLM:
+    """Build the model and fill its weights.
+
+    Every file's header is compared with the configuration before memory is taken. Tensors are then
+    copied one at a time from the mapped files, so that nothing is held beside the model itself;
+    beside one that quantises them, a few float32 copies of one.
+
+    Args:
+        path: the checkpoint folder.
+        config: its configuration.
+        dtype: of the weights, whatever the files hold.
+        device: where they go.
+        load_format: "auto" and "safetensors" read the folder; "dummy" draws random weights.
+        progress: called after every tensor.
+        pack: whether `DecoderLM.pack` follows; False for a model to be trained on or saved.
+        weight_dtype: of the layers' matrices where they are to be quantised, as `DecoderLM` takes it.
+
+    Returns:
+        The model, in evaluation mode, its parameters frozen.
+
+    Raises:
+        WeightsError: the files do not fit the configuration or are damaged, or memory is short.
+    """
+    device = torch.device(device)
+    model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
+    if pack and weight_dtype is None:
+        model.pack()
+    return model
+
+
+def _loaded(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat,
+    progress: Progress | None,
+    weight_dtype: torch.dtype | None,
+) -> DecoderLM:
+    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    model = _allocate(config, dtype, device, weight_dtype)
+    if load_format == "dummy":
+        model.init_weights(seed=_DUMMY_SEED)
+        return model
+    slices, scales = named_slices(model), named_scales(model)
+    done, total = 0, sum(entry.num_bytes for entry in stored.values())
+    for name, tensor in read_tensors(stored):
+        if name in scales:
+            rows = tensor.to(device)
+            if not bool(rows.isfinite().all()):
+                raise WeightsError(
+                    f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
+                )
+            numbers, scale = quantise_rows(rows)
+            slices[name].copy_(numbers)
+            scales[name].copy_(scale)
+        else:
+            slices[name].copy_(tensor)
+        done += stored[name].num_bytes
+        if progress is not None:
+            progress(done, total)
+    return model
+
+
+def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the entries to load, once names and shapes are exactly those the model needs."""
+    stored = read_headers(path)
+    needed = named_slices(DecoderLM(config, device="meta"))
+    extra = stored.keys() - needed.keys()
+    tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    ignored = {name for name in extra if name in tied_head or _FREQUENCIES.search(name)}
+    if ignored:
+        _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
+    missing = needed.keys() - stored.keys()
+    unexpected = extra - ignored
+    misshaped = [
+        f"{name} is {list(stored[name].shape)}, must be {list(needed[name].shape)}"
+        for name in needed
+        if name in stored and stored[name].shape != tuple(needed[name].shape)
+    ]
+    if missing or unexpected or misshaped:
+        counts = (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshaped))
+        raise WeightsError(
+            f"the tensors in {path} do not fit its config.json: "
+            + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
+        )
+    return {name: stored[name] for name in stored if name in needed}
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    rest = len(ordered) - _LISTED_NAMES
+    return ", ".join(ordered[:_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _allocate(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_dtype: torch.dtype | None,
+) -> DecoderLM:
+    planned = DecoderLM(config, dtype, "meta", weight_dtype)
+    num_bytes = sum(parameter.nbytes for parameter in planned.parameters())
+    wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
+    # Linux promises more memory than there is and kills whoever uses it: ask first.
+    if num_bytes > (free := free_bytes(device)):
+        raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
+    try:
+        model = DecoderLM(config, dtype, device, weight_dtype)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise WeightsError(f"{wanted}, which failed: {error}") from None
+    return model.requires_grad_(requires_grad=False).eval()
+
+
+def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**30) -> None:
+    """Write the model as a Hugging Face checkpoint: config, generation config and safetensors.
+
+    Args:
+        model: any dtype, any device.
+        path: folder, created where it does not exist; its weights are replaced, other files left.
+        max_shard_bytes: a file's largest size, though every file holds at least one tensor.
+    """
+    assert not model.is_quantised, "the format is for weights of one dtype"
+    path.mkdir(parents=True, exist_ok=True)
+    for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
+        stale.unlink(missing_ok=True)
+    dtype = str(model.embed_tokens.dtype).removeprefix("torch.")
+    config = dataclasses.replace(model.config, dtype=dtype)
+    _write_json(path / "config.json", config.to_dict())
+    ends = list(config.eos_token_ids) or None
+    _write_json(
+        path / "generation_config.json",
+        {"bos_token_id": config.bos_token_id, "eos_token_id": ends},
+    )
+    shards: list[list[str]] = [[]]
+    slices = named_slices(model)
+    size = 0
+    for name, tensor in slices.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE_NAME
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # Cloned, because slices of one stacked tensor share memory, which the format refuses.
+        tensors = {name: slices[name].cpu().clone() for name in names}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in slices.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(path / INDEX_NAME, index)
+
+
+def _write_json(file: Path, value: dict[str, object]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Device memory: the KV cache, transfers and recordings."""

@@ -1,0 +1,1 @@
+"""The decoder: layers, attention, rotary embedding and its forward pass."""

@@ -1,0 +1,182 @@
+"""Rotary position embedding: inverse frequencies per variant, and the table the layers read.
+
+Knows positions and head dimensions, nothing about sequences or layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels import rope_tables
+from model.checkpoint.config import RopeConfig
+
+_CHUNK_POSITIONS = 16_384
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Compute the radians each pair of dimensions turns per position.
+
+    For `dynamic`, within the original context; see `RotaryEmbedding` for longer sequences.
+
+    Returns:
+        [D / 2] float32, on the CPU.
+
+    Source: RoFormer (arXiv 2104.09864) section 3.2; the scaled variants as in transformers 5,
+        `modeling_rope_utils.py`, operation for operation, so that float32 results are equal.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, frequencies, rope.theta**exponents, head_dim)
+    return frequencies
+
+
+def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Keep short wavelengths, divide long ones by the factor, blend linearly in between.
+
+    Source: Llama 3.1 reference code, `apply_scaling`.
+    """
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+    wavelengths = 2 * math.pi / frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / rope.factor, frequencies)
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * scaled / rope.factor + blend * scaled
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(rope: RopeConfig, frequencies: Tensor, periods: Tensor, head_dim: int) -> Tensor:
+    """Keep the fast dimensions, divide the slow ones by the factor, ramp in between.
+
+    Source: YaRN (arXiv 2309.00071) section 3.2, "NTK-by-parts".
+    """
+
+    def dimension_turning(rotations: float) -> float:
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    first, last = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # keeps the ramp finite, as the reference does
+    dimensions = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - torch.clamp((dimensions - first) / (last - first), 0, 1)
+    return 1.0 / (rope.factor * periods) * (1 - keep) + frequencies * keep
+
+
+class RotaryEmbedding:
+    """Cosines and sines by position, in the layout of `kernels.apply_rope`.
+
+    Owns a table for served tokens; its rows never change once written.
+
+    `dynamic` (NTK) depends on a length L: beyond the original context, theta grows with L.
+    transformers takes L from the longest sequence of a forward pass, so a token's rotation depends
+    on what it was computed together with. A cache shared between sequences needs more: a key must
+    not depend on chunking, batching or preemption. Hence two rules:
+
+    - served (`table`): L = position + 1. Equal to transformers' generation token by token, and to a
+      single forward pass over any prompt within the original context.
+    - dense (`dense`): L = the number of positions of the call. Equal to transformers' single
+      forward pass at any length.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        self._rope = rope
+        self._head_dim = head_dim
+        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._cos = torch.empty(0)
+        self._sin = torch.empty(0)
+
+    def dense(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Compute the rotations of whole sequences, without the table.
+
+        Args:
+            positions: [S] integers.
+            dtype: of the result.
+
+        Returns:
+            cos and sin, [S, 1, D] each.
+        """
+        frequencies = self._frequencies_on(positions.device)
+        if self._rope.rope_type == "dynamic":
+            length = torch.tensor(
+                [positions.shape[0]], dtype=torch.float32, device=positions.device
+            )
+            frequencies = self._dynamic(length)[0]
+        angles = positions.float()[:, None] * frequencies
+        return rope_tables(angles, self._rope.attention_factor, dtype)
+
+    def reserve(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the table hold at least `num_positions` rows.
+
+        A larger table lies at a new address: reserve the longest context before capturing graphs.
+        """
+        old_cos, old_sin = self._cos, self._sin
+        kept = old_cos.shape[0] if old_cos.dtype is dtype and old_cos.device == device else 0
+        if kept >= num_positions:
+            return
+        shape = (num_positions, 1, self._head_dim)
+        self._cos = torch.empty(shape, dtype=dtype, device=device)
+        self._sin = torch.empty(shape, dtype=dtype, device=device)
+        frequencies = self._frequencies_on(device)
+        if kept:
+            self._cos[:kept], self._sin[:kept] = old_cos, old_sin
+        # In chunks, because the float32 intermediates of 10^6 positions take gigabytes.
+        for start in range(kept, num_positions, _CHUNK_POSITIONS):
+            stop = min(start + _CHUNK_POSITIONS, num_positions)
+            positions = torch.arange(start, stop, device=device).float()
+            if self._rope.rope_type == "dynamic":
+                frequencies = self._dynamic(positions + 1)
+            angles = positions[:, None] * frequencies
+            tables = rope_tables(angles, self._rope.attention_factor, dtype)
+            self._cos[start:stop], self._sin[start:stop] = tables
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """The rotations of all reserved positions: cos and sin, [positions, 1, D] each, contiguous."""
+        return self._cos, self._sin
+
+    def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up the rotations of served tokens, once per step.
+
+        Args:
+            positions: [T] int64, each below the reserved number.
+
+        Returns:
+            cos and sin, [T, 1, D] each, contiguous.
+        """
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        # Not a module's buffer: a buffer would follow the module to bfloat16, and a float32 position
+        # times a bfloat16 frequency is off by whole turns after a few hundred tokens.
+        if self._frequencies.device != device:
+            self._frequencies = self._frequencies.to(device)
+        return self._frequencies
+
+    def _dynamic(self, lengths: Tensor) -> Tensor:
+        """Compute the frequencies for sequences of the given lengths (tokens).
+
+        Args:
+            lengths: [n] float32.
+
+        Returns:
+            [n, D / 2] float32.
+
+        Source: transformers 5, `modeling_rope_utils.py`, `_compute_dynamic_ntk_parameters`.
+        """
+        rope, dim = self._rope, self._head_dim
+        original = rope.original_max_positions
+        stretch = rope.factor * lengths.clamp(min=original) / original - (rope.factor - 1)
+        theta = rope.theta * stretch ** (dim / (dim - 2))
+        exponents = torch.arange(0, dim, 2, device=lengths.device).float() / dim
+        return 1.0 / (theta[:, None] ** exponents)

@@ -1,0 +1,1 @@
+"""Sampling parameters and the samplers of the host and of the device."""

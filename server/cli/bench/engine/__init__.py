@@ -1,0 +1,1 @@
+"""`tessera bench engine`: measures the engine without HTTP."""

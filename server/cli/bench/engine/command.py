@@ -1,0 +1,165 @@
+"""`tessera bench engine`: how fast the engine is without HTTP, and with `--profile` where the time goes.
+
+Imports PyTorch, so `server.cli.commands` imports it for this command alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kernels import KernelError, detect
+from model.checkpoint.config import ModelConfig
+from model.device.dtypes import resolve_weight_dtype
+from server.cli.bench import result
+from server.cli.bench.engine import table as engine_table
+from server.cli.bench.engine.measures import EngineMeasures, Row
+from server.cli.bench.engine.options import adapt, make_plan
+from server.cli.bench.engine.profile import Profiler, StepProfile
+from server.cli.bench.engine.run import EngineRun, EngineRunError
+from server.cli.bench.engine.work import ModelWork
+from server.engine.link.process_setup import keep_what_is_there
+from server.engine.runner.startup import StartupError
+from server.version import version
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from kernels import GPUArch
+    from server.cli.bench.engine.workloads import Plan, Workload
+    from server.engine.link.protocol import EngineConfig
+
+_NOT_TOLD = ("--json", "--commit")
+
+
+def main(
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    config: EngineConfig,
+    given: set[str],
+    began: float,
+) -> None:
+    """Measure, print and write; exits with status 1 where the engine does not start.
+
+    Args:
+        arguments: after `tessera bench engine`, for the result.
+        options: from `read_options`.
+        config: from the settings.
+        given: names of the settings that the operator gave.
+        began: `time.perf_counter()` when the command began.
+
+    Raises:
+        ModelError: there is no model of this configuration.
+    """
+    plan = make_plan(options)
+    model = ModelConfig.from_folder(Path(config.model_path))
+    config = adapt(config, plan, given, model.max_context)
+    try:
+        engine = EngineRun(config)
+        ready = time.perf_counter() - began
+        engine.use_idle_time()
+        keep_what_is_there()
+        arch = detect(engine.info.device)
+        kv_dtype = engine.info.kv_cache_dtype
+        dtype = getattr(torch, engine.info.dtype)
+        work = ModelWork(
+            model,
+            dtype,
+            config.block_size,
+            arch,
+            None if kv_dtype == engine.info.dtype else kv_dtype,
+            resolve_weight_dtype(engine.info.quantization, dtype, arch),
+        )
+        generator = np.random.default_rng(options.seed)
+        measures = EngineMeasures(engine, work, plan, generator, _say)
+        rows, measured = _measure(measures, plan, ready)
+        profiles: list[StepProfile] = []
+        if options.profile:
+            profiles = Profiler(engine, work, plan, generator).profile(measured)
+            print(*map(engine_table.render, profiles), sep="\n", flush=True)
+    except (StartupError, EngineRunError, KernelError) as error:
+        _say(f"tessera bench engine: error: {error}")
+        raise SystemExit(1) from None
+    if options.json is not None:
+        label = options.label or result.model_label(config.model_id)
+        record = _record(
+            [{"model": label} | row for row in rows],
+            profiles,
+            arguments,
+            options.commit,
+            arch,
+            engine,
+        )
+        print(result.write(record, options.json, arch.key, label))
+
+
+def _measure(
+    measures: EngineMeasures, plan: Plan, ready: float
+) -> tuple[list[Row], list[Workload]]:
+    """Measure what fits, printing each row as soon as it is known."""
+    rows: list[Row] = [
+        {"metric": "ready_s", "batch": 1, "value": result.number(ready), "roofline": None}
+    ]
+    print(engine_table.HEADER)
+    print(engine_table.line(rows[0]), flush=True)
+    measured = []
+    for workload in plan.workloads:
+        row = measures.measure(workload)
+        if row is not None:
+            measured.append(workload)
+            rows.append(row)
+            print(engine_table.line(row), flush=True)
+    return rows, measured
+
+
+def _record(
+    rows: list[Row],
+    profiles: list[StepProfile],
+    arguments: Sequence[str],
+    commit: str | None,
+    arch: GPUArch,
+    engine: EngineRun,
+) -> dict[str, Any]:
+    info = engine.info
+    versions = {"tessera": version(), "torch": str(torch.__version__)}
+    machine = arch.name
+    if arch.is_cpu:
+        machine = f"{result.processor_name()}, {torch.get_num_threads()} of {arch.num_sms} cores"
+    else:
+        versions["triton"] = importlib.metadata.version("triton")
+    extra: dict[str, Any] = {
+        "plan": {phase.phase: phase.kernel for phase in info.plan.phases},
+        "limits": {
+            "max_model_len": info.max_total_tokens,
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+        },
+        "startup_seconds": info.startup_seconds,
+        "dtype": info.dtype,
+        "quantization": info.quantization,
+        "kv_cache_dtype": info.kv_cache_dtype,
+    }
+    if profiles:
+        extra["profiles"] = [dataclasses.asdict(profile) for profile in profiles]
+    return result.record(
+        "engine",
+        rows,
+        machine=machine,
+        versions=versions,
+        command=shlex.join(["tessera", "bench", "engine", *result.without(arguments, _NOT_TOLD)]),
+        commit=commit,
+        extra=extra,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,131 @@
+"""How each workload is measured on a running engine, with its share of the roofline."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from server.cli.bench.engine.work import Rows
+from server.cli.bench.result import number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.random import Generator
+
+    from server.cli.bench.engine.run import EngineRun, Trace
+    from server.cli.bench.engine.work import ModelWork
+    from server.cli.bench.engine.workloads import Plan, Workload
+
+Row: TypeAlias = dict[str, Any]
+
+_REPEATS = 3
+_TTFT_REPEATS = 5
+_WARM_STEPS = 8
+
+
+class EngineMeasures:
+    """Measures one engine.
+
+    Args:
+        engine: that is measured.
+        work: of its model on its processor.
+        plan: how much.
+        generator: of prompts and lengths.
+        say: told what is left out.
+    """
+
+    def __init__(
+        self,
+        engine: EngineRun,
+        work: ModelWork,
+        plan: Plan,
+        generator: Generator,
+        say: Callable[[str], None],
+    ) -> None:
+        self._engine = engine
+        self._work = work
+        self._plan = plan
+        self._generator = generator
+        self._say = say
+
+    def measure(self, workload: Workload) -> Row | None:
+        """Measure a workload; None where it does not fit, which is said."""
+        if workload.kind == "ttft":
+            return self._ttft(workload.size)
+        if workload.kind == "mixed":
+            return self._mixed(workload.size)
+        return self._decode(workload)
+
+    def _ttft(self, prompt: int) -> Row | None:
+        """Milliseconds until a lone prompt has its first token."""
+        if not self._fits(f"a prompt of {prompt} tokens", prompt + 1):
+            return None
+        self._run([prompt], [1])
+        seconds = statistics.median(self._run([prompt], [1]).seconds for _ in range(_TTFT_REPEATS))
+        limit = self._work.limit(self._work.step([Rows(1, prompt, prompt)]))
+        least = None if limit is None else limit.seconds
+        row = _row("ttft_ms", 1, 1e3 * seconds, least, seconds)
+        return row | {"prompt_tokens": prompt}
+
+    def _mixed(self, sequences: int) -> Row | None:
+        """Tokens per second of requests of mixed lengths, from sending all to the last token of all."""
+        lengths = self._plan.lengths
+        if not self._fits(f"prompts and outputs of {lengths} tokens", 2 * lengths.longest):
+            return None
+        prompts = lengths.draw(sequences, self._generator)
+        outputs = lengths.draw(sequences, self._generator)
+        self._run(prompts, outputs)  # kernels and recordings for these lengths are made on the way
+        seconds = self._run(prompts, outputs).seconds
+        least = self._work.requests_seconds(prompts, outputs)
+        row = _row("mixed_tok_s", sequences, sum(outputs) / seconds, least, seconds)
+        return row | {"prompt_tokens": str(lengths), "output_tokens": str(lengths)}
+
+    def _decode(self, workload: Workload) -> Row | None:
+        """Tokens per second, or milliseconds between the tokens, of sequences while all of them decode."""
+        trace = self._decode_trace(workload.size)
+        if trace is None:
+            return None
+        seconds = trace.decode_seconds / trace.decode_steps
+        context = self._plan.prompt + trace.tokens_before + 1
+        least = self._work.decode_seconds(workload.size, context, trace.decode_steps)
+        if workload.kind == "batch":
+            metric, value = "ms_per_token", 1e3 * seconds
+        else:
+            metric, value = "decode_tok_s", workload.size / seconds
+        row = _row(metric, workload.size, value, least, trace.decode_seconds)
+        return row | {"prompt_tokens": self._plan.prompt, "steps": trace.decode_steps}
+
+    def _decode_trace(self, batch: int) -> Trace | None:
+        """The run of median speed."""
+        plan = self._plan
+        outputs = plan.outputs(batch, self._engine.info.max_num_batched_tokens)
+        if not self._fits(f"{batch} sequences", plan.prompt + outputs):
+            return None
+        ramp = outputs - plan.steps
+        self._run([plan.prompt] * batch, [ramp + _WARM_STEPS] * batch)
+        traces = [self._run([plan.prompt] * batch, [outputs] * batch) for _ in range(_REPEATS)]
+        if not all(trace.decode_steps for trace in traces):
+            self._say(
+                f"left out: {batch} sequences never decode together; --max-num-seqs may be too small"
+            )
+            return None
+        traces.sort(key=lambda trace: trace.decode_seconds / trace.decode_steps)
+        return traces[len(traces) // 2]
+
+    def _run(self, prompts: list[int], outputs: list[int]) -> Trace:
+        engine = self._engine
+        trace = engine.run(engine.random_requests(prompts, outputs, self._generator))
+        engine.use_idle_time()
+        return trace
+
+    def _fits(self, what: str, tokens: int) -> bool:
+        limit = self._engine.info.max_total_tokens
+        if tokens > limit:
+            self._say(f"left out: {what}, {tokens} tokens in all, of {limit} that fit")
+        return tokens <= limit
+
+
+def _row(metric: str, batch: int, value: float, least: float | None, seconds: float) -> Row:
+    share = None if least is None else number(least / seconds)
+    return {"metric": metric, "batch": batch, "value": number(value), "roofline": share}

@@ -1,0 +1,128 @@
+"""The flags of `tessera bench engine`, and settings under which its workloads can be measured. Imports no PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from server.cli.bench.engine.workloads import KINDS, Plan, parse
+from server.cli.bench.workload import Lengths
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from server.engine.link.protocol import EngineConfig
+
+SHAPES = Path(__file__).parents[1] / "shapes"
+_FEWEST_TOKENS = 2048
+"""Of the longest sequence, so that a short plan runs the kernels of a service."""
+
+
+def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read this command's own flags; exits with status 2 where one is wrong.
+
+    Args:
+        arguments: after `tessera bench engine`.
+
+    Returns:
+        The flags, and the other arguments, which are settings of the service.
+    """
+    parser = argparse.ArgumentParser(
+        prog="tessera bench engine",
+        description="Measure the engine in this process, without HTTP.",
+        epilog=f"The flags of `tessera serve` are taken too. --model may also name a shape, which gets random weights: "
+        f"{', '.join(shapes())}. Unless given, --max-num-seqs and --max-model-len are what the workloads need, and "
+        "--enable-prefix-caching is false.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workloads", nargs="+", default=list(KINDS), metavar="NAME", type=_workload, help="batchN: milliseconds per "
+        "token of N sequences; decodeN: their tokens per second; ttftN: a prompt of N tokens; mixedN: N requests of "
+        "--lengths; without N the usual ones; default: all of these kinds")  # fmt: skip
+    add(
+        "--prompt-tokens",
+        type=_count,
+        default=128,
+        metavar="N",
+        help="of sequences that decode (%(default)s)",
+    )
+    add(
+        "--steps",
+        type=_count,
+        default=256,
+        metavar="N",
+        help="in which they decode (%(default)s)",
+    )
+    add("--lengths", type=_lengths, default=Lengths(100, 1024), metavar="N-M",
+        help="tokens of mixed prompts and of their outputs (%(default)s)")  # fmt: skip
+    add(
+        "--profile",
+        action="store_true",
+        help="also show where the time of batchN, decodeN and ttftN goes",
+    )
+    add("--label", help="the model's name in the result; default: the last part of --model")
+    add("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
+    add("--commit", help="of the code, for the result; default: what git says")
+    add(
+        "--json",
+        type=Path,
+        metavar="PATH",
+        help="file for the result, or folder where it gets its usual name",
+    )
+    return parser.parse_known_args(arguments)
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """What is measured, from the flags."""
+    workloads = [workload for name in options.workloads for workload in parse(name)]
+    return Plan(
+        tuple(dict.fromkeys(workloads)), options.prompt_tokens, options.steps, options.lengths
+    )
+
+
+def shapes() -> list[str]:
+    """Names of the shapes that --model may be."""
+    return sorted(folder.name for folder in SHAPES.iterdir())
+
+
+def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -> EngineConfig:
+    """Settings under which the plan can be measured, where the operator gave none.
+
+    Args:
+        config: from the settings.
+        plan: what is measured.
+        given: names of the settings that the operator gave.
+        max_context: tokens that the model takes.
+    """
+    budget = config.max_num_batched_tokens
+    wanted: dict[str, Any] = {
+        "max_num_seqs": plan.most_sequences,
+        "max_model_len": min(max_context, max(_FEWEST_TOKENS, plan.most_tokens(budget))),
+        "enable_prefix_caching": False,
+    }
+    changes = {name: value for name, value in wanted.items() if name not in given}
+    return msgspec.structs.replace(config, **changes)
+
+
+def _workload(text: str) -> str:
+    try:
+        parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)

@@ -1,0 +1,305 @@
+"""Where the time of a decode step, or of a prompt, goes: the host's phases, the GPU's kernels and the pauses between.
+
+Each is run twice. The first run is timed with nothing but the clocks of the host's phases; the second, in which
+PyTorch's profiler slows the host down, tells of the GPU alone. All first runs come before any second one, as the
+profiler leaves its hooks behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from server.cli.bench.engine.device_trace import (
+    KernelTotal,
+    busy_microseconds,
+    idle_gaps,
+    read_profile,
+    totals,
+)
+from server.cli.bench.engine.run import EngineRun, EngineRunError
+from server.cli.bench.engine.work import Rows
+from server.cli.bench.stopwatch import Stopwatch, Timed
+from server.engine.core import engine, scheduler
+from server.engine.runner import decode_graphs, model_runner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.random import Generator
+
+    from kernels.explain.roofline import Work
+    from server.cli.bench.engine.device_trace import Interval
+    from server.cli.bench.engine.work import ModelWork
+    from server.cli.bench.engine.workloads import Plan, Workload
+    from server.engine.core.request import GenerateRequest
+    from server.engine.link.protocol import StepMessage
+
+_WARM_STEPS = 24
+_TIMED_STEPS = 64
+_TRACED_STEPS = 16
+_TIMED_PROMPTS = 8
+_TRACED_PROMPTS = 4
+_SHORT_GAP_US = 20.0
+
+HOST_PHASES: tuple[Timed, ...] = (
+    ("receive", engine.Engine, "receive"),
+    ("schedule", scheduler.Scheduler, "schedule"),
+    ("build batch", model_runner, "build_batch"),
+    ("build batch", decode_graphs, "fill"),
+    ("launch", model_runner.ModelRunner, "launch"),
+    ("commit", scheduler.Scheduler, "commit"),
+    ("publish", engine.Engine, "_publish"),
+)
+"""What is left of `launch` is launching on a GPU, and computing on a CPU."""
+
+WAITS: tuple[Timed, ...] = (
+    ("wait", torch.Tensor, "tolist"),
+    ("wait", torch.Tensor, "item"),
+    ("wait", torch.Tensor, "cpu"),
+    ("wait", torch.cuda.Event, "synchronize"),
+    ("wait", torch.cuda.Stream, "synchronize"),
+    ("wait", torch.cuda, "synchronize"),
+)
+"""By which the host may wait for a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class GPUProfile:
+    """What a GPU did in one step, on average; microseconds.
+
+    Attributes:
+        busy_us: in which at least one kernel ran.
+        short_gaps: pauses of up to 20 us, as between two kernels.
+        short_gaps_us: their time.
+        launches: kernels and copies.
+        kernels: by name, the longest first.
+    """
+
+    busy_us: float
+    short_gaps: float
+    short_gaps_us: float
+    launches: float
+    kernels: list[KernelTotal]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """A decode step or a prompt, on average; microseconds.
+
+    Attributes:
+        what: in words.
+        step_us: from one step, or prompt, to the next.
+        phases_us: of the host by name, and "other"; they add up to `step_us`.
+        least_us: by the roofline; None where the processor's peaks are not known.
+        memory_share: of the bandwidth, for the bytes that have to be moved (MBU); None likewise.
+        compute_share: of the arithmetic, likewise (MFU).
+        gpu: None without one.
+    """
+
+    what: str
+    step_us: float
+    phases_us: dict[str, float]
+    least_us: float | None
+    memory_share: float | None
+    compute_share: float | None
+    gpu: GPUProfile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Something to profile.
+
+    Attributes:
+        what: in words.
+        work: of one step.
+        timed: steps that are timed.
+        traced: steps that are traced.
+        run: (steps, called before them, called behind them): computes them.
+    """
+
+    what: str
+    work: Work
+    timed: int
+    traced: int
+    run: Callable[[int, Callable[[], None], Callable[[], None]], None]
+
+
+class _Window:
+    """Calls one function when enough steps brought every sequence a token, and another some steps later.
+
+    Fewer steps are those in the middle: sequences grow, and traced steps are to be as long as the timed on average.
+    """
+
+    def __init__(
+        self, batch: int, steps: int, begin: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        self._batch = batch
+        first = _WARM_STEPS + (_TIMED_STEPS - steps) // 2
+        self._calls = {first: begin, first + steps: end}
+        self._seen = 0
+
+    @property
+    def ended(self) -> bool:
+        return not self._calls
+
+    def __call__(self, message: StepMessage) -> None:
+        if len(message.request_ids) == self._batch:
+            self._seen += 1
+            self._calls.pop(self._seen, _nothing)()
+
+
+class Profiler:
+    """Profiles what workloads compute.
+
+    Args:
+        engine: that is profiled.
+        work: of its model on its processor.
+        plan: lengths of prompts.
+        generator: of the prompts.
+    """
+
+    def __init__(
+        self, engine: EngineRun, work: ModelWork, plan: Plan, generator: Generator
+    ) -> None:
+        self._engine = engine
+        self._work = work
+        self._plan = plan
+        self._generator = generator
+        self._on_gpu = engine.info.device.startswith("cuda")
+
+    def profile(self, workloads: Sequence[Workload]) -> list[StepProfile]:
+        """Profile the step of each workload that has been measured; mixed ones have no such thing.
+
+        Raises:
+            EngineRunError: sequences never decode all together.
+        """
+        cases = list(self._cases(workloads))
+        profiles = [self._time(case) for case in cases]
+        if self._on_gpu:
+            pairs = zip(profiles, cases, strict=True)
+            profiles = [dataclasses.replace(p, gpu=_trace(case)) for p, case in pairs]
+        return profiles
+
+    def _cases(self, workloads: Sequence[Workload]) -> Iterable[_Case]:
+        limit = self._engine.info.max_total_tokens
+        for batch in dict.fromkeys(w.size for w in workloads if w.kind in ("batch", "decode")):
+            if self._plan.prompt + self._outputs(batch) <= limit:
+                yield self._decode_case(batch)
+        for prompt in (w.size for w in workloads if w.kind == "ttft"):
+            yield self._prompt_case(prompt)
+
+    def _outputs(self, batch: int) -> int:
+        plan = dataclasses.replace(self._plan, steps=_WARM_STEPS + _TIMED_STEPS + 4)
+        return plan.outputs(batch, self._engine.info.max_num_batched_tokens)
+
+    def _decode_case(self, batch: int) -> _Case:
+        prompt, outputs = self._plan.prompt, self._outputs(batch)
+
+        def run(steps: int, begin: Callable[[], None], end: Callable[[], None]) -> None:
+            window = _Window(batch, steps, begin, end)
+            self._engine.run(self._requests([prompt] * batch, outputs), window)
+            self._engine.use_idle_time()
+            if not window.ended:
+                raise EngineRunError(
+                    f"{batch} sequences never decode all together; is --max-num-seqs too small?"
+                )
+
+        context = prompt + _WARM_STEPS + _TIMED_STEPS // 2
+        what = f"decode step of {batch} sequences at {context} tokens"
+        work = self._work.step([Rows(batch, 1, context)])
+        return _Case(what, work, _TIMED_STEPS, _TRACED_STEPS, run)
+
+    def _prompt_case(self, prompt: int) -> _Case:
+        def run(prompts: int, begin: Callable[[], None], end: Callable[[], None]) -> None:
+            requests = self._requests([prompt] * prompts, 1)
+            begin()
+            for request in requests:
+                self._engine.run([request])
+            end()
+
+        work = self._work.step([Rows(1, prompt, prompt)])
+        return _Case(f"prompt of {prompt} tokens", work, _TIMED_PROMPTS, _TRACED_PROMPTS, run)
+
+    def _requests(self, prompts: Sequence[int], outputs: int) -> list[GenerateRequest]:
+        return self._engine.random_requests(prompts, [outputs] * len(prompts), self._generator)
+
+    def _time(self, case: _Case) -> StepProfile:
+        step_us, phases_us = time_host(
+            case.run, case.timed, HOST_PHASES + (WAITS if self._on_gpu else ())
+        )
+        limit = self._work.limit(case.work)
+        memory, compute = self._work.shares(case.work, 1e-6 * step_us)
+        least_us = None if limit is None else 1e6 * limit.seconds
+        return StepProfile(case.what, step_us, phases_us, least_us, memory, compute)
+
+
+def time_host(
+    run: Callable[[int, Callable[[], None], Callable[[], None]], None],
+    steps: int,
+    functions: Sequence[Timed],
+) -> tuple[float, dict[str, float]]:
+    """Microseconds of a step, and of its phases.
+
+    Args:
+        run: as in `_Case`.
+        steps: to compute.
+        functions: that the phases consist of.
+    """
+    watch = Stopwatch()
+    marks: list[tuple[float, dict[str, float]]] = []
+
+    def mark() -> None:
+        marks.append((time.perf_counter(), dict(watch.seconds)))
+
+    with watch.timing(functions):
+        run(steps, mark, mark)
+    (begin, before), (end, after) = marks
+    scale = 1e6 / steps
+    phases = {name: scale * (after[name] - before.get(name, 0.0)) for name in after}
+    step_us = scale * (end - begin)
+    return step_us, phases | {"other": step_us - sum(phases.values())}
+
+
+def _trace(case: _Case) -> GPUProfile:
+    tracer = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def begin() -> None:
+        torch.cuda.synchronize()
+        tracer.start()
+
+    def end() -> None:
+        torch.cuda.synchronize()
+        tracer.stop()
+
+    case.run(case.traced, begin, end)
+    return summarise(read_profile(tracer), case.traced)
+
+
+def summarise(intervals: Sequence[Interval], steps: int) -> GPUProfile:
+    """Sum up what ran in so many steps.
+
+    Args:
+        intervals: kernels and copies.
+        steps: that they belong to.
+    """
+    short = [gap for gap in idle_gaps(intervals) if gap <= _SHORT_GAP_US]
+    return GPUProfile(
+        busy_us=busy_microseconds(intervals) / steps,
+        short_gaps=len(short) / steps,
+        short_gaps_us=sum(short) / steps,
+        launches=len(intervals) / steps,
+        kernels=[
+            KernelTotal(k.name, k.launches / steps, k.microseconds / steps)
+            for k in totals(intervals)
+        ],
+    )
+
+
+def _nothing() -> None:
+    pass

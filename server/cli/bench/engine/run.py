@@ -1,0 +1,193 @@
+"""Runs the engine's own loop in this process, on requests that arrive at once, and notes when each step was published.
+
+What is timed is what serving runs, `Engine.run`, with a channel in place of the sockets: no HTTP, no text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.link.protocol import (
+    EngineConfig,
+    EngineMessage,
+    FrontEndMessage,
+    Shutdown,
+    StepMessage,
+)
+from server.engine.runner.startup import start_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.random import Generator
+
+
+class EngineRunError(Exception):
+    """The engine did not answer what it was asked; the text says why."""
+
+
+class Trace(msgspec.Struct):
+    """When requests that were sent together got their tokens.
+
+    Attributes:
+        sent: `time.perf_counter()` when they were sent.
+        sequences: how many.
+        times: when each step that brought tokens was published.
+        tokens: brought by each of them.
+        first: index of the step with which the last of the requests got its first token.
+    """
+
+    sent: float
+    sequences: int
+    times: list[float] = []
+    tokens: list[int] = []
+    first: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From sending to the last token."""
+        return self.times[-1] - self.sent
+
+    @property
+    def last(self) -> int:
+        """Index of the last step behind `first` that, as all between them, brought every request a token."""
+        last = self.first
+        while last + 1 < len(self.tokens) and self.tokens[last + 1] == self.sequences:
+            last += 1
+        return last
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps in which all requests decode and nothing else is computed."""
+        return self.last - self.first
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time of those steps."""
+        return self.times[self.last] - self.times[self.first]
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens that a request has on average when those steps begin."""
+        return round(sum(self.tokens[: self.first + 1]) / self.sequences)
+
+
+class _Channel:
+    """Hands the engine what is to be done, and ends its loop when that is done."""
+
+    def __init__(self) -> None:
+        self.inbox: list[FrontEndMessage] = []
+        self.steps: list[tuple[float, StepMessage]] = []
+        self.on_step: Callable[[StepMessage], None] | None = None
+
+    def send(self, message: EngineMessage) -> None:
+        if isinstance(message, StepMessage):
+            self.steps.append((time.perf_counter(), message))
+            if self.on_step is not None:
+                self.on_step(message)
+
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
+        messages, self.inbox = self.inbox, []
+        return messages or ([Shutdown()] if math.isinf(wait) else [])
+
+
+class EngineRun:
+    """An engine in this process.
+
+    Args:
+        config: as for the engine process.
+
+    Attributes:
+        info: what the engine tells about itself.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._channel = _Channel()
+        self._engine = start_engine(config, self._channel)
+        self.info = self._engine.info
+        self._ids = itertools.count(1)
+
+    def use_idle_time(self) -> None:
+        """Let the engine do what it leaves for times without requests."""
+        self._engine.run()
+
+    def request(self, prompt: Sequence[int], max_new_tokens: int) -> GenerateRequest:
+        """A greedy request that goes on to its last token."""
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+        return GenerateRequest(
+            request_id=next(self._ids), prompt_token_ids=list(prompt), sampling=sampling
+        )
+
+    def random_requests(
+        self, prompts: Sequence[int], outputs: Sequence[int], generator: Generator
+    ) -> list[GenerateRequest]:
+        """Requests of these lengths in tokens, of random tokens, so that no two prompts begin alike."""
+        return [
+            self.request(generator.integers(0, self.info.vocab_size, prompt).tolist(), output)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ]
+
+    def run(
+        self,
+        requests: Sequence[GenerateRequest],
+        on_step: Callable[[StepMessage], None] | None = None,
+    ) -> Trace:
+        """Send requests together and wait for the last token of all.
+
+        Args:
+            requests: with ids of their own.
+            on_step: called with each step that the engine publishes, right after it.
+
+        Raises:
+            EngineRunError: a request ended without all its tokens.
+        """
+        channel = self._channel
+        channel.steps.clear()
+        channel.inbox += requests
+        channel.on_step = on_step
+        sent = time.perf_counter()
+        self._engine.run()
+        channel.on_step = None
+        return read_trace(sent, channel.steps, requests)
+
+
+def read_trace(
+    sent: float, steps: Sequence[tuple[float, StepMessage]], requests: Sequence[GenerateRequest]
+) -> Trace:
+    """Sum up what the engine published.
+
+    Args:
+        sent: when the requests were sent.
+        steps: when each message was published.
+        requests: that were sent.
+
+    Raises:
+        EngineRunError: a request ended without all its tokens.
+    """
+    trace = Trace(sent, len(requests))
+    missing = {request.request_id: request.sampling.max_new_tokens for request in requests}
+    waiting = set(missing)
+    for when, step in steps:
+        for error in step.errors.values():
+            raise EngineRunError(f"the engine refused a request: {error}")
+        if not step.request_ids:
+            continue
+        if waiting:
+            waiting -= set(step.request_ids)
+            trace.first = len(trace.times)
+        for request_id, reason in zip(step.request_ids, step.finish_reasons, strict=True):
+            missing[request_id] -= 1
+            if reason not in (0, FinishReason.LENGTH):
+                raise EngineRunError(f"a request ended with {FinishReason(reason).name}")
+        trace.times.append(when)
+        trace.tokens.append(len(step.request_ids))
+    if any(missing.values()):
+        raise EngineRunError(f"{sum(missing.values())} tokens are missing")
+    return trace

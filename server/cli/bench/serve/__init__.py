@@ -1,0 +1,1 @@
+"""`tessera bench serve`: loads a running service over HTTP."""

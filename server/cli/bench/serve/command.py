@@ -1,0 +1,267 @@
+"""`tessera bench serve`: loads a server over HTTP and reports latencies, rates and errors.
+
+Works against Tessera, Text Generation Inference and any server with OpenAI's completions. Imports no PyTorch: the
+client is a process of its own that starts quickly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from model.checkpoint.hub import resolve
+from model.errors import ModelError
+from model.text.tokenizer import Tokenizer
+from server.cli.bench import result
+from server.cli.bench.serve.apis import APIS, Options
+from server.cli.bench.serve.http_client import Client, RequestError, Target
+from server.cli.bench.serve.load import Job, Outcome, Share, run_here, run_processes
+from server.cli.bench.serve.metrics import RequestRecord, Summary, summarise
+from server.cli.bench.serve.options import read_options
+from server.cli.bench.serve.prompts import (
+    Prompt,
+    PromptError,
+    PromptMaker,
+    approximate_prompts,
+    with_server,
+    with_tokenizer,
+)
+from server.cli.bench.serve.server_facts import ServerFacts, ask
+from server.cli.bench.table import render
+from server.cli.bench.workload import arrivals, share
+from server.version import version
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from numpy.random import Generator
+
+_RETRY_SECONDS = 0.2
+_WARM_UP_AT_RATE = 8
+_PROMPTS_PER_STREAM = 4
+_LEAST_PROMPTS = 16
+# Headers may be secret, and where a result goes is no part of it.
+_NOT_TOLD = ("--header", "--json", "--commit")
+
+
+class BenchError(Exception):
+    """Nothing was measured; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load to put on the server.
+
+    Attributes:
+        streams: requests in flight; None where they arrive at a rate.
+        warm_up: of the requests, the first so many do not count.
+        input_lengths: tokens of each prompt.
+        output_lengths: tokens to generate for each.
+        times: of arrival, seconds, for the requests that count; None where `streams` is given.
+    """
+
+    streams: int | None
+    warm_up: int
+    input_lengths: list[int]
+    output_lengths: list[int]
+    times: list[float] | None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print and write; exits with status 1 where nothing could be measured, 2 for wrong flags.
+
+    Args:
+        arguments: after `tessera bench serve`.
+    """
+    options = read_options(arguments)
+    try:
+        facts, rows, runs = measure(options)
+    except (BenchError, PromptError, ModelError, RequestError) as error:
+        print(f"tessera bench serve: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    if options.json is not None:
+        record = result.record(
+            "http",
+            rows,
+            machine=facts.machine,
+            versions={"tessera": version()} | facts.versions,
+            command=shlex.join(
+                ["tessera", "bench", "serve", *result.without(arguments, _NOT_TOLD)]
+            ),
+            commit=options.commit,
+            extra={"server": facts.name, "client": result.processor_name(), "runs": runs},
+        )
+        print(result.write(record, options.json, facts.kind))
+    if not all(run["completed"] for run in runs):
+        raise SystemExit(1)
+
+
+def measure(
+    options: argparse.Namespace,
+) -> tuple[ServerFacts, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Put the load on the server, once for each concurrency.
+
+    Returns:
+        What the server says of itself, the rows of the result, and everything known of each run.
+
+    Raises:
+        BenchError: the server does not answer, or not one request of the warm-up.
+        PromptError: no prompts can be made.
+        ModelError: --tokenizer cannot be read.
+    """
+    generator = np.random.default_rng(options.seed)
+    wanted = [
+        plan_run(options, streams, generator)
+        for streams in ([None] if options.rate else options.concurrency)
+    ]
+    facts, prompts = asyncio.run(_prepare(options, wanted, generator))
+    label = options.label or result.model_label(facts.model)
+    rows: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    for run in wanted:
+        mine, prompts = prompts[: len(run.input_lengths)], prompts[len(run.input_lengths) :]
+        outcomes = _load(options, run, mine, facts.model)
+        records = [record for outcome in outcomes for record in outcome.records]
+        summary = summarise(records, options.goodput, planned=run.times is not None)
+        busy = [round(outcome.busy, 3) for outcome in outcomes]
+        print(render(summary, _describe(options, run), busy), flush=True)
+        rows += result_rows(summary, options, run, label)
+        runs.append(
+            {"concurrency": run.streams, "rate": options.rate, "client_busy": busy}
+            | {"inexact_prompts": sum(not prompt.exact for prompt in mine)}
+            | dataclasses.asdict(summary)
+        )
+    return facts, rows, runs
+
+
+def plan_run(options: argparse.Namespace, streams: int | None, generator: Generator) -> Run:
+    """Draw the lengths and arrivals of one run.
+
+    Args:
+        options: of the command.
+        streams: requests in flight; None for arrivals at `options.rate`.
+        generator: source of randomness.
+    """
+    count = options.prompts or max(_LEAST_PROMPTS, _PROMPTS_PER_STREAM * (streams or 0))
+    warm_up = options.warm_up
+    if warm_up is None:
+        warm_up = _WARM_UP_AT_RATE if streams is None else streams
+    return Run(
+        streams,
+        warm_up,
+        options.input_len.draw(warm_up + count, generator),
+        options.output_len.draw(warm_up + count, generator),
+        arrivals(count, options.rate, options.burstiness, generator) if streams is None else None,
+    )
+
+
+def result_rows(
+    summary: Summary, options: argparse.Namespace, run: Run, label: str
+) -> list[dict[str, Any]]:
+    """The rows that tables are made from; what a run has none of is left out."""
+    values: dict[str, float | None] = {
+        "http_tok_s": summary.output_tokens_per_second if summary.completed else None,
+        "requests_s": summary.requests_per_second if summary.completed else None,
+        "goodput_s": summary.goodput,
+    }
+    for name, figures in (
+        ("ttft", summary.ttft_ms), ("tpot", summary.tpot_ms), ("itl", summary.itl_ms), ("e2e", summary.e2e_ms),
+    ):  # fmt: skip
+        values[f"{name}_ms"] = None if figures is None else figures.mean
+        values[f"{name}_p99_ms"] = None if figures is None else figures.percentiles[99]
+    common = {
+        "prompt_tokens": str(options.input_len),
+        "output_tokens": str(options.output_len),
+        "rate": options.rate,
+        "failed": summary.failed,
+    }
+    return [
+        {"model": label, "metric": metric, "batch": run.streams, "value": result.number(value)}
+        | {"roofline": None}
+        | common
+        for metric, value in values.items()
+        if value is not None
+    ]
+
+
+async def _prepare(
+    options: argparse.Namespace, runs: list[Run], generator: Generator
+) -> tuple[ServerFacts, list[Prompt]]:
+    """Wait for the server, ask what it serves, and make the prompts of all runs."""
+    client = Client(Target.from_url(options.url, tuple(options.header)))
+    try:
+        facts = await _ask_patiently(client, options)
+        lengths = [length for run in runs for length in run.input_lengths]
+        if options.tokenizer is not None:
+            tokenizer = Tokenizer.from_folder(resolve(options.tokenizer))
+            maker = PromptMaker(with_tokenizer(tokenizer), generator)
+        elif options.api == "tgi":
+            maker = PromptMaker(with_server(client), generator)
+        else:
+            print("no --tokenizer: the lengths of the prompts are approximate", file=sys.stderr)
+            return facts, approximate_prompts(lengths, generator)
+        await maker.learn()
+        prompts = await maker.make(lengths)
+        if inexact := sum(not prompt.exact for prompt in prompts):
+            print(f"{inexact} prompts are not exactly as long as asked for", file=sys.stderr)
+    finally:
+        client.close()
+    return facts, prompts
+
+
+async def _ask_patiently(client: Client, options: argparse.Namespace) -> ServerFacts:
+    deadline = time.monotonic() + options.wait
+    while True:
+        try:
+            return await ask(client, options.api, options.model)
+        except RequestError as error:
+            if time.monotonic() >= deadline:
+                raise BenchError(f"{options.url}: {error}") from error
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _load(
+    options: argparse.Namespace, run: Run, prompts: list[Prompt], model: str
+) -> list[Outcome]:
+    """Send a run's requests, from as many processes as there are streams at most."""
+    api = APIS[options.api]()
+    common = Options(model, options.ignore_eos, options.temperature)
+    jobs = [
+        Job(api.body(prompt.text, length, common), length, prompt.tokens)
+        for prompt, length in zip(prompts, run.output_lengths, strict=True)
+    ]
+    warm_up, jobs = jobs[: run.warm_up], jobs[run.warm_up :]
+    if run.times is not None:
+        for job, when in zip(jobs, run.times, strict=True):
+            job.arrival = when
+    processes = min(options.processes, run.streams or len(jobs))
+    streams = share(run.streams or max(processes, len(warm_up)), processes)
+    shares = [
+        Share(options.url, options.header, options.api, jobs[i::processes], warm_up[i::processes],
+              streams[i], options.timeout)
+        for i in range(processes)
+    ]  # fmt: skip
+
+    def when_warm(records: list[RequestRecord]) -> float:
+        failed = [record for record in records if record.error is not None]
+        if failed and len(failed) == len(records):
+            raise BenchError(
+                f"every request of the warm-up failed: {failed[0].error}: {failed[0].detail}"
+            )
+        print(f"{_describe(options, run)}: warm, sending {len(jobs)} requests", file=sys.stderr)
+        return time.perf_counter()
+
+    return run_here(shares[0], when_warm) if processes == 1 else run_processes(shares, when_warm)
+
+
+def _describe(options: argparse.Namespace, run: Run) -> str:
+    load = f"{run.streams} streams" if run.streams else f"{options.rate:g} requests/s"
+    return f"{load}, {options.input_len} in, {options.output_len} out"

@@ -1,0 +1,300 @@
+"""Sends a share of a run's requests, so many at a time or at their times of arrival, from one process or several.
+
+Knows neither how requests were made nor what is computed from the records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from server.cli.bench.serve.apis import API, APIS, Name, StreamError
+from server.cli.bench.serve.events import EventReader
+from server.cli.bench.serve.http_client import Client, RequestError, Target
+from server.cli.bench.serve.metrics import RequestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from multiprocessing.connection import Connection
+
+_OK = 200
+_DETAIL_BYTES = 300
+# Time for all processes to hear when the run begins.
+_HEAD_START_SECONDS = 0.1
+
+
+class Job(msgspec.Struct):
+    """One request to send.
+
+    Attributes:
+        body: JSON.
+        asked_tokens: output tokens.
+        prompt_tokens: as the client counts them.
+        arrival: seconds after the begin of the run; None to be sent as soon as a stream is free.
+    """
+
+    body: bytes
+    asked_tokens: int
+    prompt_tokens: int
+    arrival: float | None = None
+
+
+class Share(msgspec.Struct):
+    """What one process does.
+
+    Attributes:
+        url: of the server.
+        headers: sent with every request.
+        api: wire contract.
+        jobs: all with an arrival, or all without.
+        warm_up: sent first, and done before the run begins.
+        streams: requests in flight at most, where jobs have no arrival, and in the warm-up.
+        timeout: seconds for one request.
+    """
+
+    url: str
+    headers: list[tuple[str, str]]
+    api: Name
+    jobs: list[Job]
+    warm_up: list[Job]
+    streams: int
+    timeout: float
+
+
+class Outcome(msgspec.Struct):
+    """What one process saw.
+
+    Attributes:
+        records: one for each job.
+        warm_up: likewise.
+        busy: share of a core that the process used during the run.
+    """
+
+    records: list[RequestRecord]
+    warm_up: list[RequestRecord]
+    busy: float
+
+
+WhenWarm: TypeAlias = Callable[[list[RequestRecord]], float]
+"""Told the records of the warm-up; returns when the run begins, or raises to call it off."""
+
+
+class LoadGenerator:
+    """Sends jobs to one server from one event loop."""
+
+    def __init__(self, target: Target, api: API, timeout: float) -> None:
+        self._client = Client(target)
+        self._api = api
+        self._timeout = timeout
+
+    async def send(self, job: Job, planned: float | None = None) -> RequestRecord:
+        """Send one request and read its stream to the end.
+
+        Args:
+            job: to send.
+            planned: when it should have been sent.
+        """
+        answer = _Answer(self._api)
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await self._client.request("POST", self._api.path, job.body, answer.take)
+            error, detail = answer.problem(response.status)
+        except TimeoutError:
+            error, detail = "timeout", f"after {self._timeout:g} s"
+        except RequestError as failure:
+            error, detail = failure.kind, str(failure)
+        counted = answer.output_tokens
+        return RequestRecord(
+            started=started,
+            asked_tokens=job.asked_tokens,
+            prompt_tokens=answer.prompt_tokens or job.prompt_tokens,
+            output_tokens=len(answer.times) if counted is None else counted,
+            times=answer.times,
+            reads=answer.reads,
+            lag=0.0 if planned is None else started - planned,
+            error=error,
+            detail=detail,
+            counted=counted is not None,
+        )
+
+    async def keep_streams(self, jobs: list[Job], streams: int) -> list[RequestRecord]:
+        """Keep so many requests in flight until all jobs are done."""
+        waiting, records = deque(jobs), []
+
+        async def work() -> None:
+            while waiting:
+                records.append(await self.send(waiting.popleft()))
+
+        await asyncio.gather(*(work() for _ in range(min(streams, len(jobs)))))
+        return records
+
+    async def keep_times(self, jobs: list[Job], begin: float) -> list[RequestRecord]:
+        """Send each job at its time of arrival, however many are in flight.
+
+        Args:
+            jobs: in order of their arrivals.
+            begin: `time.perf_counter()` of arrival 0.
+        """
+        tasks = []
+        for job in jobs:
+            planned = begin + (job.arrival or 0.0)
+            await asyncio.sleep(planned - time.perf_counter())
+            tasks.append(asyncio.create_task(self.send(job, planned)))
+        return list(await asyncio.gather(*tasks))
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._client.close()
+
+
+class _Answer:
+    """Reads the pieces of one answer as they come."""
+
+    __slots__ = (
+        "_api",
+        "_error",
+        "_last",
+        "_reader",
+        "_text",
+        "output_tokens",
+        "prompt_tokens",
+        "reads",
+        "times",
+    )
+
+    def __init__(self, api: API) -> None:
+        self.times: list[float] = []
+        self.reads = 0
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self._api = api
+        self._reader = EventReader()
+        self._error: str | None = None
+        self._last = False
+        self._text = b""
+
+    def take(self, status: int, piece: bytes, now: float) -> None:
+        """Read a piece of the body."""
+        if status != _OK:
+            self._text += piece[:_DETAIL_BYTES]
+            return
+        tokens = len(self.times)
+        for data in self._reader.feed(piece):
+            try:
+                event = self._api.read(data)
+            except StreamError as error:
+                self._error = self._error or error.kind
+                self._text = self._text or data[:_DETAIL_BYTES]
+                continue
+            if event.token:
+                self.times.append(now)
+            if event.output_tokens is not None:
+                self.output_tokens = event.output_tokens
+                self.prompt_tokens = event.prompt_tokens
+            self._last |= event.last
+        self.reads += len(self.times) > tokens
+
+    def problem(self, status: int) -> tuple[str | None, str]:
+        """What is wrong with the answer, in a few words, and its text; None for a whole one."""
+        text = self._text[:_DETAIL_BYTES].decode(errors="replace")
+        if status != _OK:
+            return f"HTTP {status}", text
+        if self._error is not None:
+            return self._error, text
+        if not self._last:
+            return "stream ended early", ""
+        return (None, "") if self.times else ("no tokens", "")
+
+
+async def run_share(share: Share, when_warm: WhenWarm) -> Outcome:
+    """Warm up, wait for the begin of the run, and send the jobs."""
+    target = Target.from_url(share.url, tuple(share.headers))
+    generator = LoadGenerator(target, APIS[share.api](), share.timeout)
+    try:
+        warm_up = await generator.keep_streams(share.warm_up, share.streams)
+        begin = when_warm(warm_up)
+        gc.collect()
+        gc.freeze()  # a collection would show as a gap between tokens
+        cpu, wall = time.process_time(), time.perf_counter()
+        await asyncio.sleep(begin - wall)
+        if share.jobs and share.jobs[0].arrival is not None:
+            records = await generator.keep_times(share.jobs, begin)
+        else:
+            records = await generator.keep_streams(share.jobs, share.streams)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - max(begin, wall)
+    finally:
+        generator.close()
+        gc.unfreeze()
+    return Outcome(records, warm_up, cpu / wall)
+
+
+def run_loop(coroutine: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Run on uvloop where it is installed."""
+    try:
+        factory = importlib.import_module("uvloop").new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(coroutine)
+
+
+def run_here(share: Share, when_warm: WhenWarm) -> list[Outcome]:
+    """Run one share in this process."""
+    return [run_loop(run_share(share, when_warm))]
+
+
+def run_processes(shares: list[Share], when_warm: WhenWarm) -> list[Outcome]:
+    """Run each share in a process of its own; all begin together.
+
+    Raises:
+        RuntimeError: a process ended without an answer.
+    """
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a copy of this process would keep its event loop
+    pipes, processes = [], []
+    try:
+        for share in shares:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, msgspec.msgpack.encode(share)))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        warm_up = [r for pipe in pipes for r in _receive(pipe, list[RequestRecord])]
+        begin = when_warm(warm_up) + _HEAD_START_SECONDS
+        for pipe in pipes:
+            pipe.send(begin)
+        return [_receive(pipe, Outcome) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.terminate()  # those that are done have ended by themselves
+            process.join()
+
+
+def _receive(pipe: Connection, kind: Any) -> Any:  # noqa: ANN401
+    try:
+        return msgspec.msgpack.decode(pipe.recv_bytes(), type=kind)
+    except EOFError:
+        raise RuntimeError("a process of the client ended; its error is above") from None
+
+
+def _work(pipe: Connection, encoded: bytes) -> None:
+    """A client process."""
+
+    def when_warm(records: list[RequestRecord]) -> float:
+        pipe.send_bytes(msgspec.msgpack.encode(records))
+        begin: float = pipe.recv()
+        return begin
+
+    outcome = run_loop(run_share(msgspec.msgpack.decode(encoded, type=Share), when_warm))
+    pipe.send_bytes(msgspec.msgpack.encode(outcome))

@@ -1,0 +1,1 @@
+"""Request bookkeeping: scheduler, blocks and sequences, without tensors."""

@@ -1,0 +1,384 @@
+"""Which tokens of which sequences the next step computes, and what becomes of its results.
+
+It knows neither tensors nor time: a step is a list of (sequence, number of tokens).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence as TypingSequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
+from server.engine.core.block_manager import BlockManager
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.sequence import Sequence, SequenceStatus
+from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The result of every row of a step that could not be computed."""
+
+    error: str
+    token_id: None = None
+    logprob: None = None
+    top: tuple[()] = ()
+
+
+class Scheduler:
+    """Owns the waiting queue and the running list; decides who computes what in a step.
+
+    One rule: every running sequence computes its known tokens that are not computed yet, oldest
+    first, and waiting ones join in order of arrival while tokens, places and blocks last. There is
+    no prefill or decode phase: a decoding sequence is one that has a single token left to compute.
+
+    A sequence is admitted when the blocks of all its known tokens and of one more are free, and it
+    gets them at once, so that a prompt in chunks never waits for blocks half way. One block more
+    must stay free for every running sequence that may still grow: without it the newcomer would
+    soon have to go again, its work lost. When a running sequence finds no block for its next token,
+    the youngest running one loses all of its own and waits, before everyone else, until its whole
+    context fits again; nobody is admitted in such a step. The oldest therefore always advances, and
+    every sequence becomes the oldest.
+
+    Only the engine's loop calls it, from one thread. A step is scheduled, started and ended:
+
+        schedule    chooses tokens and gives them blocks; may be called again instead of `start`
+        start       the device has been given the step: its tokens count as computed from now on,
+                    and the ones it draws as known, so that the step behind it can be scheduled
+        commit      its results are there; `fail` where it has none
+
+    Steps end in the order in which they were started, and `schedule` finds one at most that has not
+    ended. What it does not know then, which of that step's tokens end their sequences, costs a row
+    whose result is ignored. Blocks that change hands meanwhile need no care: the device computes one
+    step after the other.
+
+    Invariants (`check_invariants`): running sequences are older than waiting ones and both lists
+    are in order of arrival; exactly the running ones own blocks; all running sequences but the
+    youngest, and those whose last token is in flight, need no more than the budget together, so each
+    of them gets at least one token.
+
+    Attributes:
+        num_steps: steps scheduled so far.
+        num_preemptions: times a sequence lost its blocks.
+        prefix_cache_query_tokens: prompt tokens looked up in the prefix cache at first admission.
+        prefix_cache_hit_tokens: those of them that were found.
+        num_prompt_tokens: prompt tokens of the sequences admitted so far, cached ones included.
+        num_generated_tokens: tokens sampled.
+    """
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+        self.config = config
+        self.block_manager = block_manager
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.prefix_cache_query_tokens = 0
+        self.prefix_cache_hit_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self._num_arrivals = 0
+        self._live: dict[int, Sequence] = {}
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running: list[Sequence] = []
+        self._scheduled: SchedulerOutput | None = None
+        self._started: deque[SchedulerOutput] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own blocks."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` finds something to compute: if any sequence is there, it does."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens one sequence can have: as many as the model's context and the cache both hold."""
+        manager = self.block_manager
+        return min(self.config.max_model_len, manager.num_blocks * manager.block_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the queue.
+
+        Raises:
+            CapacityError: its prompt and max_new_tokens exceed `max_total_tokens`.
+            EmptyRequestError: it has no prompt, or no token to generate.
+            DuplicateRequestError: a sequence with its request id is not finished yet.
+        """
+        if not 0 < sequence.num_prompt_tokens < sequence.max_num_tokens:
+            raise EmptyRequestError(sequence)
+        if sequence.max_num_tokens > self.max_total_tokens:
+            raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
+        if sequence.request_id in self._live:
+            raise DuplicateRequestError(sequence.request_id)
+        sequence.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._live[sequence.request_id] = sequence
+        self._waiting[sequence.request_id] = sequence
+
+    def abort(self, request_id: int) -> Sequence | None:
+        """End a sequence in whatever state and free its blocks at once.
+
+        It may be called between `schedule` and `commit`; the steps' results for it are then ignored.
+
+        Returns:
+            The sequence, or None where no unfinished one has this id.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        self._finish(sequence, FinishReason.ABORT)
+        return sequence
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the tokens that the next step computes, and give them their blocks."""
+        decode: list[ScheduledSequence] = []
+        prefill: list[ScheduledSequence] = []
+        preempted: list[int] = []
+        first_scheduled: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens
+        block_size = self.block_manager.block_size
+        # A preemption shortens the list from its end while this loop walks it from the start: it
+        # never takes a sequence that has already been given tokens.
+        for sequence in self._running:
+            start = sequence.num_computed_tokens
+            num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
+            if num_known == sequence.max_num_tokens:
+                continue  # its last token is in flight
+            num_tokens = num_known - start
+            if num_tokens > budget:
+                num_tokens = budget
+            stop = start + num_tokens
+            if stop > len(sequence.block_table) * block_size and not self._find_room(
+                sequence, stop, preempted
+            ):
+                break
+            budget -= num_tokens
+            rows = decode if num_tokens == 1 else prefill
+            rows.append(ScheduledSequence(sequence, start, num_tokens, stop == num_known))
+        if not preempted:
+            self._admit(budget, decode, prefill, first_scheduled)
+        output = SchedulerOutput(
+            step=self.num_steps,
+            decode=tuple(decode),
+            prefill=tuple(prefill),
+            num_tokens=len(decode) + sum(row.num_tokens for row in prefill),
+            first_scheduled=tuple(first_scheduled),
+            preempted=tuple(preempted),
+        )
+        self.num_steps += 1
+        self._scheduled = output
+        return output
+
+    def start(self, output: SchedulerOutput) -> None:
+        """Book that the device has been given a step.
+
+        Args:
+            output: what the latest `schedule` returned.
+        """
+        assert output is self._scheduled, "a step is started once, and only the latest one"
+        self._scheduled = None
+        self._started.append(output)
+        for row in chain(output.decode, output.prefill):
+            sequence = row.sequence
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_computed_tokens = row.start + row.num_tokens
+                sequence.num_tokens_in_flight += row.samples
+
+    def commit(
+        self, output: SchedulerOutput, results: TypingSequence[SampledResult]
+    ) -> list[tuple[int, TokenEvent]]:
+        """Book the results of a step.
+
+        Args:
+            output: the earliest one that was started and has not ended.
+            results: one for each row that samples, decode rows first, then prefill rows.
+
+        Returns:
+            (request id, event) for every sequence that got a token or ended, in the order of rows.
+            A result with an error ends its sequence; none of its blocks serves another one again.
+        """
+        num_samples = sum(row.samples for row in chain(output.decode, output.prefill))
+        assert num_samples == len(results), f"{len(results)} results of {num_samples} rows"
+        remaining = iter(results)
+        return self._end(output, lambda row: next(remaining) if row.samples else None)
+
+    def fail(self, output: SchedulerOutput, error: str) -> list[tuple[int, TokenEvent]]:
+        """End the sequences of a step that could not be computed; what it left in their blocks serves nobody.
+
+        Args:
+            output: as for `commit`.
+            error: for the clients.
+
+        Returns:
+            As `commit`.
+        """
+        failed = _Failed(error)
+        return self._end(output, lambda _row: failed)
+
+    def _end(
+        self,
+        output: SchedulerOutput,
+        result_of: Callable[[ScheduledSequence], SampledResult | None],
+    ) -> list[tuple[int, TokenEvent]]:
+        assert self._started, "a step ends once, and after it was started"
+        assert output is self._started[0], "steps end in the order in which they were started"
+        self._started.popleft()
+        events: list[tuple[int, TokenEvent]] = []
+        num_live = len(self._live)
+        for row in chain(output.decode, output.prefill):
+            sequence = row.sequence
+            result = result_of(row)
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            event = self._book(row, result)
+            if event is not None:
+                events.append((sequence.request_id, event))
+        if len(self._live) < num_live:
+            self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
+        return events
+
+    def check_invariants(self) -> None:
+        """Assert that queue, running list and blocks agree. Slow: for tests and idle times."""
+        running, waiting = self._running, list(self._waiting.values())
+        arrivals = [sequence.arrival for sequence in running + waiting]
+        assert arrivals == sorted(arrivals), "sequences out of order"
+        assert len(running) <= self.config.max_num_seqs
+        assert all(sequence.status is SequenceStatus.RUNNING for sequence in running)
+        for request_id, sequence in self._waiting.items():
+            assert request_id == sequence.request_id
+            assert sequence.status is SequenceStatus.WAITING
+            assert not sequence.block_table, f"{sequence} waits and owns blocks"
+        assert self._live == {sequence.request_id: sequence for sequence in running + waiting}
+        for sequence in running + waiting:
+            drawing = [
+                any(
+                    row.sequence is sequence and row.samples
+                    for row in (*step.decode, *step.prefill)
+                )
+                for step in self._started
+            ]
+            assert sequence.num_tokens_in_flight == sum(drawing)
+        num_remaining = [
+            sequence.num_known_tokens - sequence.num_computed_tokens
+            for sequence in running
+            if sequence.num_known_tokens < sequence.max_num_tokens
+        ]
+        assert all(count > 0 for count in num_remaining)
+        assert sum(num_remaining[:-1]) < self.config.max_num_batched_tokens
+        assert self.block_manager.owners == set(running)
+        self.block_manager.check_invariants()
+
+    def _admit(
+        self,
+        budget: int,
+        decode: list[ScheduledSequence],
+        prefill: list[ScheduledSequence],
+        first_scheduled: list[Sequence],
+    ) -> None:
+        """Let waiting sequences join a step that has `budget` tokens left."""
+        running, waiting = self._running, self._waiting
+        while budget and waiting and len(running) < self.config.max_num_seqs:
+            sequence = next(iter(waiting.values()))
+            if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
+                assert running, "a lone sequence always fits: `add` has made sure"
+                return
+            waiting.popitem(last=False)
+            running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            if sequence.first_scheduled_step is None:
+                sequence.first_scheduled_step = self.num_steps
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+                first_scheduled.append(sequence)
+                self.num_prompt_tokens += sequence.num_prompt_tokens
+                if self.block_manager.looks_up(sequence):
+                    self.prefix_cache_query_tokens += sequence.num_prompt_tokens
+                    self.prefix_cache_hit_tokens += sequence.num_cached_tokens
+            start = sequence.num_computed_tokens
+            num_remaining = sequence.num_tokens - start
+            num_tokens = min(num_remaining, budget)
+            budget -= num_tokens
+            rows = decode if num_tokens == 1 else prefill
+            rows.append(ScheduledSequence(sequence, start, num_tokens, num_tokens == num_remaining))
+
+    def _book(self, row: ScheduledSequence, result: SampledResult | None) -> TokenEvent | None:
+        """Enter one computed row and the token drawn from it; returns what to tell the client."""
+        sequence = row.sequence
+        sequence.num_tokens_in_flight -= row.samples
+        if result is not None and result.error is not None:
+            sequence.error = result.error
+            self._finish(sequence, FinishReason.ERROR)
+            return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=sequence.error)
+        # One that lost its blocks meanwhile still gets its token.
+        if sequence.status is SequenceStatus.RUNNING:
+            stop = row.start + row.num_tokens
+            if stop // self.block_manager.block_size > sequence.num_linked_blocks:
+                self.block_manager.cache_full_blocks(sequence, stop)
+        if result is None:
+            return None
+        token_id = result.token_id
+        assert token_id is not None, "a result has a token or an error"
+        self.num_generated_tokens += 1
+        reason = sequence.append(token_id)
+        if reason is not None:
+            self._finish(sequence, reason)
+        return TokenEvent(
+            token_id=token_id,
+            logprob=result.logprob,
+            top_tokens=result.top,
+            finish_reason=reason,
+        )
+
+    def _num_growing(self) -> int:
+        """Running sequences that may need a further block before they end."""
+        block_size = self.block_manager.block_size
+        # The last token is never computed, so it needs no place.
+        return sum(
+            sequence.max_num_tokens - 1 > len(sequence.block_table) * block_size
+            for sequence in self._running
+        )
+
+    def _find_room(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
+        """Get a running sequence the blocks for `num_tokens`, at the cost of younger ones.
+
+        Returns:
+            False where it was itself the youngest and had to go.
+        """
+        while not self.block_manager.grow(sequence, num_tokens):
+            victim = self._running.pop()
+            self.block_manager.free(victim)
+            victim.status = SequenceStatus.WAITING
+            victim.num_preemptions += 1
+            self.num_preemptions += 1
+            preempted.append(victim.request_id)
+            self._waiting[victim.request_id] = victim
+            self._waiting.move_to_end(victim.request_id, last=False)
+            if victim is sequence:
+                assert self._running, "the oldest sequence always finds room: `add` has made sure"
+                return False
+        return True
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free what it owns; the caller takes a running one out of its list."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
+        else:
+            del self._waiting[sequence.request_id]
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        del self._live[sequence.request_id]

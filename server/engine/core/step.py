@@ -1,0 +1,68 @@
+"""The records between scheduler, model runner and sampler: what a step computes and what it drew.
+
+They hold no tensors and decide nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from server.engine.core.sequence import Sequence
+
+
+class SampledResult(Protocol):
+    """What the sampler says about one row."""
+
+    @property
+    def token_id(self) -> int | None:
+        """The token drawn; without meaning where `error` is set."""
+
+    @property
+    def logprob(self) -> float | None:
+        """Natural logarithm of its probability, where asked for."""
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """(token id, log-probability), most likely first."""
+
+    @property
+    def error(self) -> str | None:
+        """Why no token could be drawn; None where one was."""
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True):
+    """One sequence's part of a step: its tokens `start .. start + num_tokens`.
+
+    Attributes:
+        sequence: whose tokens.
+        start: the first token's position; equals `sequence.num_computed_tokens`.
+        num_tokens: at least 1.
+        samples: whether this step reaches the end of the known tokens, so that one is drawn.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """What one step computes. Rows of the batch are `decode` first, then `prefill`.
+
+    Attributes:
+        step: number of this step.
+        decode: sequences with exactly one token.
+        prefill: sequences with two tokens or more.
+        num_tokens: tokens in all; 0 when there is nothing to do.
+        first_scheduled: sequences that no earlier step computed anything of.
+        preempted: ids of the sequences that lost their blocks in this call.
+    """
+
+    step: int
+    decode: tuple[ScheduledSequence, ...]
+    prefill: tuple[ScheduledSequence, ...]
+    num_tokens: int
+    first_scheduled: tuple[Sequence, ...]
+    preempted: tuple[int, ...]

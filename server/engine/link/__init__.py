@@ -1,0 +1,1 @@
+"""Processes and sockets between the engine and its front ends."""

@@ -1,0 +1,1 @@
+"""Executes steps on the device, and starts the model."""

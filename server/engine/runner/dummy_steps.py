@@ -1,0 +1,181 @@
+"""The steps that are computed before the first request: what compiles every kernel, and what needs the most memory.
+
+They are made of invented sequences whose positions all lie in block 0, so that any cache is large enough for them:
+what they read is meaningless and what they write is overwritten. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Final
+
+from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.sequence import Sequence
+from server.engine.core.step import ScheduledSequence, SchedulerOutput
+from server.engine.runner.shared_prefix import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from server.engine.core.limits import SchedulerConfig
+
+_CHUNK_TOKENS: Final = 64
+_TOP_LOGPROBS: Final = 5
+_TOP_K: Final = 2
+_GREEDY: Final = SamplingParams(max_new_tokens=1, temperature=0.0)
+
+
+def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
+    """One chunk of a prompt, then one more token: the least that uses every kernel.
+
+    Args:
+        length: tokens of the sequence in the end, at least 2; decides for which length kernels are chosen.
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    chunk = min(_CHUNK_TOKENS, limits.max_num_batched_tokens, length)
+    sequence = _sequence(length, block_size, _GREEDY)
+    yield _output((), (_chunk(sequence, chunk),))
+    yield _output((_chunk(sequence, 1),), ())
+
+
+def undrawn_token(length: int, block_size: int) -> SchedulerOutput:
+    """One token that draws none: it is computed layer by layer even where a step that decodes one is not.
+
+    Args:
+        length: tokens of the sequence.
+        block_size: tokens per block.
+    """
+    sequence = _sequence(length, block_size, _GREEDY)
+    return _output((ScheduledSequence(sequence, length - 1, 1, samples=False),), ())
+
+
+def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
+    """Steps of 1, 2, 4, ... sequences up to the limit, decoded and in chunks: kernels are compiled for these numbers.
+
+    Args:
+        length: tokens of the longest sequence, at least 2.
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    count = 1
+    while count < 2 * limits.max_num_seqs:
+        longest = _sequence(length, block_size, _GREEDY)
+        others = [_sequence(2, block_size, _GREEDY) for _ in range(count - 1)]
+        members = (longest, *others)
+        yield _output(tuple(_chunk(s, 1) for s in members), ())
+        yield _output((), tuple(_chunk(s, 2) for s in members))
+        count *= 2
+
+
+def few_rows(
+    counts: Iterable[int], limits: SchedulerConfig, block_size: int
+) -> Iterator[SchedulerOutput]:
+    """Steps of few tokens, for whose numbers linear layers have kernels of their own: decoded, or else one prompt.
+
+    Args:
+        counts: the numbers; for those beyond a step's limits, the most there can be.
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    longest = max(limits.max_num_seqs, limits.max_model_len)
+    most = min(limits.max_num_batched_tokens, longest)
+    for count in sorted({min(count, most) for count in counts}):
+        if count <= limits.max_num_seqs:
+            members = [_sequence(2, block_size, _GREEDY) for _ in range(count)]
+            yield _output(tuple(_chunk(s, 1) for s in members), ())
+        else:
+            yield _output((), (_chunk(_sequence(count, block_size, _GREEDY), count),))
+
+
+def draws(block_size: int) -> Iterator[SchedulerOutput]:
+    """Decode steps of one sequence, sampled in each way that has kernels of its own; a penalty has them read float32.
+
+    Args:
+        block_size: tokens per block.
+    """
+    for top_k, penalty in itertools.product((0, _TOP_K), (1.0, 1.1)):
+        sampling = SamplingParams(
+            max_new_tokens=1,
+            temperature=1.0,
+            top_k=top_k,
+            repetition_penalty=penalty,
+            logprobs=True,
+        )
+        yield _output((_chunk(_sequence(2, block_size, sampling), 1),), ())
+
+
+def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
+    """Two sequences that share the fewest tokens that may be read once: the kernels of such a step.
+
+    Args:
+        length: tokens of the longer one behind those, at least 2.
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    shared = ALIGNMENT * block_size
+    if shared < limits.max_model_len and limits.max_num_seqs > 1:
+        shorter = _sequence(shared + 1, block_size, _GREEDY)
+        longer = _sequence(min(shared + length, limits.max_model_len), block_size, _GREEDY)
+        yield _output((_chunk(shorter, 1), _chunk(longer, 1)), ())
+
+
+def largest_step(
+    length: int, limits: SchedulerConfig, vocab_size: int, block_size: int
+) -> SchedulerOutput:
+    """As many sequences and tokens as a step may have, sampled in the way that takes the most memory.
+
+    Args:
+        length: tokens of each sequence, at least 2.
+        limits: of a step.
+        vocab_size: tokens that are scored.
+        block_size: tokens per block.
+    """
+    sampling = SamplingParams(
+        max_new_tokens=1,
+        temperature=1.0,
+        # More than the sampler looks at first, so that it sorts the whole vocabulary.
+        top_k=vocab_size,
+        typical_p=0.9,
+        repetition_penalty=1.1,
+        logprobs=True,
+        top_logprobs=min(_TOP_LOGPROBS, vocab_size),
+        prompt_logprobs=True,
+    )
+    longest = _sequence(length, block_size, sampling)
+    chunks: list[ScheduledSequence] = []
+    spare = limits.max_num_batched_tokens - limits.max_num_seqs
+    while spare > 0 and len(chunks) < limits.max_num_seqs:
+        more = min(spare, length - 1)
+        chunks.append(_chunk(longest, 1 + more))
+        spare -= more
+    decoded = [_chunk(longest, 1)] * (limits.max_num_seqs - len(chunks))
+    return _output(tuple(decoded), tuple(chunks))
+
+
+def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequence:
+    """A prompt of `length` tokens with id 0."""
+    # Id -1 is that of no request.
+    sequence = Sequence(
+        GenerateRequest(request_id=-1, prompt_token_ids=[0] * length, sampling=sampling)
+    )
+    sequence.block_table = [0] * -(-length // block_size)
+    return sequence
+
+
+def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    """The last tokens of a sequence."""
+    return ScheduledSequence(sequence, sequence.num_tokens - num_tokens, num_tokens, samples=True)
+
+
+def _output(
+    decode: tuple[ScheduledSequence, ...], prefill: tuple[ScheduledSequence, ...]
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=0,
+        decode=decode,
+        prefill=prefill,
+        num_tokens=sum(s.num_tokens for s in (*decode, *prefill)),
+        first_scheduled=(),
+        preempted=(),
+    )

@@ -1,0 +1,170 @@
+"""Gives a loaded model its KV cache and computes its first steps, in the order that the device asks for.
+
+    CPU    allocate the cache (memory is taken as it is used), warm up
+    GPU    warm up with a cache of one block, measuring what a step takes beside it; allocate the cache in what
+           is free then; compute the largest step again, which takes the measured memory for good
+
+A GPU is shared with processes that start at the same time, so what is measured is not what is left a
+moment later: nothing is promised before both the cache and the largest step's memory are held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from model.device.dtypes import resolve_kv_dtype
+from model.device.kv_cache import KVCache, bytes_per_token
+from model.device.memory import peak_memory, release_cached
+from model.device.replay import CudaGraphs
+from server.engine.runner.kv_memory import KVCacheDemand, NotEnoughMemoryError, allocate_kv_cache
+from server.engine.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from model.network.decoder import DecoderLM
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.link.protocol import EngineConfig
+    from server.engine.runner.startup_progress import Phases
+
+log = logging.getLogger("tessera.engine")
+
+_FEWEST_TOKENS: Final = 2
+
+# Beside a step's tensors: kernels that the driver loads at their first use, and gaps between tensors that other
+# sizes of steps leave.
+_GPU_HEADROOM_BYTES: Final = 256 * 2**20
+
+
+def start_runner(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> tuple[ModelRunner, int]:
+    """Allocate the KV cache and warm up.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        limits: of a step; the model's own context as far as the operator allows it.
+        phases: told what is being done.
+
+    Returns:
+        The runner, and the tokens that one sequence may have.
+
+    Raises:
+        NotEnoughMemoryError: the cache does not fit, or what fits cannot hold a prompt and an answer.
+    """
+    if model.embed_tokens.device.type == "cuda":
+        return _start_on_gpu(model, config, limits, phases)
+    with phases("allocating the KV cache"):
+        runner = _allocate(model, config, limits)
+        max_total_tokens = _max_total_tokens(runner, limits)
+    with phases("warming up"):
+        runner.warm_up(dataclasses.replace(limits, max_model_len=max_total_tokens), phases.say)
+    return runner, max_total_tokens
+
+
+def _start_on_gpu(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> tuple[ModelRunner, int]:
+    device = model.embed_tokens.device
+    with phases("warming up"):
+        if reason := model.fuse():
+            log.warning("layers are computed operation by operation, which is slower: %s", reason)
+        model.reserve_positions(limits.max_model_len)
+        with peak_memory(device) as peak_bytes:
+            _runner(model, config, num_blocks=1).warm_up(limits, phases.say)
+            step_bytes = peak_bytes()
+        release_cached(device)
+        log.info("the largest step takes %.2f GiB beside weights and cache", step_bytes / 2**30)
+    with phases("allocating the KV cache"):
+
+        def hold_step(runner: ModelRunner) -> None:
+            runner.compute_largest_step(limits)
+            torch.cuda.synchronize(device)
+
+        kept_bytes = step_bytes + _GPU_HEADROOM_BYTES
+        runner = _allocate(model, config, limits, kept_bytes, hold_step)
+        max_total_tokens = _max_total_tokens(runner, limits)
+    if config.cuda_graphs:
+        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
+        runner.record_steps(served, CudaGraphs(device))
+    return runner, max_total_tokens
+
+
+def _allocate(
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    kept_bytes: int = 0,
+    hold_step: Callable[[ModelRunner], None] | None = None,
+) -> ModelRunner:
+    """Allocate a cache as large as the memory allows.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        limits: of a step.
+        kept_bytes: of the free memory, what a step needs beside the cache.
+        hold_step: takes those bytes, once the cache is there; where it cannot, a smaller cache is tried.
+    """
+    shape, parameter = model.config, model.embed_tokens
+
+    def allocate(num_blocks: int) -> ModelRunner:
+        runner = _runner(model, config, num_blocks)
+        if hold_step is not None:
+            hold_step(runner)
+        return runner
+
+    blocks_per_sequence = -(-limits.max_model_len // config.block_size)
+    demand = KVCacheDemand(
+        requested_tokens=config.kv_cache_tokens,
+        requested_gib=config.kv_cache_gib,
+        useful_tokens=limits.max_num_seqs * blocks_per_sequence * config.block_size,
+        block_size=config.block_size,
+        bytes_per_token=bytes_per_token(
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
+        ),
+        kept_bytes=kept_bytes,
+    )
+    return allocate_kv_cache(demand, parameter.device, allocate)
+
+
+def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRunner:
+    shape, parameter = model.config, model.embed_tokens
+    return ModelRunner(
+        model,
+        KVCache(
+            shape.num_layers,
+            num_blocks,
+            config.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
+            parameter.device,
+        ),
+    )
+
+
+def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
+    """Tokens that one sequence may have: what the model takes, or what the cache holds."""
+    tokens = min(limits.max_model_len, runner.num_cache_tokens)
+    if tokens < _FEWEST_TOKENS:
+        raise NotEnoughMemoryError(
+            f"a KV cache of {tokens} token cannot hold a prompt and an answer; "
+            f"--kv-cache-tokens must be at least {_FEWEST_TOKENS}"
+        )
+    if tokens < limits.max_model_len:
+        log.warning(
+            "requests are limited to %d tokens, prompt and answer together, though the model takes %d: the KV cache "
+            "holds no more; --kv-cache-tokens and --kv-cache-gib set its size",
+            tokens,
+            limits.max_model_len,
+        )
+    return tokens

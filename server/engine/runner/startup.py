@@ -1,0 +1,177 @@
+"""Builds an engine from its configuration, phase by phase, telling the front end and the log how far it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from kernels import KernelError, detect
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_model
+from model.device.dtypes import resolve_dtype, resolve_weight_dtype
+from model.errors import ModelError
+from server.engine.core.block_manager import BlockManager
+from server.engine.core.engine import Engine
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.scheduler import Scheduler
+from server.engine.link.protocol import EngineConfig, EngineInfo
+from server.engine.runner.device_errors import explain
+from server.engine.runner.kv_memory import NotEnoughMemoryError
+from server.engine.runner.runner_start import start_runner
+from server.engine.runner.startup_progress import Phases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from server.engine.core.engine import EngineChannel
+
+log = logging.getLogger("tessera.engine")
+
+
+# Share of the blocks kept empty, so that a sequence finds neighbouring ones: the CPU's attention reads
+# a run in one call. 0.2 makes 2.2 runs of a sequence where 0 makes 35 (64 sequences, a pool of twice
+# their demand, prefix caching on), at the price of evicting cached blocks earlier.
+_CPU_CONTIGUITY_RESERVE = 0.2
+
+
+# Tokens of a step, at most, where the operator does not say: a step in which a long prompt is computed
+# is what the other streams wait for, and a CPU takes longer for it.
+_DEFAULT_BUDGET = {"cpu": 512, "cuda": 1024}
+_DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
+
+
+class StartupError(Exception):
+    """The engine cannot start for a reason that the operator can mend; the text says which."""
+
+
+def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
+    """Load the model, give it a KV cache and compute its first steps.
+
+    Raises:
+        StartupError: the configuration, the checkpoint or the machine does not allow it.
+    """
+    phases = Phases(channel)
+    try:
+        with phases("reading the configuration"):
+            model_config = ModelConfig.from_folder(Path(config.model_path))
+            device = _device(config.device)
+            limits = _limits(config, model_config, device)
+            dtype = resolve_dtype(config.dtype, model_config, device)
+            weight_dtype = resolve_weight_dtype(config.quantization, dtype, detect(device))
+            _set_threads(config.cpu_threads)
+        with phases("loading the weights"), _weights_progress(phases) as progress:
+            model = load_model(
+                Path(config.model_path),
+                model_config,
+                dtype,
+                device,
+                config.load_format,
+                progress,
+                weight_dtype=weight_dtype,
+            )
+        runner, max_total_tokens = start_runner(model, config, limits, phases)
+    except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
+        raise StartupError(str(error)) from error
+    except Exception as error:
+        # A driver, a library and a compiler take part: what they raise is for the operator to mend, if anyone.
+        log.exception("%s failed", phases.current)
+        raise StartupError(explain(error, phases.current)) from error
+    num_blocks = runner.num_cache_tokens // config.block_size
+    blocks = BlockManager(
+        num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        contiguity_reserve=_CPU_CONTIGUITY_RESERVE if device.type == "cpu" else 0.0,
+    )
+    info = EngineInfo(
+        model_id=config.model_id,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        quantization=config.quantization,
+        vocab_size=model_config.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_total_tokens=max_total_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_cache_dtype=runner.cache_dtype,
+        num_parameters=model_config.num_parameters,
+        plan=runner.describe_plan(),
+        startup_seconds=phases.seconds,
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+    )
+    log.info(
+        "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",
+        info.model_id,
+        info.num_parameters / 1e6,
+        info.dtype,
+        "" if info.quantization == "none" else f", those of the layers in {info.quantization},",
+        info.device,
+        runner.num_cache_tokens,
+        info.kv_cache_dtype,
+    )
+    log.info("%s; GET /plan says why", info.plan)
+    runs_ahead = config.overlap and device.type == "cuda"
+    return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
+
+
+def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:
+    """Fill in what the operator left open."""
+    sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if sequences is None:
+        default = _DEFAULT_SEQUENCES[device.type]
+        sequences = default if budget is None else min(default, budget)
+    if budget is None:
+        budget = max(_DEFAULT_BUDGET[device.type], sequences)
+    return SchedulerConfig(
+        max_num_seqs=sequences,
+        max_num_batched_tokens=budget,
+        max_model_len=_max_model_len(config.max_model_len, model.max_context),
+    )
+
+
+def _device(requested: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if requested == "cuda" and not available:
+        raise StartupError(
+            "--device cuda: PyTorch sees no CUDA device here; use --device cpu or auto"
+        )
+    return torch.device("cuda" if available and requested != "cpu" else "cpu")
+
+
+def _max_model_len(requested: int | None, limit: int) -> int:
+    if requested is not None and requested > limit:
+        raise StartupError(
+            f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
+        )
+    return requested or limit
+
+
+def _set_threads(requested: int | None) -> None:
+    """PyTorch's choice, one thread for each physical core, less one core for the front end."""
+    spare = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), (spare or 1) - 1)))
+
+
+@contextmanager
+def _weights_progress(phases: Phases) -> Iterator[Callable[[int, int], None]]:
+    """Shows the bytes loaded: a bar where a person watches, the phase for everybody else."""
+    with tqdm(
+        unit="B", unit_scale=True, desc="weights", leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            phases.say(f"loading the weights, {done / max(1, total):.0%}")
+
+        yield show

@@ -1,0 +1,262 @@
+"""From a request body of the right shape to what the engine is asked.
+
+Applies defaults, limits of this server and rules between fields. Knows no tokenizer: the length of
+a prompt comes in as a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from server.engine.core.request import SamplingParams
+from server.errors import ValidationError
+from server.http.dialects.tgi.schema import (
+    SMALLEST_TEMPERATURE,
+    UINT64_MAX,
+    GenerateBody,
+    GenerateParameters,
+)
+from server.http.dialects.tgi.schema_errors import describe, unsupported
+
+if TYPE_CHECKING:
+    from server.engine.link.protocol import EngineInfo
+    from server.http.config import HTTPConfig
+
+# `parameters` left out altogether means sampling; inside an object `do_sample` defaults to false.
+_NO_PARAMETERS = GenerateParameters(do_sample=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """A checked request, but for what depends on the length of its prompt.
+
+    Attributes:
+        inputs: the prompt.
+        sampling: how to choose tokens; `max_new_tokens` is 1 until `with_prompt_length`.
+        max_new_tokens: as asked; None fills the context.
+        best_of: sequences to generate.
+        seed: the request's, or a random one; None where nothing is sampled.
+        stop: strings that end the text.
+        truncate: tokens of the prompt to keep; None keeps all.
+        return_full_text: whether the prompt comes before the generated text.
+        details: whether tokens and the reason of the end are reported.
+        prompt_details: whether the prompt's tokens are reported.
+    """
+
+    inputs: str
+    sampling: SamplingParams
+    max_new_tokens: int | None
+    best_of: int
+    seed: int | None
+    stop: tuple[str, ...]
+    truncate: int | None
+    return_full_text: bool
+    details: bool
+    prompt_details: bool
+
+
+def check(
+    body: GenerateBody,
+    *,
+    streaming: bool,
+    full_text: bool,
+    config: HTTPConfig,
+    info: EngineInfo,
+) -> GenerateOptions:
+    """Apply defaults, this server's limits and the rules between fields.
+
+    Args:
+        body: of the right shape.
+        streaming: whether the answer is a stream.
+        full_text: default of `return_full_text`.
+        config: limits of the HTTP layer.
+        info: limits of the engine.
+
+    Raises:
+        ValidationError: naming the field, its value and the limit.
+    """
+    parameters = body.parameters if body.parameters is not None else _NO_PARAMETERS
+    _check_limits(parameters, config, info)
+    sampled = _is_sampled(parameters)
+    best_of = parameters.best_of or 1
+    _check_best_of(parameters, best_of, streaming=streaming, sampled=sampled, config=config)
+    if streaming and parameters.decoder_input_details:
+        raise ValidationError(
+            "`decoder_input_details` == true is not supported when streaming tokens"
+        )
+    seed = None
+    if sampled:
+        seed = parameters.seed if parameters.seed is not None else random_seed()
+    details = bool(parameters.details or parameters.decoder_input_details)
+    return GenerateOptions(
+        inputs=body.inputs,
+        sampling=_sampling_params(
+            parameters,
+            seed=seed,
+            logprobs=streaming or details or best_of > 1,
+            config=config,
+            info=info,
+        ),
+        max_new_tokens=parameters.max_new_tokens,
+        best_of=best_of,
+        seed=seed,
+        stop=tuple(parameters.stop or ()),
+        truncate=parameters.truncate,
+        return_full_text=(
+            full_text if parameters.return_full_text is None else parameters.return_full_text
+        ),
+        details=details,
+        prompt_details=bool(parameters.decoder_input_details),
+    )
+
+
+def with_prompt_length(
+    options: GenerateOptions, prompt_length: int, info: EngineInfo
+) -> SamplingParams:
+    """Settle how many tokens may be generated after a prompt of `prompt_length` tokens.
+
+    Raises:
+        ValidationError: prompt, or prompt and output together, are longer than the server takes.
+    """
+    longest = info.max_total_tokens - 1
+    if prompt_length > longest:
+        raise ValidationError(
+            f"`inputs` must have at most {longest} tokens, one less than the "
+            f"{info.max_total_tokens} that prompt and output share. Given: {prompt_length} tokens"
+        )
+    room = info.max_total_tokens - prompt_length
+    wanted = options.max_new_tokens if options.max_new_tokens is not None else room
+    if wanted > room:
+        raise ValidationError(
+            f"`inputs` tokens + `max_new_tokens` must be <= {info.max_total_tokens}. Given: "
+            f"{prompt_length} `inputs` tokens and {wanted} `max_new_tokens`"
+        )
+    if options.sampling.min_new_tokens > wanted:
+        raise ValidationError(
+            f"`min_new_tokens` must be <= {wanted}, the most that are generated here. "
+            f"Given: {options.sampling.min_new_tokens}"
+        )
+    return msgspec.structs.replace(options.sampling, max_new_tokens=wanted)
+
+
+def with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    """The same request drawn another time."""
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+def random_seed() -> int:
+    """64 unpredictable bits."""
+    return secrets.randbits(64) & UINT64_MAX
+
+
+def _is_sampled(p: GenerateParameters) -> bool:
+    if p.temperature == 0:
+        return False
+    return bool(
+        p.do_sample
+        or (p.temperature is not None and p.temperature != 1)
+        or p.top_k is not None
+        or (p.top_p is not None and p.top_p < 1)
+        or (p.typical_p is not None and p.typical_p < 1)
+        or (p.min_p is not None and p.min_p > 0)
+    )
+
+
+def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -> None:
+    if p.watermark:
+        raise ValidationError(unsupported("watermark", p.watermark))
+    if p.temperature is not None and 0 < p.temperature < SMALLEST_TEMPERATURE:
+        raise ValidationError(
+            f"`temperature` must be 0 (greedy) or >= {SMALLEST_TEMPERATURE}. "
+            f"Given: {describe(p.temperature)}"
+        )
+    stop = p.stop or ()
+    if len(stop) > config.max_stop_sequences:
+        raise ValidationError(
+            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}"
+        )
+    for i, text in enumerate(stop):
+        if len(text) > config.max_stop_characters:
+            raise ValidationError(
+                f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
+                f"Given: {len(text)}"
+            )
+    stop_ids = p.stop_token_ids or ()
+    if len(stop_ids) > config.max_stop_token_ids:
+        raise ValidationError(
+            f"`stop_token_ids` supports up to {config.max_stop_token_ids} ids. "
+            f"Given: {len(stop_ids)}"
+        )
+    if stop_ids and max(stop_ids) >= info.vocab_size:
+        raise ValidationError(
+            f"`stop_token_ids` must be < {info.vocab_size}, the size of the vocabulary. "
+            f"Given: {describe(max(stop_ids))}"
+        )
+    if p.top_n_tokens is not None and p.top_n_tokens > config.max_top_n_tokens:
+        raise ValidationError(
+            f"`top_n_tokens` must be >= 0 and <= {config.max_top_n_tokens}. "
+            f"Given: {describe(p.top_n_tokens)}"
+        )
+    longest = info.max_total_tokens - 1
+    if p.truncate is not None and p.truncate > longest:
+        raise ValidationError(
+            f"`truncate` must be > 0 and <= {longest}. Given: {describe(p.truncate)}"
+        )
+
+
+def _check_best_of(
+    p: GenerateParameters, best_of: int, *, streaming: bool, sampled: bool, config: HTTPConfig
+) -> None:
+    if best_of == 1:
+        return
+    if config.max_best_of == 1:
+        raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
+    if best_of > config.max_best_of:
+        raise ValidationError(
+            f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {describe(best_of)}"
+        )
+    if streaming:
+        raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
+    if not sampled:
+        raise ValidationError("you must use sampling when `best_of` is > 1")
+    if p.seed is not None:
+        raise ValidationError("`seed` must not be set when `best_of` > 1")
+
+
+def _sampling_params(
+    p: GenerateParameters,
+    *,
+    seed: int | None,
+    logprobs: bool,
+    config: HTTPConfig,
+    info: EngineInfo,
+) -> SamplingParams:
+    temperature = 0.0
+    if seed is not None:
+        temperature = float(p.temperature) if p.temperature is not None else 1.0
+    return SamplingParams(
+        max_new_tokens=1,
+        min_new_tokens=p.min_new_tokens or 0,
+        temperature=temperature,
+        top_k=min(p.top_k or 0, info.vocab_size),
+        top_p=_given(p.top_p, 1.0),
+        min_p=_given(p.min_p, 0.0),
+        typical_p=_given(p.typical_p, 1.0),
+        repetition_penalty=_given(p.repetition_penalty, 1.0),
+        presence_penalty=_given(p.presence_penalty, 0.0),
+        frequency_penalty=_given(p.frequency_penalty, 0.0),
+        seed=seed or 0,
+        eos_token_ids=() if p.ignore_eos else config.eos_token_ids,
+        stop_token_ids=tuple(p.stop_token_ids or ()),
+        logprobs=logprobs,
+        top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
+        prompt_logprobs=bool(p.decoder_input_details),
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else float(value)

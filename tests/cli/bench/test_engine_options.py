@@ -1,0 +1,111 @@
+"""Workloads by name, and the settings under which they can be measured."""
+
+import pytest
+
+from model.checkpoint.config import ModelConfig
+from server.cli.bench.engine.options import SHAPES, adapt, make_plan, read_options, shapes
+from server.cli.bench.engine.workloads import Workload, parse
+from server.engine.link.protocol import EngineConfig
+
+
+def plan(*flags):
+    return make_plan(read_options(flags)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "workloads"),
+    [
+        ("batch1", [Workload("batch", 1)]),
+        ("batch", [Workload("batch", 1)]),
+        ("decode256", [Workload("decode", 256)]),
+        ("decode", [Workload("decode", n) for n in (8, 32, 128, 256)]),
+        ("ttft", [Workload("ttft", 128), Workload("ttft", 4096)]),
+        ("mixed8", [Workload("mixed", 8)]),
+    ],
+)
+def test_a_name_is_a_kind_and_a_size_or_a_kind_with_its_usual_sizes(name, workloads):
+    assert parse(name) == workloads
+
+
+@pytest.mark.parametrize("name", ["", "speed", "decode0", "decode-1", "8decode", "ttft1.5"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="is none of"):
+        parse(name)
+
+
+def test_without_flags_the_workloads_of_the_peers_are_measured():
+    whole = plan()
+
+    assert {kind for kind, _ in whole.workloads} == {"batch", "decode", "ttft", "mixed"}
+    assert (whole.prompt, whole.steps, str(whole.lengths)) == (128, 256, "100-1024")
+
+
+def test_a_workload_named_twice_is_measured_once():
+    assert plan("--workloads", "decode8", "batch", "decode8").workloads == (
+        ("decode", 8),
+        ("batch", 1),
+    )
+
+
+def test_sequences_that_begin_first_go_on_until_the_last_ones_decode():
+    whole = plan("--workloads", "decode256")
+
+    assert whole.outputs(1, 2048) == 256
+    assert whole.outputs(256, 2048) == 256 + 2 * 16
+
+
+def config(**settings):
+    return EngineConfig(model_path="x", model_id="x", **settings)
+
+
+def test_the_engine_is_as_large_as_the_workloads_need():
+    adapted = adapt(config(), plan("--workloads", "decode32", "ttft4096"), set(), 10_000)
+
+    assert (adapted.max_num_seqs, adapted.max_model_len) == (32, 4097)
+    assert not adapted.enable_prefix_caching
+
+
+def test_the_engine_is_never_so_small_that_it_runs_other_kernels_than_a_service():
+    adapted = adapt(config(), plan("--workloads", "batch1"), set(), 10_000)
+
+    assert (adapted.max_num_seqs, adapted.max_model_len) == (1, 2048)
+
+
+def test_the_longest_sequence_has_room_for_prompts_that_are_computed_in_turns():
+    large = plan("--workloads", "decode256", "--prompt-tokens=4000")
+    adapted = adapt(config(max_num_batched_tokens=2048), large, set(), 100_000)
+
+    assert adapted.max_model_len == 4000 + 256 + 2 * (256 * 4000 // 2048)
+
+
+def test_the_engine_takes_no_more_than_the_model():
+    assert adapt(config(), plan("--workloads", "ttft4096"), set(), 3000).max_model_len == 3000
+
+
+def test_what_the_operator_says_stays():
+    said = config(max_num_seqs=64, max_model_len=99)
+    given = {"max_num_seqs", "enable_prefix_caching", "max_model_len"}
+
+    assert adapt(said, plan(), given, 3000) == said
+
+
+def test_other_flags_are_settings():
+    read, rest = read_options(["--model=m", "--profile", "--device", "cpu", "--cuda-graphs"])
+
+    assert read.profile
+    assert rest == ["--model=m", "--device", "cpu", "--cuda-graphs"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--steps=0", "--steps=-1", "--prompt-tokens=x", "--workloads=speed", "--lengths=9-1"]
+)
+def test_flags_that_make_no_sense_are_refused(flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        read_options([flag])
+    assert end.value.code == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_shapes_are_models_by_name():
+    assert shapes() == ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"]
+    assert ModelConfig.from_folder(SHAPES / "qwen3-0.6b").num_layers == 28

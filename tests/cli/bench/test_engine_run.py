@@ -1,0 +1,70 @@
+"""What the engine published, summed up."""
+
+import pytest
+
+from server.cli.bench.engine.run import EngineRunError, read_trace
+from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.link.protocol import EngineStats, StepMessage
+
+
+def step(*ids, ending=(), reason=FinishReason.LENGTH, errors=None):
+    return StepMessage(
+        request_ids=list(ids),
+        token_ids=[5] * len(ids),
+        finish_reasons=[int(reason) if i in ending else 0 for i in ids],
+        stats=EngineStats(),
+        errors=errors or {},
+    )
+
+
+def requests(*lengths):
+    return [
+        GenerateRequest(
+            request_id=i, prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=length)
+        )
+        for i, length in enumerate(lengths, start=1)
+    ]
+
+
+def trace():
+    """Two requests: the second begins a step later and ends a step later."""
+    steps = [
+        (10.5, step()),  # a chunk of a prompt brings no token
+        (11.0, step(1)),
+        (12.0, step(1, 2)),
+        (12.5, step(1, 2)),
+        (13.0, step(1, 2, ending=[1])),
+        (15.0, step(2, ending=[2])),
+    ]
+    return read_trace(10.0, steps, requests(4, 4))
+
+
+def test_a_trace_lasts_from_sending_to_the_last_token():
+    assert trace().seconds == 5.0
+
+
+def test_a_decode_is_the_steps_in_which_every_request_gets_a_token_after_its_first():
+    assert (trace().decode_steps, trace().decode_seconds) == (2, 1.0)
+
+
+def test_the_context_of_a_decode_counts_what_was_generated_before_it():
+    assert trace().tokens_before == round(3 / 2)
+
+
+def test_a_lone_token_has_no_decode():
+    lone = read_trace(1.0, [(2.0, step(1, ending=[1]))], requests(1))
+
+    assert (lone.seconds, lone.decode_steps) == (1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([step(1, ending=[1])], "1 tokens are missing"),
+        ([step(1), step(1, ending=[1], reason=FinishReason.EOS)], "EOS"),
+        ([step(1, ending=[1], reason=FinishReason.ERROR, errors={0: "too long"})], "too long"),
+    ],
+)
+def test_a_request_without_all_its_tokens_is_no_measurement(steps, words):
+    with pytest.raises(EngineRunError, match=words):
+        read_trace(0.0, [(1.0, s) for s in steps], requests(2))

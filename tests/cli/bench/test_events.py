@@ -1,0 +1,34 @@
+"""Server-sent events, in pieces that break anywhere."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.cli.bench.serve.events import EventReader
+
+STREAM = (
+    b"data: first\n\n: a comment\n\ndata:second\r\n\r\nevent: x\ndata: a\nid: 1\ndata: b\n\n"
+    b'retry: 3\n\ndata:{"text":"\\n\\n data:"}\n\ndata:\n\ndata: cut'
+)
+EVENTS = [b"first", b"second", b"a\nb", b'{"text":"\\n\\n data:"}', b""]
+
+
+def read(pieces):
+    reader = EventReader()
+    return [event for piece in pieces for event in reader.feed(piece)]
+
+
+def test_events_have_their_data_and_comments_have_none():
+    assert read([STREAM]) == EVENTS
+
+
+def test_byte_by_byte_makes_no_difference():
+    assert read([STREAM[i : i + 1] for i in range(len(STREAM))]) == EVENTS
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=8))
+def test_where_the_pieces_break_makes_no_difference(cuts):
+    ends = [0, *sorted(cuts), len(STREAM)]
+
+    assert read([STREAM[a:b] for a, b in itertools.pairwise(ends)]) == EVENTS

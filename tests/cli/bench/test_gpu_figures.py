@@ -1,0 +1,72 @@
+"""`benchmarks.gpu` on a host without a GPU: its commands are ones that `tessera bench` takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from server.cli.bench import result
+from server.cli.bench.engine import options as engine_options
+from server.cli.bench.engine.workloads import parse
+from server.cli.bench.serve import options as serve_options
+from server.cli.settings import Settings
+
+
+@pytest.mark.parametrize("name", gpu.ENGINE)
+def test_an_engine_command_is_one_that_the_command_takes(name):
+    options, settings = engine_options.read_options(
+        [*gpu.ENGINE[name], "--json=results", "--commit=abc"]
+    )
+
+    known = {f"--{field.replace('_', '-')}" for field in Settings.model_fields}
+    assert {setting.partition("=")[0] for setting in settings} <= known
+    assert [parse(workload) for workload in options.workloads]
+    assert options.label == name
+
+
+def test_a_load_is_one_that_the_command_takes():
+    options = serve_options.read_options(
+        [*gpu.load("http://127.0.0.1:8000"), "--json=results", "--commit=abc"]
+    )
+
+    assert (options.concurrency, options.processes) == ([1, 64, 256], 2)
+    assert (options.json, options.commit) == (Path("results"), "abc")
+
+
+def test_a_measurement_that_fails_is_named_and_the_others_run(monkeypatch, tmp_path, capsys):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, int("--label=llama-3.2-1b" in command))
+
+    def no_service(*_):
+        raise SystemExit("the service did not start")
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    monkeypatch.setattr(gpu, "service", no_service)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path / "results")])
+
+    with pytest.raises(SystemExit, match=r"^failed: llama-3.2-1b, http$"):
+        gpu.main()
+
+    assert len(ran) == len(gpu.ENGINE)
+    printed = capsys.readouterr().out
+    assert "$ tessera bench engine" in printed
+    assert "the service did not start" in printed
+
+
+def test_a_result_gets_its_usual_name_in_a_folder_that_is_not_there_yet(tmp_path):
+    record = result.record("http", [], machine="a GPU", versions={}, command="x", commit="abc")
+
+    in_folder = result.write(record, tmp_path / "results", "h100")
+    in_file = result.write(record, tmp_path / "other" / "mine.json", "h100", "a-model")
+
+    assert in_folder == tmp_path / "results" / "h100-http-abc.json"
+    assert in_file == tmp_path / "other" / "mine.json"
+    assert in_file.read_text() == in_folder.read_text()

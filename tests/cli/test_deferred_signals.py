@@ -1,0 +1,50 @@
+"""Signals that come while they are held back are raised once nothing holds them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from server.cli.deferred_signals import held_back
+
+
+@pytest.fixture
+def came():
+    """Numbers of the signals that were handled."""
+    handled = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
+    yield handled
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_waits_until_the_block_has_ended(came):
+    with held_back(signal.SIGTERM):
+        signal.raise_signal(signal.SIGTERM)
+        assert not came
+
+    assert came == [signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    assert len(came) == 2
+
+
+def test_a_signal_is_raised_behind_a_block_that_fails_too(came):
+    def begin():
+        with held_back(signal.SIGTERM):
+            signal.raise_signal(signal.SIGTERM)
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        begin()
+
+    assert came == [signal.SIGTERM]
+
+
+def test_what_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_back(signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

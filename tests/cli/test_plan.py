@@ -1,0 +1,246 @@
+"""`tessera plan`: the plan of any known GPU from any machine, and mistakes named with what is known."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import huggingface_hub
+import msgspec
+import pytest
+import torch
+
+from kernels.arch import CATALOGUE
+from model.checkpoint.hub import resolve
+from server.cli.main import main
+from server.engine.link.plan_report import PlanReport
+
+
+@pytest.fixture
+def tessera(capsys):
+    """Runs a command; returns its status, output and errors."""
+
+    def run(*arguments):
+        status = 0
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = end.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Makes a folder with the bundled model's configuration, changed."""
+
+    def make(**changes):
+        config = json.loads((resolve("bundled") / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("arch", CATALOGUE)
+def test_every_known_processor_has_a_plan_of_the_bundled_model(tessera, arch):
+    status, out, err = tessera("plan", "--arch", arch)
+
+    assert (status, err) == (0, "")
+    assert out.startswith(CATALOGUE[arch].name)
+    assert "bundled in" in out
+    kernel = "portable" if CATALOGUE[arch].sm >= 80 else "torch"
+    assert f"{kernel}_prefill" in out
+    # Three query heads per key-value head are too odd a group for Hopper's prefill, not for its decode.
+    assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
+
+
+def test_without_an_architecture_the_plan_is_of_this_machine(tessera):
+    status, out, _ = tessera("plan", "--device=cpu")
+
+    assert status == 0
+    assert "peaks not known" in out
+    assert "torch_decode" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_is_no_reason_to_plan_for_the_cpu(tessera):
+    status, out, err = tessera("plan", "--device=cuda")
+
+    assert (status, out) == (1, "")
+    for word in ("tessera plan: error: --device cuda", "no CUDA device", "--arch"):
+        assert word in err
+
+
+def test_an_architecture_wins_over_the_device(tessera):
+    assert tessera("plan", "--device=cuda", "--arch=l4")[0] == 0
+
+
+def test_a_model_on_the_hub_is_planned_without_its_weights(tessera, checkpoint, monkeypatch):
+    folder, asked = checkpoint(), []
+
+    def fetch(repository, **options):
+        asked.append((repository, *options["allow_patterns"]))
+        return folder
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+
+    assert tessera("plan", "--arch=l4", "--model=org/name")[0] == 0
+    assert asked == [("org/name", "config.json", "generation_config.json")]
+
+
+def test_output_that_nobody_reads_is_no_error():
+    command = [sys.executable, "-m", "server.cli.main", "plan", "--arch=h100"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+
+    assert (process.returncode, errors) == (0, b"")
+
+
+def test_the_json_is_what_the_service_answers(tessera):
+    _, out, _ = tessera("plan", "--arch=a100", "--json", "--block-size=64", "--dtype=float16")
+
+    report = msgspec.json.decode(out, type=PlanReport)
+    assert (report.arch, report.block_size, report.dtype) == ("a100", 64, "float16")
+    assert json.loads(out) == msgspec.to_builtins(report)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [("t4", "float16"), ("a100", "bfloat16"), ("cpu", "float32")]
+)
+def test_the_dtype_is_the_one_that_the_service_would_choose_there(tessera, arch, dtype):
+    _, out, _ = tessera("plan", "--arch", arch)
+
+    assert f"bundled in {dtype}:" in out
+
+
+def test_a_float8_cache_is_planned_on_kernels_that_read_it(tessera):
+    asked = ("plan", "--arch", "h100", "--kv-cache-dtype", "fp8")
+
+    plan = json.loads(tessera(*asked, "--json")[1])
+    text = tessera(*asked)[1]
+
+    assert (plan["dtype"], plan["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert {phase["kernel"] for phase in plan["phases"]} == {"portable_prefill", "portable_decode"}
+    assert "bundled in bfloat16, cache in float8_e4m3fn: " in text
+    refused = {row["kernel"]: row["reasons"] for p in plan["phases"] for row in p["refused"]}
+    assert "no float8_e4m3fn cache" in refused["hopper_prefill"]
+    # Of 64 numbers and a scale of 4 bytes; queries and output are what they were.
+    exact = json.loads(tessera("plan", "--arch", "h100", "--json")[1])
+    moved = [p["phases"][-1]["steps"][0]["bytes_moved"] for p in (plan, exact)]
+    assert 0.53 < moved[0] / moved[1] < 0.54
+
+
+def test_a_plan_tells_of_weights_in_float8_and_refuses_them_where_nothing_multiplies_by_them(
+    tessera,
+):
+    asked = ("plan", "--quantization", "fp8", "--arch")
+
+    plan = json.loads(tessera(*asked, "h100", "--json")[1])
+    status, _, error = tessera(*asked, "cpu")
+
+    assert (plan["dtype"], plan["weight_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert "bundled in bfloat16, weights in float8_e4m3fn: " in tessera(*asked, "h100")[1]
+    assert status == 1
+    assert "quantization fp8" in error
+    assert "a CPU has no kernels" in error
+
+
+def test_a_float16_checkpoint_stays_so(tessera, checkpoint):
+    _, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(torch_dtype="float16"))
+
+    assert " in float16: " in out
+
+
+def test_a_configuration_alone_is_enough_for_a_plan(tessera, checkpoint):
+    folder = checkpoint(head_dim=128, num_attention_heads=28, num_key_value_heads=4)
+
+    status, out, _ = tessera("plan", "--arch=h100", "--model", folder)
+
+    assert status == 0
+    assert "28 query heads, 4 key-value heads, head dim 128" in out
+
+
+def test_a_head_dim_that_our_kernels_do_not_take_is_refused_with_those_that_they_do(
+    tessera, checkpoint
+):
+    status, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(head_dim=100))
+
+    assert status == 0
+    assert "torch_decode" in out
+    refusal = "not     portable_decode: head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256]"
+    assert refusal in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--arch=h101"], 2, ["'h101'", *CATALOGUE]),
+        (["--dtype=float8"], 2, ["--dtype", "TESSERA_DTYPE", "float8", "bfloat16", "float16"]),
+        (["--block-size=300"], 2, ["--block-size", "300", "256"]),
+        (["--block-size=x"], 2, ["--block-size", "'x'"]),
+        (["--what"], 2, ["tessera plan: error", "--what"]),
+        (["--model=/no/such"], 1, ["/no/such", "organisation/name", "bundled"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else str(value),
+)
+def test_a_mistake_is_named_with_what_is_known(tessera, arguments, status, words):
+    found, out, err = tessera("plan", *arguments)
+
+    assert (found, out) == (status, "")
+    assert "Traceback" not in err
+    line = err.strip().splitlines()[-1]
+    assert line.startswith("tessera plan: error: ")
+    for word in words:
+        assert word in line
+
+
+def test_an_unsupported_model_is_refused_by_name(tessera, checkpoint):
+    status, _, err = tessera("plan", "--model", checkpoint(architectures=["Mamba"]))
+
+    assert status == 1
+    assert "Mamba" in err
+
+
+def test_the_environment_of_the_service_counts(tessera, monkeypatch):
+    monkeypatch.setenv("TESSERA_BLOCK_SIZE", "128")
+
+    _, out, _ = tessera("plan", "--arch=l4")
+
+    assert "blocks of 128 tokens" in out
+
+
+def test_help_names_the_processors_and_the_settings_that_count(tessera):
+    status, out, _ = tessera("plan", "--help")
+
+    assert status == 0
+    for word in (*CATALOGUE, "--json", "--model", "--block-size"):
+        assert word in out
+
+
+def test_the_front_end_imports_no_torch():
+    code = "import sys, server.cli.main, server.http.app; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_service_is_started_without_the_plan_command():
+    code = (
+        "import sys, server.cli.main\n"
+        "try: server.cli.main.main(['serve', '--model=/no/such'])\n"
+        "except SystemExit: sys.exit('torch' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == 0
+
+
+def test_the_command_is_installed():
+    command = shutil.which("tessera", path=str(sys.prefix) + "/bin")
+
+    assert command is not None
+    done = subprocess.run([command, "plan", "--arch=b200"], check=True, capture_output=True)
+    assert b"NVIDIA B200 (sm_100)" in done.stdout

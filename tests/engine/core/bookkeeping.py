@@ -1,0 +1,148 @@
+"""What the tests of the request bookkeeping share: short constructors and a model made of numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server.engine.core.block_manager import BlockManager
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.scheduler import Scheduler
+from server.engine.core.sequence import Sequence
+
+VOCAB_SIZE = 11
+
+
+class Token(msgspec.Struct, frozen=True):
+    """A sampler's result."""
+
+    token_id: int | None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    error: str | None = None
+
+
+def make_request(request_id: int, prompt, max_new_tokens: int = 4, **sampling: Any):
+    """A request; a prompt given as a number is so many tokens of the request's own."""
+    if isinstance(prompt, int):
+        prompt = [1000 * (request_id + 1) + i for i in range(prompt)]
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),
+    )
+
+
+def make_sequence(request_id: int, prompt, max_new_tokens: int = 4, salt=None, **sampling: Any):
+    return Sequence(make_request(request_id, prompt, max_new_tokens, **sampling), cache_salt=salt)
+
+
+def make_scheduler(
+    num_blocks: int,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 1000,
+    **blocks: Any,
+) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len)
+    return Scheduler(config, BlockManager(num_blocks, block_size, **blocks))
+
+
+def rows_of(output):
+    """(request id, start, number of tokens, samples) of every row, in order."""
+    return [
+        (row.sequence.request_id, row.start, row.num_tokens, row.samples)
+        for row in (*output.decode, *output.prefill)
+    ]
+
+
+def begin(scheduler: Scheduler):
+    """Schedule a step and give it to a device."""
+    output = scheduler.schedule()
+    scheduler.start(output)
+    return output
+
+
+def step(scheduler: Scheduler, token_id: int = 7):
+    """A step from its beginning to its end, drawing the same token everywhere; returns the output and the events."""
+    output = begin(scheduler)
+    num_results = sum(row.samples for row in (*output.decode, *output.prefill))
+    events = scheduler.commit(output, [Token(token_id)] * num_results)
+    scheduler.check_invariants()
+    return output, events
+
+
+class NumberModel:
+    """A model whose keys and values are one number per slot, each made from the one before it.
+
+    What it draws depends on every number it reads through the block table, so a slot that was
+    lost, overwritten or taken from another prefix changes the text.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.last_drawn: dict[Sequence, int] = {}
+
+    def execute(self, output) -> list[Token]:
+        """Compute a step, given before the tokens of the one before it are in the books."""
+        rows = (*output.decode, *output.prefill)
+        drawn = {}
+        for row in rows:
+            sequence = row.sequence
+            for position in range(row.start, row.start + row.num_tokens):
+                before = self.read(sequence, position - 1) if position else 0
+                if position < sequence.num_tokens:
+                    token_id = sequence.token_ids[position]
+                else:
+                    assert position == sequence.num_tokens
+                    token_id = self.last_drawn[sequence]
+                self.slots[self.slot(sequence, position)] = hash((before, token_id))
+            if row.samples:
+                numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
+                drawn[sequence] = draw(numbers, sequence.banned_token_ids)
+        self.last_drawn = drawn
+        return [Token(drawn[row.sequence]) for row in rows if row.samples]
+
+    def poison_empty_blocks(self, manager: BlockManager) -> None:
+        for start, stop in manager._empty.stretches:
+            size = self.block_size
+            self.slots[start * size : stop * size] = [None] * ((stop - start) * size)
+
+    def slot(self, sequence: Sequence, position: int) -> int:
+        block = sequence.block_table[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def read(self, sequence: Sequence, position: int) -> int:
+        number = self.slots[self.slot(sequence, position)]
+        assert number is not None, f"{sequence} reads position {position}, which nobody wrote"
+        return number
+
+
+def draw(numbers: list[int], banned) -> int:
+    token_id = hash(tuple(numbers)) % VOCAB_SIZE
+    while token_id in banned:
+        token_id = (token_id + 1) % VOCAB_SIZE
+    return token_id
+
+
+def generate_alone(request: GenerateRequest) -> tuple[list[int], FinishReason]:
+    """The output a request gets with a pool of its own and no scheduler at all."""
+    sampling = request.sampling
+    numbers: list[int] = []
+    output: list[int] = []
+    ends = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+    while True:
+        for token_id in (request.prompt_token_ids + output)[len(numbers) :]:
+            numbers.append(hash((numbers[-1] if numbers else 0, token_id)))
+        banned = ends if len(output) < sampling.min_new_tokens else ()
+        output.append(draw(numbers, banned))
+        if output[-1] in sampling.eos_token_ids:
+            return output, FinishReason.EOS
+        if output[-1] in sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_new_tokens:
+            return output, FinishReason.LENGTH

@@ -1,0 +1,307 @@
+"""Random histories of the block manager and of the scheduler, checked after every action."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from server.engine.core.admission import CapacityError
+from server.engine.core.block_manager import BlockManager
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.request import FinishReason
+from server.engine.core.scheduler import Scheduler
+from server.engine.core.sequence import Sequence
+from tests.engine.core.bookkeeping import (
+    VOCAB_SIZE,
+    NumberModel,
+    Token,
+    generate_alone,
+    make_request,
+    make_sequence,
+    rows_of,
+)
+
+# Most prompts begin alike and differ late, as those with a common instruction do.
+PROMPTS = st.builds(
+    lambda num_common, own: [1, 0, 0, 1, 0, 1, 1, 0][:num_common] + own,
+    st.integers(0, 8),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+)
+RESERVES = st.sampled_from([0.0, 0.5])
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Remembers which prefix was last computed into every block."""
+
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), reserve=RESERVES)
+    def start(self, num_blocks, block_size, reserve):
+        self.manager = BlockManager(num_blocks, block_size, contiguity_reserve=reserve)
+        self.content = {}
+        self.sequences = []
+        self.num_admitted = 0
+
+    @rule(prompt=PROMPTS, salt=st.sampled_from([None, "a"]), num_spare=st.integers(0, 2))
+    def admit(self, prompt, salt, num_spare):
+        manager = self.manager
+        sequence = make_sequence(self.num_admitted, prompt, 100, salt=salt)
+        num_free = manager.num_free_blocks
+        num_needed = len(prompt) // manager.block_size + 1
+        if not manager.admit(sequence, num_spare):
+            assert num_needed + num_spare > num_free
+            assert (sequence.block_table, manager.num_free_blocks) == ([], num_free)
+            return
+        self.num_admitted += 1
+        self.sequences.append(sequence)
+        assert len(sequence.block_table) == num_needed
+        assert sequence.num_computed_tokens < len(prompt)
+        assert manager.num_free_blocks >= num_spare
+        for index in range(sequence.num_computed_tokens // manager.block_size):
+            stop = (index + 1) * manager.block_size
+            assert self.content[sequence.block_table[index]] == (salt, tuple(prompt[:stop]))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), num_tokens=st.integers(1, 5))
+    def compute(self, data, num_tokens):
+        """Compute some tokens, and generate as many as are missing."""
+        sequence = data.draw(st.sampled_from(self.sequences))
+        stop = sequence.num_computed_tokens + num_tokens
+        while sequence.num_tokens < stop:
+            sequence.append(data.draw(st.integers(0, 1)))
+        size = self.manager.block_size
+        num_needed = -(-stop // size) - len(sequence.block_table)
+        if not self.manager.grow(sequence, stop):
+            assert num_needed > self.manager.num_free_blocks
+            return
+        for index in range(sequence.num_computed_tokens // size, stop // size):
+            tokens = tuple(sequence.token_ids[: (index + 1) * size])
+            self.content[sequence.block_table[index]] = (sequence.cache_salt, tokens)
+        sequence.num_computed_tokens = stop
+        self.manager.cache_full_blocks(sequence, stop)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), discard=st.booleans())
+    def free(self, data, discard):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.sequences.remove(sequence)
+        shared = {block for other in self.sequences for block in other.block_table}
+        alone = set(sequence.block_table) - shared
+        self.manager.free(sequence, discard_cached=discard)
+        if discard:
+            assert alone.isdisjoint(self.manager._idle)
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "manager"):
+            self.manager.check_invariants()
+            used = {block for sequence in self.sequences for block in sequence.block_table}
+            assert self.manager.num_free_blocks == self.manager.num_blocks - len(used)
+            for sequence in self.sequences:
+                size = self.manager.block_size
+                for index in range(sequence.num_computed_tokens // size):
+                    tokens = tuple(sequence.token_ids[: (index + 1) * size])
+                    block = sequence.block_table[index]
+                    assert self.content[block] == (sequence.cache_salt, tokens)
+
+    def teardown(self):
+        if hasattr(self, "manager"):
+            for sequence in self.sequences:
+                self.manager.free(sequence)
+            assert self.manager.num_free_blocks == self.manager.num_blocks
+            self.manager.check_invariants()
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Serves requests with a model made of numbers; each must get the text it would get alone."""
+
+    @initialize(
+        num_tokens=st.integers(16, 32),
+        block_size=st.integers(1, 4),
+        max_num_seqs=st.integers(1, 5),
+        spare_budget=st.integers(0, 8),
+        enable_prefix_caching=st.booleans(),
+        reserve=RESERVES,
+    )
+    def start(
+        self, num_tokens, block_size, max_num_seqs, spare_budget, enable_prefix_caching, reserve
+    ):
+        num_blocks = num_tokens // block_size
+        manager = BlockManager(num_blocks, block_size, enable_prefix_caching, reserve)
+        config = SchedulerConfig(max_num_seqs, max_num_seqs + spare_budget, 22)
+        self.scheduler = Scheduler(config, manager)
+        self.model = NumberModel(num_blocks, block_size)
+        self.live: dict[int, Sequence] = {}
+        self.requests = {}
+        self.texts: dict[int, list[int]] = {}
+        self.num_added = 0
+        self.num_steps_owed = 0
+        self.in_flight = None
+        self.runs_ahead = False
+
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=1, max_size=5),
+        max_new_tokens=st.integers(1, 12),
+        min_new_tokens=st.integers(0, 4),
+        eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+        stop=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+        prompt_logprobs=st.booleans(),
+    )
+    def add(self, prompts, max_new_tokens, min_new_tokens, eos, stop, prompt_logprobs):
+        for prompt in prompts:
+            self.add_one(
+                make_request(
+                    self.num_added,
+                    prompt,
+                    max_new_tokens,
+                    min_new_tokens=min_new_tokens,
+                    eos_token_ids=tuple(eos),
+                    stop_token_ids=tuple(stop),
+                    prompt_logprobs=prompt_logprobs,
+                )
+            )
+
+    def add_one(self, request):
+        sequence = Sequence(request)
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_new_tokens
+        try:
+            self.scheduler.add(sequence)
+        except CapacityError:
+            assert num_tokens > self.scheduler.max_total_tokens
+            return
+        self.num_added += 1
+        self.live[request.request_id] = sequence
+        self.requests[request.request_id] = request
+        self.texts[request.request_id] = []
+        self.num_steps_owed += num_tokens
+
+    @rule()
+    def step(self):
+        self.serve(self.model.execute)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def run_for_a_while(self):
+        for _ in range(4):
+            self.step()
+            self.scheduler.check_invariants()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        sequence = self.live.pop(request_id)
+        assert self.scheduler.abort(request_id) is sequence
+        assert sequence.block_table == []
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort_during_a_step(self, data):
+        def execute(output):
+            results = self.model.execute(output)
+            self.abort(data)
+            return results
+
+        self.serve(execute)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fail_one_row(self, data):
+        def execute(output):
+            results = self.model.execute(output)
+            if results:
+                index = data.draw(st.integers(0, len(results) - 1))
+                results[index] = Token(None, error="not a number")
+            return results
+
+        self.serve(execute)
+
+    @rule()
+    def fail_to_compute_and_try_again(self):
+        self.scheduler.schedule()
+
+    @rule(runs_ahead=st.booleans())
+    def run_ahead_or_not(self, runs_ahead):
+        """From now on, schedule the next step before the results of the last are in the books, or after."""
+        self.runs_ahead = runs_ahead
+
+    def serve(self, execute):
+        """One step; the oldest sequence must get on in it, or have done so in the one that is in flight."""
+        scheduler = self.scheduler
+        before, self.in_flight = self.in_flight, None
+        output = self.schedule()
+        results = execute(output)
+        scheduler.start(output)
+        scheduler.check_invariants()
+        if before is not None:
+            self.end(*before)
+        if self.runs_ahead:
+            self.in_flight = output, results
+        else:
+            self.end(output, results)
+        self.model.poison_empty_blocks(scheduler.block_manager)
+
+    def schedule(self):
+        scheduler = self.scheduler
+        ending = {
+            request_id
+            for request_id, sequence in self.live.items()
+            if sequence.num_known_tokens == sequence.max_num_tokens
+        }
+        output = scheduler.schedule()
+        scheduler.check_invariants()
+        rows = rows_of(output)
+        assert output.num_tokens == sum(row[2] for row in rows)
+        assert output.num_tokens <= scheduler.config.max_num_batched_tokens
+        assert not {row[0] for row in rows} & set(output.preempted)
+        if self.live:
+            assert min(self.live) in {row[0] for row in rows} | ending
+        for row in (*output.decode, *output.prefill):
+            assert (row.num_tokens == 1) == (row in output.decode)
+            assert row.samples == (row.start + row.num_tokens == row.sequence.num_known_tokens)
+        return output
+
+    def end(self, output, results):
+        for request_id, event in self.scheduler.commit(output, results):
+            self.receive(request_id, event)
+
+    def receive(self, request_id, event):
+        text = self.texts[request_id]
+        if event.token_id is not None:
+            text.append(event.token_id)
+        if event.finish_reason is None:
+            return
+        sequence = self.live.pop(request_id)
+        assert sequence.finish_reason is event.finish_reason
+        if event.finish_reason is not FinishReason.ERROR:
+            assert (text, event.finish_reason) == generate_alone(self.requests[request_id])
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_invariants()
+            assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.live)
+            for request_id, sequence in self.live.items():
+                assert sequence.output_token_ids == self.texts[request_id]
+                expected, _ = generate_alone(self.requests[request_id])
+                assert expected[: len(self.texts[request_id])] == self.texts[request_id]
+
+    def teardown(self):
+        """Whatever is left finishes within as many steps as it has tokens."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2 * self.num_steps_owed):
+            if not self.live and self.in_flight is None:
+                break
+            self.step()
+            self.scheduler.check_invariants()
+            self.runs_ahead &= bool(self.live)
+        assert not self.live
+        assert not self.scheduler.has_work
+        manager = self.scheduler.block_manager
+        assert manager.num_free_blocks == manager.num_blocks
+
+
+TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,139 @@
+"""An engine process with the real loop, scheduler and channel, and a model that is plain arithmetic.
+
+It starts in a fraction of a second, so that what the front end does with engine processes can be
+tested closely. `EngineConfig.model_path`, or an argument, chooses its behaviour: "ok", "fail"
+(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops answering at
+the first step), "slow" (50 ms a step), "garbage" (cannot be read).
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import msgspec
+
+from server.engine.core.block_manager import BlockManager
+from server.engine.core.engine import Engine
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.scheduler import Scheduler
+from server.engine.link.process import Channel
+from server.engine.link.protocol import (
+    EngineInfo,
+    EngineLaunch,
+    EngineReady,
+    StartupFailed,
+    StartupPhase,
+)
+from server.engine.link.standard_input import end_with_parent
+from tests.plans import PLAN
+
+VOCAB_SIZE = 1000
+
+
+@dataclass
+class Sampled:
+    token_id: int | None
+    logprob: float | None = None
+    top: tuple = ()
+    error: str | None = None
+
+
+def next_token(token_ids):
+    """The arithmetic model: deterministic, and different for different histories."""
+    return (sum(token_ids) * 31 + len(token_ids)) % VOCAB_SIZE
+
+
+class ArithmeticRunner:
+    """Draws `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
+
+    def __init__(self, behaviour="ok"):
+        self.behaviour = behaviour
+
+    def use_idle_time(self):
+        return False
+
+    def launch(self, output):
+        if self.behaviour == "hang":
+            time.sleep(3600)
+        if self.behaviour == "slow":
+            time.sleep(0.05)
+        scheduled = (*output.decode, *output.prefill)
+        if any(666 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
+            raise RuntimeError("token 666")
+        if any(667 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
+            raise RuntimeError("fatal")
+        sampled = [Sampled(next_token(s.sequence.token_ids)) for s in scheduled if s.samples]
+        result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
+        return SimpleNamespace(feeds_next=False, result=lambda: result)
+
+    def forget(self, request_id):
+        pass
+
+    def recover(self, error):
+        return "fatal" not in str(error)
+
+
+def make_info(config, num_blocks):
+    return EngineInfo(
+        model_id=config.model_id,
+        device="cpu",
+        dtype="float32",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=512,
+        max_total_tokens=512,
+        max_num_seqs=config.max_num_seqs or 64,
+        max_num_batched_tokens=512,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        quantization="none",
+        kv_cache_dtype="float32",
+        num_parameters=0,
+        plan=PLAN,
+        startup_seconds={},
+        versions={},
+    )
+
+
+def make_engine(config, channel, num_blocks=256):
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs or 64,
+            max_num_batched_tokens=512,
+            max_model_len=512,
+        ),
+        BlockManager(num_blocks, config.block_size),
+    )
+    return Engine(
+        scheduler, ArithmeticRunner(config.model_path), channel, make_info(config, num_blocks)
+    )
+
+
+def main():
+    launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
+    config, folder = launch.config, launch.directory
+    if behaviour := sys.argv[1:]:
+        config = msgspec.structs.replace(config, model_path=behaviour[0])
+    channel = Channel(folder)
+    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
+    channel.send(StartupPhase("pretending to load"))
+    if config.model_path == "fail":
+        channel.send(StartupFailed("shard 2 is truncated"))
+        raise SystemExit(1)
+    if config.model_path == "sleep":
+        time.sleep(3600)
+    if config.model_path == "garbage":
+        channel._steps.send(b"\xc1")
+    if config.model_path == "crash":
+        os._exit(7)
+    engine = make_engine(config, channel)
+    channel.send(EngineReady(engine.info))
+    gc.collect()
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()

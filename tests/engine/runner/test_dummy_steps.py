@@ -1,0 +1,127 @@
+"""The invented steps before the first request stay within every limit and reach each of them."""
+
+import pytest
+
+from server.engine.core.limits import SchedulerConfig
+from server.engine.runner.dummy_steps import (
+    crowds,
+    draws,
+    few_rows,
+    first_steps,
+    largest_step,
+    undrawn_token,
+)
+
+S = 16
+
+
+def limits(seqs=8, tokens=64, model_len=256):
+    return SchedulerConfig(
+        max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=model_len
+    )
+
+
+def members(output):
+    return (*output.decode, *output.prefill)
+
+
+def assert_sound(output, config, length):
+    """Positions and blocks exist, whatever the cache's size."""
+    for s in members(output):
+        assert s.start >= 0
+        assert s.num_tokens >= 1
+        assert s.start + s.num_tokens <= min(length, s.sequence.num_tokens)
+        assert set(s.sequence.block_table) == {0}
+        assert len(s.sequence.block_table) * S >= s.start + s.num_tokens
+    assert len(members(output)) <= config.max_num_seqs
+    assert output.num_tokens <= config.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("length", [2, 3, 65, 256])
+@pytest.mark.parametrize("tokens", [8, 64, 512])
+def test_a_prompt_and_a_token_reach_the_given_length(length, tokens):
+    config = limits(tokens=tokens)
+    prefill, decode = first_steps(length, config, S)
+
+    for output in (prefill, decode):
+        assert_sound(output, config, length)
+        assert max(s.start + s.num_tokens for s in members(output)) == length
+    assert prefill.prefill
+    assert not prefill.decode
+    assert decode.decode
+    assert not decode.prefill
+
+
+@pytest.mark.parametrize("length", [2, 65, 256])
+def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
+    output = undrawn_token(length, S)
+
+    assert_sound(output, limits(), length)
+    assert [(s.start, s.num_tokens, s.samples) for s in output.decode] == [(length - 1, 1, False)]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "model_len", "decoded", "prompts"),
+    [
+        (1, 64, 256, [], [2, 4, 64]),
+        (2, 64, 256, [2], [4, 64]),
+        (48, 64, 256, [2, 4], [64]),
+        (64, 64, 256, [2, 4, 64], []),
+        (2, 8, 256, [2], [4, 8]),
+        (2, 64, 32, [2], [4, 32]),
+        (16, 64, 8, [2, 4, 16], []),
+        (1, 1, 256, [1], []),
+    ],
+)
+def test_steps_of_few_tokens_are_decoded_or_else_one_prompt(
+    seqs, tokens, model_len, decoded, prompts
+):
+    config = limits(seqs, tokens, model_len)
+    outputs = list(few_rows((2, 4, 64), config, S))
+
+    for output in outputs:
+        assert_sound(output, config, max(2, config.max_model_len))
+    assert [len(output.decode) for output in outputs if output.decode] == decoded
+    assert [output.num_tokens for output in outputs if output.prefill] == prompts
+    assert all(len(members(output)) == output.num_tokens for output in outputs if output.decode)
+    assert all(len(output.prefill) == 1 for output in outputs if not output.decode)
+
+
+def test_a_token_is_drawn_with_filters_and_without_from_logits_as_they_are_and_changed():
+    outputs = list(draws(S))
+
+    for output in outputs:
+        assert_sound(output, limits(seqs=1, tokens=1), 2)
+    ways = [output.decode[0].sequence.sampling for output in outputs]
+    assert all(way.temperature > 0 for way in ways)
+    kinds = {(way.top_k > 0, way.repetition_penalty != 1) for way in ways}
+    assert len(kinds) == len(ways) == 4
+
+
+@pytest.mark.parametrize(
+    ("seqs", "counts"), [(1, [1]), (2, [1, 2]), (48, [1, 2, 4, 8, 16, 32, 64])]
+)
+def test_every_power_of_two_up_to_the_limit_is_planned_in_both_phases(seqs, counts):
+    outputs = list(crowds(200, limits(seqs=seqs), S))
+
+    assert [len(o.decode) for o in outputs if o.decode] == counts
+    assert [len(o.prefill) for o in outputs if o.prefill] == counts
+    assert all(max(s.start + s.num_tokens for s in members(o)) == 200 for o in outputs)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "length"),
+    [(1, 1, 2), (8, 8, 256), (8, 64, 256), (8, 64, 5), (64, 2048, 2048), (3, 1000, 100)],
+)
+def test_the_largest_step_has_all_sequences_and_all_tokens_that_they_can_have(seqs, tokens, length):
+    config = limits(seqs, tokens, max(2, length))
+    output = largest_step(length, config, vocab_size=4096, block_size=S)
+
+    assert_sound(output, config, length)
+    assert len(members(output)) == seqs
+    assert output.num_tokens == min(tokens, seqs * length)
+    assert all(s.samples and s.sequence.sampling.top_k == 4096 for s in members(output))
+    assert all(s.num_tokens == 1 for s in output.decode)
+    assert all(s.num_tokens > 1 for s in output.prefill)
+    # PyTorch's rows copy the keys of every sequence that decodes.
+    assert all(s.start + 1 == config.max_model_len for s in output.decode)

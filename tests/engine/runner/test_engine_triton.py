@@ -1,0 +1,110 @@
+"""The whole engine on our Triton kernels, interpreted on the CPU as if it were a GPU."""
+
+import random
+
+import pytest
+
+import kernels
+import model.network.attention
+import server.engine.runner.model_runner
+from kernels.arch import CATALOGUE
+from server.engine.core.limits import SchedulerConfig
+from server.engine.link.local import LocalEngine
+from server.engine.link.protocol import EngineConfig
+from server.engine.runner.dummy_steps import crowds
+from tests.engine.runner.test_engine_model import greedy, random_prompt, tokens
+from tests.kernels.triton_interpreter import interpreted, is_loaded
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+pytestmark = interpreted
+
+LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_len=128)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Chooses and launches the kernels of a GPU, with tensors of the CPU."""
+    assert is_loaded()
+    from kernels.attention.portable.write_kv import write_kv
+
+    gpu = CATALOGUE["h100"]
+    monkeypatch.setattr(kernels, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(model.network.attention, "write_kv", write_kv)
+
+
+def config(folder):
+    return EngineConfig(
+        model_path=str(folder),
+        model_id="tiny",
+        device="cpu",
+        dtype="float32",
+        kv_cache_tokens=256,
+        max_num_seqs=LIMITS.max_num_seqs,
+        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
+        max_model_len=LIMITS.max_model_len,
+    )
+
+
+@pytest.fixture
+def prefixes(monkeypatch):
+    """Shared tokens of every launch that reads them once."""
+    from kernels.attention.portable.prefix import PortablePrefix
+
+    seen = []
+    call = PortablePrefix.__call__
+
+    def counted(self, *arguments):
+        seen.append(self._batch.shared_prefix)
+        call(self, *arguments)
+
+    monkeypatch.setattr(PortablePrefix, "__call__", counted)
+    return seen
+
+
+def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(request, tmp_path):
+    folder = write_tiny_checkpoint(tmp_path, head_dim=32)
+    rng = random.Random(1)
+    asked = [greedy(i, random_prompt(rng, 10, 40), 4) for i in range(3)]
+    expected = [tokens(events) for events in LocalEngine(config(folder)).generate(asked)]
+    request.getfixturevalue("as_on_a_gpu")
+    engine = LocalEngine(config(folder))
+
+    assert [tokens(events) for events in engine.generate(asked)] == expected
+
+    runner = engine.engine._runner
+    assert runner._distinct_lengths(128)[-1] == 128
+    for output in crowds(128, LIMITS, 16):
+        runner._plan(output)
+    runner.compute_largest_step(LIMITS)
+
+
+def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
+    request, monkeypatch, prefixes, tmp_path
+):
+    folder = write_tiny_checkpoint(tmp_path, head_dim=32)
+    prompt = [3 + index for index in range(70)]
+    asked = [greedy(i, [*prompt, *range(20 * i, 23 * i)], 4) for i in range(1, 4)]
+
+    def answers():
+        engine = LocalEngine(config(folder))
+        first = tokens(engine.generate([greedy(0, prompt, 2)])[0])
+        return [first, *(tokens(events) for events in engine.generate(asked))]
+
+    expected = answers()
+    request.getfixturevalue("as_on_a_gpu")
+    monkeypatch.setattr(server.engine.runner.model_runner, "shared_prefix_pays", lambda *_: True)
+
+    assert answers() == expected
+    assert len(prefixes) > 4
+    assert set(prefixes) == {64}
+
+
+def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
+    monkeypatch, as_on_a_gpu, prefixes, tmp_path
+):
+    engine = LocalEngine(config(write_tiny_checkpoint(tmp_path, head_dim=32)))
+
+    # Twice, once for each layer, for the one length at which a decode's tiles change.
+    assert prefixes == [64, 64]
+    assert engine.engine._runner._sharing_pays is not None

@@ -1,0 +1,44 @@
+"""The GPU is opened by the driver where there is one, and nothing is said of what it refuses."""
+
+import ctypes
+
+import pytest
+
+from server.engine.runner.gpu_driver import open_gpu
+
+
+class Driver:
+    """Refuses the call of one name."""
+
+    def __init__(self, refused=None):
+        self.refused = refused
+        self.called = []
+
+    def __getattr__(self, name):
+        def call(*_):
+            self.called.append(name)
+            return 999 if name == self.refused else 0
+
+        return call
+
+
+CALLS = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+
+
+@pytest.mark.parametrize(("refused", "count"), [(None, 3), ("cuInit", 1), ("cuDeviceGet", 2)])
+def test_calls_follow_one_another_until_one_is_refused(monkeypatch, refused, count):
+    driver = Driver(refused)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
+
+    open_gpu()
+
+    assert driver.called == CALLS[:count]
+
+
+def test_a_machine_without_a_driver_is_left_alone(monkeypatch):
+    def missing(_name):
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+
+    open_gpu()

@@ -1,0 +1,209 @@
+"""What sequences of a step have in common is found from their block tables, and changes no token."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import server.engine.runner.model_runner
+from kernels.arch import CATALOGUE
+from server.engine.runner.dummy_steps import sharing
+from server.engine.runner.sampled_tokens import DrawnTokens
+from server.engine.runner.shared_prefix import shared_blocks, shared_tokens
+from server.engine.runner.step_input import build_batch
+from tests.engine.runner.test_dummy_steps import S, assert_sound, limits
+from tests.engine.runner.test_engine_model import assert_all_free, greedy, make_engine, tokens
+from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def always(_num_seqs, _num_tokens):
+    return True
+
+
+def table(*rows):
+    width = max(map(len, rows))
+    return np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+
+
+# --- counting ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(0, 70),
+    st.lists(st.integers(0, 70), max_size=3),
+    st.integers(0, 70),
+)
+def test_the_leading_columns_in_which_all_rows_are_equal_are_counted(rows, width, changed, most):
+    most = min(most, width)
+    drawn = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
+    for index, column in enumerate(changed):
+        if column < width:
+            drawn[(index + 1) % rows, column] += 1000
+    expected = 0
+    while expected < most and len(set(drawn[:, expected].tolist())) == 1:
+        expected += 1
+
+    assert shared_blocks(drawn, most) == expected
+
+
+def test_blocks_that_are_equal_again_after_a_difference_are_not_shared():
+    assert shared_blocks(table([1, 2, 3, 4], [1, 9, 3, 4]), 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "expected"), [(0, 0), (31, 0), (32, 32), (63, 32), (64, 64), (80, 64)]
+)
+def test_shared_tokens_lie_before_every_query_and_end_at_four_blocks(num_computed, expected):
+    same = list(range(10))
+
+    assert shared_tokens(table(same, same, same), num_computed, 8, always) == expected
+
+
+def test_one_sequence_shares_nothing():
+    assert shared_tokens(table([1, 2, 3, 4, 5]), 40, 8, always) == 0
+
+
+def test_sharing_is_asked_for_once_with_what_is_shared():
+    asked = []
+
+    def never(num_seqs, num_tokens):
+        asked.append((num_seqs, num_tokens))
+        return False
+
+    assert shared_tokens(table([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), 40, 8, never) == 0
+    assert shared_tokens(table([1, 2, 3, 4, 5], [1, 2, 3, 9, 5]), 40, 8, never) == 0
+    assert asked == [(2, 32)]
+
+
+# --- the engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Makes sharing pay always, and keeps every step with its batch and its block tables."""
+    seen = []
+
+    def build(output, block_size, device, drawn, sharing_pays):
+        assert sharing_pays is None
+        batch = build_batch(output, block_size, device, drawn, always)
+        seen.append((output, batch, [tuple(s.sequence.block_table) for s in output.decode]))
+        return batch
+
+    monkeypatch.setattr(server.engine.runner.model_runner, "build_batch", build)
+    return seen
+
+
+def requests_behind(prompt, lengths):
+    rng = random.Random(5)
+    prompts = [[*prompt, *(rng.randrange(VOCAB_SIZE) for _ in range(n))] for n in lengths]
+    return [greedy(100 + index, prompt, 12) for index, prompt in enumerate(prompts)]
+
+
+def run(checkpoint, prompt, requests, **changes):
+    """The tokens of requests that arrive together after one has brought the prompt into the cache."""
+    engine = make_engine(checkpoint, **changes)
+    first = tokens(engine.generate([greedy(1, prompt, 3)])[0])
+    rest = [tokens(events) for events in engine.generate(requests)]
+    assert_all_free(engine)
+    return [first, *rest]
+
+
+def test_a_step_of_sequences_behind_one_prompt_says_what_they_share(checkpoint, request):
+    prompt = [7 + index % 200 for index in range(83)]
+    requests = requests_behind(prompt, [3, 9, 30, 1])
+    expected = run(checkpoint, prompt, requests)
+    steps = request.getfixturevalue("steps")
+
+    assert run(checkpoint, prompt, requests) == expected
+
+    found = [
+        batch.decode.shared_prefix
+        for _, batch, _ in steps
+        if batch.decode and len(batch.decode.seq_lens) > 1
+    ]
+    # 83 tokens fill 10 blocks of 8; they are read once in stretches of 4 blocks.
+    assert found
+    assert set(found) == {64}
+    assert all(batch.prefill.shared_prefix == 0 for _, batch, _ in steps if batch.prefill)
+
+
+def test_what_a_step_says_is_true_of_its_blocks(checkpoint, steps):
+    prompt = [3 + index % 200 for index in range(70)]
+    other = [200 - index % 150 for index in range(70)]
+    # A sequence that shares nothing ends first: before, nothing is read once.
+    outsider = greedy(50, other, 5)
+    requests = [*requests_behind(prompt, [5, 40]), outsider]
+
+    run(checkpoint, prompt, requests, kv_cache_tokens=320, max_num_seqs=8)
+
+    several = [it for it in steps if len(it[0].decode) > 1]
+    sharing_steps = [it for it in several if it[1].decode.shared_prefix]
+    assert 0 < len(sharing_steps) < len(several)
+    for output, batch, tables in sharing_steps:
+        blocks = batch.decode.shared_prefix // 8
+        assert all(s.start >= batch.decode.shared_prefix for s in output.decode)
+        assert len({table[:blocks] for table in tables}) == 1
+        # Of what could be read once no four blocks were left out.
+        most = min(s.start for s in output.decode) // 8
+        assert blocks + 4 > most or len({table[: blocks + 4] for table in tables}) > 1
+
+
+def test_without_a_prefix_cache_nothing_is_shared(checkpoint, steps):
+    prompt = [7 + index % 200 for index in range(83)]
+
+    run(checkpoint, prompt, requests_behind(prompt, [3, 9]), enable_prefix_caching=False)
+
+    assert {batch.decode.shared_prefix for _, batch, _ in steps if batch.decode} == {0}
+
+
+def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
+    checkpoint, monkeypatch, tmp_path
+):
+    def pays_of(folder, gpu):
+        engine = make_engine(folder)
+        monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
+        pays = engine.engine._runner._find_sharing()
+        monkeypatch.undo()
+        return pays
+
+    wide = {"head_dim": 128, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    sliding = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 32,
+    }
+    full = write_tiny_checkpoint(tmp_path / "full", **wide)
+    windowed = write_tiny_checkpoint(tmp_path / "windowed", **wide, **sliding)
+
+    assert pays_of(full, CATALOGUE["cpu"]) is None
+    assert pays_of(full, CATALOGUE["t4"]) is None
+    assert pays_of(windowed, CATALOGUE["h100"]) is None
+    pays = pays_of(full, CATALOGUE["h100"])
+    assert pays(256, 8192)
+    assert not pays(2, 64)
+
+
+@pytest.mark.parametrize("length", [2, 65, 256])
+def test_the_invented_sequences_share_the_least_that_can_be(length):
+    (output,) = sharing(length, limits(), S)
+
+    assert_sound(output, limits(), 256)
+    batch = build_batch(output, S, CPU, DrawnTokens(1, CPU), always).decode
+    assert batch.shared_prefix == 4 * S
+    assert batch.max_seqlen_k == min(4 * S + length, 256)
+
+
+def test_no_shared_step_is_invented_where_none_can_come():
+    assert list(sharing(2, limits(model_len=64), S)) == []
+    assert list(sharing(2, limits(seqs=1), S)) == []

@@ -1,0 +1,122 @@
+"""Reading a body: its size and its time are bounded, whatever the client declares."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from server.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    MalformedBodyError,
+)
+from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
+from tests.http.conftest import CONFIG
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = replace(CONFIG, max_body_bytes=1000, body_timeout_seconds=0.1)
+
+
+def scope(**headers):
+    named = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+    return {"type": "http", "headers": named}
+
+
+def body(*chunks):
+    """A `receive` that delivers these chunks and tells how many were taken."""
+    messages = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
+    messages[-1]["more_body"] = False
+    taken = []
+
+    async def receive():
+        taken.append(None)
+        return messages[len(taken) - 1]
+
+    return receive, taken
+
+
+async def test_a_declared_length_over_the_limit_is_refused_before_reading():
+    receive, taken = body(b"x")
+
+    with pytest.raises(BodyTooLargeError, match=r"at most 1000 bytes\. Given: 1001"):
+        await read_json(scope(content_length="1001"), receive, LIMITS)
+
+    assert taken == []
+
+
+async def test_a_body_without_a_length_is_cut_at_the_limit():
+    receive, taken = body(*[b"x" * 100] * 500)
+
+    with pytest.raises(BodyTooLargeError, match="at most 1000 bytes"):
+        await read_json(scope(), receive, LIMITS)
+
+    assert len(taken) == 11
+
+
+async def test_a_body_of_exactly_the_limit_is_read():
+    receive, _ = body(b'"', b"x" * 998, b'"')
+
+    assert await read_json(scope(content_length="1000"), receive, LIMITS) == "x" * 998
+
+
+@pytest.mark.parametrize("length", ["-1", "1e3", "", "٣"])
+async def test_a_length_that_is_no_number_is_refused(length):
+    receive, _ = body(b"{}")
+
+    with pytest.raises(MalformedBodyError, match="Content-Length"):
+        await read_json({"headers": [(b"content-length", length.encode())]}, receive, LIMITS)
+
+
+async def test_an_absurd_length_is_too_large():
+    receive, _ = body(b"{}")
+
+    with pytest.raises(BodyTooLargeError):
+        await read_json(scope(content_length="9" * 5000), receive, LIMITS)
+
+
+async def test_a_body_that_does_not_arrive_is_given_up_on():
+    async def receive():
+        await asyncio.sleep(0.06)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    with pytest.raises(BodyTimeoutError, match=r"within 0\.1 seconds"):
+        await read_json(scope(), receive, LIMITS)
+
+
+async def test_a_client_that_leaves_while_sending_is_noticed():
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnectedError):
+        await read_json(scope(), receive, LIMITS)
+
+
+async def test_the_watch_calls_back_once_when_the_client_leaves():
+    gone = asyncio.Event()
+    calls = []
+
+    async def receive():
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    with ClientWatch(receive, lambda: calls.append(None)) as watch:
+        await asyncio.sleep(0)
+        assert not watch.gone
+        gone.set()
+        await asyncio.sleep(0.01)
+
+    assert watch.gone
+    assert len(calls) == 1
+
+
+async def test_the_watch_ends_with_its_block():
+    async def receive():
+        await asyncio.Event().wait()
+
+    before = len(asyncio.all_tasks())
+    with ClientWatch(receive, lambda: None):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+    assert len(asyncio.all_tasks()) == before

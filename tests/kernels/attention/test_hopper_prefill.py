@@ -1,0 +1,113 @@
+"""What the Hopper prefill decides on the host: what it refuses, and the numbers it hands to the device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kernels
+from kernels.arch import CATALOGUE
+from kernels.attention.problem import AttentionProblem, Phase
+from kernels.attention.registry import REGISTRY
+from kernels.errors import ShapeError
+from kernels.testing.problems import make_case, make_packed_case
+from tests.kernels.triton_interpreter import HAS_TRITON, interpreted
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+
+@pytest.fixture
+def hopper():
+    from kernels.attention.hopper import prefill as hopper_prefill
+
+    return hopper_prefill
+
+
+def aligned(*shape, first=0):
+    """An uninitialised bfloat16 tensor that begins `first` elements behind a multiple of 64 bytes."""
+    memory = torch.empty(math.prod(shape) + first + 32, dtype=torch.bfloat16)
+    first += -memory.data_ptr() % 64 // 2
+    return memory[first : first + math.prod(shape)].view(shape)
+
+
+def strides(hopper, tensor):
+    return hopper.bulk_strides("q", tensor, tensor.stride()[:2])
+
+
+def test_aligned_tensors_are_addressed_by_their_strides(hopper):
+    wide = aligned(10, 12, 64)
+
+    assert strides(hopper, wide) == (768, 64)
+    assert strides(hopper, wide[:, 4:8]) == (768, 64)
+
+
+def test_an_address_that_is_no_multiple_of_16_bytes_is_refused(hopper):
+    with pytest.raises(ShapeError, match=r"q is at address 0x\w+ .* multiples of 16 bytes"):
+        strides(hopper, aligned(10, 8, 64, first=4))
+
+
+def odd_tokens():
+    return aligned(10, 8 * 64 + 4)[:, : 8 * 64].unflatten(1, (8, 64))
+
+
+def test_a_stride_that_is_no_multiple_of_16_bytes_is_refused(hopper):
+    for odd in (odd_tokens(), aligned(10, 8, 68)[..., :64]):
+        with pytest.raises(ShapeError, match="strides"):
+            strides(hopper, odd)
+
+
+def test_the_stride_of_a_single_token_or_head_does_not_matter(hopper):
+    assert strides(hopper, odd_tokens()[:1]) == (512, 64)
+    assert strides(hopper, aligned(10, 8, 64)[:, :1]) == (512, 64)
+    assert strides(hopper, aligned(1, 1, 64)) == (64, 64)
+
+
+def problem(block_size=16, **more):
+    return AttentionProblem(Phase.PREFILL, "bfloat16", 8, 2, 64, block_size, 0.125, **more)
+
+
+@pytest.mark.parametrize("score", [-300.0, -3.0, 0.0, 0.5, 40.0, 5000.0])
+def test_the_softcap_is_handed_over_as_one_exponential(hopper, score):
+    scale, softcap = hopper.exponents(problem(softcap=15.0))
+
+    capped = softcap - 2.0 * softcap / (float(torch.tensor(score * scale).exp2()) + 1.0)
+
+    assert capped * math.log(2) == pytest.approx(15.0 * math.tanh(score * 0.125 / 15.0), abs=1e-5)
+
+
+def test_without_a_softcap_scores_are_scaled_to_units_of_log2(hopper):
+    scale, softcap = hopper.exponents(problem())
+
+    assert (2**scale, softcap) == (pytest.approx(math.exp(0.125)), 0.0)
+
+
+@interpreted
+def test_a_misaligned_tensor_is_refused_before_a_launch(hopper):
+    case = make_case(problem(), [20, 3], [40, 300])
+    row = next(row for row in REGISTRY if row.name == "hopper_prefill")
+    selection = kernels.select(problem(), CATALOGUE["h100"], registry=(row,))
+    plan = kernels.plan_attention(problem(), case.batch, selection=selection)
+    odd = aligned(*case.q.shape, first=1)
+    out = torch.full_like(case.q, 7.0)
+
+    with pytest.raises(ShapeError, match="q is at address"):
+        kernels.prefill_attention(odd, case.kv, plan, out)
+
+    assert bool((out == 7.0).all())
+
+
+@interpreted
+def test_a_step_with_no_query_or_no_key_launches_nothing(hopper):
+    row = next(row for row in REGISTRY if row.name == "hopper_prefill")
+    asked = problem(block_size=None, lse=True)
+    selection = kernels.select(asked, CATALOGUE["h100"], registry=(row,))
+    for queries, keys in (([20, 3], [0, 0]), ([0], [5])):
+        case = make_packed_case(asked, queries, keys)
+
+        out, lse = case.attend(selection)
+
+        assert out.shape[0] == sum(queries)
+        assert not bool(out.any())
+        assert bool((lse == float("-inf")).all())

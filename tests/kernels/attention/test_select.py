@@ -1,0 +1,393 @@
+"""The choice of a kernel: pure, and never without a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import pytest
+import torch
+
+import kernels
+from kernels.arch import CATALOGUE, CPU
+from kernels.attention.problem import (
+    DTYPES,
+    AttentionProblem,
+    LaunchConfig,
+    PagedBatch,
+    Phase,
+    TunedLaunch,
+    select,
+)
+from kernels.attention.registry import REGISTRY
+from kernels.attention.spec import KernelSpec
+from kernels.errors import NoKernelError, ShapeError
+
+HALF = frozenset({"float16", "bfloat16"})
+TILES = TunedLaunch(LaunchConfig(128, 64, 8, 3), None, "a test", measured=False)
+LONG = TunedLaunch(LaunchConfig(64, 128, 4, 2), None, "a test", measured=True)
+SHORT = TunedLaunch(LaunchConfig(16, 32, 4, 1), 512, "a test", measured=True)
+HOPPER = KernelSpec(
+    "hopper_prefill",
+    Phase.PREFILL,
+    "kernels.attention.pytorch.prefill:TorchPrefill",
+    HALF,
+    sm=(90, 90),
+    head_dims=frozenset({64, 128}),
+    block_sizes=(16, 64),
+    sliding_window=False,
+    softcap=False,
+    launch=TILES.launch,
+)
+HOPPER_DECODE = dataclasses.replace(HOPPER, name="hopper_decode", phase=Phase.DECODE)
+TORCH = tuple(row for row in REGISTRY if row.cpu)
+WITH_HOPPER = (HOPPER, HOPPER_DECODE, *TORCH)
+ARCHES = [pytest.param(arch, id=arch.key) for arch in CATALOGUE.values()]
+PORTABLE = ("a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
+HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
+
+
+def problem(phase=Phase.PREFILL, dtype="bfloat16", **more):
+    fields = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
+    return AttentionProblem(phase=phase, dtype=dtype, **fields | {"softmax_scale": 0.1} | more)
+
+
+def tiles(*_):
+    return (TILES,)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("more", [{}, {"sliding_window": 4096}, {"softcap": 50.0}], ids=str)
+def test_every_known_processor_has_a_kernel_and_a_reason(arch, phase, dtype, more):
+    selection = kernels.select(problem(phase, dtype, **more), arch)
+
+    assert selection.spec.phase is phase
+    assert not selection.spec.refuse(problem(phase, dtype, **more), arch)
+    assert selection.spec.name in selection.why
+    assert str(arch) in selection.why
+    assert all(refusal.reasons for refusal in selection.refusals)
+
+
+@pytest.mark.parametrize("arch", PORTABLE)
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_our_kernels_are_chosen_from_sm_80_on_for_every_head_dim(arch, phase, dtype):
+    for head_dim in HEAD_DIMS:
+        selection = kernels.select(problem(phase, dtype, head_dim=head_dim), CATALOGUE[arch])
+
+        assert not selection.spec.cpu
+        assert selection.spec.phase is phase
+        assert selection.launch_for(1 << 20, 8).block_n >= 16
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 8},
+        {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"block_size": None},
+        {"num_heads": 28, "num_kv_heads": 4}, {"causal": False}, {"sliding_window": 1},
+        {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("arch", ["h100", "h200"])
+def test_hopper_has_a_prefill_of_its_own(arch, more):
+    assert kernels.select(problem(**more), CATALOGUE[arch]).spec.name == "hopper_prefill"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 24},
+        {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"max_query_tokens": 16},
+        {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("arch", ["h100", "h200"])
+def test_hopper_has_a_decode_of_its_own(arch, more):
+    asked = problem(Phase.DECODE, **more)
+
+    assert kernels.select(asked, CATALOGUE[arch]).spec.name == "hopper_decode"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_heads": 128, "num_kv_heads": 1}, {"head_dim": 96}, {"block_size": 8},
+        {"block_size": 48}, {"dtype": "float32"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_decode(more):
+    selection = kernels.select(problem(Phase.DECODE, **more), CATALOGUE["h100"])
+
+    assert selection.spec.name == "portable_decode"
+    assert [refusal.kernel for refusal in selection.refusals] == ["hopper_decode"]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"num_heads": 24}, "no groups of 3 query heads per key-value head"),
+        ({"num_heads": 128, "num_kv_heads": 1}, "no groups of 128 query heads"),
+        ({"head_dim": 32}, "head_dim 32 is not one of [64, 128, 256]"),
+        ({"head_dim": 80}, "head_dim 80 is not one of"),
+        ({"head_dim": 96}, "head_dim 96 is not one of"),
+        ({"head_dim": 192}, "head_dim 192 is not one of"),
+        ({"block_size": 8}, "block_size 8 is not from 16 to 256"),
+        ({"block_size": 48}, "block_size 48 is not a power of two"),
+        ({"dtype": "float32"}, "no float32"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_prefill(more, reason):
+    selection = kernels.select(problem(**more), CATALOGUE["h100"])
+
+    assert selection.spec.name == "portable_prefill"
+    (told,) = dict(selection.refusals)["hopper_prefill"]
+    assert told.startswith(reason)
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_turing_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
+    selection = kernels.select(problem(phase, dtype), CATALOGUE["t4"])
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    assert selection.launches == ()
+    assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+    refused = [str(refusal) for refusal in selection.refusals]
+    assert all(f"_{phase.value}: needs sm_" in text for text in refused)
+    assert refused[-1] == (
+        f"portable_{phase.value}: needs sm_80 to sm_129, this is sm_75 ({NO_TENSOR_CORES})"
+    )
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
+    selection = kernels.select(problem(phase, dtype), CPU)
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+    refused = [str(refusal) for refusal in selection.refusals]
+    assert all(f"_{phase.value}: needs a GPU" in text for text in refused)
+    assert refused[-1] == f"portable_{phase.value}: needs a GPU"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_kv_heads": 16}, {"num_heads": 28, "num_kv_heads": 4}, {"num_kv_heads": 1},
+        {"num_heads": 9, "num_kv_heads": 3}, {"block_size": 1}, {"block_size": 256},
+        {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("phase", list(Phase))
+def test_our_kernels_take_every_shape_and_wish_that_they_promise(phase, more):
+    for arch in ("a100", "h100"):
+        assert not kernels.select(problem(phase, **more), CATALOGUE[arch]).spec.cpu
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(block_size=None),
+        problem(block_size=None, causal=False),
+        problem(causal=False),
+        problem(Phase.DECODE, max_query_tokens=8),
+    ],
+    ids=str,
+)
+def test_only_our_kernels_take_packed_keys_full_attention_and_several_queries(asked):
+    assert kernels.select(asked, CATALOGUE["a100"]).spec.name == f"portable_{asked.phase.value}"
+    with pytest.raises(NoKernelError):
+        kernels.select(asked, CPU)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_prefill_takes_any_number_of_queries_whatever_a_decode_is_limited_to(arch):
+    for most in (1, 8):
+        assert kernels.select(problem(max_query_tokens=most), arch).spec.phase is Phase.PREFILL
+
+
+def test_the_first_row_that_accepts_is_chosen_with_its_launch():
+    selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, tiles)
+
+    assert selection.spec is HOPPER
+    assert selection.launches == (TILES,)
+    assert selection.refusals == ()
+
+
+def test_the_launch_of_the_shortest_length_that_fits_is_taken():
+    selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: (SHORT, LONG))
+
+    assert selection.launch_for(512, 1) is SHORT.launch
+    assert selection.launch_for(513, 1) is LONG.launch
+    assert selection.tuned_for(513, 1) is LONG
+
+
+def test_tile_sizes_for_many_sequences_come_before_those_for_any():
+    crowd = dataclasses.replace(LONG, min_num_seqs=33)
+    rows = (crowd, SHORT, LONG)
+    selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: rows)
+
+    assert selection.tuned_for(512, 32) is SHORT
+    assert selection.tuned_for(512, 33) is crowd
+    assert selection.tuned_for(1 << 20, 2048) is crowd
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem(), "cpu", "needs a GPU"),
+        (problem(), "a100", "needs sm_90, this is sm_80"),
+        (problem(dtype="float32"), "h100", "no float32"),
+        (problem(head_dim=96), "h100", "head_dim 96 is not one of [64, 128]"),
+        (problem(block_size=8), "h100", "block_size 8 is not from 16 to 64"),
+        (problem(block_size=65), "h100", "block_size 65 is not from 16 to 64"),
+        (problem(sliding_window=9), "h100", "no sliding window"),
+        (problem(softcap=30.0), "h100", "no softcap"),
+        (problem(lse=True), "h100", "no log-sum-exp"),
+        (problem(batch_invariant=True), "h100", "not batch invariant"),
+        (problem(causal=False), "h100", "causal only"),
+        (problem(block_size=None), "h100", "no packed keys and values"),
+        (
+            problem(Phase.DECODE, max_query_tokens=4),
+            "h100",
+            "decodes 1 query token per sequence, not 4",
+        ),
+    ],
+    ids=[
+        "cpu", "sm", "dtype", "head dim", "small block", "large block", "window", "softcap", "lse",
+        "batch invariant", "not causal", "packed", "several queries",
+    ],
+)  # fmt: skip
+def test_a_row_that_is_passed_over_says_why(asked, arch, reason):
+    anything = KernelSpec(
+        "anything", asked.phase, "m:f", frozenset(DTYPES), cpu=True, sm=(0, 999), packed=True,
+        non_causal=True, several_queries=True, lse=True, batch_invariant=True,
+    )  # fmt: skip
+    row = HOPPER if asked.phase is Phase.PREFILL else HOPPER_DECODE
+
+    selection = select(asked, CATALOGUE[arch], (row, anything), tiles)
+
+    assert selection.spec is anything
+    assert selection.refusals == ((row.name, (reason,)),)
+
+
+def test_a_row_without_a_gpu_says_so():
+    host_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
+
+    assert host_only.refuse(problem(), CATALOGUE["h100"]) == ("runs on the CPU only",)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"head_dim": 100}, "head_dim 100 is not one of [32, 64, 80, 96, 128, 192, 256]"),
+        ({"block_size": 257}, "block_size 257 is not from 1 to 256"),
+    ],
+    ids=["head dim", "block size"],
+)
+@pytest.mark.parametrize("phase", list(Phase))
+def test_what_our_kernels_do_not_take_falls_to_the_pytorch_rows_with_the_limit(phase, more, reason):
+    selection = kernels.select(problem(phase, **more), CATALOGUE["h100"])
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    assert selection.refusals[-1] == (f"portable_{phase.value}", (reason,))
+
+
+def test_a_row_names_all_of_its_reasons():
+    reasons = HOPPER.refuse(problem(Phase.DECODE, "float32", head_dim=80), CATALOGUE["t4"])
+
+    assert reasons == (
+        "solves prefill only",
+        "needs sm_90, this is sm_75",
+        "no float32",
+        "head_dim 80 is not one of [64, 128]",
+    )
+
+
+def test_rows_of_the_other_phase_are_not_reported_as_passed_over():
+    selection = kernels.select(problem(Phase.DECODE), CPU)
+
+    refused = [refusal.kernel for refusal in selection.refusals]
+    assert "portable_decode" in refused
+    assert all(name.endswith("_decode") for name in refused)
+
+
+def test_without_a_kernel_the_error_lists_every_row_and_all_its_reasons():
+    cpu_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
+
+    with pytest.raises(NoKernelError) as caught:
+        select(problem(dtype="float32"), CATALOGUE["t4"], (HOPPER, cpu_only), tiles)
+
+    assert str(caught.value) == (
+        "no kernel for prefill float32 H=16 K=8 D=128 S=16 on NVIDIA T4 (sm_75):\n"
+        "  hopper_prefill: needs sm_90, this is sm_75; no float32\n"
+        "  host_only: runs on the CPU only; no float32"
+    )
+
+
+def test_an_empty_registry_is_named_as_such():
+    with pytest.raises(NoKernelError, match="the registry is empty"):
+        select(problem(), CPU, (), tiles)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; attention takes one of float32, bfloat16, float16"),
+        ({"num_heads": 0}, "num_heads is 0; it must be at least 1"),
+        ({"num_heads": 9}, "num_heads 9 is not a multiple of num_kv_heads 8"),
+        ({"sliding_window": 0}, "sliding_window is 0; it must be at least 1 token"),
+        ({"softcap": -1.0}, "softcap is -1.0; it must be above 0 and finite"),
+        ({"softcap": math.inf}, "softcap is inf; it must be above 0 and finite"),
+        ({"softcap": math.nan}, "softcap is nan; it must be above 0 and finite"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; it must be above 0 and finite"),
+        ({"softmax_scale": math.inf}, "softmax_scale is inf; it must be above 0 and finite"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_problem_out_of_range_is_refused_with_its_value(fields, message):
+    with pytest.raises(ShapeError, match=message):
+        problem(**fields)
+
+
+def test_names_in_the_registry_are_unique_and_their_targets_exist():
+    names = [row.name for row in REGISTRY]
+
+    assert len(set(names)) == len(names)
+    assert all(callable(kernels._factory(row.target)) for row in REGISTRY if row.cpu)
+
+
+def decode_batch():
+    return PagedBatch(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([5], dtype=torch.int32),
+        torch.tensor([[0]], dtype=torch.int32),
+        num_tokens=1,
+        max_seqlen_q=1,
+        max_seqlen_k=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "level"), [("cpu", logging.DEBUG), ("t4", logging.WARNING)], ids=["cpu", "t4"]
+)
+def test_the_choice_is_logged_once_and_a_gpu_fallback_is_a_warning(caplog, arch, level):
+    caplog.set_level(logging.DEBUG, logger="kernels")
+    kernels._select_once.cache_clear()
+
+    for _ in range(3):
+        kernels.plan_attention(problem(Phase.DECODE), decode_batch(), CATALOGUE[arch])
+
+    assert [record.levelno for record in caplog.records] == [level]
+    assert "torch_decode" in caplog.text

@@ -1,0 +1,274 @@
+"""What is compiled for GPUs that are not there: every launch that the tables give, and variants.
+
+Pure: knows rows, tables and problems, not how anything is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kernels.arch import CATALOGUE
+from kernels.attention.problem import DTYPES, AttentionProblem, LaunchConfig, Phase
+from kernels.attention.quantized_cache import FP8
+from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.spec import KernelSpec
+from kernels.tuning import tuned_launches
+
+ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.sm >= 80}
+SAMPLED_HEAD_DIMS = frozenset({64, 80, 256})
+"""Of float16, whose code differs from bfloat16's in the type of the instructions only, and of float32."""
+_HEADS = 32, 8
+_FIRST_TO_LAST = (90, 89, 80, 100, 120, 86)
+_TENSOR_CORES = (90, 89, 100)
+"""One for each kind of tensor cores: wgmma, mma.sync, tcgen05."""
+_READ_FP8 = (89, 90)
+"""Compute capabilities that all head dims over an FP8 cache are compiled for; the others convert as they do."""
+_RELATIVES = {86: 89, 120: 89}
+"""Compute capabilities with the instructions that we use, the registers and the shared memory of another one."""
+_LONGEST = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compilation.
+
+    Attributes:
+        sm: compute capability.
+        kernel: name of a registry's row, `write_kv` or `combine_parts`.
+        stage: "plan" for what is launched once per step, "run" for what each layer launches.
+        problem: what is to be solved; for `write_kv` its shape and dtype count.
+        launch: tile sizes.
+        num_seqs: sequences of the batch, for the functions that plan a step.
+        name: what is special about it.
+        float32_out: whether the output is float32 whatever the dtype, as that of a cascade's rest.
+        function: which one of what is launched; empty where it is the only one.
+    """
+
+    sm: int
+    kernel: str
+    stage: str
+    problem: AttentionProblem
+    launch: LaunchConfig
+    num_seqs: int = 2
+    name: str = ""
+    float32_out: bool = False
+    function: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        fields = dataclasses.asdict(self)
+        fields["problem"]["phase"] = self.problem.phase.value
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Job:
+        """Make a job of what came through a pipe."""
+        problem = {**fields["problem"], "phase": Phase(fields["problem"]["phase"])}
+        return cls(
+            **{
+                **fields,
+                "problem": AttentionProblem(**problem),
+                "launch": LaunchConfig(**fields["launch"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        """Name the job in a test's name and its failure."""
+        launch = self.launch
+        tile = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
+        loop = " one loop" if launch.one_loop else ""
+        name = f" ({self.name})" if self.name else ""
+        stage = f"{self.stage} {self.function}" if self.function else self.stage
+        return f"sm_{self.sm} {self.kernel} {stage}{name} {tile}{loop}: {self.problem}"
+
+
+_HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
+    "window, softcap, lse, 1 head a group": {
+        "num_heads": 8, "sliding_window": 1000, "softcap": 30.0, "lse": True,
+    },
+    "packed, window, not causal, lse, 2 heads a group": {
+        "num_heads": 16, "block_size": None, "causal": False, "sliding_window": 1000, "lse": True,
+    },
+    "softcap, blocks of 64, 8 heads a group": {"num_heads": 64, "block_size": 64, "softcap": 30.0},
+    "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
+}  # fmt: skip
+"""Compiled for every head dim: the registers are counted out for each, so each may spill alone."""
+_FP8_VARIANTS: dict[str, dict[str, Any]] = {
+    "lse, 1 head a group": {"num_heads": 8, "lse": True},
+    "not causal, 2 heads a group": {"num_heads": 16, "causal": False},
+    "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
+}
+
+
+def problem(
+    phase: Phase, dtype: str = "bfloat16", head_dim: int = 128, **more: Any
+) -> AttentionProblem:
+    """Make the problem that stands for all of its dtype and head dim, or one with some fields changed."""
+    fields = {"num_heads": _HEADS[0], "num_kv_heads": _HEADS[1], "block_size": 16}
+    fields |= {"softmax_scale": head_dim**-0.5, "dtype": dtype, "head_dim": head_dim}
+    return AttentionProblem(phase=phase, **{**fields, **more})
+
+
+def jobs_for(sm: int) -> list[Job]:
+    """List what is compiled for a compute capability, each code once."""
+    jobs = [
+        job
+        for spec in compiled_rows(sm)
+        for job in (*_tabled(spec, sm), *_variants(spec, sm), *_quantised(spec, sm))
+    ]
+    jobs += _planning(sm)
+    return list({dataclasses.replace(job, name=""): job for job in reversed(jobs)}.values())[::-1]
+
+
+def distinct_jobs() -> list[Job]:
+    """List what is compiled for all architectures, without what is known from another one.
+
+    What is special about a problem, and float16, are compiled once for each kind of tensor cores; float32, which uses
+    none, once. A launch that sm_89 has too is as good on its relatives: they have its registers and shared memory.
+    """
+    found: dict[Job, Job] = {}
+    for sm in _FIRST_TO_LAST:
+        for job in jobs_for(sm):
+            special = job.name not in ("", "safe default") or job.problem.dtype == "float16"
+            if special and sm not in _TENSOR_CORES:
+                continue
+            kind = 0 if job.problem.dtype == "float32" else _RELATIVES.get(sm, sm)
+            found.setdefault(dataclasses.replace(job, sm=kind, name=""), job)
+    return list(found.values())
+
+
+def compiled_rows(sm: int) -> list[KernelSpec]:
+    """List the rows of the registry that launch kernels of ours on a compute capability."""
+    ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
+    return [row for row in ours if row.sm and row.sm[0] <= sm <= row.sm[1]]
+
+
+def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
+    """Return the fields of every problem that a row is chosen for."""
+    if spec.fp8:
+        return {"block_size": None, "fp8": True}
+    return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
+
+
+def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
+    """List every launch that selection can give, for every dtype and head dim of the row."""
+    jobs = []
+    for dtype in DTYPES:
+        for head_dim in sorted(spec.head_dims or ()):
+            if dtype in spec.dtypes and (dtype == "bfloat16" or head_dim in SAMPLED_HEAD_DIMS):
+                asked = problem(spec.phase, dtype, head_dim, **fixed_fields(spec))
+                jobs += [_job(sm, spec, asked, launch) for launch in _launches(spec, asked, sm)]
+    assert spec.launch is not None
+    widest = problem(spec.phase, head_dim=max(spec.head_dims or ()), **fixed_fields(spec))
+    return [*jobs, _job(sm, spec, widest, spec.launch, "safe default")]
+
+
+def _variants(spec: KernelSpec, sm: int) -> list[Job]:
+    """List problems whose code differs, on the launches of the commonest head dim."""
+    variants: dict[str, dict[str, Any]] = {
+        "softcap and lse": {"softcap": 30.0, "lse": True},
+        "3 heads a group": {"num_heads": 24},
+        "7 heads a group": {"num_heads": 28, "num_kv_heads": 4},
+        "blocks of 256": {"block_size": 256},
+    }
+    if spec.sliding_window:
+        variants["window"] = {"sliding_window": 1000}
+    if spec.phase is Phase.PREFILL:
+        variants["packed"] = {"block_size": None}
+        variants["packed, not causal"] = {"block_size": None, "causal": False}
+    elif spec.several_queries:
+        variants["4 queries"] = {"max_query_tokens": 4}
+        variants["8 queries in two tiles, window"] = {"max_query_tokens": 8, "sliding_window": 1000}
+    rest = "rest of a cascade"
+    if spec.phase is Phase.DECODE and spec not in PREFIX_REGISTRY:
+        variants[rest] = {"lse": True}
+    asked = [
+        (name, problem(spec.phase, **(fixed_fields(spec) | fields)))
+        for name, fields in variants.items()
+    ]
+    if spec.name in ("hopper_fp8_prefill", "hopper_prefill"):
+        asked += [
+            (name, problem(spec.phase, head_dim=head_dim, **(fixed_fields(spec) | fields)))
+            for name, fields in (_FP8_VARIANTS if spec.fp8 else _HOPPER_VARIANTS).items()
+            for head_dim in sorted(spec.head_dims or ())
+        ]
+    return [
+        dataclasses.replace(_job(sm, spec, it, launch, name), float32_out=name == rest)
+        for name, it in asked
+        if not spec.refuse(it, ARCHES[sm])
+        for launch in _launches(spec, it, sm)[-1:]
+    ]
+
+
+def _quantised(spec: KernelSpec, sm: int) -> list[Job]:
+    """List every launch over an FP8 cache, and variants on the commonest head dim."""
+    if spec.quantised is None or sm < spec.quantised.first_sm:
+        return []
+    asked = [
+        (problem(spec.phase, dtype, head_dim, kv_dtype=FP8), "")
+        for head_dim in sorted(spec.head_dims or ())
+        for dtype in sorted(spec.quantised.dtypes)
+        if head_dim in SAMPLED_HEAD_DIMS or (dtype == "bfloat16" and sm in _READ_FP8)
+    ]
+    fields = {"sliding_window": 1000, "softcap": 30.0, "lse": True, "num_heads": 24}
+    fields |= {"max_query_tokens": 8} if spec.phase is Phase.DECODE else {}
+    for size in (1, 256):
+        features = problem(spec.phase, kv_dtype=FP8, block_size=size, **fields)
+        asked.append((features, f"3 heads a group, blocks of {size}"))
+    return [
+        _job(sm, spec, it, launch, name) for it, name in asked for launch in _launches(spec, it, sm)
+    ]
+
+
+def _planning(sm: int) -> list[Job]:
+    """List the functions that plan a step, the scatter, and the merge of a cascade."""
+    prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
+    packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
+    launch = LaunchConfig(64, 64, 4, 2)
+    hopper = [row for row in compiled_rows(sm) if row.name == "hopper_prefill"]
+    return [
+        *(
+            Job(sm, row.name, "plan", prefill, LaunchConfig(192, 64, 4, 2), 1, "192 rows")
+            for row in hopper
+        ),
+        *_quantising(sm),
+        Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
+        Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
+        Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
+        Job(sm, "portable_decode", "plan", decode, launch, 300, "window, 300 sequences"),
+        Job(sm, "write_kv", "run", prefill, launch),
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80), launch),
+        Job(sm, "combine_parts", "run", problem(Phase.DECODE, head_dim=192, lse=True), launch),
+        Job(sm, "combine_parts", "run", problem(Phase.DECODE, "float16", 256), launch),
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, kv_dtype=FP8), launch),
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80, kv_dtype=FP8), launch),
+    ]
+
+
+def _quantising(sm: int) -> list[Job]:
+    """List the functions that write what the FP8 prefill attends."""
+    launch = LaunchConfig(128, 128, 4, 1)
+    asked = [
+        problem(Phase.PREFILL, dtype, 128, block_size=None, fp8=True)
+        for dtype in ("bfloat16", "float16")
+    ]
+    return [
+        Job(sm, row.name, "run", it, launch, num_seqs, function=function)
+        for row in compiled_rows(sm)
+        if row.fp8
+        for num_seqs, it in zip((1, 300), asked, strict=True)
+        for function in ("list_key_blocks", "quantise_queries", "quantise_keys_and_values")
+    ]
+
+
+def _job(
+    sm: int, spec: KernelSpec, asked: AttentionProblem, launch: LaunchConfig, name: str = ""
+) -> Job:
+    return Job(sm, spec.name, "run", asked, launch, name=name, function="prefill" * spec.fp8)
+
+
+def _launches(spec: KernelSpec, asked: AttentionProblem, sm: int) -> list[LaunchConfig]:
+    """List a problem's launches by length, without what changes no code."""
+    tuned = tuned_launches(spec, asked, ARCHES[sm])
+    return list(dict.fromkeys(dataclasses.replace(row.launch, programs_per_sm=1) for row in tuned))

@@ -1,0 +1,266 @@
+"""Compile the fused kernels for absent GPUs: `cross_compile_worker` for launches that are no attention.
+
+python -m tests.kernels.compile.fused_compile_worker --serve        a job per line of standard input
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import torch
+
+from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
+from kernels.elementwise.gpu.quantize_rows import quantise_rows
+from kernels.linear.gpu.linear import LinearArguments, Norm, TileBest, linear
+from kernels.linear.gpu.matrix import MatrixLinear
+from kernels.linear.select import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from kernels.rope.gpu.rope_cache import rope_and_write_kv
+from kernels.sampling.gpu.argmax import chosen_logprobs, most_likely_tokens
+from kernels.sampling.gpu.best_token import best_tokens
+from kernels.sampling.gpu.embed import embed
+from kernels.sampling.gpu.sample_tokens import draw_tokens
+from kernels.sampling.rows import FILTERED, UNFILTERED, DrawRow
+from kernels.step.gpu.kernel import StepKernel
+from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
+from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.kernels.compile.cross_compile_worker import Compiler, serve
+
+_GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
+VOCABULARY = 151936
+STEPS = {
+    ("norm",): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
+    (): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
+    ("norm", "bias"): StepShape(2048, 8192, 32, 8, 128, 32000, 1e-6, 0.1),
+    ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
+}
+STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
+"""Models whose steps are one launch, by what surrounds their QKV projection and whether their cache is in FP8."""
+MATRICES = {
+    ("wide",): (4096, 1024),
+    ("gated",): (6144, 1024),
+    ("parts", "short"): (1024, 2048),
+    ("parts",): (1024, 3072),
+    ("bias",): (3072, 2048),
+    ("gated", "wide"): (16384, 2048),
+    ("parts", "long"): (2048, 8192),
+}
+"""Shapes of weights for 5 to 256 rows, by what they are used for."""
+_WIDTHS = ("128", "64", "U16", "S16", "U8")
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedJob:
+    """One compilation.
+
+    Attributes:
+        sm: compute capability; kernels are launched dependently from 90 on.
+        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "most_likely",
+            "chosen", "draw" or "step".
+        choice: of a linear layer.
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
+            "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
+            `STEPS`; of "matrix" see `MATRICES`.
+        tokens: of a step, where that matters.
+        head_dim: likewise.
+        function: of the kernels that "most_likely", "chosen" and "draw" launch, the one to compile.
+        vocabulary: tokens of a row, for these three.
+    """
+
+    sm: int
+    operation: str
+    choice: LinearChoice | None = None
+    around: tuple[str, ...] = ()
+    tokens: int = 1
+    head_dim: int = 128
+    function: str = ""
+    vocabulary: int = VOCABULARY
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` takes."""
+        fields = dataclasses.asdict(self)
+        if self.choice is not None:
+            fields["choice"]["kernel"] = self.choice.kernel.value
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> FusedJob:
+        """Make a job of what came through a pipe."""
+        choice = fields["choice"]
+        if choice is not None:
+            choice = LinearChoice(
+                LinearProblem(**choice["problem"]),
+                LinearKernel(choice["kernel"]),
+                LinearLaunch(**choice["launch"]),
+                choice["why"],
+                unpacks=choice["unpacks"],
+            )
+        return cls(**{**fields, "choice": choice, "around": tuple(fields["around"])})
+
+    def __str__(self) -> str:
+        """Name the job in a test's name and its failure."""
+        text = f"sm_{self.sm} {self.operation} {' '.join(self.around)}"
+        if self.function:
+            return f"{text} {self.function} V={self.vocabulary}"
+        if self.choice is None:
+            return f"{text} {self.tokens} tokens D={self.head_dim}"
+        it = self.choice.launch
+        assert it is not None
+        return (
+            f"{text} {self.choice.kernel.value} {self.choice.problem}: {it.block_n}x{it.block_k} "
+            f"w{it.num_warps} a{it.ahead}"
+        )
+
+
+class FusedCompiler(Compiler):
+    """Launches fused kernels, and counts how wide their loads are."""
+
+    def launch(self, job: FusedJob) -> None:  # type: ignore[override]
+        """Run what launches, on small tensors or on ones whose memory nobody touches."""
+        self.compiled = []
+        getattr(self, f"_{job.operation}")(job, job.sm >= 90)
+
+    def count(self, sass: str) -> dict[str, int]:
+        """Count global loads and stores by width, before and after the wait where there is one."""
+        found: collections.Counter[str] = collections.Counter()
+        when = "early " if "ACQBULK" in sass else ""
+        for line in sass.splitlines():
+            if "ACQBULK" in line:
+                when = ""
+            for kind, modifiers in _GLOBAL_ACCESS.findall(line):
+                width = next((w for w in _WIDTHS if w in modifiers.split(".")), "32")
+                found[f"{when}{kind}.{width}"] += 1
+        return dict(found)
+
+    def _linear(self, job: FusedJob, pdl: bool) -> None:
+        choice = job.choice
+        assert choice is not None
+        problem = choice.problem
+        dtype = getattr(torch, problem.dtype)
+        weights = problem.matrices * problem.outputs
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        x, out = empty(problem.rows, problem.inputs), empty(problem.rows, problem.outputs)
+        best = None
+        if {"best", "both"} & set(job.around):
+            best = TileBest.empty(problem.rows, choice.tiles, "cpu")
+        norm = None
+        if "norm" in job.around:
+            norm = Norm(empty(problem.inputs), 1e-6)
+        scale, weight_dtype = None, dtype
+        if problem.weight_dtype is not None:
+            scale, weight_dtype = torch.empty(weights), getattr(torch, problem.weight_dtype)
+        arguments = LinearArguments(
+            scale=scale,
+            bias=empty(weights) if "bias" in job.around else None,
+            norm=norm,
+            residual=out if "residual" in job.around else None,
+            best=best,
+            pdl=pdl,
+        )
+        stored = None if "best" in job.around else out
+        weight = torch.empty((weights, problem.inputs), dtype=weight_dtype)
+        linear(x, weight, choice, stored, arguments)
+
+    def _matrix(self, job: FusedJob, pdl: bool) -> None:
+        outputs, inputs = MATRICES[job.around]
+        weight = torch.empty((outputs, inputs), dtype=torch.bfloat16)
+        layer = MatrixLinear(
+            weight,
+            weight[:, 0] if "bias" in job.around else None,
+            gated="gated" in job.around,
+            in_parts="parts" in job.around,
+        )
+        layer(torch.empty((job.tokens, inputs), dtype=torch.bfloat16), pdl=pdl)
+
+    def _add_norm(self, job: FusedJob, pdl: bool) -> None:
+        x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
+        parts = torch.empty((4, job.tokens, 4096)) if "parts" in job.around else None
+        add_rms_norm(x, x[0], 1e-6, parts=parts, pdl=pdl)
+
+    def _quantise(self, job: FusedJob, pdl: bool) -> None:
+        x, gain = torch.empty((job.tokens, 4096), dtype=torch.bfloat16), None
+        if "norm" in job.around:
+            gain = torch.empty(4096, dtype=torch.bfloat16)
+        quantise_rows(x, gain, 1e-6, pdl=pdl)
+
+    def _gate(self, job: FusedJob, pdl: bool) -> None:
+        silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)
+
+    def _embed(self, job: FusedJob, pdl: bool) -> None:
+        ids = torch.empty(job.tokens, dtype=torch.int64)
+        embed(ids, ids, torch.empty((8, 4096), dtype=torch.bfloat16), pdl=pdl)
+
+    def _best(self, job: FusedJob, pdl: bool) -> None:
+        best = TileBest.empty(job.tokens, 19000, "cpu")
+        ids, tokens = torch.empty((2, job.tokens), dtype=torch.int64)
+        best_tokens(best, ids, tokens, torch.empty(job.tokens), pdl=pdl)
+
+    def _rope(self, job: FusedJob, pdl: bool) -> None:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16)
+
+        tokens, head_dim = job.tokens, job.head_dim
+        rope_and_write_kv(
+            empty(tokens, 32 * head_dim),
+            empty(2, 3, 16, 8, head_dim),
+            (empty(99, 1, head_dim), empty(99, 1, head_dim)),
+            torch.empty(tokens, dtype=torch.int64),
+            torch.empty(tokens, dtype=torch.int32),
+            norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
+            eps=1e-6,
+            ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
+            pdl=pdl,
+        )
+
+    def _step(self, job: FusedJob, pdl: bool) -> None:
+        del pdl
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16)
+
+        shape = STEPS[job.around]
+        c, inner, heads, kv_heads, dim, vocabulary = shape[:6]
+        stacked = (heads + 2 * kv_heads) * dim
+        norm = empty(dim) if "norm" in job.around else None
+        bias = empty(stacked) if "bias" in job.around else None
+        layer = LayerWeights(
+            empty(stacked, c),
+            empty(c, heads * dim),
+            empty(2 * inner, c),
+            empty(c, inner),
+            *(empty(c), empty(c), norm, norm, bias),
+        )
+        weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), empty(c))
+        cache, scales = empty(2, 3, 16, kv_heads, dim), None
+        if "fp8" in job.around:
+            cache, scales = cache.to(torch.float8_e4m3fn), torch.empty(2, 3, kv_heads, 16)
+        step = StepKernel(weights, (cache,), (scales,), ARCHES[job.sm].num_sms)
+        one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+        table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
+        self.compiled = []
+        step(one, one, slot, table, rope, empty(1, vocabulary), one, torch.empty(1), one)
+
+    def _most_likely(self, job: FusedJob, pdl: bool) -> None:
+        tokens = torch.empty(2, dtype=torch.int64)
+        logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
+        most_likely_tokens(logits, tokens, tokens, torch.empty(2), pdl=pdl)
+
+    def _chosen(self, job: FusedJob, pdl: bool) -> None:
+        tokens = torch.empty(2, dtype=torch.int64)
+        logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
+        chosen_logprobs(logits, tokens, torch.empty(2), pdl=pdl)
+
+    def _draw(self, job: FusedJob, pdl: bool) -> None:
+        tokens = torch.empty(2, dtype=torch.int64)
+        table = torch.empty((2, len(DrawRow._fields)), dtype=torch.float64)
+        logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
+        draw_tokens(logits, table, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
+
+
+if __name__ == "__main__":
+    serve(FusedCompiler(disassemble=True), FusedJob.from_json)

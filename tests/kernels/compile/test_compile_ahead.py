@@ -1,0 +1,262 @@
+"""Kernels are compiled side by side and not launched, or found compiled; for a GPU that need not be there."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kernels.gpu.compile_ahead import compiler_key
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+BEGIN = """
+import time
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.driver import driver
+from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
+from tests.kernels.compile.cross_compile_worker import AbsentGPU
+
+driver.set_active(AbsentGPU())
+AbsentGPU.sm = 90
+x = torch.zeros(64)
+"""
+KERNELS = """
+@triton.jit
+def add(x, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, tl.load(x + at) + 1.0)
+
+@triton.jit
+def broken(x, SIZE: tl.constexpr):
+    tl.static_assert(SIZE == 1)
+"""
+
+
+def run(tmp_path, body):
+    """Run a script whose kernels are in a file of its own, as Triton wants them."""
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + KERNELS + textwrap.dedent(body))
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": str(Path.cwd()),
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        with compile_ahead():
+            for size in (16, 32, 64, 16):
+                add[(1,)](x, SIZE=size)
+        assert not x.any()
+        kernels = add.device_caches[90][0]
+        print(sorted(kernel.metadata.name for kernel in kernels.values()))
+        try:
+            add[(1,)](x, SIZE=16)
+        except Exception as error:
+            print("launched outside:", type(error).__name__)
+        """,
+    )
+
+    assert done.stdout.splitlines()[0] == "['add', 'add', 'add']", done.stderr
+    assert done.stdout.splitlines()[1].startswith("launched outside")
+
+
+def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches_again(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        run = type(add).run
+        try:
+            with compile_ahead():
+                broken[(1,)](x, SIZE=16)
+                print("left")
+        except triton.compiler.errors.CompileTimeAssertionFailure as error:
+            print("raised")
+        assert type(add).run is run
+        """,
+    )
+
+    assert done.stdout.split() == ["left", "raised"], done.stderr
+
+
+def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        from triton.runtime._async_compile import active_mode
+        for size in (16, 32):
+            try:
+                with compile_ahead():
+                    for _ in range(2):
+                        broken[(1,)](x, SIZE=size)
+                        time.sleep(0.5)
+                    add[(1,)](x, SIZE=size)
+            except triton.compiler.errors.CompileTimeAssertionFailure:
+                print("raised")
+            assert active_mode.get() is None
+            print(len(add.device_caches[90][0]))
+        print(add.warmup(x, SIZE=64, grid=(1,)).metadata.name)
+        """,
+    )
+
+    assert done.stdout.split() == ["raised", "1", "raised", "2", "add"], done.stderr
+
+
+@pytest.mark.parametrize("error", ["KeyError", "KeyboardInterrupt"])
+def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_again(
+    error, tmp_path
+):
+    done = run(
+        tmp_path,
+        f"""
+        from triton.runtime._async_compile import active_mode
+        run = type(add).run
+        try:
+            with compile_ahead():
+                broken[(1,)](x, SIZE=16)
+                raise {error}
+        except {error}:
+            print("raised")
+        assert type(add).run is run
+        assert active_mode.get() is None
+        """,
+    )
+
+    assert done.stdout.split() == ["raised"], done.stderr
+
+
+def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they_were(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        import triton.runtime._async_compile as asynchronous
+
+        def interrupted(compilations):
+            raise KeyboardInterrupt
+
+        wait = asynchronous.as_completed
+        asynchronous.as_completed = interrupted
+        try:
+            with compile_ahead():
+                add[(1,)](x, SIZE=16)
+        except KeyboardInterrupt:
+            print("raised")
+        asynchronous.as_completed = wait
+        with compile_ahead():
+            add[(1,)](x, SIZE=32)
+        print(add.warmup(x, SIZE=64, grid=(1,)).metadata.name)
+        """,
+    )
+
+    assert done.stdout.split() == ["raised", "add"], done.stderr
+
+
+def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(tmp_path):
+    done = run(
+        tmp_path,
+        """
+        from triton.runtime._async_compile import active_mode
+        try:
+            with compile_nothing():
+                add.warmup(x, SIZE=16, grid=(1,))
+        except NotCompiledError:
+            print("refused")
+        assert active_mode.get() is None
+        print(len(add.device_caches[90][0]))
+        print(add.warmup(x, SIZE=16, grid=(1,)).metadata.name)
+        """,
+    )
+
+    assert done.stdout.split() == ["refused", "0", "add"], done.stderr
+
+
+@pytest.mark.parametrize("way", ["with compile_ahead():", "if True:"])
+def test_what_another_process_has_compiled_is_taken_for_compiled(tmp_path, way):
+    compiled = run(
+        tmp_path,
+        f"""
+        from kernels.gpu.compile_ahead import _name_compiler
+        _name_compiler()
+        {way}
+            for size in (16, 32):
+                add.warmup(x, SIZE=size, grid=(1,))
+        """,
+    )
+    assert compiled.returncode == 0, compiled.stderr
+
+    found = run(
+        tmp_path,
+        """
+        with compile_nothing():
+            print([add.warmup(x, SIZE=size, grid=(1,)).metadata.name for size in (16, 32, 16)])
+            try:
+                add.warmup(x, SIZE=64, grid=(1,))
+            except NotCompiledError:
+                print("refused")
+        """,
+    )
+
+    assert found.stdout.splitlines() == ["['add', 'add', 'add']", "refused"], found.stderr
+
+
+def test_a_kernel_whose_files_are_gone_is_not_compiled(tmp_path):
+    compiled = run(tmp_path, "with compile_ahead(): add[(1,)](x, SIZE=16)")
+    assert compiled.returncode == 0, compiled.stderr
+    for file in (tmp_path / "cache").glob("*/add.json"):
+        file.unlink()
+
+    found = run(
+        tmp_path,
+        """
+        try:
+            with compile_nothing():
+                add.warmup(x, SIZE=16, grid=(1,))
+        except NotCompiledError:
+            print("refused")
+        """,
+    )
+
+    assert found.stdout.split() == ["refused"], found.stderr
+
+
+def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
+    (tmp_path / "deep").mkdir()
+    library, text = tmp_path / "deep" / "compiler.so", tmp_path / "readme.txt"
+    library.write_text("one")
+    first = compiler_key(tmp_path)
+
+    text.write_text("anything")
+    assert compiler_key(tmp_path) == first
+    os.utime(library, ns=(0, library.stat().st_mtime_ns + 1))
+    second = compiler_key(tmp_path)
+    library.write_text("other")
+
+    assert len({first, second, compiler_key(tmp_path)}) == 3
+
+
+def test_a_compiler_that_was_installed_is_told_by_the_hashes_of_its_files_wherever_it_lies(
+    tmp_path,
+):
+    record = "triton/a.py,sha256=1,5\ntriton/libtriton.so,sha256=2,9\ntriton/a.pyc,,\n"
+    moved = record.replace("triton/a.pyc,,\n", "bin/tool,sha256=7,3\n")
+    other = record.replace("sha256=2", "sha256=3")
+
+    assert compiler_key(tmp_path, record) == compiler_key(tmp_path / "elsewhere", moved)
+    assert compiler_key(tmp_path, record) != compiler_key(tmp_path, other)

@@ -1,0 +1,167 @@
+"""Every launch that the tables can give, compiled for every architecture without having one.
+
+The compiler is the GPU's own: what it says of registers, memory and instructions holds there too. What
+it cannot say is whether a result is right or fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kernels.attention.problem import Phase
+from tests.kernels.compile.cross_compile_jobs import ARCHES, Job, distinct_jobs
+from tests.kernels.compile.cross_compile_pool import Pool
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+REGISTERS = 64 * 1024
+"""32-bit registers of an SM, the same on all architectures here."""
+FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+BULK_COPIES = {
+    "hopper_fp8_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
+    "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
+    "hopper_decode": ("cp.async.bulk.tensor",),
+}
+"""Rows whose loads are the tensor memory accelerator's, some by a warp of its own: what they must use."""
+ROW_SHUFFLES = 32
+"""For maxima and sums of rows. Weights in FP8 that moved to other threads would take hundreds more."""
+JOBS = distinct_jobs()
+
+
+def family(job: Job) -> str | None:
+    """Name the tensor core instruction that a launch must use; None where there is none to use."""
+    if (
+        job.kernel in ("write_kv", "combine_parts")
+        or job.stage == "plan"
+        or job.problem.dtype == "float32"
+        or job.function == "list_key_blocks"
+    ):
+        return None
+    if job.kernel in BULK_COPIES:
+        return "wgmma.mma_async"
+    wide = job.problem.phase is Phase.PREFILL or job.kernel.endswith("prefix")
+    if wide and job.name != "safe default":
+        return {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(job.sm, "mma.sync")
+    return "mma.sync"
+
+
+def faults(job: Job, facts: dict[str, Any]) -> list[str]:
+    """List what is wrong with a compilation."""
+    if "error" in facts:
+        return [facts["error"]]
+    frame = ("stack", "spill_stores", "spill_loads")
+    found = [f"{name}: {facts[name]} bytes" for name in frame if facts[name]]
+    found += facts["warnings"]
+    limit = ARCHES[job.sm].shared_memory_bytes
+    if facts["shared"] > limit:
+        found.append(f"{facts['shared']} bytes of shared memory, the limit is {limit}")
+    if facts["registers"] * facts["threads"] > REGISTERS:
+        found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
+    wanted = family(job)
+    used = [name for name in FAMILIES if facts["ptx"].get(name)]
+    if used != ([wanted] if wanted else []):
+        found.append(f"multiplies with {used or 'no tensor cores'}, wanted {wanted}")
+    pipelined = wanted is not None and job.launch.num_stages > 1
+    bulk = job.kernel in BULK_COPIES and not job.function.startswith("quantise")
+    if pipelined and not bulk and not facts["ptx"].get("cp.async.cg"):
+        found.append("loads nothing ahead with cp.async")
+    if wanted is not None and bulk:
+        found += [
+            f"has no {name}" for name in BULK_COPIES[job.kernel] if not facts["ptx"].get(name)
+        ]
+    return found + (_fp8_faults(facts) if job.function == "prefill" else [])
+
+
+def _fp8_faults(facts: dict[str, Any]) -> list[str]:
+    """List what is wrong with a kernel whose products are FP8's and whose weights stay where they are."""
+    ptx = facts["ptx"]
+    found = [] if ptx.get("e4m3.e4m3") else ["has no product in e4m3"]
+    if ptx.get("shfl.sync", 0) > ROW_SHUFFLES or ptx.get("prmt.b32"):
+        moves = {name: ptx.get(name, 0) for name in ("shfl.sync", "prmt.b32")}
+        found.append(f"moves weights between threads or bytes: {moves}")
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_launch_compiles_to_the_wanted_instructions_without_spills(job, answers):
+    found = faults(job, answers[job].result())
+
+    assert not found, f"{job}: {'; '.join(found)}"
+
+
+GOOD = {
+    "registers": 128, "threads": 256, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 1024,
+    "warnings": [], "ptx": {"wgmma.mma_async": 24, "cp.async.cg": 8},
+}  # fmt: skip
+PORTABLE, HOPPER = (
+    next(
+        job for job in JOBS
+        if job.kernel == name and family(job) == "wgmma.mma_async" and job.launch.num_stages > 1
+    )
+    for name in ("portable_prefill", "hopper_prefill")
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"error": "the compiler ended the process"}, "the compiler ended the process"),
+        ({"stack": 8}, "stack: 8 bytes"),
+        ({"spill_loads": 4}, "spill_loads: 4 bytes"),
+        ({"shared": 228 * 1024}, "233472 bytes of shared memory, the limit is 232448"),
+        ({"threads": 1024}, "128 registers for each of 1024 threads"),
+        ({"warnings": ["C7510"]}, "C7510"),
+        ({"ptx": {"mma.sync": 4, "cp.async.cg": 8}}, "multiplies with ['mma.sync'], wanted wgmma"),
+        ({"ptx": {"wgmma.mma_async": 24}}, "loads nothing ahead with cp.async"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_fault_is_found(change, fault):
+    found = faults(PORTABLE, GOOD | change)
+
+    assert found == [] if fault is None else fault in "; ".join(found)
+
+
+@pytest.mark.parametrize("missing", ["cp.async.bulk.tensor", "setmaxnreg", None])
+def test_a_row_that_copies_in_bulk_must_do_so_and_share_out_its_registers(missing):
+    instructions = {"wgmma.mma_async": 24, "cp.async.bulk.tensor": 8, "setmaxnreg": 3}
+    instructions.pop(missing, None)
+
+    found = faults(HOPPER, GOOD | {"ptx": instructions})
+
+    assert found == ([f"has no {missing}"] if missing else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, []),
+        ({"e4m3.e4m3": 0}, ["has no product in e4m3"]),
+        ({"shfl.sync": 160}, ["moves weights between threads or bytes: {'shfl.sync': 160, 'prmt.b32': 0}"]),
+        ({"prmt.b32": 64}, ["moves weights between threads or bytes: {'shfl.sync': 24, 'prmt.b32': 64}"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_in_fp8_must_multiply_in_e4m3_and_leave_weights_in_place(change, fault):
+    job = next(job for job in JOBS if job.function == "prefill")
+    instructions = {"wgmma.mma_async": 24, "cp.async.bulk.tensor": 8, "setmaxnreg": 3}
+    instructions |= {"e4m3.e4m3": 24, "shfl.sync": 24}
+
+    assert faults(job, GOOD | {"ptx": instructions | change}) == fault
+
+
+def test_a_compiler_that_ends_its_process_is_a_fault_of_its_job_alone(tmp_path):
+    with Pool(1, tmp_path) as pool:
+        worker = pool._workers[0]
+        worker.answer(JOBS[-1])
+        worker._process.kill()
+
+        killed = worker.answer(JOBS[-1])
+        after = worker.answer(JOBS[-1])
+
+    assert "the compiler ended the process" in killed["error"]
+    assert faults(JOBS[-1], after) == []

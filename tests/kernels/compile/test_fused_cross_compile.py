@@ -1,0 +1,259 @@
+"""The fused kernels compiled for GPUs that are not here: registers, tensor cores, and how wide they load.
+
+What memory sends is bound by how many wide loads are on their way, and by how early; both can be counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kernels.attention.quantized_cache import FP8
+from kernels.linear.select import LinearChoice, LinearKernel, LinearProblem, select_linear
+from kernels.sampling.rows import DRAW_SIZES
+from kernels.tuning.linear import find, linear_table
+from tests.kernels.compile.cross_compile_jobs import ARCHES
+from tests.kernels.compile.fused_compile_worker import MATRICES, STEPS, FusedJob
+from tests.kernels.triton_interpreter import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+
+REGISTERS = 64 * 1024
+ADA = 89
+HOPPER = 90
+FEW_TOKENS = 64
+COMPUTE_CAPABILITIES = (80, 89, 90, 100)
+QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
+    ((4096, 1024, False), ("norm",)),
+    ((1024, 2048, False), ("residual",)),
+    ((3072, 1024, True), ("norm",)),
+    ((1024, 3072, False), ("residual",)),
+    ((151936, 1024, False), ("norm", "best")),
+)
+WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
+DRAWING = ("rank_tiles", "set_limits", "weigh_tiles", "draw_unfiltered", "draw_filtered")
+SMALL_VOCABULARIES = (512, DRAW_SIZES.capacity, DRAW_SIZES.capacity + 1)
+"""Rows that a list of candidates holds, just holds and just does not."""
+ODD = (((1001, 576, False), ("bias", "both")), ((1536, 576, True), ("bias", "norm")))
+
+
+def layer(
+    sm: int,
+    shape: tuple[int, int, bool],
+    around: tuple[str, ...],
+    rows: int,
+    dtype: str,
+    weight_dtype: str | None = None,
+) -> FusedJob:
+    outputs, inputs, gated = shape
+    problem = LinearProblem(rows, outputs, inputs, dtype, gated, weight_dtype)
+    choice = select_linear(problem, ARCHES[sm])
+    assert choice.kernel is LinearKernel.VECTOR
+    return FusedJob(sm, "linear", choice, around)
+
+
+def timed(sm: int) -> list[FusedJob]:
+    """List the launches that were timed on a compute capability, for one row and for four."""
+    rows = [row for row in linear_table(sm) if row["launch"] and row["max_rows"] in (1, 4)]
+    found = []
+    for row in rows:
+        shape = (row["max_rows"], row["outputs"], row["inputs"])
+        choice = find(LinearProblem(*shape, gated=row["gated"]), rows)
+        found.append(FusedJob(sm, "linear", choice, ("norm",) if row["gated"] else ("residual",)))
+    return found
+
+
+def fp8_cases(sm: int) -> list[tuple[tuple[tuple[int, int, bool], tuple[str, ...]], int]]:
+    """List layers with weights in FP8, and their rows."""
+    cases = [(QKV, 1), (DOWN, 4)]
+    if sm == HOPPER:
+        cases += [(case, rows) for case in (OUTPUT, GATE_UP) for rows in (1, 4)]
+        cases += [(case, rows) for case in (*WIDE, *ODD) for rows in (1, 2)]
+    return cases
+
+
+def jobs_for(sm: int) -> list[FusedJob]:
+    """List what selection gives for the layers of common models, what was timed, and the small operations."""
+    cases = [(case, rows) for case in (QKV, DOWN) for rows in (1, 4)]
+    if sm == HOPPER:
+        cases = [(case, rows) for case in (QKV, OUTPUT, GATE_UP, DOWN, HEAD) for rows in (1, 4)]
+        cases += [(case, rows) for case in (*WIDE, *ODD) for rows in (1, 2)]
+    linears = [layer(sm, *case, rows, "bfloat16") for case, rows in cases]
+    linears.append(layer(sm, *GATE_UP, 2, "float16"))
+    linears.append(layer(sm, *QKV, 1, "float32"))
+    linears += timed(sm)
+    linears += [layer(sm, *case, rows, "bfloat16", FP8) for case, rows in fp8_cases(sm)]
+    quantising = [FusedJob(sm, "quantise", around=("norm",), tokens=64), FusedJob(sm, "quantise")]
+    return [
+        *linears,
+        *(quantising if sm >= ADA else ()),
+        FusedJob(sm, "add_norm", tokens=64),
+        FusedJob(sm, "gate", tokens=64),
+        FusedJob(sm, "add_norm", around=("parts",), tokens=64),
+        *(
+            FusedJob(sm, "matrix", around=around, tokens=rows)
+            for around in MATRICES
+            for rows in (5, 64, 128, 256)
+            if sm == HOPPER
+        ),
+        FusedJob(sm, "embed", tokens=64),
+        FusedJob(sm, "best"),
+        *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
+        FusedJob(sm, "chosen", function="score_chosen"),
+        *(FusedJob(sm, "draw", function=name) for name in DRAWING),
+        *(FusedJob(sm, "draw", function="draw_filtered", vocabulary=n) for n in SMALL_VOCABULARIES),
+        FusedJob(sm, "rope", around=("norm",)),
+        FusedJob(sm, "rope", around=("norm", "ahead")),
+        FusedJob(sm, "rope", around=("norm",), tokens=256),
+        FusedJob(sm, "rope", tokens=4096, head_dim=64),
+        FusedJob(sm, "rope", around=("norm",), tokens=4096, head_dim=80),
+        *(FusedJob(sm, "step", around=around) for around in STEPS if sm == HOPPER),
+    ]
+
+
+JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)]
+
+
+def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]:
+    """Return the loads of 16 bytes of a thread of the vector kernel: of weights, of all else."""
+    launch, problem = choice.launch, choice.problem
+    assert launch is not None
+    chunks = -(-problem.inputs // launch.block_k)
+    a_row = launch.block_k * problem.item_bytes // (launch.num_warps * 32 * 16)
+    weights = chunks * problem.matrices * launch.block_n * a_row
+    others = chunks * a_row * (choice.padded_rows + ("norm" in around))
+    return weights, others
+
+
+def fp8_load_faults(
+    job: FusedJob, choice: LinearChoice, sass: dict[str, int], shared: int
+) -> list[str]:
+    """List what is wrong with the loads of weights in FP8, of 8 bytes, beside which each matrix' scales may be one."""
+    launch, problem = choice.launch, choice.problem
+    assert launch is not None
+    chunks = -(-problem.inputs // launch.block_k)
+    of_a_chunk = problem.matrices * launch.block_n * launch.block_k // (launch.num_warps * 256)
+    first = min(launch.ahead, chunks) * of_a_chunk
+    early = sass.get("early LDG.64", 0)
+    found = []
+    if job.sm == HOPPER and not first <= early <= first + problem.matrices:
+        found.append(f"{early} loads of 8 bytes before the wait, wanted {first}")
+    if early + sass.get("LDG.64", 0) < chunks * of_a_chunk:
+        found.append(f"{early} and {sass.get('LDG.64', 0)} loads of 8 bytes")
+    if shared >= launch.block_k:
+        found.append(f"{shared} bytes of shared memory: weights are exchanged between threads")
+    return found
+
+
+def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
+    """List what is wrong with a compilation."""
+    if "error" in facts:
+        return [facts["error"]]
+    found = [f"{n}: {facts[n]}" for n in ("stack", "spill_stores", "spill_loads") if facts[n]]
+    found += facts["warnings"]
+    if facts["shared"] > ARCHES[job.sm].shared_memory_bytes:
+        found.append(f"{facts['shared']} bytes of shared memory")
+    if facts["registers"] * facts["threads"] > REGISTERS:
+        found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
+    waits = facts["ptx"].get("griddepcontrol.wait", 0)
+    if waits != (job.sm >= HOPPER and job.operation not in ("embed", "step")):
+        found.append(f"waits {waits} times")
+    if job.operation == "rope" and job.tokens > FEW_TOKENS:
+        # What a thread loads for all of a token's elements is narrow: its position and its slot.
+        narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
+        expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
+        found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
+    if job.operation == "step":
+        # The scales of keys and of values are what is copied by less than 16 bytes.
+        copies = {name: n for name, n in facts["sass"].items() if name.startswith("LDGSTS.")}
+        scales = {"LDGSTS.32": 2} if "fp8" in job.around else {}
+        if copies != scales | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:
+            found.append(f"copies {copies}")
+    if job.choice is None:
+        return found
+    if job.choice.problem.weight_dtype is not None:
+        return found + fp8_load_faults(job, job.choice, facts["sass"], facts["shared"])
+    return found + load_faults(job, job.choice, facts["sass"])
+
+
+def load_faults(job: FusedJob, choice: LinearChoice, sass: dict[str, int]) -> list[str]:
+    """List what is wrong with the loads of a linear layer."""
+    weights, others = wide_loads(choice, job.around)
+    found = []
+    total = sass.get("early LDG.128", 0) + sass.get("LDG.128", 0)
+    if total != weights + others:
+        found.append(f"{total} loads of 16 bytes, wanted {weights} + {others}")
+    launch = choice.launch
+    assert launch is not None
+    chunks = -(-choice.problem.inputs // launch.block_k)
+    early = weights * min(launch.ahead, chunks) // chunks
+    if job.sm == HOPPER and sass.get("early LDG.128", 0) != early:
+        found.append(f"{sass.get('early LDG.128', 0)} of them before the wait, wanted {early}")
+    return found
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_fused_kernel_compiles_without_spills_and_loads_widely(job, answers):
+    found = faults(job, answers[job].result())
+
+    assert not found, f"{job}: {'; '.join(found)}"
+
+
+FACTS = {
+    "registers": 64, "threads": 128, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0,
+    "warnings": [], "ptx": {"griddepcontrol.wait": 1},
+}  # fmt: skip
+ROPE = FusedJob(HOPPER, "rope", tokens=4096)
+WIDE_ROPE = {"early LDG.32": 2, "LDG.128": 8, "STG.128": 24}
+VECTOR = layer(HOPPER, *QKV, 1, "bfloat16")
+IN_FP8 = layer(HOPPER, *GATE_UP, 1, "bfloat16", FP8)
+WEIGHTS, OTHERS = wide_loads(VECTOR.choice, VECTOR.around)
+GOOD = FACTS | {"sass": {"early LDG.128": WEIGHTS, "LDG.128": OTHERS}}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"error": "refused"}, "refused"),
+        ({"spill_loads": 4}, "spill_loads: 4"),
+        ({"ptx": {}}, "waits 0 times"),
+        ({"sass": {"early LDG.128": WEIGHTS, "LDG.64": 2 * OTHERS}}, "loads of 16 bytes, wanted"),
+        ({"sass": {"LDG.128": WEIGHTS + OTHERS}}, "0 of them before the wait"),
+    ],
+    ids=str,
+)
+def test_each_fault_of_a_fused_kernel_is_found(change, fault):
+    found = faults(VECTOR, GOOD | change)
+
+    assert found == [] if fault is None else fault in "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("early", "later", "shared", "fault"),
+    [
+        (4, 0, 64, None),
+        (4 + 2, 1, 64, None),
+        (0, 4, 64, "0 loads of 8 bytes before the wait"),
+        (3, 0, 64, "3 and 0 loads"),
+        (4, 0, 4096, "exchanged between threads"),
+    ],
+)
+def test_each_fault_of_weights_in_fp8_is_found(early, later, shared, fault):
+    sass = {"early LDG.64": early, "LDG.64": later, "LDG.128": 3}
+    found = faults(IN_FP8, FACTS | {"sass": sass, "shared": shared})
+
+    assert found == [] if fault is None else fault in "; ".join(found)
+
+
+@pytest.mark.parametrize("narrow", ["LDG.64", "STG.32", "early LDG.U16"])
+def test_narrow_accesses_of_many_tokens_are_found(narrow):
+    assert faults(ROPE, FACTS | {"sass": WIDE_ROPE}) == []
+    assert narrow in str(faults(ROPE, FACTS | {"sass": WIDE_ROPE | {narrow: 1}}))
+
+
+def test_a_job_survives_the_pipe():
+    for job in (VECTOR, dataclasses.replace(VECTOR, around=()), FusedJob(80, "gate", tokens=3)):
+        assert str(FusedJob.from_json(job.to_json())) == str(job)

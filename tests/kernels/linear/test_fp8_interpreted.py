@@ -1,0 +1,229 @@
+"""Linear layers with weights in FP8, in Triton's interpreter, against the formula on what the weights hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.arch import CATALOGUE
+from kernels.attention.quantized_cache import FP8
+from kernels.elementwise.gpu import quantize_rows as fused
+from kernels.errors import ShapeError
+from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.linear.gpu.linear import LinearArguments, Norm, linear
+from kernels.linear.select import (
+    LinearChoice,
+    LinearKernel,
+    LinearLaunch,
+    LinearProblem,
+    launch_mistakes,
+    select_linear,
+)
+from kernels.testing import reference
+from kernels.testing.problems import assert_no_worse_than
+from tests.kernels import float8_library, triton_interpreter
+
+pytestmark = triton_interpreter.interpreted
+
+VECTOR = LinearLaunch(4, 256, 1, ahead=2)
+KERNELS = [pytest.param(kernel, id=kernel.value) for kernel in LinearKernel]
+DTYPES = ["float16", "bfloat16"]
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    torch.manual_seed(0)
+    float8_library.provide(monkeypatch)
+    with triton_interpreter.poisoned_memory():
+        yield
+
+
+def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, unpacks=False, **launch):
+    problem = LinearProblem(rows, outputs, inputs, dtype, gated, FP8)
+    config = dataclasses.replace(VECTOR, **launch) if kernel is LinearKernel.VECTOR else None
+    choice = LinearChoice(problem, kernel, config, "for the test", unpacks=unpacks)
+    assert launch_mistakes(choice) == []
+    return choice
+
+
+def tensors(choice):
+    """Make the input, rows apart with poison between them, and weights with their scales, far from each other."""
+    problem = choice.problem
+    dtype = getattr(torch, problem.dtype)
+    around = torch.full((problem.rows, problem.inputs + 8), float("nan"), dtype=dtype)
+    x = around[:, : problem.inputs]
+    x.copy_(torch.randn(x.shape))
+    weight = torch.randn(problem.matrices * problem.outputs, problem.inputs)
+    weight *= problem.inputs**-0.5 * torch.rand(len(weight), 1) * 2
+    return x, *quantise_rows(weight)
+
+
+def expected(choice, x, weight, scale, dtype, *, bias=None, norm=None, residual=None):
+    """Compute the layer by the formulas, in `dtype` throughout but for the rows' rounding to FP8."""
+    if norm is not None:
+        x = reference.rms_norm(x, *norm, torch.float32)
+    if choice.kernel is LinearKernel.LIBRARY_FP8:
+        x = reference.dequantise(*reference.quantise(x))
+    result = x.to(dtype) @ reference.dequantise(weight, scale).to(dtype).T
+    if bias is not None:
+        result = result + bias.to(dtype)
+    if choice.problem.gated:
+        result = reference.silu_and_mul(result, dtype)
+    return result if residual is None else result + residual.to(dtype)
+
+
+def run(choice, x, weight, scale, **arguments):
+    out = torch.full((len(x), choice.problem.outputs), float("nan"), dtype=x.dtype)
+    linear(x, weight, choice, out, LinearArguments(scale=scale, **arguments))
+    return out
+
+
+def check(choice, *operands, **arguments):
+    out = run(choice, *operands, **arguments)
+    truth, plain = (
+        expected(choice, *operands, dtype, **arguments)
+        for dtype in (torch.float32, operands[0].dtype)
+    )
+    # A number of a row that lies between two of FP8 may fall to either side after a norm.
+    factor = 2.0 if choice.kernel is LinearKernel.VECTOR else 3.0
+    assert_no_worse_than(out, truth, plain, factor=factor)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_layer_agrees_with_the_formula(kernel, dtype, rows):
+    choice = choose(kernel, rows, 48, 576, dtype)
+
+    check(choice, *tensors(choice))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("around", ["bias", "norm", "both"])
+def test_bias_and_norm_agree_with_the_formula(kernel, gated, around):
+    choice = choose(kernel, 3, 48, 320, gated=gated)
+    x, weight, scale = tensors(choice)
+    bias = torch.randn(len(weight)).half() if around != "norm" else None
+    norm = Norm(torch.rand(320).half() + 0.5, EPS) if around != "bias" else None
+
+    check(choice, x * 30, weight, scale, bias=bias, norm=norm)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_a_residual_is_added_in_place(kernel, biased):
+    choice = choose(kernel, 4, 48, 320)
+    operands = tensors(choice)
+    residual = torch.randn(4, 48).half()
+    around = {"residual": residual, "bias": torch.randn(48).half() if biased else None}
+    truth, plain = (
+        expected(choice, *operands, dtype, **around) for dtype in (torch.float32, torch.float16)
+    )
+
+    x, weight, scale = operands
+    linear(x, weight, choice, residual, LinearArguments(scale=scale, **around))
+
+    assert_no_worse_than(residual, truth, plain)
+
+
+@pytest.mark.parametrize("outputs", [1, 15, 33])
+@pytest.mark.parametrize(("inputs", "block_k"), [(264, 256), (1000, 512)])
+@pytest.mark.parametrize("unpacks", [False, True], ids=["", "by hand"])
+def test_what_fills_no_tile_agrees_with_the_formula(outputs, inputs, block_k, unpacks):
+    choice = choose(LinearKernel.VECTOR, 2, outputs, inputs, unpacks=unpacks, block_k=block_k)
+
+    check(choice, *tensors(choice))
+
+
+def test_every_number_of_float8_is_converted_by_hand_as_by_the_instruction():
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = torch.where(numbers.float().isnan(), 0.0, numbers.float()).to(torch.float8_e4m3fn)
+    weight = weight.repeat(256, 1)
+    x = torch.eye(256)[torch.arange(4) * 64 + 7]
+    scale = torch.ones(256)
+
+    for first in range(0, 256, 4):
+        x = torch.eye(256)[first : first + 4]
+        choice = choose(LinearKernel.VECTOR, 4, 256, 256, "float32", unpacks=True, block_n=256)
+        found = run(choice, x, weight, scale)
+        assert torch.equal(found[:, 0], weight[0, first : first + 4].float())
+
+
+def test_few_rows_are_not_quantised_and_do_not_change_each_other():
+    choice = choose(LinearKernel.VECTOR, 4, 48, 320)
+    x, weight, scale = tensors(choice)
+    x[1:, 0] = 1000.0
+    out = run(choice, x, weight, scale)
+
+    changed = run(choice, torch.cat((x[:1], x[1:] * 30)), weight, scale)
+
+    assert torch.equal(changed[0], out[0])
+
+
+def test_a_row_that_is_quantised_does_not_depend_on_its_neighbours():
+    choice = choose(LinearKernel.LIBRARY_FP8, 8, 48, 320)
+    x, weight, scale = tensors(choice)
+    out = run(choice, x, weight, scale)
+
+    changed = run(choice, torch.cat((x[:1], x[1:] * 30)), weight, scale)
+
+    assert torch.equal(changed[0], out[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1, 96, 1000])
+def test_rows_are_quantised_as_pytorch_does(dtype, size):
+    rows = torch.randn(5, size).to(dtype) * torch.tensor([1e-3, 1.0, 40.0, 0.0, 1e4])[:, None].to(
+        dtype
+    )
+
+    numbers, scales = fused.quantise_rows(rows)
+
+    wanted, wanted_scales = quantise_rows(rows)
+    torch.testing.assert_close(scales[:, 0], wanted_scales)
+    assert (numbers.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.99
+    found = dequantise_rows(numbers, scales[:, 0], torch.float32)
+    assert bool(((found - rows.float()).abs() <= rows.float().abs() / 15 + scales * 2**-9).all())
+
+
+def test_a_row_with_what_is_no_number_has_a_product_that_is_none():
+    choice = choose(LinearKernel.LIBRARY_FP8, 2, 48, 320)
+    x, weight, scale = tensors(choice)
+    for bad in (float("nan"), float("inf")):
+        x[1, 3] = bad
+        out = run(choice, x, weight, scale)
+
+        assert bool(out[0].isfinite().all())
+        assert not bool(out[1].isfinite().any())
+
+
+@pytest.mark.parametrize(
+    ("rows", "sm", "kernel"),
+    [
+        (2, "a100", "vector"),
+        (5, "a100", "library"),
+        (2, "h100", "vector"),
+        (5, "h100", "library_fp8"),
+    ],
+)
+def test_what_selection_gives_computes_the_layer(rows, sm, kernel):
+    choice = select_linear(LinearProblem(rows, 80, 384, "float16", weight_dtype=FP8), CATALOGUE[sm])
+
+    assert choice.kernel.value == kernel
+    check(choice, *tensors(choice))
+
+
+def test_scales_that_do_not_fit_are_refused():
+    choice = choose(LinearKernel.VECTOR, 2, 48, 320)
+    x, weight, scale = tensors(choice)
+    out = torch.empty(2, 48, dtype=x.dtype)
+
+    for wrong in (None, scale[:-1]):
+        with pytest.raises(ShapeError, match="its scale is"):
+            linear(x, weight, choice, out, LinearArguments(scale=wrong))
+    with pytest.raises(ShapeError, match=r"weight is .* torch\.float16"):
+        linear(x, weight.half(), choice, out, LinearArguments(scale=scale))

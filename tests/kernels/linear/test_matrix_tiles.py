@@ -1,0 +1,99 @@
+"""How layers are cut for the tensor cores: right for every shape, and sensible for the models that matter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.arch import CATALOGUE, CPU
+from kernels.linear.matrix import objection
+from kernels.linear.matrix_tiles import ROW_COUNTS, estimate, most_rows, plan_matrix
+from kernels.linear.projection import FusedLinear
+
+HOPPER_SHARED_BYTES = 227 << 10
+LAYERS = {
+    "qwen3-0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    "llama-3.2-1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    "llama-3.1-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "smallest": ((64, 64), (64, 64), (64, 64), (64, 64)),
+    "odd": ((192, 320), (320, 192), (1600, 320), (320, 832)),
+}
+
+
+@pytest.mark.parametrize("may_split", [False, True])
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+@pytest.mark.parametrize(("outputs", "inputs"), sorted(set().union(*LAYERS.values())))
+def test_a_layer_is_cut_into_whole_pieces_that_fit(outputs, inputs, rows, may_split):
+    launch = plan_matrix(outputs, inputs, rows, may_split=may_split)
+    stages = launch.stages(inputs)
+
+    assert outputs % launch.outputs == 0
+    assert inputs % (launch.splits * launch.columns) == 0
+    assert launch.splits == 1 or may_split
+    assert launch.rows <= rows
+    assert 1 <= stages <= inputs // launch.splits // launch.columns
+    assert 2 * stages * (launch.outputs + launch.rows) * launch.columns < HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("rows", ROW_COUNTS)
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
+def test_what_may_be_split_keeps_nearly_all_processors_busy(model, rows):
+    for outputs, inputs in (LAYERS[model][1], LAYERS[model][3]):
+        launch = plan_matrix(outputs, inputs, rows, may_split=True)
+
+        programs = -(-rows // launch.rows) * (outputs // launch.outputs) * launch.splits
+        assert 100 <= programs <= 132, launch
+
+
+def test_more_rows_never_take_less():
+    for outputs, inputs in set().union(*LAYERS.values()):
+        times = [
+            estimate(plan_matrix(outputs, inputs, rows, may_split=True), outputs, inputs, rows)
+            for rows in ROW_COUNTS
+        ]
+        assert times == sorted(times)
+
+
+def test_large_layers_are_the_library_s_beyond_128_rows():
+    weights = {name: sum(n * k for n, k in layers) for name, layers in LAYERS.items()}
+
+    assert most_rows(weights["qwen3-0.6b"]) == 256
+    assert most_rows(weights["llama-3.2-1b"]) == most_rows(weights["llama-3.1-8b"]) == 128
+
+
+def layer(dtype=torch.bfloat16, sizes=((192, 64), (64, 64), (128, 64), (64, 64))):
+    return [FusedLinear(torch.empty(size, dtype=dtype), None, CATALOGUE["h100"]) for size in sizes]
+
+
+def test_nothing_is_held_against_a_layer_of_common_shape():
+    assert objection(tuple(layer()), CATALOGUE["h100"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "reason"),
+    [
+        (1, {"bias": torch.zeros(64)}, "a bias behind attention or in the MLP"),
+        (2, {"scale": torch.ones(128)}, "weights are quantised"),
+        (3, {"weight": torch.empty(64, 96).bfloat16()}, "a size of 96, which is no multiple of 64"),
+        (0, {"weight": torch.empty(192, 64)}, "no float32"),
+    ],
+)
+def test_what_is_held_against_another_is_named(number, change, reason):
+    layers = layer()
+    layers[number] = dataclasses.replace(layers[number], **change)
+
+    assert objection(tuple(layers), CATALOGUE["h100"]) == reason
+
+
+def test_a_bias_of_queries_keys_and_values_is_no_reason():
+    layers = layer()
+    layers[0] = dataclasses.replace(layers[0], bias=torch.zeros(192))
+
+    assert objection(tuple(layers), CATALOGUE["h100"]) == ""
+
+
+@pytest.mark.parametrize(("arch", "said"), [(CATALOGUE["a100"], "sm_80"), (CPU, "a CPU")])
+def test_other_processors_are_named(arch, said):
+    assert objection(tuple(layer()), arch) == f"they need sm_90, this is {said}"

@@ -1,0 +1,186 @@
+"""The choice of what multiplies, its defaults and its tables: pure, for processors that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kernels.arch import CATALOGUE, CPU
+from kernels.attention.quantized_cache import FP8
+from kernels.linear.select import (
+    LinearKernel,
+    LinearLaunch,
+    LinearProblem,
+    launch_mistakes,
+    select_linear,
+)
+from kernels.tuning.linear import find, linear_mistakes, linear_table, tuned_linear
+
+H100 = CATALOGUE["h100"]
+SHAPES = [
+    (4096, 1024, False), (1024, 2048, False), (3072, 1024, True), (1024, 3072, False),
+    (151936, 1024, False), (3072, 2048, False), (2048, 2048, False), (8192, 2048, True),
+    (2048, 8192, False), (128256, 2048, False), (6144, 4096, False), (4096, 4096, False),
+    (14336, 4096, True), (4096, 14336, False), (128256, 4096, False), (640, 384, False),
+    (1, 8, False), (1536, 576, True),
+]  # fmt: skip
+ROW = {
+    "outputs": 1024, "inputs": 2048, "gated": False, "max_rows": 2, "kernel": "vector",
+    "launch": {"block_n": 2, "block_k": 2048, "num_warps": 4}, "provenance": "for the test",
+}  # fmt: skip
+
+
+def problem(rows=1, outputs=1024, inputs=2048, dtype="bfloat16", *, gated=False):
+    return LinearProblem(rows, outputs, inputs, dtype, gated)
+
+
+@pytest.mark.parametrize("arch", [a for a in CATALOGUE.values() if a.sm >= 80], ids=lambda a: a.key)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 33, 64, 65, 512])
+def test_every_choice_fits_its_kernel(arch, rows):
+    for outputs, inputs, gated in SHAPES:
+        choice = select_linear(problem(rows, outputs, inputs, gated=gated), arch)
+
+        assert launch_mistakes(choice) == []
+        assert choice.why
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernel"),
+    [(1, "vector"), (4, "vector"), (5, "library"), (512, "library")],
+)
+def test_the_number_of_rows_decides_the_kernel(rows, kernel):
+    assert select_linear(problem(rows), H100).kernel.value == kernel
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "why"),
+    [
+        (problem(), CPU, "a CPU"),
+        (problem(), CATALOGUE["t4"], "needs sm_80, this is sm_75"),
+        (problem(dtype="float64"), H100, "no float64"),
+        (problem(5), H100, "5 rows: the library is faster from 5 on"),
+        (problem(inputs=1020), H100, "1020 inputs are not a multiple of 8"),
+        (problem(3, 8192, gated=True), H100, "3 rows of a wide gate"),
+    ],
+    ids=str,
+)
+def test_what_our_kernels_do_not_take_goes_to_the_library_with_a_reason(asked, arch, why):
+    choice = select_linear(asked, arch)
+
+    assert choice.kernel is LinearKernel.LIBRARY
+    assert choice.launch is None
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "changes", "kernel", "why"),
+    [
+        (4, "h100", {}, "vector", "enough programs"),
+        (5, "h100", {}, "library_fp8", "5 rows"),
+        (256, "l4", {"dtype": "float16"}, "library_fp8", "256 rows"),
+        (5, "a100", {}, "library", "converted each time: a product in FP8 needs sm_89, this is sm_80"),
+        (5, "h100", {"dtype": "float32"}, "library", "no product in FP8 with float32"),
+        (5, "h100", {"inputs": 2056}, "library", "multiples of 16"),
+        (5, "h100", {"outputs": 1001}, "library", "multiples of 16"),
+        (5, "h100", {"outputs": 1000, "gated": True}, "library_fp8", "5 rows"),
+        (3, "h100", {"outputs": 28672, "inputs": 4096, "gated": True}, "library_fp8", "3 rows of a wide gate"),
+    ],
+)  # fmt: skip
+def test_weights_in_fp8_go_to_the_product_in_fp8_where_it_takes_them(
+    rows, arch, changes, kernel, why
+):
+    asked = dataclasses.replace(problem(rows), weight_dtype=FP8, **changes)
+    choice = select_linear(asked, CATALOGUE[arch], tuned_linear)
+
+    assert choice.kernel.value == kernel
+    assert why in choice.why
+    assert launch_mistakes(choice) == []
+    assert asked.weight_bytes == asked.matrices * asked.outputs * asked.inputs
+
+
+def test_weights_in_fp8_are_converted_by_hand_where_no_instruction_does():
+    asked = dataclasses.replace(problem(), weight_dtype=FP8)
+    choices = {key: select_linear(asked, CATALOGUE[key]) for key in ("a100", "l4", "h100")}
+
+    assert {key: choice.unpacks for key, choice in choices.items()} == {
+        "a100": True, "l4": False, "h100": False,
+    }  # fmt: skip
+    assert not select_linear(problem(), CATALOGUE["a100"]).unpacks
+
+
+def test_a_default_fills_the_gpu():
+    for outputs, inputs, gated in SHAPES[:15]:
+        choice = select_linear(problem(1, outputs, inputs, gated=gated), H100)
+
+        assert choice.tiles * choice.launch.num_warps >= H100.num_sms * 16
+
+
+def test_weights_are_counted_once_for_each_half():
+    assert problem(64, 3072, 1024, gated=True).weight_bytes == 2 * 3072 * 1024 * 2
+    assert problem(1, 3072, 1024, "float32").weight_bytes == 3072 * 1024 * 4
+
+
+def test_twice_as_wide_weights_are_held_in_as_many_registers():
+    half, single = (select_linear(problem(dtype=d), H100).launch for d in ("float16", "float32"))
+
+    assert half.ahead == 2
+    assert single.ahead * 2 * single.block_n <= 2 * half.ahead * half.block_n
+
+
+def test_a_row_of_a_table_comes_before_the_default():
+    chosen = select_linear(problem(2), H100, lambda asked, arch: find(asked, [ROW]))
+
+    assert chosen.launch == LinearLaunch(2, 2048, 4)
+    assert chosen.measured
+    assert chosen.why == "for the test"
+    assert not select_linear(problem(3), H100, lambda asked, arch: find(asked, [ROW])).measured
+
+
+def test_the_row_for_the_fewest_rows_that_are_enough_is_taken():
+    library = ROW | {"max_rows": 32, "kernel": "library", "launch": None}
+
+    assert find(problem(2), [library, ROW]).kernel is LinearKernel.VECTOR
+    assert find(problem(3), [library, ROW]).kernel is LinearKernel.LIBRARY
+    assert find(problem(33), [library, ROW]) is None
+    assert find(problem(gated=True), [library, ROW]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "mistake"),
+    [
+        ({}, None),
+        ({"kernel": "library", "launch": None}, None),
+        ({"more": 1}, "has the keys"),
+        ({"provenance": " "}, "provenance must say"),
+        ({"launch": None}, "has no launch"),
+        ({"kernel": "library"}, "the library takes no launch"),
+        ({"max_rows": 16}, "16 rows are too many"),
+        ({"launch": {"block_n": 3, "block_k": 2048, "num_warps": 4}}, "block_n is 3"),
+        ({"launch": {"block_n": 2, "block_k": 512, "num_warps": 4}}, "less than 256 for each warp"),
+        ({"launch": {"block_n": 2, "block_k": 2048, "num_warps": 4, "ahead": 0}}, "ahead is 0"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_mistake_of_a_table_is_found(change, mistake):
+    found = linear_mistakes([ROW | change])
+
+    assert found == [] if mistake is None else mistake in "; ".join(found)
+
+
+def test_a_case_in_two_rows_is_found():
+    assert "a second row" in linear_mistakes([ROW, ROW])[0]
+
+
+@pytest.mark.parametrize("arch", CATALOGUE.values(), ids=lambda a: a.key)
+def test_the_tables_hold_no_mistakes(arch):
+    assert linear_mistakes(linear_table(arch.sm)) == []
+
+
+def test_what_no_table_knows_is_not_found():
+    assert tuned_linear(problem(1, 7, 8), H100) is None
+
+
+def test_float32_is_not_taken_from_what_was_timed_with_half_as_many_bytes():
+    assert tuned_linear(problem(), H100).measured
+    assert tuned_linear(problem(dtype="float32"), H100) is None

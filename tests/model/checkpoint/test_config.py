@@ -1,0 +1,343 @@
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.checkpoint.config import ModelConfig, RopeConfig
+from model.errors import ModelFolderError, UnsupportedModelError
+from model.network.rope import RotaryEmbedding, inverse_frequencies
+from tests.model.checkpoint.hf_checkpoints import CASES
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_the_classic_form_and_that_of_transformers_5_mean_the_same():
+    classic = LLAMA | {"rope_scaling": LLAMA3_ROPE}
+    new = without(LLAMA, "rope_theta", "torch_dtype") | {
+        "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0},
+        "dtype": "bfloat16",
+    }
+
+    assert ModelConfig.from_dict(classic) == ModelConfig.from_dict(new)
+    assert ModelConfig.from_dict(new).rope == RopeConfig("llama3", 500000.0, 8.0, 256, 1.0, 4.0)
+
+
+def test_the_oldest_name_of_the_rope_type_is_understood():
+    config = ModelConfig.from_dict(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
+
+    assert config.rope == RopeConfig("linear", 500000.0, 2.0)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_written_configuration_reads_as_itself_here_and_in_transformers(case):
+    config = ModelConfig.from_dict(
+        case.config().to_dict() | {"architectures": [case.family + "ForCausalLM"]}
+    )
+
+    written = config.to_dict()
+
+    assert ModelConfig.from_dict(written) == config
+    theirs = getattr(transformers, f"{case.family}Config")(**written)
+    again = ModelConfig.from_dict(theirs.to_dict())
+    assert again == config
+
+
+def test_end_tokens_of_both_files_are_merged(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": [2, 3]}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (2, 3, 5)
+
+
+def test_absent_keys_mean_what_they_mean_in_transformers():
+    assert ModelConfig.from_dict(without(MISTRAL, "sliding_window")).sliding_window == 4096
+    assert ModelConfig.from_dict(without(QWEN3, "head_dim")).head_dim == 128
+    assert ModelConfig.from_dict(without(LLAMA, "num_key_value_heads")).num_kv_heads == 4
+    assert ModelConfig.from_dict(without(LLAMA, "torch_dtype")).dtype == "float32"
+    assert ModelConfig.from_dict(QWEN2).attention_bias
+    assert not ModelConfig.from_dict(QWEN2).attention_output_bias
+
+
+def test_a_qwen_window_counts_only_where_it_is_used():
+    stated = {"sliding_window": 32, "max_window_layers": 1}
+
+    unused = ModelConfig.from_dict(QWEN2 | stated)
+    used = ModelConfig.from_dict(QWEN2 | stated | {"use_sliding_window": True})
+
+    assert [unused.layer_window(layer) for layer in (0, 1)] == [None, None]
+    assert unused.sliding_window is None
+    assert [used.layer_window(layer) for layer in (0, 1)] == [None, 32]
+    assert used.mixes_attention
+
+
+def test_a_window_that_no_layer_has_is_dropped():
+    config = ModelConfig.from_dict(
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
+    )
+
+    assert config.sliding_window is None
+    assert not config.mixes_attention
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        (None, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        (LLAMA3_ROPE, 512),
+    ],
+)
+def test_the_usable_context_is_the_stretched_one(scaling, context):
+    assert ModelConfig.from_dict(LLAMA | {"rope_scaling": scaling}).max_context == context
+
+
+def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts():
+    rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
+
+    config = ModelConfig.from_dict(LLAMA | {"rope_scaling": rope})
+
+    assert config.rope.factor == 4.0
+    assert config.rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
+        ({"architectures": None, "model_type": "gemma"}, "gemma"),
+        ({"model_type": "mistral"}, "mistral"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"type": "mrope"}}, "'mrope'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.25"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "per layer type"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
+        ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes, named):
+    with pytest.raises(UnsupportedModelError, match=named.replace("(", r"\(")):
+        ModelConfig.from_dict(LLAMA | changes)
+
+
+def test_an_unsupported_architecture_is_told_what_is_supported():
+    with pytest.raises(
+        UnsupportedModelError,
+        match="LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+    ):
+        ModelConfig.from_dict(LLAMA | {"architectures": ["PhiForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be .* 1 to 1024, found 1000000000"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"hidden_size": -64}, "hidden_size must be .*, found -64"),
+        ({"hidden_size": "64"}, "hidden_size must be .*, found '64'"),
+        ({"hidden_size": 64.0}, "hidden_size must be"),
+        ({"hidden_size": True}, "hidden_size must be .*, found True"),
+        ({"hidden_size": 66}, "hidden_size = 66 must be a multiple of num_attention_heads = 4"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": 10**12}, "vocab_size must be"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads = 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be"),
+        ({"head_dim": 7}, "head_dim must be an even number .*, found 7"),
+        ({"hidden_size": 12}, "head_dim must be an even number .*, found 3"),
+        ({"head_dim": 10**6}, "head_dim must be"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings must be"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must be"),
+        ({"rope_theta": 0}, "rope_theta must be"),
+        ({"rope_theta": float("inf")}, "rope_theta must be"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"architectures": [1]}, "architectures must be a list"),
+        ({"architectures": None, "model_type": None}, "both missing"),
+        ({"eos_token_id": 128}, "eos_token_id must be token ids from 0 to 127, found 128"),
+        ({"eos_token_id": [2, "3"]}, "eos_token_id must be token ids"),
+        ({"torch_dtype": 16}, "torch_dtype must be a text"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "rope_scaling.factor must be"),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+            "high_freq_factor = 1 must be greater than low_freq_factor = 1",
+        ),
+        (
+            {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": -1}},
+            "original_max_position_embeddings must be",
+        ),
+    ],
+)
+def test_an_absurd_value_is_named_with_its_limit(changes, message):
+    with pytest.raises(ModelFolderError, match=message):
+        ModelConfig.from_dict(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of .* = 2"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window is false"),
+    ],
+)
+def test_an_absurd_window_is_named(changes, message):
+    with pytest.raises(ModelFolderError, match=message):
+        ModelConfig.from_dict(QWEN2 | changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[1]", "must hold a JSON object, found list"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"vocab_size": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b" " * (5 * 2**20), "at most 4194304"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, content, message):
+    (tmp_path / "config.json").write_bytes(content)
+
+    with pytest.raises(ModelFolderError, match=message) as raised:
+        ModelConfig.from_folder(tmp_path)
+
+    assert str(tmp_path / "config.json") in str(raised.value)
+
+
+def test_a_value_is_named_with_its_file(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": -1}))
+
+    with pytest.raises(ModelFolderError, match=r"config\.json: hidden_size"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_long_value_is_shortened_in_the_message():
+    with pytest.raises(ModelFolderError) as raised:
+        ModelConfig.from_dict(LLAMA | {"hidden_size": "x" * 10_000})
+
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_a_folder_without_a_configuration_is_named(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(ModelFolderError, match=name):
+        ModelConfig.from_folder(tmp_path / name)
+
+
+def test_the_parameter_count_is_that_of_the_checkpoint():
+    for case in CASES.values():
+        model = case.build()
+        config = ModelConfig.from_dict(model.config.to_dict())
+
+        assert config.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+NUMBERS = st.one_of(st.integers(-1, 300), st.integers(), st.floats(), st.floats(0.5, 64))
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=4,
+)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3", "longrope"])},
+    optional={
+        key: st.one_of(NUMBERS, JSON)
+        for key in (
+            "factor",
+            "rope_theta",
+            "original_max_position_embeddings",
+            "low_freq_factor",
+            "high_freq_factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        )
+    },
+)
+
+
+@given(
+    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
+    changes=st.fixed_dictionaries(
+        {},
+        optional={"rope_scaling": ROPE | JSON, "layer_types": JSON, "use_sliding_window": JSON}
+        | {key: st.one_of(NUMBERS, JSON) for key in LLAMA},
+    ),
+)
+def test_any_value_anywhere_is_either_understood_or_refused(base, changes):
+    try:
+        config = ModelConfig.from_dict(base | changes)
+    except (ModelFolderError, UnsupportedModelError):
+        return
+
+    assert config.num_parameters > 0
+    assert config.max_context >= 1
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    assert frequencies.shape == (config.head_dim // 2,)
+    RotaryEmbedding(config.rope, config.head_dim).dense(torch.arange(3), torch.float32)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_reading_a_configuration_imports_no_torch():
+    code = (
+        f"import sys; from model.checkpoint.config import ModelConfig; import model.checkpoint.hub; \
+ModelConfig.from_dict({LLAMA!r}); assert 'torch' not in sys.modules"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,177 @@
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from model.checkpoint.hub import BUNDLED, resolve
+from model.errors import ModelFolderError
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Fails a test that tries to fetch."""
+
+    def fetch(*args, **kwargs):
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands in for the download: records its arguments, returns or raises what the test sets."""
+
+    class Hub:
+        answer = "/cache/snapshot"
+        calls = ()
+
+        def fetch(self, repository, **options):
+            self.calls = (*self.calls, (repository, options))
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.fetch)
+    return hub
+
+
+def http_error(kind):
+    request = httpx.Request("GET", "https://hub.test/api")
+    return kind("Hub says no\nand more", response=httpx.Response(403, request=request))
+
+
+def test_an_existing_folder_is_taken_as_it_is(tmp_path, no_network):
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_a_relative_folder_wins_over_a_repository_of_that_name(tmp_path, monkeypatch, no_network):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    assert resolve("org/name") == Path("org/name")
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch, no_network):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+
+    assert resolve("~/model") == tmp_path / "model"
+
+
+def test_the_bundled_model_lies_beside_the_code(tmp_path, monkeypatch, no_network):
+    (tmp_path / BUNDLED).mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert resolve(BUNDLED) == Path(__file__).parents[3] / "model" / "bundled"
+
+
+def test_a_file_is_not_a_model(tmp_path, no_network):
+    (tmp_path / "model.safetensors").touch()
+
+    with pytest.raises(ModelFolderError, match="is a file; a model is a folder"):
+        resolve(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "name", ["./absent", "/no/such/folder", "gpt2", "a/b/c", "../x", "", "a b"]
+)
+def test_what_is_neither_folder_nor_repository_says_what_a_model_is(
+    name, tmp_path, monkeypatch, no_network
+):
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ModelFolderError, match="'organisation/name'"):
+        resolve(name)
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path, no_network):
+    with pytest.raises(ModelFolderError, match="revision 'main' is given, but"):
+        resolve(str(tmp_path), revision="main")
+
+
+def test_only_needed_files_of_a_repository_are_fetched(hub):
+    assert resolve("org/name", revision="v1") == Path("/cache/snapshot")
+
+    ((repository, options),) = hub.calls
+    kept = set(
+        huggingface_hub.utils.filter_repo_objects(
+            [
+                "config.json",
+                "model-00001-of-00002.safetensors",
+                "model.safetensors.index.json",
+                "tokenizer.json",
+                "chat_template.jinja",
+                "pytorch_model.bin",
+                "consolidated.safetensors",
+                "original/params.json",
+                "onnx/model.onnx",
+                "README.md",
+                "modeling_evil.py",
+            ],
+            allow_patterns=options["allow_patterns"],
+            ignore_patterns=options["ignore_patterns"],
+        )
+    )
+    assert (repository, options["revision"]) == ("org/name", "v1")
+    assert kept == {
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+
+
+def test_a_plan_fetches_no_weights(hub):
+    resolve("org/name", config_only=True)
+
+    ((_, options),) = hub.calls
+    assert options["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
+def unreachable():
+    error = errors.LocalEntryNotFoundError("Got: ConnectError: no route to host\nAn error happened")
+    error.__cause__ = ConnectionError("no route to host")
+    return error
+
+
+def offline():
+    error = errors.LocalEntryNotFoundError("outgoing traffic has been disabled")
+    error.__cause__ = errors.OfflineModeIsEnabled("offline")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (offline(), "not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"),
+        (errors.LocalEntryNotFoundError("x"), "HF_HUB_OFFLINE forbids fetching it"),
+        (unreachable(), "the Hub cannot be reached: Got: ConnectError: no route to host$"),
+        (OSError(28, "No space left on device"), "cannot be fetched: OSError: .*No space left"),
+        (RuntimeError(""), "cannot be fetched: RuntimeError: RuntimeError"),
+    ],
+)
+def test_what_went_wrong_is_said_in_one_line(hub, error, message):
+    hub.answer = error
+
+    with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (errors.RepositoryNotFoundError, "does not exist on the Hugging Face Hub, or is private"),
+        (errors.RevisionNotFoundError, "at revision 'v9' does not exist"),
+        (errors.GatedRepoError, "is gated"),
+        (errors.HfHubHTTPError, "cannot be fetched: HfHubHTTPError: Hub says no"),
+    ],
+)
+def test_what_the_hub_answers_is_said_in_one_line(hub, kind, message):
+    hub.answer = http_error(kind)
+
+    with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}"):
+        resolve("org/name", revision="v9")

@@ -1,0 +1,400 @@
+import json
+import os
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_model, resolve_dtype, save_checkpoint
+from model.errors import ModelError, WeightsError
+from tests.model.checkpoint.hf_checkpoints import CASES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@pytest.fixture
+def single(tmp_path):
+    CASES["llama"].save(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    CASES["llama sharded"].save(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tied(tmp_path):
+    CASES["llama tied"].save(tmp_path)
+    return tmp_path
+
+
+def load(folder, dtype=torch.float32, **options):
+    return load_model(folder, ModelConfig.from_folder(folder), dtype, "cpu", **options)
+
+
+def edit(folder, change):
+    """Rewrite the one file of tensors after `change` has altered the dictionary of them."""
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / SINGLE)
+
+
+def edit_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def first_shard(folder):
+    return min(folder.glob("model-00001-*.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["llama biases", "llama tied", "qwen2", "qwen3 tied biases"])
+@pytest.mark.parametrize("shard_bytes", [2**40, 50_000], ids=["single", "sharded"])
+def test_a_saved_checkpoint_is_that_of_transformers(tmp_path, name, shard_bytes):
+    oracle = CASES[name].save(tmp_path / "theirs")
+
+    save_checkpoint(load(tmp_path / "theirs", pack=False), tmp_path / "ours", shard_bytes)
+
+    again = type(oracle).from_pretrained(tmp_path / "ours")
+    assert again.state_dict().keys() == oracle.state_dict().keys()
+    for key, tensor in oracle.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    assert (tmp_path / "ours" / INDEX).exists() == (shard_bytes == 50_000)
+
+
+def test_a_checkpoint_written_over_another_leaves_nothing_of_it(single):
+    model = load(single, pack=False)
+
+    save_checkpoint(model, single, max_shard_bytes=50_000)
+
+    assert not (single / SINGLE).exists()
+    load(single)
+
+
+def test_a_single_file_is_never_larger_than_asked_while_it_holds_two_tensors(single):
+    save_checkpoint(load(single, pack=False), single, max_shard_bytes=50_000)
+
+    for file in single.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 50_000
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(single):
+    exact = load(single, pack=False)
+
+    half = load(single, torch.bfloat16, pack=False)
+
+    assert all(p.dtype is torch.bfloat16 for p in half.parameters())
+    assert torch.equal(half.embed_tokens, exact.embed_tokens.bfloat16())
+
+
+def test_a_loaded_model_is_frozen(single):
+    assert not any(p.requires_grad for p in load(single).parameters())
+
+
+def test_progress_ends_at_the_bytes_of_all_tensors(sharded):
+    calls = []
+
+    load(sharded, progress=lambda done, total: calls.append((done, total)))
+
+    expected = sum(
+        tensor.nbytes
+        for file in sharded.glob("*.safetensors")
+        for tensor in safetensors.torch.load_file(file).values()
+    )
+    assert calls[-1] == (expected, expected)
+    assert calls == sorted(calls)
+
+
+def test_all_that_does_not_fit_is_reported_together(single):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mlp.experts.weight"] = torch.zeros(1)
+        tensors["lm_head.weight"] = torch.zeros(5, 64)
+
+    edit(single, change)
+
+    with pytest.raises(WeightsError) as raised:
+        load(single)
+
+    text = str(raised.value)
+    assert "1 missing: model.norm.weight" in text
+    assert "1 unexpected: model.layers.0.mlp.experts.weight" in text
+    assert "1 wrongly shaped: lm_head.weight is [5, 64], must be [128, 64]" in text
+
+
+def test_a_long_list_of_names_is_shortened(single):
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900}))
+
+    with pytest.raises(WeightsError, match=r"8082 missing: .* and 8074 more") as raised:
+        load(single)
+
+    assert len(str(raised.value)) < 1000
+
+
+def test_stored_rotation_frequencies_and_a_tied_head_are_ignored(tied):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+        tensors["lm_head.weight"] = torch.zeros(128, 64)
+
+    edit(tied, change)
+
+    load(tied)
+
+
+def test_a_stored_head_is_needed_where_it_is_not_tied(single):
+    edit(single, lambda tensors: tensors.pop("lm_head.weight"))
+
+    with pytest.raises(WeightsError, match=r"1 missing: lm_head\.weight"):
+        load(single)
+
+
+def test_a_quantized_tensor_is_refused(single):
+    edit(single, lambda t: t.update({"lm_head.weight": torch.zeros(128, 64, dtype=torch.int8)}))
+
+    with pytest.raises(WeightsError, match=r"lm_head\.weight is stored as I8; supported are F32"):
+        load(single)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
+def test_pickle_is_refused_unopened(single, suffix):
+    (single / SINGLE).unlink()
+    (single / f"pytorch_model{suffix}").write_bytes(b"cposix\nsystem\n(S'false'\ntR.")
+
+    with pytest.raises(WeightsError, match=rf"pickle only \(pytorch_model{suffix}\)"):
+        load(single)
+
+
+def test_a_folder_without_weights_says_what_is_looked_for(single):
+    (single / SINGLE).unlink()
+
+    with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):
+        load(single)
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def empty(file):
+    file.write_bytes(b"")
+
+
+def header(length, content=b"{}"):
+    def write(file):
+        file.write_bytes(struct.pack("<Q", length) + content)
+
+    return write
+
+
+def outside(file):
+    entry = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}}
+    text = json.dumps(entry).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
+
+
+def negative(file):
+    entry = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}
+    text = json.dumps(entry).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 8)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, empty, header(2**60), header(200), header(2, b"[]"), outside, negative],
+    ids=["truncated", "empty", "header of 2^60 bytes", "short", "list", "outside", "negative"],
+)
+def test_a_damaged_file_is_named(sharded, damage):
+    damage(first_shard(sharded))
+
+    with pytest.raises(WeightsError, match=f"{first_shard(sharded).name} cannot be read"):
+        load(sharded)
+
+
+def test_a_shard_that_is_not_there_is_named(sharded):
+    first_shard(sharded).unlink()
+
+    with pytest.raises(WeightsError, match=r"index\.json names model-00001-of-\d+\.safetensors"):
+        load(sharded)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "a\\b.safetensors", "x.bin"],
+)
+def test_an_index_cannot_name_a_file_elsewhere(sharded, name):
+    (sharded.parent / "secret.safetensors").write_bytes(b"")
+    edit_index(sharded, lambda weight_map: weight_map.update({"lm_head.weight": name}))
+
+    with pytest.raises(WeightsError, match="only plain names"):
+        load(sharded)
+
+
+def test_a_link_out_of_the_folder_is_refused(sharded, tmp_path_factory):
+    shard = first_shard(sharded)
+    shard.rename(tmp_path_factory.mktemp("elsewhere") / "shard")
+    shard.symlink_to(tmp_path_factory.getbasetemp() / "elsewhere0" / "shard")
+
+    with pytest.raises(WeightsError, match="leads out of the model folder"):
+        load(sharded)
+
+
+def test_the_links_of_a_hub_cache_are_followed(sharded, tmp_path_factory):
+    repository = tmp_path_factory.mktemp("models--a--b")
+    snapshot, blobs = repository / "snapshots" / "c0ffee", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+
+    load(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {}}', "has no weight_map"),
+        ('{"weight_map": {"a": 1}}', "must be the name of a file"),
+    ],
+)
+def test_a_broken_index_is_named(sharded, content, message):
+    (sharded / INDEX).write_text(content)
+
+    with pytest.raises(WeightsError, match=message) as raised:
+        load(sharded)
+
+    assert INDEX in str(raised.value)
+
+
+def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
+    def change(weight_map):
+        weight_map["lm_head.weight"] = first_shard(sharded).name
+        weight_map["model.embed_tokens.weight"] = first_shard(sharded).name
+
+    edit_index(sharded, change)
+
+    with pytest.raises(WeightsError, match=r"lacks \S+, which .* places there"):
+        load(sharded)
+
+
+def test_a_tensor_stored_twice_is_refused(sharded):
+    tensors = safetensors.torch.load_file(first_shard(sharded))
+    safetensors.torch.save_file(tensors, sharded / "model-extra.safetensors")
+    edit_index(sharded, lambda weight_map: weight_map.update({"x": "model-extra.safetensors"}))
+
+    with pytest.raises(WeightsError, match="is in both"):
+        load(sharded)
+
+
+def test_weights_larger_than_the_machine_are_refused_before_memory_is_taken(single):
+    config = json.loads((single / "config.json").read_text())
+    config |= {"hidden_size": 65536, "intermediate_size": 2**20, "num_hidden_layers": 1000}
+    config |= {"head_dim": 128, "num_attention_heads": 512}
+    (single / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(WeightsError, match=r"need \d+\.\d GiB .* \d+\.\d GiB"):
+        load(single, load_format="dummy")
+
+
+def test_dummy_weights_need_a_configuration_alone(single):
+    (single / SINGLE).unlink()
+
+    first, second = (load(single, load_format="dummy", pack=False) for _ in range(2))
+
+    assert torch.equal(first.embed_tokens, second.embed_tokens)
+    logits = first.logits(first(torch.tensor([[1, 2, 3]]), torch.arange(3)))
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0
+
+
+def config_of(num_layers, dtype):
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_layers=num_layers,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "dtype", "has_instructions", "chosen"),
+    [
+        (24, "bfloat16", True, torch.bfloat16),
+        (24, "bfloat16", False, torch.float32),
+        (24, "float16", True, torch.float32),
+        (24, "float32", True, torch.float32),
+        (2, "bfloat16", True, torch.float32),
+    ],
+)
+def test_a_cpu_serves_in_bfloat16_only_large_checkpoints_of_that_dtype(
+    monkeypatch, num_layers, dtype, has_instructions, chosen
+):
+    monkeypatch.setattr("model.device.dtypes._has_bfloat16_instructions", lambda: has_instructions)
+
+    assert resolve_dtype("auto", config_of(num_layers, dtype), "cpu") is chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bfloat16", "chosen"),
+    [
+        ("bfloat16", True, torch.bfloat16),
+        ("float32", True, torch.bfloat16),
+        ("float16", True, torch.float16),
+        ("bfloat16", False, torch.float16),
+    ],
+)
+def test_a_gpu_serves_in_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: has_bfloat16 or including_emulation,
+    )
+
+    assert resolve_dtype("auto", config_of(2, dtype), "cuda") is chosen
+
+
+def test_bfloat16_on_a_gpu_that_only_emulates_it_is_taken_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+
+    assert resolve_dtype("bfloat16", config_of(2, "bfloat16"), "cuda") is torch.bfloat16
+    assert "float16 is faster" in caplog.text
+
+
+def test_an_explicit_dtype_is_taken_as_it_is():
+    assert resolve_dtype("float16", config_of(2, "bfloat16"), "cpu") is torch.float16
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ModelError, match="'int8' is none of auto, float32"):
+        resolve_dtype("int8", config_of(2, "bfloat16"), "cpu")
+
+
+def test_float16_on_the_cpu_gives_the_logits_of_transformers(single):
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(single)
+    ids = torch.tensor([[1, 5, 9, 2]])
+    model = load(single, torch.float16)
+
+    ours = model.logits(model(ids, torch.arange(4)))
+
+    theirs = oracle(ids).logits
+    assert (ours - theirs).abs().max() <= 1e-2 * theirs.abs().max()

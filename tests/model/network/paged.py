@@ -1,0 +1,108 @@
+"""Drives a DecoderLM over a paged cache as an engine would, for tests, on the model's device."""
+
+import random
+
+import torch
+
+from kernels import PagedBatch
+from model.device.kv_cache import KVCache
+
+BLOCK_SIZE = 4
+
+
+class PagedDriver:
+    """Feeds any chunks of any sequences, a step at a time; blocks come from a shuffled pool."""
+
+    def __init__(self, model, num_blocks=160, cache_dtype=None):
+        config = model.config
+        self.model = model
+        self.device = model.embed_tokens.device
+        self.cache = KVCache(
+            config.num_layers,
+            num_blocks,
+            BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+            cache_dtype or model.embed_tokens.dtype,
+            self.device,
+        )
+        for layer in (*self.cache.layers, *self.cache.scales):
+            if layer is not None:
+                layer.fill_(float("nan"))
+        self._free = list(range(num_blocks))
+        random.Random(0).shuffle(self._free)
+        self._blocks = {}
+        self._lengths = {}
+
+    def step(self, chunks):
+        """Feed {sequence: token ids}; returns {sequence: logits [tokens, V]}.
+
+        Sequences with one token are decoded, the others prefilled.
+        """
+        ordered = sorted(chunks.items(), key=lambda item: len(item[1]) > 1)
+        num_decode = sum(len(tokens) == 1 for _, tokens in ordered)
+        ids, positions, slots = [], [], []
+        for name, tokens in ordered:
+            start = self._lengths.get(name, 0)
+            blocks = self._blocks.setdefault(name, [])
+            while len(blocks) * BLOCK_SIZE < start + len(tokens):
+                blocks.append(self._free.pop())
+            for position in range(start, start + len(tokens)):
+                block, offset = divmod(position, BLOCK_SIZE)
+                slots.append(blocks[block] * BLOCK_SIZE + offset)
+                positions.append(position)
+            ids += tokens
+            self._lengths[name] = start + len(tokens)
+        metadata = self.model.attention_metadata(
+            self._ints(slots),
+            BLOCK_SIZE,
+            self._batch(ordered[:num_decode]),
+            self._batch(ordered[num_decode:]),
+            self.cache.kv_dtype,
+        )
+        with torch.inference_mode():
+            tokens, at = (torch.tensor(x, device=self.device) for x in (ids, positions))
+            hidden = self.model(tokens, at, self.cache, metadata)
+            logits = self.model.logits(hidden)
+        parts = logits.split([len(tokens) for _, tokens in ordered])
+        return {name: part for (name, _), part in zip(ordered, parts, strict=True)}
+
+    def _batch(self, ordered):
+        if not ordered:
+            return None
+        lengths = [len(tokens) for _, tokens in ordered]
+        tables = [self._blocks[name] for name, _ in ordered]
+        width = max(map(len, tables))
+        seq_lens = [self._lengths[name] for name, _ in ordered]
+        return PagedBatch(
+            cu_seqlens_q=self._ints([0, *lengths]).cumsum(0).int(),
+            seq_lens=self._ints(seq_lens),
+            block_table=self._ints([table + [0] * (width - len(table)) for table in tables]),
+            num_tokens=sum(lengths),
+            max_seqlen_q=max(lengths),
+            max_seqlen_k=max(seq_lens),
+        )
+
+    def _ints(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def logits_in_chunks(model, tokens, chunk, cache_dtype=None):
+    """Logits [S, V] of one sequence fed `chunk` tokens at a time."""
+    driver = PagedDriver(model, cache_dtype=cache_dtype)
+    parts = [
+        driver.step({0: tokens[start : start + chunk]})[0] for start in range(0, len(tokens), chunk)
+    ]
+    return torch.cat(parts)
+
+
+def greedy(model, prompt, steps, cache_dtype=None):
+    """The `steps` tokens that follow `prompt`, and the logits [steps, V] they were chosen from."""
+    driver = PagedDriver(model, cache_dtype=cache_dtype)
+    tokens, rows = list(prompt), []
+    new = tokens
+    for _ in range(steps):
+        rows.append(driver.step({0: new})[0][-1])
+        new = [int(rows[-1].argmax())]
+        tokens += new
+    return tokens[len(prompt) :], torch.stack(rows)

@@ -1,0 +1,208 @@
+import dataclasses
+
+import pytest
+import torch
+
+from kernels import Phase
+from model.checkpoint.config import ModelConfig, RopeConfig
+from model.device.kv_cache import KVCache, bytes_per_token
+from model.network.decoder import DecoderLM
+from model.network.linear import can_pack
+from tests.model.network.paged import PagedDriver, logits_in_chunks
+
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    qk_norm=True,
+    sliding_window=12,
+    layer_types=("full_attention", "sliding_attention", "sliding_attention"),
+    tie_word_embeddings=True,
+)
+
+
+def build(config=CONFIG, dtype=torch.float32):
+    model = DecoderLM(config, dtype)
+    model.init_weights(std=0.2, seed=0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build().requires_grad_(requires_grad=False)
+
+
+def tokens(length, seed=0):
+    return torch.randint(64, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def dense_logits(model, ids):
+    with torch.inference_mode():
+        return model.logits(model(torch.tensor([ids]), torch.arange(len(ids))))[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 8, 50])
+def test_the_size_of_the_chunks_changes_nothing(model, chunk):
+    ids = tokens(50)
+
+    torch.testing.assert_close(
+        logits_in_chunks(model, ids, chunk), dense_logits(model, ids), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_neighbours_in_a_step_change_nothing(model):
+    sequences = {name: tokens(length, seed=name) for name, length in enumerate((5, 17, 30, 9))}
+    driver = PagedDriver(model)
+    fed = dict.fromkeys(sequences, 0)
+    got = {name: [] for name in sequences}
+    step = 0
+    while any(fed[name] < len(ids) for name, ids in sequences.items()):
+        # Every step mixes chunks of one token (decoded) with longer ones (prefilled).
+        chunks = {
+            name: ids[fed[name] : fed[name] + 1 + (name + step) % 4]
+            for name, ids in sequences.items()
+            if fed[name] < len(ids)
+        }
+        for name, logits in driver.step(chunks).items():
+            got[name].append(logits)
+            fed[name] += len(chunks[name])
+        step += 1
+
+    for name, ids in sequences.items():
+        torch.testing.assert_close(
+            torch.cat(got[name]), dense_logits(model, ids), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("round_to", [torch.float32, torch.bfloat16])
+def test_packing_changes_only_the_speed(tied, round_to):
+    model, packed = (
+        build(dataclasses.replace(CONFIG, tie_word_embeddings=tied)).to(round_to).float()
+        for _ in range(2)
+    )
+    packed.requires_grad_(requires_grad=False).pack()
+    ids = tokens(30)
+
+    exact = dense_logits(model, ids)
+
+    assert packed.is_packed == can_pack(torch.float32, torch.device("cpu"))
+    for ours in (logits_in_chunks(packed, ids, 7), dense_logits(packed, ids)):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_packing_gives_up_the_original_matrices():
+    model = build().requires_grad_(requires_grad=False)
+
+    model.pack()
+
+    left = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert left == (64 * 32 if model.is_packed else CONFIG.num_parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_follows_single(model, dtype):
+    half = build(dtype=dtype).requires_grad_(requires_grad=False)
+    # What a seed draws in another dtype differs between PyTorch's versions.
+    half.load_state_dict(model.state_dict())
+    half.pack()
+    ids = tokens(30)
+
+    ours, exact = logits_in_chunks(half, ids, 7).float(), dense_logits(model, ids)
+
+    assert (ours - exact).abs().max() <= 0.05 * exact.abs().max()
+
+
+def test_every_parameter_gets_a_gradient():
+    model = build()
+
+    hidden = model(torch.tensor([tokens(20), tokens(20, seed=1)]), torch.arange(20))
+    model.logits(hidden).logsumexp(-1).mean().backward()
+
+    assert hidden.shape == (2, 20, 32)
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_the_dense_path_compiles_to_one_graph():
+    model = build()
+    ids, positions = torch.tensor([tokens(20)]), torch.arange(20)
+
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+
+    torch.testing.assert_close(compiled(ids, positions), model(ids, positions))
+
+
+def test_a_model_that_mixes_layers_plans_for_both_kinds(model):
+    assert model.attention_problem(Phase.DECODE, 16).sliding_window is None
+    assert model.attention_problem(Phase.DECODE, 16, sliding=True).sliding_window == 12
+
+
+def test_a_model_that_always_slides_has_one_kind_of_problem():
+    config = dataclasses.replace(CONFIG, layer_types=("sliding_attention",) * 3)
+    sliding = DecoderLM(config)
+
+    assert sliding.attention_problem(Phase.PREFILL, 16).sliding_window == 12
+
+
+def test_fresh_weights_are_those_of_the_seed():
+    first, second = build(), build()
+
+    assert torch.equal(first.layers[0].qkv, second.layers[0].qkv)
+    assert first.layers[0].qkv.std().item() == pytest.approx(0.2, rel=0.1)
+    assert torch.equal(first.norm, torch.ones(32))
+
+
+def test_a_tied_head_is_the_embedding():
+    names = [name for name, _ in build().named_parameters()]
+
+    assert "lm_head" not in names
+
+
+def test_the_cache_tells_its_bytes():
+    cache = KVCache(3, 10, 4, 2, 16, torch.bfloat16, "cpu")
+
+    assert cache.layer(2).shape == (2, 10, 4, 2, 16)
+    assert cache.bytes_per_token == bytes_per_token(3, 2, 16, torch.bfloat16) == 384
+    assert cache.num_bytes == sum(layer.nbytes for layer in cache.layers)
+
+
+def dynamic(max_positions=16, factor=2.0):
+    rope = RopeConfig("dynamic", 10_000.0, factor, max_positions)
+    return dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=max_positions)
+
+
+def test_a_dynamic_rotation_depends_on_the_position_alone_when_served():
+    model = build(dynamic(factor=8.0)).requires_grad_(requires_grad=False)
+    ids = tokens(60)
+
+    at_once, one_by_one = logits_in_chunks(model, ids, 60), logits_in_chunks(model, ids, 1)
+
+    torch.testing.assert_close(at_once, one_by_one, rtol=1e-4, atol=1e-4)
+
+
+def test_the_rotation_table_grows_without_changing_its_rows():
+    rope = build(dynamic()).rope
+    positions = torch.tensor([0, 15, 16, 40])
+    rope.reserve(41, torch.float32, torch.device("cpu"))
+    before = rope.table(positions)
+
+    rope.reserve(40_000, torch.float32, torch.device("cpu"))
+
+    for old, new in zip(before, rope.table(positions), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_rotations_of_far_positions_keep_float32_precision_in_a_half_model():
+    rope = build(dataclasses.replace(CONFIG, max_position_embeddings=100_000)).rope
+    rope.reserve(100_000, torch.bfloat16, torch.device("cpu"))
+    position = torch.tensor([99_999])
+
+    cos, _ = rope.table(position)
+
+    assert cos[0, 0, 0] == torch.tensor(99_999.0).cos().bfloat16()

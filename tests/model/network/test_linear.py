@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from model.network.linear import can_pack, fits_half, packed_linear, plain_linear
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bfloat16_weight(*shape):
+    return (random(*shape) * 0.02).bfloat16().float()
+
+
+WEIGHTS = {
+    "float32": random(40, 48) * 0.02,
+    "float32 that float16 holds": bfloat16_weight(40, 48),
+    "bfloat16": (random(40, 48) * 0.02).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("rows", [(1,), (2,), (8,), (33,), (2, 5)], ids=str)
+def test_a_packed_weight_multiplies_like_a_plain_one(weight, with_bias, rows):
+    x = random(*rows, 48).to(weight.dtype)
+    bias = random(40, seed=1).to(weight.dtype) if with_bias else None
+
+    with torch.inference_mode():
+        plain, packed = plain_linear(weight, bias)(x), packed_linear(weight, bias)(x)
+
+    tolerance = 2e-6 if weight.dtype is torch.float32 else 2**-8
+    assert packed.shape == plain.shape
+    assert packed.dtype == plain.dtype
+    assert (packed - plain).abs().max() <= tolerance * plain.abs().max()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    x, multiply = random(40, 384), packed_linear(bfloat16_weight(640, 384), None)
+
+    with torch.inference_mode():
+        together = multiply(x)
+
+        for count in (1, 2, 3, 7, 8, 16):
+            assert torch.equal(multiply(x[:count]), together[:count])
+
+
+def test_weights_of_a_bfloat16_checkpoint_fit_float16():
+    assert fits_half(bfloat16_weight(256, 256))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        random(64, 64),
+        torch.full((4, 4), 1e6),
+        torch.full((4, 4), 1e-7),
+        torch.full((4, 4), torch.nan),
+    ],
+    ids=["too many digits", "too large", "too small", "not a number"],
+)
+def test_weights_that_float16_would_change_do_not_fit(weight):
+    assert not fits_half(weight)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.float16, "cpu"), (torch.float32, "cuda"), (torch.bfloat16, "meta")]
+)
+def test_only_float32_and_bfloat16_on_a_cpu_are_packed(dtype, device):
+    assert not can_pack(dtype, torch.device(device))

@@ -1,0 +1,109 @@
+"""The oracle of the whole model is transformers, on every family and variant."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.hub import BUNDLED, resolve
+from model.checkpoint.weights import load_model
+from model.text.tokenizer import Tokenizer
+from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+from tests.model.network.paged import greedy, logits_in_chunks
+
+STEPS = 200
+PROMPT = list(range(3, 100, 4))
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def pair(request, tmp_path_factory):
+    """A checkpoint as transformers runs it and as we do."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    oracle = request.param.save(folder)
+    config = ModelConfig.from_folder(folder)
+    return oracle, load_model(folder, config, torch.float32, "cpu")
+
+
+@pytest.fixture(scope="module")
+def bundled_pair():
+    """The bundled model as transformers runs it in float32, as we serve it, and its tokenizer."""
+    folder = resolve(BUNDLED)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder, ModelConfig.from_folder(folder), torch.float32, "cpu")
+    return oracle, model, Tokenizer.from_folder(folder)
+
+
+def tokens(length):
+    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def oracle_logits(oracle, ids):
+    with torch.inference_mode():
+        return oracle(torch.tensor([ids])).logits[0]
+
+
+def assert_close(ours, theirs):
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+def test_a_dense_forward_pass_gives_the_logits_of_transformers(pair):
+    oracle, model = pair
+    ids = tokens(150)
+
+    with torch.inference_mode():
+        ours = model.logits(model(torch.tensor([ids]), torch.arange(len(ids))))[0]
+
+    assert_close(ours, oracle_logits(oracle, ids))
+
+
+@pytest.mark.parametrize("chunk", [100, 33, 1], ids=["at once", "in chunks", "token by token"])
+def test_a_served_prompt_gives_the_logits_of_transformers(pair, chunk):
+    oracle, model = pair
+    ids = tokens(100)
+
+    ours = logits_in_chunks(model, ids, chunk)
+
+    assert_close(ours, oracle_logits(oracle, ids))
+
+
+def test_greedy_generation_gives_the_tokens_of_transformers(pair):
+    oracle, model = pair
+    prompt = torch.tensor([PROMPT])
+
+    ours, our_logits = greedy(model, PROMPT, STEPS)
+    with torch.inference_mode():
+        theirs = oracle.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=STEPS,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+
+    assert ours == theirs.sequences[0, len(PROMPT) :].tolist()
+    assert_close(our_logits, torch.cat(theirs.logits))
+
+
+@pytest.mark.parametrize(
+    "text", ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def __init__(self):\n"]
+)
+def test_the_bundled_model_gives_the_logits_and_tokens_of_transformers(bundled_pair, text):
+    oracle, model, tokenizer = bundled_pair
+    prompt = tokenizer.encode(text)
+    ids = torch.tensor([prompt])
+
+    assert_close(logits_in_chunks(model, prompt, 4), oracle_logits(oracle, prompt))
+    ours, _ = greedy(model, prompt, STEPS)
+    with torch.inference_mode():
+        theirs = oracle.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=STEPS,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+    assert (
+        ours[: len(theirs)] == theirs
+    )  # transformers stops at the end of text, this driver does not

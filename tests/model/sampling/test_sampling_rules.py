@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from model.sampling.parameters import uniform
+from model.sampling.sampler import Sampler, SamplingRow, TokenHistory
+from tests.model.sampling.sampling_rows import VOCAB, logits_of
+
+# --- randomness -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_and_position_draw_the_same_token(forward) -> None:
+    logits = logits_of(8, 1)
+
+    def draws(seed: int) -> list[int | None]:
+        return [
+            forward(logits, [SamplingRow(seed=seed, position=p)])[0].token_id for p in range(20)
+        ]
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+    assert len(set(draws(1))) > 5
+
+
+def test_uniform_numbers_are_pinned_so_that_seeds_keep_their_meaning() -> None:
+    assert [uniform(s, p) for s, p in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 10**6))] == [
+        0.6524484863740322,
+        0.7012121095215252,
+        0.36818951565166946,
+        0.4611314684076886,
+    ]
+
+
+@pytest.mark.parametrize("along", ["seed", "position"])
+def test_uniform_numbers_are_uniform_and_uncorrelated_along_seeds_and_positions(along) -> None:
+    n = 20_000
+    values = np.array([uniform(i, 5) if along == "seed" else uniform(5, i) for i in range(n)])
+
+    counts = np.histogram(values, bins=20, range=(0, 1))[0]
+    chi_square = float(((counts - n / 20) ** 2 / (n / 20)).sum())
+
+    assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 4 / math.sqrt(n)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"typical_p": 0.7},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_filtered_distribution(filters) -> None:
+    logits = logits_of(9, 1, vocab=12, scale=1.5)
+    n = 8000
+    rows = [SamplingRow(seed=7, position=i, **filters) for i in range(n)]
+
+    drawn = [t.token_id for t in Sampler().forward(logits.expand(n, -1), rows)]
+
+    expected = torch.softmax(oracle(logits, filters), -1)[0].double().numpy() * n
+    counts = np.bincount(drawn, minlength=12)
+    assert not counts[expected == 0].any()
+    likely = expected > 0
+    chi_square = float(((counts - expected)[likely] ** 2 / expected[likely]).sum())
+    assert chi_square < 31.3  # at most 11 degrees of freedom, p = 0.001
+
+
+# --- filters ----------------------------------------------------------------------------------------------------
+
+
+def oracle(scores: torch.Tensor, filters: dict[str, float], seen: list[int] | None = None):
+    """Transformers' processors in the order in which its `generate` applies them."""
+    from transformers import generation as hf
+
+    ids = torch.tensor([seen or []], dtype=torch.int64)
+    makers = {
+        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
+        "temperature": hf.TemperatureLogitsWarper,
+        "top_k": hf.TopKLogitsWarper,
+        "top_p": hf.TopPLogitsWarper,
+        "min_p": hf.MinPLogitsWarper,
+        "typical_p": hf.TypicalLogitsWarper,
+    }
+    for name, make in makers.items():
+        if name in filters:
+            scores = make(filters[name])(ids, scores)
+    return scores
+
+
+def support(logits: torch.Tensor, filters: dict[str, float], sample, draws: int = 400) -> set[int]:
+    """Every token that the row can draw, found by asking at every rank of the uniform number."""
+    rows = [SamplingRow(seed=0, position=i, **filters) for i in range(draws)]
+    return {t.token_id for t in sample(logits.expand(draws, -1).contiguous(), rows)}
+
+
+@pytest.fixture
+def evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the random numbers by 1024 evenly spaced ones, so that few draws reach every token."""
+
+    def spread(_seed: int, position: int) -> float:
+        return (position + 0.5) / 1024
+
+    monkeypatch.setattr("model.sampling.host.uniform", spread)
+    monkeypatch.setattr("model.sampling.device.uniform", spread)
+
+
+@pytest.mark.usefixtures("evenly_spread")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"temperature": 0.5},
+        {"top_k": 1},
+        {"top_k": 6},
+        {"top_p": 0.05},
+        {"top_p": 0.5},
+        {"top_p": 0.95},
+        {"min_p": 0.3},
+        {"typical_p": 0.2},
+        {"typical_p": 0.9},
+        {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
+        {"top_k": 12, "top_p": 0.8, "min_p": 0.1},
+        {"top_k": 15, "top_p": 0.95, "min_p": 0.02, "typical_p": 0.6},
+        {"top_p": 0.9, "typical_p": 0.5},
+        {"min_p": 0.05, "typical_p": 0.5},
+    ],
+    ids=str,
+)
+def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(
+    forward, filters, seed
+) -> None:
+    logits = logits_of(100 + seed, 1, vocab=24, scale=1.2)
+    kept = torch.softmax(oracle(logits, filters), -1)[0].double().numpy()
+    rows = [SamplingRow(position=i, **filters) for i in range(1024)]
+
+    drawn = [t.token_id for t in forward(logits.expand(1024, -1).contiguous(), rows)]
+
+    # Evenly spaced numbers hit each token in proportion to its probability, give or take one at each end.
+    assert np.abs(np.bincount(drawn, minlength=24) - kept * 1024).max() <= 1.01
+
+
+@pytest.mark.usefixtures("evenly_spread")
+def test_top_k_keeps_all_that_tie_with_the_last(forward) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -5.0]])
+
+    assert support(logits, {"top_k": 2}, forward, 1024) == {1, 2, 3, 4}
+
+
+@pytest.mark.usefixtures("evenly_spread")
+def test_top_p_splits_ties_by_id(forward) -> None:
+    logits = torch.zeros(1, 8)
+
+    assert support(logits, {"top_p": 0.5}, forward, 1024) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_p": 1e-9},
+        {"typical_p": 1e-9},
+        {"min_p": 1.0},
+        {"top_k": 1},
+        {"top_k": 1, "top_p": 1e-9, "min_p": 1.0, "typical_p": 1e-9},
+    ],
+    ids=str,
+)
+def test_the_tightest_filters_keep_one_token(forward, filters) -> None:
+    logits = logits_of(10, 1)
+
+    assert len(support(logits, filters, forward, 50)) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-6, 1e6, 1e300])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_extreme_temperatures_still_draw_a_token(forward, temperature, scale) -> None:
+    logits = logits_of(11, 1) * scale
+    logits[0, 3] = -torch.inf
+
+    for filters in ({}, {"top_p": 0.9}, {"typical_p": 0.9}, {"top_k": 10**9}):
+        (token,) = forward(logits, [SamplingRow(temperature=temperature, **filters)])
+        assert token.error is None
+        assert token.token_id != 3
+        if temperature <= 1e-6 and scale >= 1:
+            assert token.token_id == int(logits.argmax())
+
+
+def test_top_k_above_the_vocabulary_keeps_everything(forward) -> None:
+    logits = logits_of(12, 30)
+    plain = [SamplingRow(seed=i) for i in range(30)]
+
+    huge = forward(logits, [replace(row, top_k=10**12) for row in plain])
+
+    assert {t.token_id for t in huge} <= set(range(VOCAB))
+    assert all(t.error is None for t in huge)
+
+
+# --- penalties and bans -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 100.0])
+def test_the_repetition_penalty_is_that_of_transformers(forward, penalty) -> None:
+    prompt, output = [3, 3, 50, 7], [8, 50]
+    for seed in range(20):
+        logits = logits_of(seed, 1)
+        logits[0, prompt + output] += 4
+        expected = oracle(logits.clone(), {"repetition_penalty": penalty}, prompt + output)
+        row = SamplingRow(
+            temperature=0.0, repetition_penalty=penalty, prompt_ids=prompt, output_ids=output
+        )
+
+        assert forward(logits, [row])[0].token_id == int(expected.argmax())
+
+
+def test_presence_and_frequency_penalties_count_output_tokens_only(forward) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :4] = torch.tensor([5.0, 4.8, 4.5, 3.9])
+
+    def greedy(**penalties: float) -> int | None:
+        row = SamplingRow(temperature=0.0, prompt_ids=[0] * 9, output_ids=[0, 1, 0], **penalties)
+        return forward(logits, [row])[0].token_id
+
+    assert greedy(presence_penalty=0.6) == 2  # 4.4, 4.2, 4.5
+    assert greedy(frequency_penalty=0.15) == 0  # 4.7, 4.65, 4.5
+    assert greedy(frequency_penalty=0.28) == 1  # 4.44, 4.52, 4.5
+    assert greedy(frequency_penalty=0.35) == 2  # 4.3, 4.45, 4.5
+    assert greedy(frequency_penalty=0.2, presence_penalty=-1.0) == 1  # 5.6, 5.6 rounds below, 4.5
+
+
+def test_repetition_is_applied_before_presence_and_frequency(forward) -> None:
+    logits = torch.full((1, VOCAB), -9.0)
+    logits[0, :2] = torch.tensor([4.0, 1.2])
+    row = SamplingRow(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, output_ids=[0])
+
+    assert forward(logits, [row])[0].token_id == 1  # 4 / 2 - 1 = 1.0, and not (4 - 1) / 2 = 1.5
+
+
+def test_banned_ids_are_never_drawn(forward) -> None:
+    logits = torch.zeros(1, 4)
+
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.99}, {"typical_p": 0.99}):
+        assert support(logits, {**filters, "banned": (0, 2)}, forward) == {1, 3}
+
+
+def test_ids_outside_the_vocabulary_are_ignored_by_penalties_and_bans(forward) -> None:
+    logits = logits_of(13, 1)
+    row = SamplingRow(temperature=0.0, banned=(VOCAB, 10**6), repetition_penalty=1.2)
+    row.frequency_penalty, row.prompt_ids, row.output_ids = 0.1, [VOCAB + 5], [10**7]
+
+    assert forward(logits, [row])[0].token_id == int(logits.argmax())
+
+
+def test_a_kept_history_gives_the_tokens_that_counting_anew_gives(forward) -> None:
+    history, output = TokenHistory(), []
+    for step in range(25):
+        logits = logits_of(step, 1, vocab=12)
+        row = SamplingRow(
+            seed=4,
+            position=step,
+            repetition_penalty=1.3,
+            frequency_penalty=0.5,
+            prompt_ids=[1, 2],
+            output_ids=output,
+        )
+        (anew,) = forward(logits, [row])
+
+        assert forward(logits, [replace(row, history=history)]) == [anew]
+        output = [*output, anew.token_id]
