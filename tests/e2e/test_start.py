@@ -152,7 +152,9 @@ def test_an_engine_process_that_is_told_nothing_ends_without_a_word(capfd):
 
 def test_the_engine_process_is_started_before_anything_slow_is_imported():
     slow = {"pydantic", "asyncio", "zmq", "logging", "argparse"}
-    code = f"import sys, server.cli.main, server.engine.link.spawn; print({slow} & set(sys.modules))"
+    code = (
+        f"import sys, server.cli.main, server.engine.link.spawn; print({slow} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "set()\n"

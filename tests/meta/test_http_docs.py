@@ -64,7 +64,12 @@ def test_every_label_value_is_described(label):
 def test_every_header_that_is_sent_is_described():
     source = "".join(
         (ROOT / "server/http" / name).read_text()
-        for name in ("dialects/tgi/generate.py", "routes/info.py", "dialects/tgi/sse.py", "replying.py")
+        for name in (
+            "dialects/tgi/generate.py",
+            "routes/info.py",
+            "dialects/tgi/sse.py",
+            "replying.py",
+        )
     )
     sent = set(re.findall(r'"(x-[a-z-]+|retry-after|allow|cache-control|connection)"', source))
 
