@@ -20,14 +20,12 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
 
-_HOPPER = 90
-
 
 def may_depend(arch: GPUArch, device: torch.device) -> bool:
-    """Whether kernels may be launched so, which the interpreter on a CPU cannot, whatever it is to stand for."""
-    return arch.sm >= _HOPPER and device.type == "cuda"
+    """Whether kernels on a device may be launched so; Triton's interpreter, on CPU tensors, cannot."""
+    return arch.has_dependent_launch and device.type == "cuda"
 
 
 def dependent_launch(pdl: bool) -> dict[str, Any]:
-    """Return the launch options and the constant PDL of a kernel, which needs compute capability 9.0 if set."""
+    """Return a kernel's launch options and its constant PDL, which only some GPUs take (`may_depend`)."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

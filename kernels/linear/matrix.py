@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from kernels.arch import HOPPER
 from kernels.linear.matrix_tiles import FEWEST_ROWS, ROW_COUNTS, most_rows
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ __all__ = [
     "objection",
 ]
 
-_HOPPER: Final = 90
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _MULTIPLE: Final = 64
 
@@ -55,8 +55,8 @@ def objection(layers: tuple[FusedLinear, ...], arch: GPUArch) -> str:
         layers: QKV, output, gate and up, down.
         arch: of their device.
     """
-    if arch.sm != _HOPPER:
-        return f"they need sm_{_HOPPER}, this is {'a CPU' if arch.is_cpu else f'sm_{arch.sm}'}"
+    if reasons := arch.unsupported(HOPPER):
+        return f"the matrix kernel {reasons[0]}"
     qkv, *others = layers
     dtype = qkv.weight.dtype
     odd = next((n for it in layers for n in it.weight.shape if n % _MULTIPLE), None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from kernels import write_kv
+from kernels.arch import TENSOR_CORES
 from kernels.attention.quantized_cache import FP8
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.select import LinearProblem, select_linear
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["CacheSlots", "FusedLinear", "FusedNorm", "may_depend", "objection", "rope_and_write_kv"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_AMPERE = 80
 
 
 def objection(arch: GPUArch, dtype: torch.dtype) -> str:
@@ -41,8 +41,8 @@ def objection(arch: GPUArch, dtype: torch.dtype) -> str:
     """
     if arch.is_cpu:
         return "a CPU has no kernels of ours for them"
-    if arch.sm < _AMPERE:
-        return f"they need sm_{_AMPERE}, this is sm_{arch.sm}"
+    if reasons := arch.unsupported(TENSOR_CORES):
+        return f"a layer's kernel {reasons[0]}"
     return "" if dtype in _DTYPES else f"no {str(dtype).removeprefix('torch.')}"
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 from typing import TYPE_CHECKING
 
+from kernels.arch import FP8_INSTRUCTIONS, TENSOR_CORES
 from kernels.attention.quantized_cache import FP8
 
 if TYPE_CHECKING:
@@ -25,14 +26,12 @@ MOST_VECTOR_ROWS = 4
 _WIDE_GATED_BYTES = 32 << 20
 """Gated weights from which on three rows or four are more arithmetic than the vector kernel hides behind memory."""
 _FEW_ROWS = 2
-_AMPERE = 80
 _FULL_SM_WARPS = 64
 _AHEAD_BYTES = 256
 """Weights that a thread may hold in registers before it waits: a quarter of what it can have."""
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 _DTYPES = ("bfloat16", "float16", "float32")
 _FP8_DTYPES = ("bfloat16", "float16")
-_ADA = 89
 _FP8_MULTIPLE = 16
 """What the library's product in FP8 wants inputs and outputs to be multiples of."""
 
@@ -167,7 +166,7 @@ def select_linear(
         return _library(problem, arch, why)
     why += f"enough programs to fill {arch.num_sms} SMs"
     launch = vector_default(problem, arch)
-    unpacks = problem.weight_dtype is not None and arch.sm < _ADA
+    unpacks = problem.weight_dtype is not None and not arch.has_fp8_conversion
     return LinearChoice(problem, LinearKernel.VECTOR, launch, why, unpacks=unpacks)
 
 
@@ -175,7 +174,7 @@ def _objection(problem: LinearProblem, arch: GPUArch) -> str:
     """Say why the vector kernel does not compute this; empty where it can."""
     tests = (
         (arch.is_cpu, "a CPU has no kernels of ours"),
-        (arch.sm < _AMPERE, f"the vector kernel needs sm_{_AMPERE}, this is sm_{arch.sm}"),
+        *((True, f"the vector kernel {reason}") for reason in arch.unsupported(TENSOR_CORES)),
         (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
         (
             problem.rows > MOST_VECTOR_ROWS,
@@ -194,7 +193,7 @@ def _library(problem: LinearProblem, arch: GPUArch, why: str) -> LinearChoice:
     if problem.weight_dtype is None:
         return LinearChoice(problem, LinearKernel.LIBRARY, None, why)
     tests = (
-        (arch.sm < _ADA, f"a product in FP8 needs sm_{_ADA}, this is sm_{arch.sm}"),
+        *((True, f"a product in FP8 {reason}") for reason in arch.unsupported(FP8_INSTRUCTIONS)),
         (problem.dtype not in _FP8_DTYPES, f"no product in FP8 with {problem.dtype}"),
         (
             problem.inputs % _FP8_MULTIPLE + problem.matrices * problem.outputs % _FP8_MULTIPLE > 0,

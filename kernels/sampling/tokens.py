@@ -41,12 +41,10 @@ __all__ = [
     "most_likely_tokens",
 ]
 
-_AMPERE = 80
-
 
 def has_kernels(device: torch.device) -> bool:
     """Whether tokens can be drawn by kernels of ours: from sm_80 on, as for attention."""
-    return device.type == "cuda" and detect(device).sm >= _AMPERE
+    return device.type == "cuda" and detect(device).has_triton_tensor_cores
 
 
 def embed_tokens(ids: Tensor, table: Tensor, drawn: Tensor | None = None) -> Tensor:

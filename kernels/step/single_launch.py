@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from kernels.arch import HOPPER
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "objection"]
 
-_HOPPER: Final = 90
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)
 _ALIGNMENT: Final = 1024
@@ -102,7 +103,7 @@ def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
     odd = next((f"a {name} of {size}" for name, size in sizes.items() if size % _ALIGNMENT), "")
     queries = sizes["size of all heads"]
     checks = (
-        (arch.sm == _HOPPER, f"sm_{_HOPPER}", "a CPU" if arch.is_cpu else f"sm_{arch.sm}"),
+        (not arch.unsupported(HOPPER), "sm_90", "a CPU" if arch.is_cpu else f"sm_{arch.sm}"),
         (dtype in _DTYPES, "bfloat16 and float16", str(dtype).removeprefix("torch.")),
         (
             shape.num_kv_heads <= arch.num_sms <= _MOST_SMS,

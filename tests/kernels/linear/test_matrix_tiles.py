@@ -94,6 +94,8 @@ def test_a_bias_of_queries_keys_and_values_is_no_reason():
     assert objection(tuple(layers), CATALOGUE["h100"]) == ""
 
 
-@pytest.mark.parametrize(("arch", "said"), [(CATALOGUE["a100"], "sm_80"), (CPU, "a CPU")])
+@pytest.mark.parametrize(
+    ("arch", "said"), [(CATALOGUE["a100"], "sm_90, this is sm_80"), (CPU, "a GPU")]
+)
 def test_other_processors_are_named(arch, said):
-    assert objection(tuple(layer()), arch) == f"they need sm_90, this is {said}"
+    assert objection(tuple(layer()), arch) == f"the matrix kernel needs {said}"
