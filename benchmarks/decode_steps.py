@@ -33,8 +33,6 @@ from server.cli.bench.engine.options import SHAPES, shapes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from model.network.decoder import DecoderLM
 
 BLOCK_SIZE = 16
@@ -87,7 +85,7 @@ def main() -> None:
 
 def step(
     model: DecoderLM, cache: KVCache, sequences: int, context: int, launch: str
-) -> Callable[[], tuple[Tensor, ...]]:
+) -> Callable[[], None]:
     """Return what computes a decode step: vectors of drawn tokens, all layers, logits, most likely tokens.
 
     Args:
@@ -125,36 +123,35 @@ def step(
     tokens, logprobs = numbers(0), numbers(0.0, dtype=torch.float32)
 
     @torch.inference_mode()
-    def compute() -> tuple[Tensor, ...]:
+    def compute() -> None:
         plan = kernels.plan_attention(problem, batch, selection=selection)
         most = sequences * batch.max_seqlen_k
         metadata = AttentionMetadata(slots, sequences, plan, None, most_keys=most)
         hidden = model(ids, positions, cache, metadata, drawn)
-        drawn.copy_(model.most_likely(hidden, logits, tokens, logprobs))
-        return (drawn,)
+        drawn.copy_(model.argmax(hidden, logits, tokens, logprobs))
 
     return compute
 
 
-def record(compute: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Replay:
+def record(compute: Callable[[], object], device: torch.device) -> Replay:
     """Record a step; on a CPU, for a dry run, compute it again each time."""
     if device.type == "cuda":
         return CudaGraphs(device).record(compute)
-    return Replay(compute, compute())
+    return compute
 
 
 def microseconds(replay: Replay, device: torch.device) -> float:
     """Time one replay among many that follow one another."""
     if device.type != "cuda":
         begin = time.perf_counter()
-        replay.run()
+        replay()
         return 1e6 * (time.perf_counter() - begin)
     for _ in range(_WARM_REPLAYS):
-        replay.run()
+        replay()
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin_event.record()
     for _ in range(_REPLAYS):
-        replay.run()
+        replay()
     end_event.record()
     end_event.synchronize()
     milliseconds: float = begin_event.elapsed_time(end_event)
@@ -165,8 +162,6 @@ def _load(name: str, device: torch.device) -> DecoderLM:
     path = SHAPES / name if name in shapes() else resolve(name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
-    if device.type == "cuda" and (reason := model.fuse()):
-        raise SystemExit(f"steps are launched operation by operation: {reason}")
     if model.config.mixes_attention:
         raise SystemExit(f"{name} has two kinds of attention, of which one launch is none")
     return model

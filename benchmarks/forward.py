@@ -134,7 +134,7 @@ def build(config: ModelConfig, dtype: torch.dtype, weights: str) -> DecoderLM:
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
     if weights != "row-major":
-        model.pack()
+        model.optimize()
     return model
 
 

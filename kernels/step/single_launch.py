@@ -1,11 +1,12 @@
-"""The door to decode steps of one sequence in one launch: a model's layers, its head and the choice of a token.
+"""A decode step of one sequence in a single launch: a model's layers, its head and the argmax of its logits.
 
 Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
-    from kernels.step.gpu.kernel import StepKernel
 
-__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "objection"]
+__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "unsupported"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)
@@ -29,7 +29,7 @@ _MOST_INNER: Final = 8192
 _MOST_GROUP: Final = 4
 """With 8 the attention needs more registers than there are."""
 _MOST_SMS: Final = 256
-"""Programs that the choice of a token knows."""
+"""Programs that the argmax merges at most."""
 _TILE: Final = 8
 
 
@@ -44,6 +44,10 @@ class StepShape(NamedTuple):
     vocab_size: int
     eps: float
     softmax_scale: float
+
+
+StepKernel: TypeAlias = Callable[..., None]
+"""A bound step; called as `kernels.step.gpu.kernel.StepKernel` documents."""
 
 
 class LayerWeights(NamedTuple):
@@ -87,70 +91,47 @@ class StepWeights(NamedTuple):
     norm: Tensor
 
 
-def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
-    """Say why the steps of a model cannot be computed in one launch; empty where they can.
+def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[str, ...]:
+    """List why the steps of a model cannot be computed in a single launch; empty if they can.
 
     Args:
         shape: of the model.
         dtype: of its weights, and of its KV cache unless that is in FP8.
         arch: of its device.
     """
+    queries = shape.num_heads * shape.head_dim
     sizes = {
-        "hidden size": shape.hidden_size,
-        "intermediate size": shape.inner_size,
-        "size of all heads": shape.num_heads * shape.head_dim,
+        "a hidden size": (shape.hidden_size, _MOST_HIDDEN),
+        "an intermediate size": (shape.inner_size, _MOST_INNER),
+        "a size of all heads": (queries, _MOST_INNER),
     }
-    odd = next((f"a {name} of {size}" for name, size in sizes.items() if size % _ALIGNMENT), "")
-    queries = sizes["size of all heads"]
-    checks = (
-        (not arch.unsupported(HOPPER), "sm_90", "a CPU" if arch.is_cpu else f"sm_{arch.sm}"),
-        (dtype in _DTYPES, "bfloat16 and float16", str(dtype).removeprefix("torch.")),
+    heads, kv_heads, vocab = shape.num_heads, shape.num_kv_heads, shape.vocab_size
+    tests = (
+        (dtype not in _DTYPES, f"no {str(dtype).removeprefix('torch.')}"),
         (
-            shape.num_kv_heads <= arch.num_sms <= _MOST_SMS,
-            f"{shape.num_kv_heads} SMs for as many key-value heads, and up to {_MOST_SMS}",
-            f"{arch.num_sms}",
-        ),
-        (shape.head_dim in _HEAD_DIMS, f"head dims {_HEAD_DIMS}", f"{shape.head_dim}"),
-        (
-            shape.hidden_size <= _MOST_HIDDEN,
-            f"hidden sizes up to {_MOST_HIDDEN}",
-            f"{shape.hidden_size}",
+            not kv_heads <= arch.num_sms <= _MOST_SMS,
+            f"{arch.num_sms} SMs for {kv_heads} key-value heads; from {kv_heads} to {_MOST_SMS}",
         ),
         (
-            shape.inner_size <= _MOST_INNER,
-            f"intermediate sizes up to {_MOST_INNER}",
-            f"{shape.inner_size}",
+            shape.head_dim not in _HEAD_DIMS,
+            f"head_dim {shape.head_dim} is not one of {_HEAD_DIMS}",
         ),
+        *(
+            test
+            for name, (size, most) in sizes.items()
+            for test in (
+                (size > most, f"{name} of {size}, at most {most}"),
+                (size % _ALIGNMENT > 0, f"{name} of {size}, not a multiple of {_ALIGNMENT}"),
+            )
+        ),
+        (heads.bit_count() > 1, f"{heads} heads are not a power of two"),
         (
-            queries <= _MOST_INNER,
-            f"sizes of all heads up to {_MOST_INNER}",
-            f"{queries}",
+            heads > _MOST_GROUP * kv_heads,
+            f"{heads} query heads for {kv_heads}, at most {_MOST_GROUP} for each",
         ),
-        (not odd, f"sizes that are multiples of {_ALIGNMENT}", odd),
-        (
-            shape.num_heads & (shape.num_heads - 1) == 0,
-            "powers of two of heads",
-            f"{shape.num_heads}",
-        ),
-        (
-            shape.num_heads <= _MOST_GROUP * shape.num_kv_heads,
-            f"up to {_MOST_GROUP} query heads for a key-value head",
-            f"{shape.num_heads} for {shape.num_kv_heads}",
-        ),
-        (
-            shape.vocab_size % _TILE == 0,
-            f"vocabularies that are multiples of {_TILE}",
-            f"{shape.vocab_size}",
-        ),
+        (vocab % _TILE > 0, f"a vocabulary of {vocab}, not a multiple of {_TILE}"),
     )
-    return next(
-        (
-            f"one launch for a step takes {takes}, not {has}"
-            for good, takes, has in checks
-            if not good
-        ),
-        "",
-    )
+    return arch.unsupported(HOPPER) + tuple(reason for fails, reason in tests if fails)
 
 
 def bind_step(
@@ -162,12 +143,12 @@ def bind_step(
     """Bind the decode steps of one sequence to a model and a cache.
 
     Args:
-        weights: of a model that `objection` has nothing against.
+        weights: of a model for which `unsupported` lists nothing.
         caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype or float8_e4m3fn; they must stay where
             they are, as must `scales`.
         scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
     """
-    from kernels.step.gpu.kernel import StepKernel  # noqa: PLC0415 - Triton is not everywhere
+    from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415 - Triton is not everywhere
 
-    return StepKernel(weights, caches, scales, arch.num_sms)
+    return Kernel(weights, caches, scales, arch.num_sms)

@@ -81,7 +81,7 @@ def load_model(
     device = torch.device(device)
     model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
     if pack and weight_dtype is None:
-        model.pack()
+        model.optimize()
     return model
 
 
@@ -177,7 +177,7 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
         path: folder, created where it does not exist; its weights are replaced, other files left.
         max_shard_bytes: a file's largest size, though every file holds at least one tensor.
     """
-    assert not model.is_quantised, "the format is for weights of one dtype"
+    assert not model.is_quantized, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
         stale.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from kernels import GPUArch
-from kernels.linear.projection import objection
+from kernels.rope.cache import unsupported as layers_unsupported
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.config_reader import DTYPES
 from model.errors import ModelError
@@ -92,9 +92,9 @@ def resolve_weight_dtype(requested: str, dtype: torch.dtype, arch: GPUArch) -> t
         raise ModelError(f"quantization {requested!r} is none of {', '.join(QUANTIZATIONS)}")
     if requested == "none":
         return None
-    if reason := objection(arch, dtype):
+    if reasons := layers_unsupported(str(dtype).removeprefix("torch."), arch):
         raise ModelError(
-            f"quantization fp8: weights in FP8 are for the layers that our GPU kernels compute, and {reason}; "
+            f"quantization fp8: weights in FP8 are for our GPU kernels, and this processor has none: {reasons[0]}; "
             "set quantization to none"
         )
     return torch.float8_e4m3fn

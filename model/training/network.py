@@ -1,7 +1,4 @@
-"""The decoder as it is trained: the serving model plus dropout, and its losses.
-
-Knows tensors and the model; nothing of data, files or schedules.
-"""
+"""The decoder as it is trained: the serving model plus dropout, and its losses."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.linear.projection import Residual
 from model.checkpoint.config import ModelConfig
-from model.network.attention import DenseAttention, PagedAttention
 from model.network.decoder import DecoderLM
-from model.network.layers import LayerOps, layer_forward
+from model.network.layers import Attention, BoundLayer, layer_forward
 
 
 class TrainedLM(DecoderLM):
@@ -28,19 +25,15 @@ class TrainedLM(DecoderLM):
         self.dropout = dropout
 
     def _run_layers(
-        self,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attend: DenseAttention | PagedAttention,
-        ops: list[LayerOps],
-    ) -> Tensor:
+        self, layers: list[BoundLayer], residual: Residual, attention: Attention
+    ) -> Residual:
         if not self.training or self.dropout == 0:
-            return super()._run_layers(hidden, rope, attend, ops)
-        hidden = functional.dropout(hidden, self.dropout)
-        for layer, layer_ops in enumerate(ops):
-            after = layer_forward(layer, layer_ops, self._shape, hidden, rope, attend)
+            return super()._run_layers(layers, residual, attention)
+        hidden = functional.dropout(residual.hidden, self.dropout)
+        for index, layer in enumerate(layers):
+            after = layer_forward(index, layer, Residual(hidden), attention).hidden
             hidden = hidden + functional.dropout(after - hidden, self.dropout)
-        return functional.rms_norm(hidden, self.norm.shape, self.norm, self._shape.eps)
+        return Residual(hidden)
 
 
 def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:

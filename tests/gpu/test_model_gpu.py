@@ -296,8 +296,8 @@ def test_a_step_without_memory_ends_its_requests_and_the_next_ones_succeed(
     engine = make_engine()
     (asked,) = requests(tokenizer, HEADERS[:1], 8)
     (expected,) = engine.generate([asked])
-    model = engine.engine._runner._model
-    monkeypatch.setattr(model, "logits", lambda _hidden: torch.empty(1 << 50, device="cuda"))
+    model = engine.engine._runner.model
+    monkeypatch.setattr(model, "logits", lambda *_: torch.empty(1 << 50, device="cuda"))
 
     (failed,) = engine.generate([asked])
 

@@ -252,7 +252,7 @@ class Engine:
         return {
             s.sequence.request_id: self._prompt_logprobs.pop(s.sequence.request_id)
             for s in (*output.decode, *output.prefill)
-            if s.samples and s.sequence.request_id in self._prompt_logprobs
+            if s.num_logits and s.sequence.request_id in self._prompt_logprobs
         }
 
     def _publish(

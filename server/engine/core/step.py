@@ -1,7 +1,4 @@
-"""The records between scheduler, model runner and sampler: what a step computes and what it drew.
-
-They hold no tensors and decide nothing.
-"""
+"""The records between scheduler, model runner and sampler: what a step computes, and what it sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class SampledResult(Protocol):
 
     @property
     def token_id(self) -> int | None:
-        """The token drawn; without meaning where `error` is set."""
+        """The token; without meaning where `error` is set."""
 
     @property
     def logprob(self) -> float | None:
@@ -29,7 +26,7 @@ class SampledResult(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why no token could be drawn; None where one was."""
+        """Why no token could be sampled; None where one was."""
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
@@ -39,13 +36,14 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         sequence: whose tokens.
         start: the first token's position; equals `sequence.num_computed_tokens`.
         num_tokens: at least 1.
-        samples: whether this step reaches the end of the known tokens, so that one is drawn.
+        num_logits: rows of logits, those of its last tokens: 0 where the step ends before the last known token, 1 to
+            sample the next one, more to verify proposed tokens.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    num_logits: int
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels.explain.plan import Explanation, explain
-from model.network.single_launch import why_not
+from model.network.single_launch import unsupported
 
 if TYPE_CHECKING:
     from kernels import GPUArch
@@ -28,11 +28,11 @@ def explain_model(
     """
     problems = model.attention_problems(block_size, kv_dtype)
     weights = model.weight_dtype
-    reason = why_not(model, arch)
+    reasons = unsupported(model, arch)
     return explain(
         problems,
         arch,
         model.config.max_context,
         weight_dtype=None if weights is None else str(weights).removeprefix("torch."),
-        one_sequence=f"layer by layer; {reason}" if reason else "in one launch",
+        one_sequence=f"layer by layer: {'; '.join(reasons)}" if reasons else "in one launch",
     )

@@ -66,7 +66,7 @@ class ArithmeticRunner:
             raise RuntimeError("token 666")
         if any(667 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
             raise RuntimeError("fatal")
-        sampled = [Sampled(next_token(s.sequence.token_ids)) for s in scheduled if s.samples]
+        sampled = [[Sampled(next_token(s.sequence.token_ids))] * s.num_logits for s in scheduled]
         result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
         return SimpleNamespace(feeds_next=False, result=lambda: result)
 

@@ -11,6 +11,7 @@ from kernels.arch import CATALOGUE
 from server.engine.core.limits import SchedulerConfig
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import EngineConfig
+from server.engine.runner import warm_up
 from server.engine.runner.dummy_steps import crowds
 from tests.engine.runner.test_engine_model import greedy, random_prompt, tokens
 from tests.kernels.triton_interpreter import interpreted, is_loaded
@@ -30,6 +31,7 @@ def as_on_a_gpu(monkeypatch):
     gpu = CATALOGUE["h100"]
     monkeypatch.setattr(kernels, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(model.network.attention, "write_kv", write_kv)
 
 
@@ -73,10 +75,10 @@ def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(
     assert [tokens(events) for events in engine.generate(asked)] == expected
 
     runner = engine.engine._runner
-    assert runner._distinct_lengths(128)[-1] == 128
+    assert warm_up._distinct_lengths(runner, 128)[-1] == 128
     for output in crowds(128, LIMITS, 16):
-        runner._plan(output)
-    runner.compute_largest_step(LIMITS)
+        warm_up._plan(runner, output)
+    warm_up.compute_largest_step(runner, LIMITS)
 
 
 def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
@@ -107,4 +109,4 @@ def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
 
     # Twice, once for each layer, for the one length at which a decode's tiles change.
     assert prefixes == [64, 64]
-    assert engine.engine._runner._sharing_pays is not None
+    assert engine.engine._runner.sharing_pays is not None

@@ -26,7 +26,7 @@ from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.engine.work import Rows
 from server.cli.bench.stopwatch import Stopwatch, Timed
 from server.engine.core import engine, scheduler
-from server.engine.runner import decode_graphs, model_runner
+from server.engine.runner import model_runner, step_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,8 +50,7 @@ _SHORT_GAP_US = 20.0
 HOST_PHASES: tuple[Timed, ...] = (
     ("receive", engine.Engine, "receive"),
     ("schedule", scheduler.Scheduler, "schedule"),
-    ("build batch", model_runner, "build_batch"),
-    ("build batch", decode_graphs, "fill"),
+    ("pack", step_input.PackedStep, "pack"),
     ("launch", model_runner.ModelRunner, "launch"),
     ("commit", scheduler.Scheduler, "commit"),
     ("publish", engine.Engine, "_publish"),

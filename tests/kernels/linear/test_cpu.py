@@ -1,7 +1,16 @@
+import dataclasses
+
 import pytest
 import torch
 
-from model.network.linear import can_pack, fits_half, packed_linear, plain_linear
+from kernels.arch import CATALOGUE, CPU
+from kernels.linear.cpu import PackedLinear, fits_half, unsupported
+from kernels.linear.problem import LinearProblem
+from kernels.linear.pytorch import PyTorchLinear
+from kernels.linear.registry import PACKED
+from kernels.linear.weights import LinearWeights
+
+PROBLEM = LinearProblem(1, 40, 48)
 
 
 def random(*shape, seed=0):
@@ -27,7 +36,8 @@ def test_a_packed_weight_multiplies_like_a_plain_one(weight, with_bias, rows):
     bias = random(40, seed=1).to(weight.dtype) if with_bias else None
 
     with torch.inference_mode():
-        plain, packed = plain_linear(weight, bias)(x), packed_linear(weight, bias)(x)
+        weights = LinearWeights(weight, bias)
+        plain, packed = PyTorchLinear(weights, PROBLEM)(x), PackedLinear(weights, PROBLEM)(x)
 
     tolerance = 2e-6 if weight.dtype is torch.float32 else 2**-8
     assert packed.shape == plain.shape
@@ -36,7 +46,8 @@ def test_a_packed_weight_multiplies_like_a_plain_one(weight, with_bias, rows):
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():
-    x, multiply = random(40, 384), packed_linear(bfloat16_weight(640, 384), None)
+    weights = LinearWeights(bfloat16_weight(640, 384))
+    x, multiply = random(40, 384), PackedLinear(weights, PROBLEM)
 
     with torch.inference_mode():
         together = multiply(x)
@@ -64,7 +75,19 @@ def test_weights_that_float16_would_change_do_not_fit(weight):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device"), [(torch.float16, "cpu"), (torch.float32, "cuda"), (torch.bfloat16, "meta")]
+    ("changes", "arch", "reason"),
+    [
+        ({"dtype": "float16"}, CPU, "no float16"),
+        ({"dtype": "float32"}, CATALOGUE["h100"], "needs a CPU"),
+        ({"dtype": "float32", "trainable": True}, CPU, "not differentiable"),
+        ({"dtype": "float32", "weight_dtype": "float8_e4m3fn"}, CPU, "weights are quantized"),
+    ],
 )
-def test_only_float32_and_bfloat16_on_a_cpu_are_packed(dtype, device):
-    assert not can_pack(dtype, torch.device(device))
+def test_only_float32_and_bfloat16_on_a_cpu_are_packed(changes, arch, reason):
+    assert reason in PACKED.unsupported(dataclasses.replace(PROBLEM, **changes), arch)
+
+
+def test_other_processors_than_x86_have_no_layout_of_their_own(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+
+    assert unsupported("float32") == ("packed on x86-64 only",)
