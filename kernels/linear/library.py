@@ -8,6 +8,7 @@ import torch
 
 from kernels.elementwise.gpu.quantize_rows import quantise_rows
 from kernels.fp8 import dequantise_rows
+from kernels.linear.checks import check_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,13 +27,14 @@ class LibraryLinear:
     def __call__(
         self,
         x: Tensor,
-        _choice: LinearChoice,
+        choice: LinearChoice,
         out: Tensor | None,
         arguments: LinearArguments,
     ) -> Tensor:
         """Compute x W^T + bias + residual, shapes as for `VectorLinear`."""
         assert arguments.norm is None
         assert arguments.best is None
+        check_linear(x, self._weights, choice, out, arguments)
         weight, bias, scale = self._weights
         residual = arguments.residual
         weight = weight if scale is None else dequantise_rows(weight, scale, x.dtype)
@@ -55,11 +57,12 @@ class LibraryFP8Linear:
     def __call__(
         self,
         x: Tensor,
-        _choice: LinearChoice,
+        choice: LinearChoice,
         out: Tensor | None,
         arguments: LinearArguments,
     ) -> Tensor:
         """Quantize norm(x), or x, multiply and add the residual, shapes as for `VectorLinear`."""
+        check_linear(x, self._weights, choice, out, arguments)
         norm, residual, best, pdl = arguments
         weight, bias, scale = self._weights
         assert best is None

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.errors import ShapeError
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.functions import (
     LINE_BYTES,
@@ -25,6 +24,7 @@ from kernels.gpu.functions import (
     ranking_keys,
     silu,
 )
+from kernels.linear.checks import check_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -380,7 +380,7 @@ class VectorLinear:
         weight, bias, scale = self._weights
         norm, residual, best, pdl = arguments
         assert launch is not None, "a vector kernel has a launch"
-        _check(x, self._weights, choice, out, arguments)
+        check_linear(x, self._weights, choice, out, arguments)
         if out is None:
             out = torch.empty((problem.rows, problem.outputs), dtype=x.dtype, device=x.device)
         vector_linear[(choice.tiles,)](
@@ -414,33 +414,3 @@ class VectorLinear:
             **dependent_launch(pdl),
         )
         return out
-
-
-def _check(
-    x: Tensor,
-    weights: LinearWeights,
-    choice: LinearChoice,
-    out: Tensor | None,
-    arguments: LinearArguments,
-) -> None:
-    """Compare the shapes with the choice's problem: the kernel reads by these."""
-    problem, (weight, bias, scale) = choice.problem, weights
-    outputs, best, residual = (problem.rows, problem.outputs), arguments.best, arguments.residual
-    fits = (
-        x.shape == (problem.rows, problem.inputs)
-        and x.stride(1) == 1
-        and weight.shape == (problem.matrices * problem.outputs, problem.inputs)
-        and weight.is_contiguous()
-        and (problem.weight_dtype is None) == (scale is None)
-        and all(part is None or part.shape == weight.shape[:1] for part in (bias, scale))
-        and (out is None or (out.shape == outputs and out.is_contiguous()))
-        and (residual is None or (residual.shape == outputs and residual.stride(1) == 1))
-        and (best is None or all(part.shape == (problem.rows, choice.tiles) for part in best))
-        and not (problem.gated and (residual is not None or best is not None))
-    )
-    if not fits:
-        raise ShapeError(
-            f"x is {list(x.shape)}, weight is {list(weight.shape)} {weight.dtype}, its scale is "
-            f"{None if scale is None else list(scale.shape)}, out is {None if out is None else list(out.shape)}; "
-            f"the choice is {choice.spec.name} for {problem}, with a residual or best only where it is not gated"
-        )
