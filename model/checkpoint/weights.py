@@ -69,7 +69,7 @@ def load_model(
         device: where they go.
         load_format: "auto" and "safetensors" read the folder; "dummy" draws random weights.
         progress: called after every tensor.
-        pack: whether `DecoderLM.pack` follows; False for a model to be trained on or saved.
+        pack: whether `DecoderLM.optimize` follows; False for a model to be trained on or saved.
         weight_dtype: of the layers' matrices where they are to be quantised, as `DecoderLM` takes it.
 
     Returns:
@@ -80,7 +80,7 @@ def load_model(
     """
     device = torch.device(device)
     model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
-    if pack and weight_dtype is None:
+    if pack:
         model.optimize()
     return model
 

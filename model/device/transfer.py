@@ -93,7 +93,8 @@ class StagedArrays:
         templates = [np.zeros(shape, dtype) for shape, dtype in shapes]
         on_gpu = device.type == "cuda"
         self._source = torch.zeros(_packed_size(templates), dtype=torch.uint8, pin_memory=on_gpu)
-        self._target = self._source.to(device) if on_gpu else self._source
+        # Zeros, not a copy: a copy from the host would wait for it.
+        self._target = torch.zeros_like(self._source, device=device) if on_gpu else self._source
         self._sent: torch.cuda.Event | None = None
         self.host: list[HostArray] = [part.numpy() for part in unpack(templates, self._source)]
         self.device = unpack(templates, self._target)

@@ -180,6 +180,8 @@ class DecoderLM(nn.Module):
         out: StepOutput | None = None,
     ) -> StepOutput:
         """Score the rows that a step names, given the hidden states of its tokens; arguments as for `step`."""
+        if not step.bucket.num_logits:
+            return StepOutput(hidden.new_empty((0, self.config.vocab_size)))
         if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
             hidden = hidden[step.device.logits_rows]
         if out is None:

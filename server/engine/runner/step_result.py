@@ -6,6 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from model.device.transfer import Download
 from model.sampling.parameters import NOT_FINITE, SampledToken
 
@@ -65,8 +67,9 @@ class SampledStep:
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
 
+    @torch.inference_mode()
     def result(self) -> StepResult:
-        """Wait for the tokens."""
+        """Wait for the tokens; where candidates ran out, the sampler chooses again."""
         tokens = [] if self.draw is None else self.draw.result()
         return StepResult(_split(tokens, self.num_logits), self.prompt_logprobs)
 
