@@ -18,7 +18,7 @@ import kernels
 from benchmarks.attention_inputs import arch_of, time_call
 from benchmarks.attention_shapes import DECODE, PREFILL
 from kernels.attention.problem import PackedBatch
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.testing import reference, reference_fp8
 
 if TYPE_CHECKING:

@@ -106,13 +106,13 @@ class GPUArch:
 
     @property
     def tuning_order(self) -> tuple[int, ...]:
-        """Compute capabilities whose launch configurations hold here, the nearest first.
+        """Compute capabilities whose launch configurations hold here: its own, then the nearest lower ones.
 
-        Its own and the lower ones of its major number: their code runs here, and their limit of shared
-        memory is no higher.
+        They have the same major number, so their code runs here and their limit of shared memory is no
+        higher.
         """
-        same_major = (sm for sm in TRITON if sm // 10 == self.sm // 10 and sm <= self.sm)
-        return tuple(sorted(same_major, reverse=True))
+        lower = (sm for sm in TRITON if sm // 10 == self.sm // 10 and sm < self.sm)
+        return (self.sm, *sorted(lower, reverse=True))
 
     def unsupported(self, needed: frozenset[int], note: str = "") -> tuple[str, ...]:
         """List why code for some compute capabilities does not run here; empty if it does.
@@ -179,6 +179,12 @@ GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce ca
 accumulation; FP8 from the same. The shared memory limits are those of the compute capability in the
 CUDA C++ Programming Guide, "Technical Specifications".
 """
+
+
+def known_gpus(sm: int) -> tuple[GPUArch, ...]:
+    """Return the entries of `CATALOGUE` of a compute capability."""
+    return tuple(arch for arch in CATALOGUE.values() if arch.sm == sm)
+
 
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
 """Words in a driver's device name of models that share a name in `CATALOGUE` but have other peaks."""

@@ -16,7 +16,7 @@ import torch
 
 from kernels import write_kv
 from kernels.arch import TENSOR_CORES
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.select import LinearProblem, select_linear
 from kernels.tuning.linear import tuned_linear

@@ -12,7 +12,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from kernels.arch import FP8_INSTRUCTIONS, TENSOR_CORES
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 
 if TYPE_CHECKING:
     from collections.abc import Callable

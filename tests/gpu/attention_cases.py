@@ -112,7 +112,7 @@ def make(problem, query_lens, seq_lens, **options):
 def selection_of(row, problem):
     """Force a row; skip where it does not take the problem on this GPU."""
     arch = kernels.detect(DEVICE)
-    if reasons := row.refuse(problem, arch):
+    if reasons := row.unsupported(problem, arch):
         must = row.name.startswith("portable") and arch.sm >= 80
         assert not must, f"{row.name} refuses {problem}: {reasons}"
         pytest.skip(f"{row.name}: {'; '.join(reasons)}")

@@ -23,7 +23,7 @@ from benchmarks.attention_shapes import DECODE, MORE_DECODE, MORE_PREFILL, PREFI
 from benchmarks.tune_grid import candidates
 from docs.attention_table import attention_table
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import LaunchConfig
+from kernels.attention.launch import LaunchConfig
 from kernels.attention.registry import REGISTRY
 from kernels.testing import reference
 from kernels.tuning import tuned_launches

@@ -22,7 +22,8 @@ from kernels.attention.portable.tile import split_head_dim
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionKernel, AttentionProblem, PagedBatch
+    from kernels.attention.plan import AttentionKernel
+    from kernels.attention.problem import AttentionProblem, PagedBatch
 
 _ROWS = 4
 """Rows that a program merges: few, since a decode has few and each of them several parts."""

@@ -25,7 +25,8 @@ from kernels.attention.portable.tile import FEWEST_SEQUENCES, window_argument
 from kernels.attention.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
 
 if TYPE_CHECKING:
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 SPLIT_FIELDS = tl.constexpr(8)
 """A split: sequence (-1 for none), query start, query tokens, keys, first key, end, number, count."""

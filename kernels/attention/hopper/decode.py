@@ -40,7 +40,8 @@ from kernels.gpu.dependent_launch import dependent_launch, may_depend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 FEW_ROWS = gl.constexpr(8)
 PART_COLUMNS = gl.constexpr(64)

@@ -33,7 +33,8 @@ from kernels.attention.problem import PackedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_blocks", "num_scales"])

@@ -37,7 +37,8 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
+    from kernels.attention.select import Selection
 
 _MOST_ITEMS = 1 << 30
 """Items are counted in 32 bits, and each thread block counts one past the end."""

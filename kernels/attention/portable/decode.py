@@ -35,7 +35,8 @@ from kernels.gpu.dependent_launch import dependent_launch, may_depend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 _MERGE_ELEMENTS = 8192
 """Partial results that a merge holds at once: 64 registers a thread at 4 warps."""

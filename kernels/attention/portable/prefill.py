@@ -34,7 +34,8 @@ from kernels.attention.problem import PagedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 
 @triton.jit(do_not_specialize=["num_seqs"])

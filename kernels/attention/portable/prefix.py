@@ -33,7 +33,8 @@ from kernels.attention.splits import prefix_parts, splits_wanted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_keys", "num_parts", "row_tiles", "lines"])

@@ -25,7 +25,8 @@ from kernels.attention.pytorch.paged_host import HostSequence, blocks_needed, ho
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 _KIB = 1024
 _CALL_COST_BYTES = 256 * _KIB

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionKernel, AttentionProblem, PagedBatch, Selection
+    from kernels.attention.plan import AttentionKernel
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 COPIED_BYTES = 64 * 1024 * 1024
 """Most bytes of float32 copied at once, unless one sequence alone has more: a step of many sequences

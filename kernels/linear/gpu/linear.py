@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels.attention.quantized_cache import FP8
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.elementwise.gpu.quantize_rows import quantise_rows
 from kernels.errors import ShapeError
-from kernels.fp8 import dequantise_rows
+from kernels.fp8 import FP8, dequantise_rows
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.linear.gpu.vector import vector_linear
 from kernels.linear.select import LinearKernel

@@ -11,7 +11,6 @@ import logging
 import traceback
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_prefix
@@ -294,8 +293,7 @@ class ModelRunner:
     def describe_plan(self) -> PlanReport:
         """Tell which attention kernels run, how they are launched, and why."""
         cache = self._kv_cache
-        plan = explain_model(self._model, cache.block_size, detect(self._device), cache.kv_dtype)
-        return msgspec.convert(plan, PlanReport, from_attributes=True)
+        return explain_model(self._model, cache.block_size, detect(self._device), cache.kv_dtype)
 
     def _attention_problems(self) -> list[AttentionProblem]:
         return self._model.attention_problems(self._kv_cache.block_size, self._kv_cache.kv_dtype)

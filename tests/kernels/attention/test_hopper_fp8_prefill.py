@@ -11,7 +11,6 @@ import kernels
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
-from kernels.explain.plan import explain
 from kernels.testing import reference, reference_fp8
 from kernels.testing.problems import make_packed_case
 from tests.kernels.triton_interpreter import HAS_TRITON, interpreted
@@ -93,17 +92,6 @@ def test_the_permission_shows_in_the_problem_and_the_choice_in_the_reason():
     assert str(problem()).endswith("packed fp8")
     assert "fp8" not in str(problem(fp8=False))
     assert "multiplies in FP8, as the problem allows" in selection.why
-
-
-def test_the_roofline_of_an_fp8_prefill_is_that_of_fp8():
-    steps = [
-        explain([problem(fp8=fp8)], H100, 8192).phases[0].steps[3].roofline_us
-        for fp8 in (True, False)
-    ]
-
-    assert steps[1] / steps[0] == pytest.approx(2.0, rel=1e-3)
-    assert H100.peak_tflops("float8_e4m3fn") == 1978.9
-    assert CATALOGUE["a100"].peak_tflops("float8_e4m3fn") == 0.0
 
 
 def outliers(generator, *shape):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.linear.select import LinearChoice, LinearKernel, LinearProblem, select_linear
 from kernels.sampling.rows import DRAW_SIZES
 from kernels.tuning.linear import find, linear_table

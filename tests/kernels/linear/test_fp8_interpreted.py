@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.quantized_cache import FP8
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.errors import ShapeError
-from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.fp8 import FP8, dequantise_rows, quantise_rows
 from kernels.linear.gpu.linear import LinearArguments, Norm, linear
 from kernels.linear.select import (
     LinearChoice,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kernels.arch import CATALOGUE, CPU
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.linear.select import (
     LinearKernel,
     LinearLaunch,
