@@ -174,7 +174,7 @@ CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
 The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 only.
 
 Source: the vendor's data sheets for SM counts, bandwidths and peaks: T4, A100, A10, L4 (tensor figures
-halved, the sheet counts sparsity), H100, H200, HGX B200 (halved likewise); the white papers "NVIDIA Ada
+halved, the sheet counts sparsity), H100, H200, HGX B200 (halved too); the white papers "NVIDIA Ada
 GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce cards, with float32
 accumulation; FP8 from the same. The shared memory limits are those of the compute capability in the
 CUDA C++ Programming Guide, "Technical Specifications".

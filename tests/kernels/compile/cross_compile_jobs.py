@@ -115,7 +115,7 @@ def jobs_for(sm: int) -> list[Job]:
     jobs = [
         job
         for spec in compiled_rows(sm)
-        for job in (*_tabled(spec, sm), *_variants(spec, sm), *_quantised(spec, sm))
+        for job in (*_tabled(spec, sm), *_variants(spec, sm), *_quantized(spec, sm))
     ]
     jobs += _planning(sm) + _writing(sm)
     return list({dataclasses.replace(job, name=""): job for job in reversed(jobs)}.values())[::-1]
@@ -203,7 +203,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     ]
 
 
-def _quantised(spec: KernelSpec, sm: int) -> list[Job]:
+def _quantized(spec: KernelSpec, sm: int) -> list[Job]:
     """List every launch over an FP8 cache, and variants on the commonest head dim."""
     if spec.quantized is None or sm not in (spec.quantized.sm or ()):
         return []
@@ -234,7 +234,7 @@ def _planning(sm: int) -> list[Job]:
             Job(sm, row.name, "plan", prefill, LaunchConfig(192, 64, 4, 2), 1, "192 rows")
             for row in hopper
         ),
-        *_quantising(sm),
+        *_quantizing(sm),
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
         Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
         Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
@@ -254,7 +254,7 @@ def _writing(sm: int) -> list[Job]:
     ]
 
 
-def _quantising(sm: int) -> list[Job]:
+def _quantizing(sm: int) -> list[Job]:
     """List the functions that write what the FP8 prefill attends."""
     launch = LaunchConfig(128, 128, 4, 1)
     asked = [
@@ -266,7 +266,7 @@ def _quantising(sm: int) -> list[Job]:
         for row in compiled_rows(sm)
         if row.fp8
         for num_seqs, it in zip((1, 300), asked, strict=True)
-        for function in ("list_key_blocks", "quantise_queries", "quantise_keys_and_values")
+        for function in ("list_key_blocks", "quantize_queries", "quantize_keys_and_values")
     ]
 
 
