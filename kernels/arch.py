@@ -180,12 +180,6 @@ accumulation; FP8 from the same. The shared memory limits are those of the compu
 CUDA C++ Programming Guide, "Technical Specifications".
 """
 
-
-def known_gpus(sm: int) -> tuple[GPUArch, ...]:
-    """Return the entries of `CATALOGUE` of a compute capability."""
-    return tuple(arch for arch in CATALOGUE.values() if arch.sm == sm)
-
-
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
 """Words in a driver's device name of models that share a name in `CATALOGUE` but have other peaks."""
 

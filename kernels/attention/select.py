@@ -50,14 +50,10 @@ class Selection:
 
     def launch_for(self, max_seqlen_k: int, num_seqs: int) -> LaunchConfig:
         """Return the tile sizes for a step of `num_seqs` sequences of at most `max_seqlen_k` keys."""
-        return self.tuned_for(max_seqlen_k, num_seqs).launch
-
-    def tuned_for(self, max_seqlen_k: int, num_seqs: int) -> TunedLaunch:
-        """Return the row of the tuning table for such a step."""
         for row in self.launches:
             long_enough = row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k
             if long_enough and num_seqs >= row.min_num_seqs:
-                return row
+                return row.launch
         raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
 
 

@@ -10,8 +10,7 @@ whatever the lengths: a launch of that many fits every step of B sequences, and 
 replayed as the lengths grow. If a batch has more splits than the GPU holds at once, the shortest start last;
 a long split that started late would run alone at the end.
 
-The device lists the splits (`kernels/attention/gpu/split_list.py`); `kernels/testing/reference_splits.py` is the
-same arithmetic on the host.
+The device lists the splits (`kernels/attention/gpu/split_list.py`).
 
 Source: our own; the chunk common to all sequences is that of FlashInfer's decode plan (Ye et al., 2025).
 """

@@ -2,8 +2,8 @@
 
 A table is `sm_<compute capability>.json`. A row names the kernel, dtypes, head dims and the longest sequence it
 is for. It may also name dtypes of quantized caches, and `min_heads_per_sm`: the fewest key-value heads, of all
-sequences together, per SM. With that many, a decode fills the GPU without splitting its keys. `check` says what a
-table must contain.
+sequences together, per SM. With that many, a decode fills the GPU without splitting its keys.
+`tests/kernels/tuning_check.py` says what a table must contain.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kernels.attention.problem import DTYPES, AttentionProblem, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.fp8 import FP8
 from kernels.tuning import table, table_for, tables, tuned_launches
-from kernels.tuning.check import mistakes, shared_memory_estimate
+from tests.kernels.tuning_check import mistakes, shared_memory_estimate
 
 TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
 EVERYWHERE = [row for row in TRITON_ROWS if row.sm == TENSOR_CORES]

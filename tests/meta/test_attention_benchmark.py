@@ -27,7 +27,7 @@ from kernels.attention.launch import LaunchConfig
 from kernels.attention.registry import REGISTRY
 from kernels.testing import reference
 from kernels.tuning import tuned_launches
-from kernels.tuning.check import shared_memory_estimate
+from tests.kernels.tuning_check import shared_memory_estimate
 
 HEADS = {"hq": 32, "hkv": 8, "d": 128, "dtype": "bfloat16"}
 

@@ -226,17 +226,16 @@ def test_the_launch_of_the_shortest_length_that_fits_is_taken():
 
     assert selection.launch_for(512, 1) is SHORT.launch
     assert selection.launch_for(513, 1) is LONG.launch
-    assert selection.tuned_for(513, 1) is LONG
 
 
 def test_tile_sizes_for_many_sequences_come_before_those_for_any():
-    crowd = dataclasses.replace(LONG, min_num_seqs=33)
+    crowd = dataclasses.replace(TILES, min_num_seqs=33)
     rows = (crowd, SHORT, LONG)
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: rows)
 
-    assert selection.tuned_for(512, 32) is SHORT
-    assert selection.tuned_for(512, 33) is crowd
-    assert selection.tuned_for(1 << 20, 2048) is crowd
+    assert selection.launch_for(512, 32) is SHORT.launch
+    assert selection.launch_for(512, 33) is crowd.launch
+    assert selection.launch_for(1 << 20, 2048) is crowd.launch
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.attention.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
-from kernels.testing.reference_splits import KVSplit, plan_splits
+from tests.kernels.attention.reference_splits import KVSplit, plan_splits
 
 BLOCK_NS = st.sampled_from([16, 32, 64, 128])
 WANTED = st.integers(1, 600)

@@ -15,8 +15,8 @@ from kernels.attention.registry import REGISTRY
 from kernels.attention.select import Selection
 from kernels.attention.splits import splits_wanted
 from kernels.testing import reference
-from kernels.testing.reference_splits import plan_splits
 from tests.kernels import triton_interpreter
+from tests.kernels.attention.reference_splits import plan_splits
 
 pytestmark = triton_interpreter.interpreted
 

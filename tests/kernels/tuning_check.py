@@ -1,11 +1,11 @@
-"""Checks of a table of launch configurations: for the tests, and for scripts that write a table."""
+"""What a table of launch configurations must contain."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from kernels.arch import known_gpus
+from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, KV_DTYPES
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
@@ -30,7 +30,7 @@ def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
         sm: compute capability that the table is for.
         rows: as in its file.
     """
-    arches = known_gpus(sm)
+    arches = [arch for arch in CATALOGUE.values() if arch.sm == sm]
     if not arches:
         return [f"sm_{sm} is no GPU of the catalogue"]
     limit = min(arch.shared_memory_bytes for arch in arches)
