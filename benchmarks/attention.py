@@ -54,7 +54,8 @@ from kernels.attention.problem import PagedBatch
 
 if TYPE_CHECKING:
     from benchmarks.attention_inputs import Inputs
-    from kernels.attention.problem import AttentionProblem, Selection
+    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.select import Selection
 
 _QUICK = {
     ("prefill", 32, 512),

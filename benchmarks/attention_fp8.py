@@ -18,7 +18,7 @@ import kernels
 from benchmarks.attention_inputs import arch_of, time_call
 from benchmarks.attention_shapes import DECODE, PREFILL
 from kernels.attention.problem import PackedBatch
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.testing import reference, reference_fp8
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ FA3 = MappingProxyType(
         ((16, 8, 128), 1, 16384): 652.0,
     }
 )
-"""TFLOP/s of FA3 in FP8 on operands that are quantised already: (heads, batch, length); as `PEERS_SOURCE`."""
+"""TFLOP/s of FA3 in FP8 on operands that are quantized already: (heads, batch, length); as `PEERS_SOURCE`."""
 _HEADS = 2
 _MOST_TOKENS = 8 * 8192
 _BLOCKS_AT_ONCE = 4096
@@ -68,7 +68,7 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     device = inputs.q.device
     problem = dataclasses.replace(inputs.problem, kv_dtype=FP8)
     selection = kernels.select(problem, arch_of(device))
-    numbers, scale = (part.contiguous() for part in _quantised(inputs.kv))
+    numbers, scale = (part.contiguous() for part in _quantized(inputs.kv))
     expected = inputs.out.float()
     plan = kernels.plan_attention(problem, inputs.batch, selection=selection)
 
@@ -93,7 +93,7 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     return {"fp8_cache": figures}
 
 
-def _quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
     """A cache [2, N, S, K, D] in FP8 and its scales [2, N, K, S], one key or value of a head each."""
     blocks = kv.flatten(0, 1)
     numbers = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
@@ -120,9 +120,9 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
 
     assert isinstance(inputs.batch, PackedBatch)
     kernel = HopperFP8Prefill(problem, inputs.batch, selection)
-    quantised = kernel.quantise(inputs.q, inputs.kv)
+    quantized = kernel.quantize(inputs.q, inputs.kv)
     whole = time_call(lambda: kernel(inputs.q, inputs.kv, inputs.out), device)
-    attention = time_call(lambda: kernel.attend(*quantised, inputs.out), device)
+    attention = time_call(lambda: kernel.attend(*quantized, inputs.out), device)
     shape = inputs.shape
     figures = {
         "kernel": selection.spec.name,

@@ -17,16 +17,10 @@ from torch import Tensor
 
 import kernels
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import (
-    AttentionProblem,
-    LaunchConfig,
-    PackedBatch,
-    PagedBatch,
-    Phase,
-    Selection,
-    TunedLaunch,
-)
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import REGISTRY
+from kernels.attention.select import Selection
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than, truth_dtype
 
@@ -35,7 +29,7 @@ if TYPE_CHECKING:
 
     from benchmarks.attention_shapes import Shape
     from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionPlan
+    from kernels.attention.plan import AttentionPlan
     from kernels.attention.spec import KernelSpec
 
 BLOCK_SIZE = 16

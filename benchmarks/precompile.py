@@ -19,7 +19,7 @@ from benchmarks.attention_inputs import arch_of, forced, make_inputs, spec_named
 
 if TYPE_CHECKING:
     from benchmarks.attention_shapes import Shape
-    from kernels.attention.problem import LaunchConfig
+    from kernels.attention.launch import LaunchConfig
 
 _MAIN_KERNELS = ("prefill", "decode")
 _compiled: list[Any] = []

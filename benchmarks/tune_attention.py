@@ -39,13 +39,13 @@ from benchmarks.attention_inputs import (
 from benchmarks.attention_shapes import TINY, Shape, find
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.tune_grid import PROGRAMS_PER_SM, candidates
-from kernels.attention.problem import LaunchConfig
+from kernels.attention.launch import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future, ProcessPoolExecutor
 
-    from kernels.attention.problem import AttentionPlan
+    from kernels.attention.plan import AttentionPlan
 
 PREFILL_SIZES = ((32, 512), (4, 4096), (1, 16384))
 DECODE_SIZES = ((1, 1024), (1, 16384), (8, 1024), (32, 4096), (128, 1024), (256, 1024))

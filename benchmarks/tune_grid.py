@@ -10,7 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.attention_shapes import ELEMENT_BYTES
-from kernels.attention.problem import LaunchConfig
+from kernels.attention.launch import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

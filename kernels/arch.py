@@ -106,13 +106,13 @@ class GPUArch:
 
     @property
     def tuning_order(self) -> tuple[int, ...]:
-        """Compute capabilities whose launch configurations hold here, the nearest first.
+        """Compute capabilities whose launch configurations hold here: its own, then the nearest lower ones.
 
-        Its own and the lower ones of its major number: their code runs here, and their limit of shared
-        memory is no higher.
+        They have the same major number, so their code runs here and their limit of shared memory is no
+        higher.
         """
-        same_major = (sm for sm in TRITON if sm // 10 == self.sm // 10 and sm <= self.sm)
-        return tuple(sorted(same_major, reverse=True))
+        lower = (sm for sm in TRITON if sm // 10 == self.sm // 10 and sm < self.sm)
+        return (self.sm, *sorted(lower, reverse=True))
 
     def unsupported(self, needed: frozenset[int], note: str = "") -> tuple[str, ...]:
         """List why code for some compute capabilities does not run here; empty if it does.
@@ -174,7 +174,7 @@ CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
 The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 only.
 
 Source: the vendor's data sheets for SM counts, bandwidths and peaks: T4, A100, A10, L4 (tensor figures
-halved, the sheet counts sparsity), H100, H200, HGX B200 (halved likewise); the white papers "NVIDIA Ada
+halved, the sheet counts sparsity), H100, H200, HGX B200 (halved too); the white papers "NVIDIA Ada
 GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce cards, with float32
 accumulation; FP8 from the same. The shared memory limits are those of the compute capability in the
 CUDA C++ Programming Guide, "Technical Specifications".

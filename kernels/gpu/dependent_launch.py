@@ -1,12 +1,11 @@
 """Programmatic dependent launch: a kernel starts while the one before it on the stream still runs.
 
-A kernel launched so may do what does not depend on the one before, as loading weights, until it waits for it.
-The rules that keep a chain of such kernels right:
+Such a kernel may do work that does not depend on the one before, such as loading weights, until it waits for it.
+Two rules keep a chain of such kernels correct:
 
-- Each kernel that is launched so waits, in each of its programs that reads what an earlier kernel wrote or that
-  writes anything, before it does. At least one of its programs waits, so the end of one kernel is the end of all
-  before it.
-- What is read before the wait was written before the last launch that was not programmatic.
+- Each program waits before it reads what an earlier kernel wrote and before it writes anything. At least one program
+  of each kernel waits, so that the end of a kernel implies the end of all kernels before it.
+- Data read before the wait was written before the last launch that was not programmatic.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from kernels.attention.quantized_cache import FP8
 from kernels.elementwise.pytorch import rms_norm, silu_and_mul
+from kernels.fp8 import FP8
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import REGISTRY
@@ -235,7 +235,7 @@ class _RowProjection:
         choice, product = self._choose(len(x))
         if not choice.tiles:
             return most_likely_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
-        from kernels.linear.gpu.vector import TileBest  # noqa: PLC0415 - Triton is not everywhere
+        from kernels.linear.weights import TileBest  # noqa: PLC0415 - Triton is not everywhere
         from kernels.sampling.gpu.best_token import best_tokens  # noqa: PLC0415 - as above
 
         best = TileBest.empty(len(x), choice.tiles, x.device)

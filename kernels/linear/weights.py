@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kernels.linear.gpu.vector import TileBest
 
 
 class LinearWeights(NamedTuple):
@@ -29,6 +29,26 @@ class Norm(NamedTuple):
 
     weight: Tensor
     eps: float
+
+
+class TileBest(NamedTuple):
+    """What an argmax needs of each tile of outputs, for `kernels.sampling.gpu.best_token`.
+
+    Attributes:
+        keys: [rows, tiles] int64 contiguous, the largest key.
+        totals: [rows, tiles] float32 contiguous, the sum of exp(output - largest of the tile).
+    """
+
+    keys: Tensor
+    totals: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tiles: int, device: torch.device | str) -> TileBest:
+        """Allocate them."""
+        return cls(
+            torch.empty((rows, tiles), dtype=torch.int64, device=device),
+            torch.empty((rows, tiles), dtype=torch.float32, device=device),
+        )
 
 
 class LinearArguments(NamedTuple):

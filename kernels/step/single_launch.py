@@ -6,11 +6,12 @@ Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
 from kernels.arch import HOPPER
+from kernels.step.weights import LayerWeights, StepShape, StepWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,62 +34,8 @@ _MOST_SMS: Final = 256
 _TILE: Final = 8
 
 
-class StepShape(NamedTuple):
-    """Sizes of a model."""
-
-    hidden_size: int
-    inner_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    eps: float
-    softmax_scale: float
-
-
 StepKernel: TypeAlias = Callable[..., None]
 """A bound step; called as `kernels.step.gpu.kernel.StepKernel` documents."""
-
-
-class LayerWeights(NamedTuple):
-    """Parameters of a layer, contiguous.
-
-    Attributes:
-        qkv: [(H + 2 * K) * D, C].
-        output: [C, H * D].
-        gate_up: [2 * inner size, C].
-        down: [C, inner size].
-        input_norm: [C].
-        mlp_norm: [C].
-        q_norm: [D], as is `k_norm`; None where the family has none.
-        qkv_bias: [(H + 2 * K) * D] or None.
-    """
-
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
-    input_norm: Tensor
-    mlp_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv_bias: Tensor | None
-
-
-class StepWeights(NamedTuple):
-    """Parameters of a model, which are read where they are: none may be replaced.
-
-    Attributes:
-        embedding: [V, C].
-        head: [V, C].
-        norm: [C], behind the layers.
-    """
-
-    shape: StepShape
-    layers: list[LayerWeights]
-    embedding: Tensor
-    head: Tensor
-    norm: Tensor
 
 
 def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernels import GPUArch
     from kernels.linear.projection import Projection
     from kernels.step.single_launch import StepKernel
     from model.checkpoint.config import ModelConfig
@@ -273,6 +274,11 @@ class DecoderLM(nn.Module):
         projections = (first.qkv, first.output, first.gate_up, first.down, bound.head)
         return tuple(sorted({rows for it in projections for rows in it.row_counts}))
 
+    def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
+        """List why decode steps of one sequence would not be a single launch on a processor; empty if they would."""
+        dtype = self.embed_tokens.dtype
+        return single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
+
     @property
     def is_quantized(self) -> bool:
         """Whether the layers' matrices have scales."""
@@ -417,10 +423,17 @@ class DecoderLM(nn.Module):
     def _step_kernel(self, kv_cache: KVCache) -> StepKernel | None:
         """Return the single-launch step over a cache; None where the model has none."""
         if kv_cache not in self._step_kernels:
-            arch = detect(self.embed_tokens.device)
             bound = None
-            if self._bound.fused and not single_launch.unsupported(self, arch):
-                bound = single_launch.bind_single_launch(self, kv_cache)
+            arch = detect(self.embed_tokens.device)
+            if self._bound.fused and not self.single_launch_unsupported(arch):
+                bound = single_launch.bind_single_launch(
+                    self.config,
+                    self.decoder_layers,
+                    self.embed_tokens,
+                    self._head,
+                    self.norm,
+                    kv_cache,
+                )
             self._step_kernels[kv_cache] = bound
         return self._step_kernels[kv_cache]
 

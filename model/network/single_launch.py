@@ -5,24 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels import detect
-from kernels.step.single_launch import LayerWeights, StepKernel, StepShape, StepWeights, bind_step
+from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, bind_step
 from kernels.step.single_launch import unsupported as shape_unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
     from kernels import GPUArch
+    from kernels.step.single_launch import StepKernel
+    from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
-    from model.network.decoder import DecoderLM
+    from model.network.layers import DecoderLayer
 
 
-def bind_single_launch(model: DecoderLM, kv_cache: KVCache) -> StepKernel:
+def bind_single_launch(
+    config: ModelConfig,
+    layers: Sequence[DecoderLayer],
+    embedding: Tensor,
+    head: Tensor,
+    norm: Tensor,
+    kv_cache: KVCache,
+) -> StepKernel:
     """Bind the parameters, which must not be replaced, and the cache, which must stay where it is.
 
     Args:
-        model: for which `unsupported` lists nothing.
+        config: of a model for which `unsupported` lists nothing.
+        layers: in their order.
+        embedding: [V, C].
+        head: [V, C].
+        norm: [C], behind the layers.
         kv_cache: on the model's device.
     """
-    head = model.embed_tokens if model.lm_head is None else model.lm_head
-    layers = [
+    weights = [
         LayerWeights(
             layer.qkv,
             layer.output,
@@ -34,15 +51,14 @@ def bind_single_launch(model: DecoderLM, kv_cache: KVCache) -> StepKernel:
             layer.k_norm,
             layer.qkv_bias,
         )
-        for layer in model.decoder_layers
+        for layer in layers
     ]
-    weights = StepWeights(step_shape(model), layers, model.embed_tokens, head, model.norm)
-    return bind_step(weights, kv_cache.layers, kv_cache.scales, detect(head.device))
+    step = StepWeights(step_shape(config), weights, embedding, head, norm)
+    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device))
 
 
-def step_shape(model: DecoderLM) -> StepShape:
+def step_shape(config: ModelConfig) -> StepShape:
     """Return the sizes of a model."""
-    config = model.config
     return StepShape(
         hidden_size=config.hidden_size,
         inner_size=config.intermediate_size,
@@ -51,24 +67,27 @@ def step_shape(model: DecoderLM) -> StepShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
-        softmax_scale=model.softmax_scale,
+        softmax_scale=config.head_dim**-0.5,
     )
 
 
-def unsupported(model: DecoderLM, arch: GPUArch) -> tuple[str, ...]:
+def unsupported(
+    config: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype | None, arch: GPUArch
+) -> tuple[str, ...]:
     """List why a model's decode steps of one sequence are not a single launch; empty if they are.
 
     Args:
-        model: on any device.
+        config: of the model.
+        dtype: of its parameters.
+        weight_dtype: of the layers' matrices where they are quantized; else None.
         arch: where it runs.
     """
-    config = model.config
     features = {
-        "quantized weights": model.is_quantized,
+        "quantized weights": weight_dtype is not None,
         "sliding windows": config.sliding_window is not None,
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
     }
-    return shape_unsupported(step_shape(model), model.embed_tokens.dtype, arch) + tuple(
+    return shape_unsupported(step_shape(config), dtype, arch) + tuple(
         f"no {name}" for name, has in features.items() if has
     )

@@ -7,11 +7,10 @@ import torch
 
 import kernels
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
-from kernels.linear.gpu.vector import TileBest
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY
 from kernels.linear.select import select_linear
-from kernels.linear.weights import Norm
+from kernels.linear.weights import Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.tokens import embed_tokens

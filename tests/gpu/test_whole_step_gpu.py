@@ -11,7 +11,7 @@ from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig, RopeConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
-from model.network.single_launch import bind_single_launch, unsupported
+from model.network.single_launch import bind_single_launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -75,6 +75,13 @@ def build(name, dtype):
                 vector.add_(torch.linspace(-0.5, 0.5, len(vector), device="cuda").to(dtype))
     model.reserve_positions(8192)
     return model
+
+
+def bind(model, cache):
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    return bind_single_launch(
+        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache
+    )
 
 
 def new_cache(model, kv_dtype=None):
@@ -169,7 +176,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     one_cache = new_cache(model, kv_dtype)
-    one = bind_single_launch(model, one_cache)
+    one = bind(model, one_cache)
     for context in CONTEXTS:
         cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
         step = Step(model, context)
@@ -191,7 +198,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
 @pytest.mark.parametrize("name", ["qwen", "biased"])
 def test_the_same_bits_come_each_time_and_from_a_recording(name, kv_dtype):
     model = build(name, torch.bfloat16)
-    one = bind_single_launch(model, new_cache(model, kv_dtype))
+    one = bind(model, new_cache(model, kv_dtype))
     step = Step(model, 700)
     first = step.at_once(one)
     logprob = step.logprobs.clone()
@@ -209,7 +216,7 @@ def test_the_same_bits_come_each_time_and_from_a_recording(name, kv_dtype):
 
 def test_a_token_is_found_among_the_sampled_ones():
     model = build("qwen", torch.bfloat16)
-    one = bind_single_launch(model, new_cache(model))
+    one = bind(model, new_cache(model))
     step = Step(model, 40)
     expected = step.at_once(one)
     step.sampled[3] = step.ids[0]
@@ -222,7 +229,7 @@ def test_a_token_is_found_among_the_sampled_ones():
 def test_without_a_slot_nothing_is_written(kv_dtype):
     model = build("qwen", torch.bfloat16)
     cache, untouched = new_cache(model, kv_dtype), new_cache(model, kv_dtype)
-    Step(model, 100, write=False).at_once(bind_single_launch(model, cache))
+    Step(model, 100, write=False).at_once(bind(model, cache))
 
     for found, expected in zip(cache.layers, untouched.layers, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -234,8 +241,8 @@ def test_a_key_and_a_value_are_rounded_as_others_round_them():
     model = build("qwen", torch.bfloat16)
     cache, exact = new_cache(model, FP8), new_cache(model)
     step = Step(model, 1)
-    step.at_once(bind_single_launch(model, cache))
-    step.at_once(bind_single_launch(model, exact))
+    step.at_once(bind(model, cache))
+    step.at_once(bind(model, exact))
 
     # The first layer's are the same before they are rounded.
     at = divmod(int(step.slots), BLOCK)
@@ -249,7 +256,7 @@ def test_logits_that_are_no_numbers_choose_no_token(bad):
     model = build("qwen", torch.bfloat16)
     model.norm[5] = bad
     step = Step(model, 20)
-    step.at_once(bind_single_launch(model, new_cache(model)))
+    step.at_once(bind(model, new_cache(model)))
 
     assert step.tokens.item() == -1
     assert 0 <= step.sampled[0].item() < model.config.vocab_size
@@ -259,7 +266,7 @@ def test_equal_logits_choose_the_smallest_id():
     model = build("llama", torch.bfloat16)
     model.lm_head.zero_()
     step = Step(model, 20)
-    step.at_once(bind_single_launch(model, new_cache(model)))
+    step.at_once(bind(model, new_cache(model)))
 
     assert step.tokens.item() == step.sampled[0].item() == 0
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
@@ -268,7 +275,7 @@ def test_equal_logits_choose_the_smallest_id():
 def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
     model = build("llama", torch.bfloat16)
     step = Step(model, 20)
-    one = bind_single_launch(model, new_cache(model))
+    one = bind(model, new_cache(model))
     # The logits of all but the first program are one number of the hidden state, then minus infinity.
     model.lm_head[8:] = 0.0
     model.lm_head[8:, 0] = 1.0
@@ -283,4 +290,4 @@ def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
 
 def test_models_of_these_shapes_are_supported():
     for name in MODELS:
-        assert unsupported(build(name, torch.bfloat16), detect("cuda")) == ()
+        assert build(name, torch.bfloat16).single_launch_unsupported(detect("cuda")) == ()

@@ -23,11 +23,11 @@ from benchmarks.attention_shapes import DECODE, MORE_DECODE, MORE_PREFILL, PREFI
 from benchmarks.tune_grid import candidates
 from docs.attention_table import attention_table
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import LaunchConfig
+from kernels.attention.launch import LaunchConfig
 from kernels.attention.registry import REGISTRY
 from kernels.testing import reference
 from kernels.tuning import tuned_launches
-from kernels.tuning.check import shared_memory_estimate
+from tests.kernels.tuning_check import shared_memory_estimate
 
 HEADS = {"hq": 32, "hkv": 8, "d": 128, "dtype": "bfloat16"}
 

@@ -7,7 +7,7 @@ second-level cache, before it waits for the kernel whose output it multiplies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -327,26 +327,6 @@ def fetch_columns(base, first, column, N: tl.constexpr, K: tl.constexpr, ROWS: t
     row = tl.minimum(tl.arange(0, ROWS), N - 1 - first)[:, None]
     place = tl.minimum(column + tl.arange(0, LINES) * LINE, K - 1)[None, :]
     prefetch(base + row * K + place)
-
-
-class TileBest(NamedTuple):
-    """What an argmax needs of each tile of outputs, for `kernels.sampling.gpu.best_token`.
-
-    Attributes:
-        keys: [rows, tiles] int64 contiguous, the largest key.
-        totals: [rows, tiles] float32 contiguous, the sum of exp(output - largest of the tile).
-    """
-
-    keys: Tensor
-    totals: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, tiles: int, device: torch.device | str) -> TileBest:
-        """Allocate them."""
-        return cls(
-            torch.empty((rows, tiles), dtype=torch.int64, device=device),
-            torch.empty((rows, tiles), dtype=torch.float32, device=device),
-        )
 
 
 class VectorLinear:

@@ -1,6 +1,6 @@
-"""The attention plan as the engine reports it and `GET /plan` shows it: records, field by field in wire order.
+"""The attention plan: the records that the engine sends and `GET /plan` and `tessera plan` show.
 
-What `kernels.explain.plan` says, in a form that crosses to the front end, which imports no kernels.
+The fields are in the order of the reply. This module imports no kernels, so that the front end can import it.
 """
 
 from __future__ import annotations
@@ -9,48 +9,45 @@ import msgspec
 
 
 class RefusedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A more preferred kernel that was passed over, with every reason."""
+    """A more preferred kernel that does not support the problem, with every reason."""
 
     kernel: str
     reasons: list[str]
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a kernel is launched for a step, and where those numbers come from."""
+    """Tile sizes of a kernel, the steps they are for, and where they come from.
 
+    A step takes the first entry that fits it: `min_num_seqs` or more sequences of at most `max_seqlen_k` tokens each
+    (None: any length).
+    """
+
+    min_num_seqs: int
+    max_seqlen_k: int | None
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    num_programs: int
-    num_kv_splits: int | None
+    programs_per_sm: int
     provenance: str
     measured: bool
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One step size: its launch, and the least that it costs in one layer."""
-
-    num_seqs: int
-    query_tokens: int
-    context: int
-    launch: LaunchPlan | None
-    bytes_moved: int
-    flops: int
-    flops_per_byte: float
-    roofline_us: float | None
-    bound: str | None
-
-
 class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The kernel of one phase, for one kind of layer, and why."""
+    """The kernel of one phase and kind of layer.
+
+    `flash_attention` is the FlashAttention generation whose algorithm the kernel follows, None for PyTorch's attention.
+    `tested` tells whether the tests have run on a processor of this architecture.
+    """
 
     phase: str
     sliding_window: int | None
     kernel: str
+    flash_attention: int | None
+    tested: bool
     why: str
     refused: list[RefusedRow]
-    steps: list[StepPlan]
+    launches: list[LaunchPlan]
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +71,16 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     phases: list[PhasePlan]
 
     def __str__(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         chosen = ", ".join(
             f"{plan.phase} by {plan.kernel}"
             + (f" (window {plan.sliding_window})" if plan.sliding_window else "")
             for plan in self.phases
         )
-        return f"attention on {self.arch_name}: {chosen}"
+        untested = "" if all(plan.tested for plan in self.phases) else f"; {self.untested}"
+        return f"attention on {self.arch_name}: {chosen}{untested}"
+
+    @property
+    def untested(self) -> str:
+        """What to say of a kernel whose `tested` is False."""
+        return f"never run here: no GPU of this architecture (sm_{self.sm}) has ever run it"

@@ -11,7 +11,6 @@ import traceback
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import torch
 
 from kernels import Phase, detect, shared_prefix_pays, takes_shared_prefix
@@ -19,7 +18,6 @@ from model.device.memory import is_out_of_memory, release_cached
 from model.network.step import StepOutput
 from model.sampling.parameters import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler, prompt_logprobs
-from server.engine.link.plan_report import PlanReport
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.recordings import RecordedSteps
 from server.engine.runner.sampled_tokens import SampledTokens
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import ScheduledSequence, SchedulerOutput
+    from server.engine.link.plan_report import PlanReport
     from server.engine.runner.shared_prefix import SharingPays
 
 _PROMPT_LOGPROB_ROWS: Final = 256
@@ -179,8 +178,7 @@ class ModelRunner:
     def describe_plan(self) -> PlanReport:
         """Tell which attention kernels run, how they are launched, and why."""
         cache = self.kv_cache
-        plan = explain_model(self.model, cache.block_size, detect(self.device), cache.kv_dtype)
-        return msgspec.convert(plan, PlanReport, from_attributes=True)
+        return explain_model(self.model, cache.block_size, detect(self.device), cache.kv_dtype)
 
     def _compute(
         self, output: SchedulerOutput

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-import kernels
 import model.network.attention
 import server.engine.runner.model_runner
 from kernels.arch import CATALOGUE
+from kernels.attention import functional
 from server.engine.core.limits import SchedulerConfig
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import EngineConfig
@@ -29,7 +29,7 @@ def as_on_a_gpu(monkeypatch):
     from kernels.attention.portable.write_kv import write_kv
 
     gpu = CATALOGUE["h100"]
-    monkeypatch.setattr(kernels, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(model.network.attention, "write_kv", write_kv)

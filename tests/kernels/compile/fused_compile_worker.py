@@ -15,11 +15,10 @@ import torch
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.elementwise.gpu.quantize_rows import quantise_rows
 from kernels.linear.gpu.matrix import MatrixLinear
-from kernels.linear.gpu.vector import TileBest
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch
-from kernels.linear.weights import LinearArguments, LinearWeights, Norm
+from kernels.linear.weights import LinearArguments, LinearWeights, Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.argmax import chosen_logprobs, most_likely_tokens
 from kernels.sampling.gpu.best_token import best_tokens

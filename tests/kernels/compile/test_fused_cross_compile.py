@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR as VECTOR_ROW
 from kernels.linear.select import LinearChoice, select_linear

@@ -9,10 +9,10 @@ import torch
 
 import kernels
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
-from kernels.linear.gpu.vector import TileBest
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch
+from kernels.linear.weights import TileBest
 from kernels.rope.gpu import rope_cache
 from kernels.rope.gpu.rope_cache import RotationLaunch, rope_and_write_kv, rotation_launch
 from kernels.sampling.gpu.best_token import best_tokens

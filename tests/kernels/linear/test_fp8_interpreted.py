@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.quantized_cache import FP8
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.errors import ShapeError
-from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.fp8 import FP8, dequantise_rows, quantise_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear

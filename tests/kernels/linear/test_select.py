@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from kernels.arch import CATALOGUE, CPU
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, launch_mistakes, select_linear

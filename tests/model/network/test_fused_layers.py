@@ -85,7 +85,7 @@ def on_a_gpu(monkeypatch):
         return H100
 
     def switch():
-        monkeypatch.setattr(kernels, "detect", detect)
+        monkeypatch.setattr(kernels.attention.functional, "detect", detect)
         monkeypatch.setattr(model.network.decoder, "detect", detect)
         monkeypatch.setattr(kernels.linear.projection, "tuned_linear", wide)
 

@@ -10,7 +10,6 @@ from kernels.step.single_launch import StepShape, unsupported
 from model.checkpoint.config import ModelConfig, RopeConfig
 from model.network.decoder import DecoderLM
 from model.network.single_launch import step_shape
-from model.network.single_launch import unsupported as model_unsupported
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 
 HOPPER = ARCHES[90]
@@ -88,11 +87,11 @@ def test_what_the_launch_has_not_is_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_: ())
     model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
 
-    assert model_unsupported(model, HOPPER) == ((f"no {message}",) if message else ())
+    assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
 
 def test_the_shape_of_a_step_is_that_of_the_model():
-    shape = step_shape(DecoderLM(CONFIG, torch.bfloat16, "meta"))
+    shape = step_shape(CONFIG)
 
     assert shape.hidden_size == CONFIG.hidden_size
     assert shape.inner_size == CONFIG.intermediate_size

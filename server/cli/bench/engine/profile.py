@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.random import Generator
 
-    from kernels.explain.roofline import Work
+    from kernels.roofline import Work
     from server.cli.bench.engine.device_trace import Interval
     from server.cli.bench.engine.work import ModelWork
     from server.cli.bench.engine.workloads import Plan, Workload

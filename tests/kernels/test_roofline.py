@@ -8,7 +8,7 @@ import pytest
 
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
-from kernels.explain.roofline import Work, attention_work, roofline
+from kernels.roofline import Work, attention_work, roofline
 
 
 def problem(phase=Phase.PREFILL, dtype="bfloat16", **more):
@@ -70,6 +70,23 @@ def test_the_slower_of_memory_and_arithmetic_is_the_bound():
     assert (moving.bound, computing.bound) == ("memory", "compute")
     assert moving.seconds == pytest.approx(1e-3)
     assert computing.seconds == pytest.approx(1.0)
+
+
+def test_a_cache_in_float8_moves_a_byte_for_each_number_and_a_scale_of_four():
+    half = attention_work(problem(Phase.DECODE), 1, 1, 1000)
+    fp8 = attention_work(problem(Phase.DECODE, kv_dtype="float8_e4m3fn"), 1, 1, 1000)
+
+    assert half.bytes_moved - fp8.bytes_moved == 2 * 8 * 1000 * (2 * 128 - 128 - 4)
+    assert fp8.flops == half.flops
+
+
+def test_float8_is_held_to_the_peak_of_float8():
+    work = Work(1, 9894 * 10**11)
+
+    assert roofline(work, "float8_e4m3fn", CATALOGUE["h100"]).seconds == pytest.approx(
+        0.5, rel=1e-3
+    )
+    assert roofline(work, "float8_e4m3fn", CATALOGUE["a100"]) is None
 
 
 def test_float32_is_held_to_the_peak_of_float32():

@@ -1,7 +1,6 @@
-"""The least work that an attention step can be, and the least time it can take on a processor.
+"""The roofline of an attention step: the least work it needs, and the least time of a processor for it.
 
-Counts what the mathematics needs: every visible key and value read once from main memory, two matrix
-products. Knows nothing of kernels; how near one comes to this is for benchmarks to say.
+The work is every visible key and value read once from main memory, and two matrix products.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step must do.
+    """The work of a step.
 
     Attributes:
-        bytes_moved: queries and output, and the keys and values that any query sees, once each.
-        flops: of the two matrix products over the visible keys; a multiply-add counts as two.
+        bytes_moved: of queries and output, and of the keys and values that any query sees, once each.
+        flops: operations of the two matrix products over the visible keys; a multiply-add counts as two.
     """
 
     bytes_moved: int
@@ -34,11 +33,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """How fast a processor could do it.
+    """The least time of a processor for some work.
 
     Attributes:
-        seconds: the larger of the two times below the peaks of memory and arithmetic.
-        bound: "memory" or "compute", whichever takes longer.
+        seconds: the larger of the times that memory and arithmetic need at their peaks.
+        bound: "memory" or "compute", whichever needs longer.
     """
 
     seconds: float
@@ -53,7 +52,7 @@ def attention_work(
     Args:
         problem: heads, dtype, window, causality.
         num_seqs: B.
-        query_tokens: of each sequence; its last tokens.
+        query_tokens: of each sequence; they are its last tokens.
         context: tokens of each sequence, the query tokens included.
     """
     seen = [_visible(problem, context - query_tokens + i, context) for i in range(query_tokens)]
@@ -69,7 +68,7 @@ def attention_work(
 
 
 def roofline(work: Work, dtype: str, arch: GPUArch) -> Roofline | None:
-    """Return the least time for `work`; None where a peak of the processor is not known.
+    """Return the least time for `work`; None if a peak of the processor is not known.
 
     Source: Williams et al., "Roofline: an insightful visual performance model", 2009.
     """
@@ -82,7 +81,7 @@ def roofline(work: Work, dtype: str, arch: GPUArch) -> Roofline | None:
 
 
 def _visible(problem: AttentionProblem, position: int, context: int) -> tuple[int, int]:
-    """First key that the token at `position` sees, and one past its last."""
+    """Return the first key that the token at `position` sees, and one past its last."""
     window = problem.sliding_window
     first = 0 if window is None else max(0, position - window + 1)
     return first, position + 1 if problem.causal else context

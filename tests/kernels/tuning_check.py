@@ -1,7 +1,4 @@
-"""What a table of launch configurations must hold. Tests run it; so may whatever writes a table.
-
-Knows the registry and the catalogue's shared memory limits, nothing of speed.
-"""
+"""What a table of launch configurations must contain."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import DTYPES, LaunchConfig
-from kernels.attention.quantized_cache import KV_DTYPES
+from kernels.attention.launch import LaunchConfig
+from kernels.attention.problem import DTYPES, KV_DTYPES
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 
 if TYPE_CHECKING:
@@ -27,39 +24,39 @@ _SMALLEST_TILE = 16
 
 
 def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """List what is wrong with a table; empty where nothing is.
+    """List what is wrong with a table; empty if nothing is.
 
     Args:
         sm: compute capability that the table is for.
         rows: as in its file.
     """
-    limits = [arch.shared_memory_bytes for arch in CATALOGUE.values() if arch.sm == sm]
-    if not limits:
+    arches = [arch for arch in CATALOGUE.values() if arch.sm == sm]
+    if not arches:
         return [f"sm_{sm} is no GPU of the catalogue"]
-    rows_of_data = (*REGISTRY, *PREFIX_REGISTRY)
-    specs = {spec.name: spec for spec in rows_of_data if spec.launch and _runs_on(spec, sm)}
+    limit = min(arch.shared_memory_bytes for arch in arches)
+    specs = {
+        spec.name: spec
+        for spec in (*REGISTRY, *PREFIX_REGISTRY)
+        if spec.launch and spec.sm and not arches[0].unsupported(spec.sm)
+    }
     found: list[str] = []
     sound = []
     for number, row in enumerate(rows):
-        wrong = list(_row_mistakes(row, specs, min(limits)))
+        wrong = list(_row_mistakes(row, specs, limit))
         found += [f"row {number}: {text}" for text in wrong]
         if not wrong:
             sound.append(row)
-    # What a broken row was for cannot be told, so only a table of sound rows is searched for gaps.
+    # A broken row may be the one that fills a gap, so only a table of sound rows is searched for gaps.
     return found or [*_repeated(sound), *_missing(sound, specs)]
 
 
 def shared_memory_estimate(launch: LaunchConfig, cache_dtype: str, head_dim: int) -> int:
-    """Bytes of the tiles of keys and values on their way while another is computed with.
+    """Estimate the bytes of the tiles of keys and values in flight.
 
-    The compiler adds to this; what it needs in the end is tested by compiling.
+    The compiler needs more; the cross-compile tests check the true size.
     """
     element = 4 if cache_dtype == "float32" else 1 if cache_dtype in KV_DTYPES else 2
     return max(1, launch.num_stages - 1) * launch.block_n * head_dim * 2 * element
-
-
-def _runs_on(spec: KernelSpec, sm: int) -> bool:
-    return spec.sm is not None and spec.sm[0] <= sm <= spec.sm[1]
 
 
 def _row_mistakes(row: dict[str, Any], specs: dict[str, KernelSpec], limit: int) -> Iterator[str]:
@@ -104,7 +101,7 @@ def _case_mistakes(row: dict[str, Any], spec: KernelSpec, limit: int) -> Iterato
 
 
 def _reads(spec: KernelSpec, kv_dtypes: list[str], dtypes: list[str]) -> bool:
-    known = spec.quantised
+    known = spec.quantized
     return (
         known is not None
         and bool(kv_dtypes)
