@@ -13,8 +13,7 @@ import torch
 
 from kernels import GPUArch
 from kernels.linear.projection import objection
-from model.checkpoint.config import ModelConfig
-from model.checkpoint.config_reader import DTYPES
+from model.checkpoint.config import DTYPES, ModelConfig
 from model.errors import ModelError
 
 KV_DTYPES: Final = ("auto", "fp8")

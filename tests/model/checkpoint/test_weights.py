@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model, resolve_dtype, save_checkpoint
+from model.checkpoint.weights import load_model, save_checkpoint
+from model.device.dtypes import resolve_dtype
 from model.errors import ModelError, WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels import Phase
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.network.decoder import DecoderLM
 from model.network.linear import can_pack

@@ -13,7 +13,8 @@ from kernels.arch import CATALOGUE, CPU
 from kernels.linear.matrix import MatrixLayer
 from kernels.linear.projection import objection
 from kernels.linear.select import LinearChoice, LinearKernel, LinearLaunch
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
 from tests.kernels import float8_library, triton_interpreter
 from tests.model.network.paged import PagedDriver
