@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_inputs import time_call
 from kernels.attention.problem import PackedBatch
+from kernels.torch_private import packed_cudnn_attention, packed_flash_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,18 +101,10 @@ def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | No
     lengths = (batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k)
 
     def flash() -> Tensor:
-        window = {} if shape.window is None else {"window_size_left": shape.window - 1}
-        window |= {"window_size_right": 0} if window else {}
-        outputs = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
-            inputs.q, k, v, *lengths, 0.0, shape.causal, False, **window
-        )
-        return outputs[0]  # type: ignore[no-any-return]
+        return packed_flash_attention(inputs.q, k, v, lengths, shape.window, causal=shape.causal)
 
     def cudnn() -> Tensor:
-        outputs = torch.ops.aten._cudnn_attention_forward(  # noqa: SLF001
-            inputs.q, k, v, None, *lengths, False, 0.0, shape.causal, False
-        )
-        return outputs[0]  # type: ignore[no-any-return]
+        return packed_cudnn_attention(inputs.q, k, v, lengths, causal=shape.causal)
 
     # cuDNN aligns the causal edge to the top left, which a history moves, and knows no window here.
     if name == "cudnn" and (shape.history or shape.window):

@@ -23,13 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.fp8 import dequantise_rows
+from kernels.torch_private import fbgemm_half_linear, onednn_has_bfloat16, onednn_linear
 
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 """[..., in] -> [..., out]"""
-
-# Operators without a public name: torch's own compiler emits them for weights frozen on the CPU.
-_ONEDNN: Final = torch.ops.mkldnn
-_FBGEMM: Final = torch.ops.quantized
 
 _HALF_ERROR: Final = 2.0**-20
 
@@ -66,7 +63,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.bfloat16:
-        return bool(_ONEDNN._is_mkldnn_bf16_supported())  # noqa: SLF001
+        return onednn_has_bfloat16()
     return dtype is torch.float32
 
 
@@ -82,12 +79,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """
     weight = weight.detach()
     if weight.dtype is torch.float32 and fits_half(weight):
-        half = _FBGEMM.linear_prepack_fp16(weight, bias)
-        multiply_half = _FBGEMM.linear_dynamic_fp16.default
-        return lambda x: multiply_half(x, half)
-    blocked = _ONEDNN._reorder_linear_weight(weight)  # noqa: SLF001
-    multiply = _ONEDNN._linear_pointwise.default  # noqa: SLF001
-    return lambda x: multiply(x, blocked, bias, "none", [], "")
+        return fbgemm_half_linear(weight, bias)
+    return onednn_linear(weight, bias)
 
 
 def fits_half(weight: Tensor) -> bool:

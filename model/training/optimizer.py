@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.torch_private import add_all, multiply_all
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 
@@ -93,9 +95,8 @@ class MuonAdamW:
             update = orthogonalize(gradient.lerp_(buffer, self._momentum))
             scale = 0.2 * max(buffer.shape[1:]) ** 0.5
             changes = update.to(buffer.dtype).unbind(0)
-            tensors: list[Tensor] = list(parameters)
-            torch._foreach_mul_(tensors, 1 - learning_rate * self._weight_decay)
-            torch._foreach_add_(tensors, changes, alpha=-learning_rate * scale)
+            multiply_all(parameters, 1 - learning_rate * self._weight_decay)
+            add_all(parameters, changes, -learning_rate * scale)
             for parameter in parameters:
                 parameter.grad = None
 

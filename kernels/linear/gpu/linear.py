@@ -21,6 +21,7 @@ from kernels.fp8 import dequantise_rows
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.linear.gpu.vector import vector_linear
 from kernels.linear.select import LinearKernel
+from kernels.torch_private import multiply_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,10 +187,7 @@ def _multiply_fp8(
 ) -> None:
     """Compute x W^T with both in FP8, [rows, 1] and [N] their scales, + bias + residual."""
     product = out if residual is None else torch.empty_like(out)
-    # Exact accumulation: the fast one keeps 14 bits of a sum.
-    torch._scaled_mm(
-        x, weight.t(), factors, scale[None], out_dtype=out.dtype, use_fast_accum=False, out=product
-    )
+    multiply_fp8(x, weight.t(), factors, scale[None], product)
     if bias is not None:
         product += bias
     if residual is not None:
