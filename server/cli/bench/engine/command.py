@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from kernels import GPUArch
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.link.protocol import EngineConfig
-
-_NOT_TOLD = ("--json", "--commit")
 
 
 def main(
@@ -133,7 +130,7 @@ def _record(
     versions = {"tessera": version(), "torch": str(torch.__version__)}
     machine = arch.name
     if arch.is_cpu:
-        machine = f"{result.processor_name()}, {torch.get_num_threads()} of {arch.num_sms} cores"
+        machine = result.host_name(torch.get_num_threads(), arch.num_sms)
     else:
         versions["triton"] = importlib.metadata.version("triton")
     extra: dict[str, Any] = {
@@ -155,7 +152,7 @@ def _record(
         rows,
         machine=machine,
         versions=versions,
-        command=shlex.join(["tessera", "bench", "engine", *result.without(arguments, _NOT_TOLD)]),
+        command=result.shown_command(["tessera", "bench", "engine"], arguments),
         commit=commit,
         extra=extra,
     )

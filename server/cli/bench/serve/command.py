@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from server.cli.bench.serve.prompts import (
     with_tokenizer,
 )
 from server.cli.bench.serve.server_facts import ServerFacts, ask
-from server.cli.bench.table import render
+from server.cli.bench.serve.table import render
 from server.cli.bench.workload import arrivals, share
 from server.version import version
 
@@ -48,8 +47,6 @@ _RETRY_SECONDS = 0.2
 _WARM_UP_AT_RATE = 8
 _PROMPTS_PER_STREAM = 4
 _LEAST_PROMPTS = 16
-# Headers may be secret, and where a result goes is no part of it.
-_NOT_TOLD = ("--header", "--json", "--commit")
 
 
 class BenchError(Exception):
@@ -93,9 +90,7 @@ def main(arguments: Sequence[str]) -> None:
             rows,
             machine=facts.machine,
             versions={"tessera": version()} | facts.versions,
-            command=shlex.join(
-                ["tessera", "bench", "serve", *result.without(arguments, _NOT_TOLD)]
-            ),
+            command=result.shown_command(["tessera", "bench", "serve"], arguments),
             commit=options.commit,
             extra={"server": facts.name, "client": result.processor_name(), "runs": runs},
         )
