@@ -68,7 +68,7 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     device = inputs.q.device
     problem = dataclasses.replace(inputs.problem, kv_dtype=FP8)
     selection = kernels.select(problem, arch_of(device))
-    numbers, scale = (part.contiguous() for part in _quantised(inputs.kv))
+    numbers, scale = (part.contiguous() for part in _quantized(inputs.kv))
     expected = inputs.out.float()
     plan = kernels.plan_attention(problem, inputs.batch, selection=selection)
 
@@ -92,7 +92,7 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     return {"fp8_cache": figures}
 
 
-def _quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
+def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a cache [2, N, S, K, D]; returns it with its scales [2, N, K, S], one for each key and value."""
     blocks = kv.flatten(0, 1)
     numbers = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
@@ -119,9 +119,9 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
 
     assert isinstance(inputs.batch, PackedBatch)
     kernel = HopperFP8Prefill(problem, inputs.batch, selection)
-    quantised = kernel.quantise(inputs.q, inputs.kv)
+    quantized = kernel.quantise(inputs.q, inputs.kv)
     whole = time_call(lambda: kernel(inputs.q, inputs.kv, inputs.out), device)
-    attention = time_call(lambda: kernel.attend(*quantised, inputs.out), device)
+    attention = time_call(lambda: kernel.attend(*quantized, inputs.out), device)
     shape = inputs.shape
     figures = {
         "kernel": selection.spec.name,

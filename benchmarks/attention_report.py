@@ -112,8 +112,8 @@ def _more_prefill(rows: list[Row]) -> list[str]:
 def _fp8_prefill(rows: list[Row]) -> list[str]:
     """Format rows that were measured in FP8 too."""
     lines = [
-        "Prefill where FP8 is allowed, packed, causal, TFLOP/s: with the quantising of queries, keys and values, and",
-        "the attention alone; FA3 on operands that were quantised before. Errors are root mean squares against float64",
+        "Prefill where FP8 is allowed, packed, causal, TFLOP/s: with the quantization of queries, keys and values, and",
+        "the attention alone; FA3 on operands that were quantized before. Errors are root mean squares against float64",
         "over a sequence of that length with outliers: in half precision, in FP8 with one scale per tensor, and ours.",
         "",
         "| heads H/K/D | batch x tokens | half | FP8 | FP8 / half | attention | FA3 FP8 | error, half | per tensor "

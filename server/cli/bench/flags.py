@@ -30,7 +30,7 @@ def add_result_flags(parser: argparse.ArgumentParser, usual_label: str) -> None:
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Make an argparse type of a function, whose ValueError argparse then shows."""
+    """Turn a function that raises ValueError into an argparse type, so that argparse prints the message."""
 
     def check(text: str) -> T:
         try:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 _FEWEST_TOKENS = 2048
-"""Of the longest sequence, so that a short plan runs the kernels of a service."""
+"""Least tokens of the longest sequence, so that a short plan runs the same kernels as a service."""
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read this command's own flags; exits with status 2 where one is wrong.
+    """Parse this command's own flags; exits with status 2 where one is wrong.
 
     Args:
         arguments: after `tessera bench engine`.
