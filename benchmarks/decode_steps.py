@@ -1,7 +1,7 @@
-"""How long does a recorded decode step take, and what do other tiles of its attention change?
+"""Times recorded decode steps, with the launch configurations given for their attention.
 
-Random weights, sequences of one length, blocks in random order. Steps are recorded as the engine records its own, and
-replayed in turns, each launch beside the others; the host is no part of it.
+Random weights, sequences of one length, blocks in random order. Steps are recorded as in the engine; the launches are
+replayed alternately. The host's work does not count.
 
     python -m benchmarks.decode_steps [--model qwen3-0.6b] [--sequences 16 64 256] [--contexts 128 384]
         [--launches table block_n=32,num_stages=2] [--kv-cache-dtype fp8] [--rounds 3]
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 TABLE = "table"
-"""The launch that the tuning tables choose."""
+"""Stands for the launch that the tuning tables choose."""
 _FEWEST_COLUMNS = 64
-"""Of a recording's block table, as in the engine."""
+"""Columns of a recording's block table, as in the engine."""
 _FILLED_BLOCKS = 4096
-"""At once, so that their float32 take little room."""
+"""Blocks filled at once, to limit the memory of their float32 values."""
 _REPLAYS = 30
 _WARM_REPLAYS = 3
 
 
 def main() -> None:
-    """Time what is asked for and write the result file."""
+    """Time the steps and write the result file."""
     arguments = _arguments()
     device = torch.device(arguments.device)
     model = _load(arguments.model, device)
@@ -86,14 +86,14 @@ def main() -> None:
 def step(
     model: DecoderLM, cache: KVCache, sequences: int, context: int, launch: str
 ) -> Callable[[], None]:
-    """Return what computes a decode step: vectors of drawn tokens, all layers, logits, most likely tokens.
+    """Return a function that computes a decode step: embeddings of the sampled tokens, layers, logits, argmax.
 
     Args:
-        model: on its device, its operations fused where they can be.
+        model: on its device, fused where it can be.
         cache: with blocks for all sequences.
         sequences: B.
-        context: keys of each, the step's own included.
-        launch: `TABLE`, or fields of a `LaunchConfig` that are to differ from the table's.
+        context: keys of each sequence, that of the step included.
+        launch: `TABLE`, or fields of a `LaunchConfig` that differ from the table's.
     """
     weight = model.embed_tokens
     numbers = functools.partial(torch.full, (sequences,), device=weight.device)
@@ -134,14 +134,14 @@ def step(
 
 
 def record(compute: Callable[[], object], device: torch.device) -> Replay:
-    """Record a step; on a CPU, for a dry run, compute it again each time."""
+    """Record a step; on a CPU, for a dry run, a replay computes it."""
     if device.type == "cuda":
         return CudaGraphs(device).record(compute)
     return compute
 
 
 def microseconds(replay: Replay, device: torch.device) -> float:
-    """Time one replay among many that follow one another."""
+    """Return the microseconds of one replay, as the mean of consecutive ones."""
     if device.type != "cuda":
         begin = time.perf_counter()
         replay()
@@ -163,7 +163,7 @@ def _load(name: str, device: torch.device) -> DecoderLM:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
     if model.config.mixes_attention:
-        raise SystemExit(f"{name} has two kinds of attention, of which one launch is none")
+        raise SystemExit(f"{name} has two kinds of attention, which take different launches")
     return model
 
 
@@ -174,7 +174,7 @@ def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) 
     heads = shape.num_kv_heads, shape.head_dim
     cache = KVCache(shape.num_layers, blocks, BLOCK_SIZE, *heads, dtype, weight.device)
     for layer, scale in zip(cache.layers, cache.scales, strict=True):
-        # A GPU takes less power, and so less time, to compute with zeros.
+        # Computing with zeros takes a GPU less power, and so less time.
         rows = layer.flatten(0, 1)
         for start in range(0, len(rows), _FILLED_BLOCKS):
             part = rows[start : start + _FILLED_BLOCKS]

@@ -1,7 +1,7 @@
-"""An engine process that computes nothing: it hands every request its next token, so many steps a second.
+"""An engine process that computes nothing: it sends every request its next token at a given rate.
 
-For `benchmarks.streaming`, started as the engine process is, with the rate as its argument. The messages are
-what the real engine sends for as many sequences. Knows neither models nor HTTP.
+`benchmarks.streaming` has the service start it as its engine process, with the steps per second as the argument. The
+messages are those of the real engine for the same number of sequences.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _FIRST_TOKEN, _TOKENS = 300, 1000
 
 
 class PacedEngine:
-    """Owns the requests in flight.
+    """Owns the unfinished requests.
 
     Args:
         channel: to the front end.
-        rate: steps in a second.
+        rate: steps per second.
     """
 
     def __init__(self, channel: Channel, rate: float) -> None:
@@ -56,7 +56,7 @@ class PacedEngine:
         self._steps = 0
 
     def run(self) -> None:
-        """Serve until a shutdown message comes."""
+        """Serve until a shutdown message arrives."""
         due = time.perf_counter()
         while self._receive():
             self._step()
@@ -105,7 +105,7 @@ class PacedEngine:
 
 
 def main() -> None:
-    """Start, and run until the front end says so or disappears."""
+    """Run until the front end sends a shutdown message or ends."""
     launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
     config, (rate,) = launch.config, sys.argv[1:]
     channel = Channel(launch.directory)

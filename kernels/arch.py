@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kernels.errors import UnsupportedDeviceError
+from kernels.torch_private import onednn_has_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -249,4 +250,4 @@ def _find_known(name: str, num_sms: int) -> GPUArch | None:
 @functools.cache
 def has_bfloat16_gemm() -> bool:
     """Whether the CPU multiplies bfloat16 matrices at least as fast as float32 ones."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+    return onednn_has_bfloat16()

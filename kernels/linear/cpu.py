@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kernels.arch import has_bfloat16_gemm
+from kernels.torch_private import fbgemm_half_linear, onednn_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
     from kernels.linear.problem import LinearProblem
     from kernels.linear.weights import LinearWeights
-
-# Operators without a public name: torch's own compiler emits them for weights frozen on the CPU.
-_ONEDNN: Final = torch.ops.mkldnn
-_FBGEMM: Final = torch.ops.quantized
 
 _HALF_ERROR: Final = 2.0**-20
 
@@ -64,12 +61,8 @@ class PackedLinear:
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     if weight.dtype is torch.float32 and fits_half(weight):
-        half = _FBGEMM.linear_prepack_fp16(weight, bias)
-        multiply_half = _FBGEMM.linear_dynamic_fp16.default
-        return lambda x: multiply_half(x, half)
-    blocked = _ONEDNN._reorder_linear_weight(weight)  # noqa: SLF001
-    multiply = _ONEDNN._linear_pointwise.default  # noqa: SLF001
-    return lambda x: multiply(x, blocked, bias, "none", [], "")
+        return fbgemm_half_linear(weight, bias)
+    return onednn_linear(weight, bias)
 
 
 def fits_half(weight: Tensor) -> bool:

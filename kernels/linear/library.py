@@ -9,6 +9,7 @@ import torch
 from kernels.elementwise.gpu.quantize_rows import quantise_rows
 from kernels.fp8 import dequantise_rows
 from kernels.linear.checks import check_linear
+from kernels.torch_private import multiply_fp8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,16 +72,7 @@ class LibraryFP8Linear:
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         product = out if residual is None else torch.empty_like(out)
-        # Exact accumulation: the fast one keeps 14 bits of a sum.
-        torch._scaled_mm(  # noqa: SLF001 - the public function takes no `out` and asks for more
-            numbers,
-            weight.t(),
-            factors,
-            scale[None],
-            out_dtype=out.dtype,
-            use_fast_accum=False,
-            out=product,
-        )
+        multiply_fp8(numbers, weight.t(), factors, scale[None], product)
         if bias is not None:
             product += bias
         if residual is not None:

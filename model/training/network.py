@@ -1,4 +1,4 @@
-"""The decoder as it is trained: the serving model plus dropout, and its losses."""
+"""The decoder for training, which is the serving model with dropout, and its losses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from model.network.layers import Attention, BoundLayer, layer_forward
 
 
 class TrainedLM(DecoderLM):
-    """A `DecoderLM` that regularises while `training` is set, and is the same model otherwise.
-
-    Dropout acts on the embedding and on what each layer adds to the residual stream.
-    """
+    """A `DecoderLM` with dropout on the embedding and on the output of each layer while `training` is set."""
 
     def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
         super().__init__(config, torch.float32, device)
@@ -37,7 +34,7 @@ class TrainedLM(DecoderLM):
 
 
 def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:
-    """Score every next token.
+    """Compute the logits of every next token.
 
     Args:
         model: on the device of `ids`.
@@ -51,17 +48,17 @@ def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in nats of int64 targets [R, L] under logits [R, L, V]."""
+    """Return the mean negative log-likelihood, in nats, of int64 targets [R, L] under logits [R, L, V]."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def training_loss(
     model: DecoderLM, rows: Tensor, teachers: Sequence[DecoderLM], distill_weight: float
 ) -> Tensor:
-    """Cross-entropy with the text, mixed with that of the teachers' averaged prediction.
+    """Return the cross-entropy with the text, mixed with that with the teachers' averaged prediction.
 
     Args:
-        model: the one that learns.
+        model: to train.
         rows: int64 [R, L + 1]; each token but the first is a target.
         teachers: models over the same vocabulary; may be empty.
         distill_weight: share of the teachers' term, in [0, 1].

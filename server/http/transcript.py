@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model.text.tokenizer import IncrementalDetokenizer, StopChecker
+from model.text.detokenizer import IncrementalDetokenizer
+from model.text.stop import StopChecker
 from server.engine.core.request import FinishReason
 from server.errors import GenerationError, IncompleteGenerationError
 from server.http.dialects.tgi.replies import Token

@@ -8,7 +8,8 @@ import torch
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantise_rows, quantise_rows
 from kernels.testing.problems import assert_no_worse_than
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
 from model.network.single_launch import bind_single_launch

@@ -22,6 +22,7 @@ import torch
 
 from kernels.attention.pytorch.common import RunView, check_blocks, dense_attention
 from kernels.attention.pytorch.paged_host import HostSequence, blocks_needed, host_sequences
+from kernels.torch_private import cpu_attention_with_lse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -260,9 +261,7 @@ def _merge_runs(q: Tensor, kv: Tensor, views: tuple[RunView, ...], scale: float)
     lses: list[Tensor] = []
     for view in views:
         keys, values = view.read(kv)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-            q, keys, values, scale=scale
-        )
+        out, lse = cpu_attention_with_lse(q, keys, values, scale)
         outs.append(out)
         lses.append(lse)
     weights = torch.stack(lses).softmax(0)

@@ -5,7 +5,8 @@ import torch
 
 from kernels import Phase
 from kernels.linear.cpu import unsupported as packing_unsupported
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.network.decoder import DecoderLM
 from tests.model.network.paged import PagedDriver, logits_in_chunks

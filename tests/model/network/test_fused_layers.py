@@ -17,7 +17,8 @@ from kernels.linear.pytorch import PyTorchLinear
 from kernels.linear.registry import MATRIX
 from kernels.linear.select import LinearLaunch, TunedLinear
 from kernels.rope.cache import unsupported
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
 from tests.kernels import float8_library, triton_interpreter
 from tests.model.network.paged import PagedDriver

@@ -7,7 +7,8 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.step.single_launch import StepShape, unsupported
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
 from model.network.single_launch import step_shape
 from tests.kernels.compile.cross_compile_jobs import ARCHES

@@ -1,4 +1,4 @@
-"""Writes a run's figures for a person. Knows nothing of how they came about."""
+"""Formats the figures of a run for a terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LAG_LIMIT_MS = 20.0
 
 
 def render(summary: Summary, load: str, busy: Sequence[float]) -> str:
-    """Lay a run out as a short table.
+    """Format a run as a short table.
 
     Args:
         summary: of the run.
-        load: what was sent, in words.
+        load: description of the load.
         busy: share of a core that each client process used.
     """
     lines = [
