@@ -1,6 +1,6 @@
-"""Turns a body of the wrong shape into one sentence that names field, value and limit.
+"""Checks the shape of a request body; the error names field, value and limit in one sentence.
 
-The sentence never repeats text of the client but the names of unknown fields.
+The sentence repeats no text of the client except the names of unknown fields.
 """
 
 from __future__ import annotations
