@@ -46,7 +46,7 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
     """
     health = describe_service_route(HealthReply)
     health["responses"][_UNAVAILABLE] = {
-        "description": "Requests are not served; `phase` tells what the engine is doing.",
+        "description": "Requests are not served; `phase` says what the engine is doing.",
         "content": health["responses"][200]["content"],
     }
     plan = describe_service_route(PlanReport)
@@ -56,20 +56,20 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
     }
 
     async def read_plan() -> Response:
-        """Tell which attention kernels run here, how they are launched, and why."""
+        """Report which attention kernels run here, how they are launched, and why."""
         return json_response(context.engine_info().plan)
 
     async def read_health() -> Response:
-        """Tell whether requests are served: the readiness probe."""
+        """Report whether requests are served: the readiness probe."""
         return _health(context, healthy=context.client.state is EngineState.READY)
 
     async def read_liveness() -> Response:
-        """Tell whether the service works or is on its way there: the liveness probe."""
+        """Report whether the service works or is starting: the liveness probe."""
         return _health(context, healthy=context.client.state is not EngineState.STOPPED)
 
     @app.get("/metrics", tags=["Service"], response_class=Response, responses=exposition)
     async def metrics(request: Request) -> Response:
-        """Prometheus metrics; OpenMetrics where `Accept` asks for it."""
+        """Report metrics in Prometheus' text format, or in OpenMetrics if `Accept` asks for it."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(context.metrics.registry), headers={"content-type": content_type})
 

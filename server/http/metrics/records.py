@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from server.http.generation import Usage
     from server.http.metrics.registry import Metrics
 
 _SUCCESSES = {
@@ -93,13 +92,21 @@ class RequestRecord:
             self._finished = True
             self._metrics.count_request(self._endpoint, outcome)
 
-    def succeed(self, reason: FinishReason | None, queue_seconds: float, usage: Usage) -> None:
+    def succeed(
+        self,
+        reason: FinishReason | None,
+        *,
+        queue_seconds: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+    ) -> None:
         """Count a generation request that was answered in full, and observe its sizes and times.
 
         Args:
             reason: of its first completion's end; None only if `finish` was called.
             queue_seconds: time that completion waited in the engine.
-            usage: of the request.
+            prompt_tokens: of the request.
+            completion_tokens: of its answer.
         """
         if self._finished:
             return
@@ -107,8 +114,8 @@ class RequestRecord:
         metrics = self._metrics
         metrics.duration.observe(time.perf_counter() - self.started)
         metrics.queue.observe(queue_seconds)
-        metrics.prompt_length.observe(usage.prompt_tokens)
-        metrics.output_length.observe(usage.completion_tokens)
+        metrics.prompt_length.observe(prompt_tokens)
+        metrics.output_length.observe(completion_tokens)
         self.finish(_SUCCESSES[reason])
 
 

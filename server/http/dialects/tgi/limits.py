@@ -27,18 +27,18 @@ _NO_PARAMETERS = GenerateParameters(do_sample=True)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """A checked request. Only what depends on the length of the prompt is still open.
+    """A request that was checked except for the length of its prompt.
 
     Attributes:
         inputs: the prompt.
-        sampling: how to choose tokens; `max_new_tokens` is 1 until `with_prompt_length`.
-        max_new_tokens: as asked; None fills the context.
+        sampling: sampling parameters; `max_new_tokens` is 1 until `with_prompt_length`.
+        max_new_tokens: as requested; None fills the context.
         best_of: sequences to generate.
         seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
-        details: whether tokens and the reason of the end are reported.
+        details: whether tokens and finish reason are reported.
         prompt_details: whether the prompt's tokens are reported.
     """
 
@@ -98,7 +98,7 @@ def check(
         info: limits of the engine.
 
     Raises:
-        ValidationError: naming the field, its value and the limit.
+        ValidationError: a value is not allowed; names the field, its value and the limit.
     """
     parameters = body.parameters if body.parameters is not None else _NO_PARAMETERS
     _check_limits(parameters, config, info)

@@ -62,25 +62,25 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     @app.post("/generate_stream", **describe_route(GenerateBody, ErrorReply, events=StreamEvent))
     async def generate_stream() -> Response:
-        """Continue a prompt, and send each token as soon as it is there."""
+        """Continue a prompt, and send each token as soon as it is generated."""
         return respond("generate_stream", stream=True)
 
     @app.post("/", **describe_route(GenerateBody, ErrorReply, list[GenerateReply], StreamEvent))
     async def compat() -> Response:
-        """Continue a prompt: a stream where `stream` is true, else an array of one answer."""
+        """Continue a prompt: a stream if `stream` is true, else an array of one reply."""
         return respond("compat", stream=None)
 
     @app.post(
         "/tokenize", **describe_route(GenerateBody, ErrorReply, list[PromptSpan], generates=False)
     )
     async def tokenize(request: Request) -> Response:
-        """Tell the tokens of a prompt, with the characters that each covers."""
+        """Return the tokens of a prompt, and the characters that each covers."""
         try:
             with RequestRecord(context.metrics, "tokenize") as record:
                 spans = await _tokenize(request, context)
                 record.finish(Outcome.OK)
         except ClientDisconnectedError:
-            return Response(status_code=_CLIENT_CLOSED)  # nobody will read it
+            return Response(status_code=_CLIENT_CLOSED)
         return json_response(spans)
 
     info = describe_service_route(InfoReply)
@@ -88,7 +88,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     @app.get("/info", **info)
     async def read_info() -> Response:
-        """Tell the model that is served, and the limits of a request."""
+        """Report the served model and the limits of a request."""
         return json_response(_info(context))
 
 
