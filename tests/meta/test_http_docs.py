@@ -34,7 +34,9 @@ def test_every_request_field_is_described(model):
 
 def test_every_reply_field_is_described():
     values = [
-        value for module in (replies, plan_report, service_routes) for value in vars(module).values()
+        value
+        for module in (replies, plan_report, service_routes)
+        for value in vars(module).values()
     ]
     records = [value for value in values if hasattr(value, "__struct_fields__")]
     fields = {field for record in records for field in record.__struct_fields__}
