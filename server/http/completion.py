@@ -18,7 +18,7 @@ from server.errors import GenerationError, IncompleteGenerationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from model.text.tokenizer import Tokenizer
+    from model.text.tokenizer import StopMatch, Tokenizer
     from server.engine.core.request import SamplingParams, TokenEvent
     from server.engine.link.request_stream import RequestStream
     from server.http.metrics.records import TokenClock
@@ -132,8 +132,11 @@ class Completion:
         logprobs: list[float | None] = [None, *(self.stream.prompt_logprobs or ())]
         return logprobs + [None] * (len(self.prompt.token_ids) - len(logprobs))
 
-    def push(self, event: TokenEvent) -> Token:
+    def push(self, event: TokenEvent) -> str:
         """Append the next token.
+
+        Returns:
+            The text that it adds; see `Token.text`.
 
         Raises:
             GenerationError: the event says that the engine gave up.
@@ -144,16 +147,24 @@ class Completion:
             raise _failure(event)
         self.num_tokens += 1
         text = self._detokenizer.push(token_id)
-        special = self._tokenizer.is_special(token_id)
         if reason is not None:
             self.finish_reason = reason
             text += self._detokenizer.flush()
-        if self._stop is not None:
-            text = self._filter(self._stop, token_id, text, special=special)
-        else:
+        stop = self._stop
+        if stop is None:
             self.context_free = self._detokenizer.at_rest
+        elif (
+            reason is None or not stop.included
+        ):  # else the engine's reason counts, and nothing is cut off
+            text = self._filter(stop, token_id, text)
         self._texts.append(text)
-        return Token(token_id, text, event.logprob, special, event.top_tokens)
+        return text
+
+    def describe(self, event: TokenEvent, text: str) -> Token:
+        """Make the record of a token that was appended, from its event and the text that `push` returned."""
+        assert event.token_id is not None
+        special = self._tokenizer.is_special(event.token_id)
+        return Token(event.token_id, text, event.logprob, special, event.top_tokens)
 
     def add(self, text: str) -> None:
         """Append the next token, whose text is known; see `context_free`."""
@@ -174,9 +185,9 @@ class Completion:
 
         def take(events: list[TokenEvent]) -> bool:
             for event in events:
-                token = self.push(event)
+                text = self.push(event)
                 if keep_tokens:
-                    self.tokens.append(token)
+                    self.tokens.append(self.describe(event, text))
                 self.logprob_sum += event.logprob or 0.0
                 if self.finish_reason is not None:
                     break
@@ -188,13 +199,12 @@ class Completion:
             raise IncompleteGenerationError
         self.stream.abort()  # the engine does not know of the stop string that ended it
 
-    def _filter(self, stop: _StopFilter, token_id: int, text: str, *, special: bool) -> str:
-        if self.finish_reason is not None and stop.included:
-            return text  # the engine's reason counts, and nothing is cut off
-        searched = self._tokenizer.token_text(token_id) if special else text
-        counts = self.num_tokens >= self.prompt.sampling.min_new_tokens
-        text = stop.push(searched, text, counts=counts)
-        if stop.matched:
+    def _filter(self, stop: _StopFilter, token_id: int, text: str) -> str:
+        special = self._tokenizer.is_special(token_id)
+        text = stop.push(self._tokenizer.token_text(token_id) if special else text, text)
+        if stop.match is not None:
+            if self.num_tokens < self.prompt.sampling.min_new_tokens:
+                return text + stop.ignore_match()
             self.finish_reason = FinishReason.STOP
         elif self.finish_reason is not None:
             text += stop.release()
@@ -206,53 +216,48 @@ class _StopFilter:
 
     Attributes:
         included: whether the stop string is kept.
-        matched: whether a stop string was found; nothing may be pushed afterwards.
+        match: the stop string that was found; nothing may be pushed afterwards.
     """
 
-    __slots__ = ("_checker", "_held", "_length", "_strings", "included", "matched")
+    __slots__ = ("_checker", "_held", "_length", "_strings", "included", "match")
 
     def __init__(self, stop: StopStrings) -> None:
         self.included = stop.included
-        self.matched = False
+        self.match: StopMatch | None = None
         self._strings = stop.strings
-        self._restart()
-
-    def _restart(self) -> None:
-        self._checker = StopChecker(self._strings)
+        self._checker = StopChecker(stop.strings)
         self._length = 0  # of the searched text
-        # Text that was not released yet, with its position in the searched text.
+        # Text that is held back, with its position in the searched text.
         self._held: collections.deque[tuple[int, str]] = collections.deque()
 
-    def push(self, searched: str, text: str, *, counts: bool) -> str:
+    def push(self, searched: str, text: str) -> str:
         """Search the next piece.
 
         Args:
             searched: the piece itself, or the name of a special token, which is no part of the text.
             text: the part of it that belongs to the text: all or nothing.
-            counts: whether a stop string that this piece completes ends the text.
 
         Returns:
             The text that is certain not to be cut off.
         """
-        if not searched:
-            return text
-        start = self._length
-        self._length += len(searched)
-        match = self._checker.push(searched)
+        self.match = match = self._checker.push(searched)
         if match is None and self.included:
+            self._length += len(searched)
             return text
-        self._held.append((start, text))
+        self._held.append((self._length, text))
+        self._length += len(searched)
         if match is None:
             return self.release(self._checker.safe_length)
-        if not counts:
-            text = self.release()
-            self._restart()
-            return text
-        self.matched = True
         return self.release(match.end if self.included else match.start)
 
+    def ignore_match(self) -> str:
+        """Continue after a match; returns the text that `push` cut off."""
+        self.match = None
+        self._checker, self._length = StopChecker(self._strings), 0
+        return self.release()
+
     def release(self, end: int | None = None) -> str:
-        """Return what was held back of the searched text up to `end`; None takes all."""
+        """Return what is held back of the searched text up to `end`; None takes all."""
         released = []
         while self._held:
             start, text = self._held.popleft()

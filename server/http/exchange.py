@@ -148,12 +148,11 @@ class Exchange(Response):
                         await send_json(send, body, headers)
             finally:
                 generation.abort()
-            usage = generation.usage
             record.succeed(
                 generation.returned[0].finish_reason,
                 queue_seconds=generation.queue_seconds,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
+                prompt_tokens=generation.prompt_tokens,
+                completion_tokens=generation.completion_tokens,
             )
 
     async def _finish(

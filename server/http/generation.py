@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 _SEEDS = 2**64
 
 
-class Usage(NamedTuple):
-    """Token counts of a request.
-
-    Attributes:
-        prompt_tokens: tokens of the prompts; each prompt counts once.
-        completion_tokens: tokens of the completions that are returned.
-        cached_tokens: prompt tokens that the engine took from its prefix cache.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
 class Timings(NamedTuple):
     """How long the parts of a request took, in seconds.
 
@@ -65,6 +51,7 @@ class Generation:
     Attributes:
         completions: in order of the prompts.
         returned: the completions that the answer consists of: all, unless `select_best` was called.
+        prompt_tokens: tokens of the prompts; each prompt counts once.
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
@@ -81,8 +68,8 @@ class Generation:
         keep_tokens: bool = False,
     ) -> None:
         self.submitted = time.perf_counter()
+        self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         self.completions: list[Completion] = []
-        self._prompts = prompts
         self._per_prompt = completions_per_prompt
         self._keep_tokens = keep_tokens
         try:
@@ -130,14 +117,14 @@ class Generation:
         return [c for c in self.completions if c not in self.returned]
 
     @property
-    def usage(self) -> Usage:
-        """Token counts so far; `cached_tokens` is valid from the first token of each prompt on."""
-        first_ones = self.completions[:: self._per_prompt]
-        return Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
-            completion_tokens=sum(completion.num_tokens for completion in self.returned),
-            cached_tokens=sum(c.stream.num_cached_tokens for c in first_ones),
-        )
+    def completion_tokens(self) -> int:
+        """Tokens of the returned completions so far."""
+        return sum([completion.num_tokens for completion in self.returned])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens taken from the engine's prefix cache; valid from the first token of each prompt on."""
+        return sum([c.stream.num_cached_tokens for c in self.completions[:: self._per_prompt]])
 
     @property
     def queue_seconds(self) -> float:

@@ -138,20 +138,16 @@ class TokenSender:
             if self.ended:
                 return False
             frames = []
-            for event in events:
-                try:
+            try:
+                for event in events:
                     frames.append(render(completion, event))
-                except IncompleteGenerationError:
-                    frames.append(self._render_failure(IncompleteGenerationStreamError()))
-                    break
-                except GenerationError as error:
-                    frames.append(self._render_failure(error))
-                    break
-                if completion.finish_reason is not None:
-                    if all(c.finish_reason is not None for c in self.generation.completions):
-                        self.ended = True
-                        frames.append(self.renderer.end())
-                    break
+                    if completion.finish_reason is not None:
+                        frames.append(self._render_end())
+                        break
+            except IncompleteGenerationError:
+                frames.append(self._render_failure(IncompleteGenerationStreamError()))
+            except GenerationError as error:
+                frames.append(self._render_failure(error))
             if watch.gone:
                 raise ClientDisconnectedError
             if not self.failed:
@@ -161,6 +157,13 @@ class TokenSender:
             return ready and completion.finish_reason is None and not self.ended
 
         return take
+
+    def _render_end(self) -> bytes:
+        """Render what follows the last token of a completion."""
+        if any(completion.finish_reason is None for completion in self.generation.completions):
+            return b""
+        self.ended = True
+        return self.renderer.end()
 
 
 class EventStream:
@@ -230,6 +233,8 @@ class EventStream:
 
     async def drain(self) -> None:
         """Wait until the client has taken all that was written."""
+        if self._blocked is None and not self._backlog:
+            return
         async with self._draining:
             while True:
                 if self._blocked is not None:

@@ -24,7 +24,7 @@ def complete(tokenizer):
         ids = tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
         texts = []
         for i, token in enumerate(ids):
-            texts.append(completion.push(event(token, last if i == len(ids) - 1 else None)).text)
+            texts.append(completion.push(event(token, last if i == len(ids) - 1 else None)))
             if completion.finish_reason is not None:
                 break
         assert "".join(texts) == completion.text

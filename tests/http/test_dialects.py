@@ -72,7 +72,7 @@ class Write:
             WriteReply(
                 [c.text for c in generation.returned],
                 [c.finish_reason.name for c in generation.returned],
-                list(generation.usage),
+                usage(generation),
             )
         )
 
@@ -80,17 +80,21 @@ class Write:
         return WriteRenderer(generation)
 
 
+def usage(generation):
+    return [generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens]
+
+
 class WriteRenderer:
     def __init__(self, generation):
         self._generation = generation
 
     def token(self, completion, event):
-        text = completion.push(event).text
+        text = completion.push(event)
         index = self._generation.completions.index(completion)
         return b"data:%d %b\n\n" % (index, text.encode()) if text else b""
 
     def end(self):
-        return b"data:%b\n\ndata:[DONE]\n\n" % msgspec.json.encode(self._generation.usage)
+        return b"data:%b\n\ndata:[DONE]\n\n" % msgspec.json.encode(usage(self._generation))
 
     def fail(self, error):
         return b"data:failed: %b\n\n" % error.message.encode()

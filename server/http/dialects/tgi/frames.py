@@ -17,7 +17,6 @@ from server.http.dialects.tgi.replies import (
     is_json_logprob,
     render_token,
     render_top_tokens,
-    shown_text,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ _encode = msgspec.json.Encoder().encode
 _HEAD = b'{"id":%d,"text":%b,"logprob":'
 _FRAME = b'data:{"index":%d,"token":%b%.9g,"special":%b},"generated_text":null,"details":null}\n\n'
 _ORDINARY_FRAME = _FRAME.replace(b'"special":%b', b'"special":false')
+_BOOL = (b"false", b"true")
 _FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b}\n\n'
 
 
@@ -72,18 +72,21 @@ class TokenRenderer:
                 text, head = known
                 completion.add(text)
                 return _ORDINARY_FRAME % (completion.num_tokens, head, event.logprob)
-        token = completion.push(event)
+        text = completion.push(event)
         if (
             completion.finish_reason is not None
             or self._wants_top_tokens
-            or not is_json_logprob(token.logprob)
+            or not is_json_logprob(event.logprob)
         ):
-            return self._full_frame(completion, token)
-        head = _HEAD % (token.id, _encode(shown_text(token, self._tokenizer)))
-        if context_free and completion.context_free and not token.special:
-            self._heads[token.id] = (token.text, head)
-        special = b"true" if token.special else b"false"
-        return _FRAME % (completion.num_tokens, head, token.logprob, special)
+            return self._full_frame(completion, completion.describe(event, text))
+        token_id = event.token_id
+        assert token_id is not None
+        if special := self._tokenizer.is_special(token_id):
+            text = self._tokenizer.token_text(token_id)
+        head = _HEAD % (token_id, _encode(text))
+        if context_free and completion.context_free and not special:
+            self._heads[token_id] = (text, head)
+        return _FRAME % (completion.num_tokens, head, event.logprob, _BOOL[special])
 
     def end(self) -> bytes:
         """Nothing follows the last token."""
@@ -102,7 +105,7 @@ class TokenRenderer:
                     finish_reason=FINISH_REASONS[completion.finish_reason],
                     generated_tokens=completion.num_tokens,
                     seed=self._options.seed,
-                    input_length=self._generation.usage.prompt_tokens,
+                    input_length=self._generation.prompt_tokens,
                 )
         top_tokens = render_top_tokens(token, self._tokenizer)
         return _FULL_FRAME % (

@@ -90,15 +90,14 @@ class GenerateAnswer:
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:
         """Render `x-compute-time` in seconds, the other times in whole milliseconds."""
-        usage = generation.usage
         gpu = self._info.device.startswith("cuda")
         headers = [
             header("x-compute-type", "gpu+optimized" if gpu else "cpu"),
             header("x-compute-characters", len(self._options.inputs)),
-            header("x-prompt-tokens", usage.prompt_tokens),
+            header("x-prompt-tokens", generation.prompt_tokens),
         ]
         if timings is not None:
-            tokens = usage.completion_tokens
+            tokens = generation.completion_tokens
             headers += [
                 header("x-compute-time", f"{timings.total:.9f}"),
                 header("x-total-time", _milliseconds(timings.total)),

@@ -139,14 +139,9 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     docker_label: str | None
 
 
-def shown_text(token: completion.Token, tokenizer: Tokenizer) -> str:
-    """Return the text that a token is reported with: what it adds, or the name of a special token."""
-    return tokenizer.token_text(token.id) if token.special else token.text
-
-
 def render_token(token: completion.Token, tokenizer: Tokenizer) -> Token:
-    """Render a generated token."""
-    text = shown_text(token, tokenizer)
+    """Render a generated token; the text of a special one is its name."""
+    text = tokenizer.token_text(token.id) if token.special else token.text
     return Token(token.id, text, json_logprob(token.logprob), token.special)
 
 
