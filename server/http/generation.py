@@ -106,6 +106,8 @@ class Generation:
         Returns:
             The other completions.
         """
+        if count >= self._per_prompt:
+            return []
         self.returned = []
         for i in range(0, len(self.completions), self._per_prompt):
             ranked = sorted(
