@@ -33,6 +33,8 @@ from server.cli.bench.engine.options import SHAPES, shapes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
+
     from model.network.decoder import DecoderLM
 
 BLOCK_SIZE = 16
@@ -85,7 +87,7 @@ def main() -> None:
 
 def step(
     model: DecoderLM, cache: KVCache, sequences: int, context: int, launch: str
-) -> Callable[[], None]:
+) -> Callable[[], Tensor]:
     """Return a function that computes a decode step: embeddings of the sampled tokens, layers, logits, argmax.
 
     Args:
@@ -118,17 +120,17 @@ def step(
         chosen = selection.launch_for(batch.max_seqlen_k, sequences)
         selection = forced(selection.spec, selection.arch, parse_launch(launch, chosen))
     ids = -1 - torch.arange(sequences, device=weight.device)
-    positions, drawn = numbers(context - 1), numbers(0)
+    positions, sampled = numbers(context - 1), numbers(0)
     logits = weight.new_empty(sequences, weight.shape[0])
     tokens, logprobs = numbers(0), numbers(0.0, dtype=torch.float32)
 
     @torch.inference_mode()
-    def compute() -> None:
+    def compute() -> Tensor:
         plan = kernels.plan_attention(problem, batch, selection=selection)
         most = sequences * batch.max_seqlen_k
         metadata = AttentionMetadata(slots, sequences, plan, None, most_keys=most)
-        hidden = model(ids, positions, cache, metadata, drawn)
-        drawn.copy_(model.argmax(hidden, logits, tokens, logprobs))
+        hidden = model(ids, positions, cache, metadata, sampled)
+        return sampled.copy_(model.argmax(hidden, logits, tokens, logprobs))
 
     return compute
 

@@ -25,9 +25,10 @@ class StopMatch:
 class _Node:
     """The longest beginning of a stop string that the text ends with."""
 
-    __slots__ = ("failure", "match", "next")
+    __slots__ = ("depth", "failure", "match", "next")
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
         self.next: dict[str, _Node] = {}
         self.failure: _Node = self
         self.match: str | None = None
@@ -57,6 +58,11 @@ class StopChecker:
         self._firsts = frozenset(self._root.next)
         self._length = 0
 
+    @property
+    def safe_length(self) -> int:
+        """Characters from the beginning of the text that belong to no stop string, whatever follows; before a match."""
+        return self._length - self._node.depth
+
     def push(self, delta: str) -> StopMatch | None:
         """Search the next piece of the text.
 
@@ -81,11 +87,11 @@ class StopChecker:
 
 
 def _automaton(stop: Sequence[str]) -> _Node:
-    root = _Node()
+    root = _Node(0)
     for string in stop:
         node = root
         for character in string:
-            node = node.next.setdefault(character, _Node())
+            node = node.next.setdefault(character, _Node(node.depth + 1))
         node.match = string
     queue = deque(root.next.values())
     for child in queue:

@@ -23,7 +23,7 @@ from server.engine.link.remote import RemoteEngine
 from server.engine.link.standard_input import end_with_parent, read_line
 from server.http.app import create_app
 from server.http.metrics.registry import NUM_CELLS
-from server.http.metrics.shared_counters import Board
+from server.http.metrics.shared_counters import SharedCounters
 from server.http.serving import HTTPServer
 from server.log import configure_logging
 
@@ -42,13 +42,13 @@ def main() -> None:
         target=end_with_parent, args=(config.directory,), name="hub-watch", daemon=True
     ).start()
     engine = RemoteEngine(config.address, config.first_id)
-    board = Board.shared(Path(config.board), config.rows, NUM_CELLS, config.row)
+    counters = SharedCounters.shared(Path(config.board), config.rows, NUM_CELLS, config.row)
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(create_app(engine, tokenizer, config.http, board))
+    server = HTTPServer(create_app(engine, tokenizer, config.http, counters))
     keep_what_is_there()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
         runner.run(_serve(server, engine, socket.socket(fileno=config.listener)))

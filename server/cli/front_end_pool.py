@@ -20,7 +20,7 @@ import msgspec
 
 from server.cli.front_end_config import FrontEndConfig
 from server.http.metrics.registry import NUM_CELLS, mark_process
-from server.http.metrics.shared_counters import Board
+from server.http.metrics.shared_counters import SharedCounters
 
 if TYPE_CHECKING:
     import socket
@@ -88,7 +88,9 @@ class Fleet:
         self._serving: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
         # The last row is ours: we answer nothing, but take time and memory.
-        mark_process(Board.shared(self._board, len(listeners) + 1, NUM_CELLS, len(listeners)))
+        mark_process(
+            SharedCounters.shared(self._board, len(listeners) + 1, NUM_CELLS, len(listeners))
+        )
 
     def start(self) -> None:
         """Start every front end; returns at once.

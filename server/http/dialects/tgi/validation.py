@@ -1,6 +1,6 @@
-"""Turns a body of the wrong shape into one sentence that names field, value and limit.
+"""Checks the shape of a request body; the error names field, value and limit in one sentence.
 
-The sentence never repeats text of the client but the names of unknown fields.
+The sentence repeats no text of the client except the names of unknown fields.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def parse(model: type[ModelT], body: object) -> ModelT:
     """Check the shape of a decoded JSON body.
 
     Raises:
-        ValidationError: the body is no object, has fields that `model` does not know, lacks one,
+        ValidationError: the body is no object, has fields that `model` lacks, lacks a required one,
             or has one of the wrong type or outside the range that holds for every server.
     """
     if not isinstance(body, dict):
         raise ValidationError(f"the body must be a JSON object. Given: {describe(body)}")
-    # Ahead of pydantic, which would build one error record for each of a million unknown keys.
+    # Checked before pydantic does, which would build an error record for each of a million unknown keys.
     unknown = _unknown_fields(model, body, "")
     parameters = body.get("parameters")
     nested = _model_of_parameters(model)
@@ -63,12 +63,12 @@ def parse(model: type[ModelT], body: object) -> ModelT:
 
 
 def unsupported(field: str, value: object) -> str:
-    """What to say of a field that this server knows but does not support."""
+    """Return the message for a field that TGI has and this server does not support."""
     return f"`{field}` is not supported: leave it out or send null. Given: {describe(value)}"
 
 
 def describe(value: object) -> str:
-    """A JSON value in a few words: numbers as they are, of anything else only the type."""
+    """Describe a JSON value: numbers and constants as they are, anything else by its type."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -89,7 +89,7 @@ def _sentence(problems: list[str]) -> str:
 
 @functools.cache
 def _model_of_parameters(model: type[pydantic.BaseModel]) -> type[pydantic.BaseModel] | None:
-    """The model in `parameters: Model | None`; None where there is no such field."""
+    """Return the model in `parameters: Model | None`; None if there is no such field."""
     field = model.model_fields.get("parameters")
     if field is None:
         return None
@@ -118,7 +118,7 @@ def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
 
 
 def _quote(name: str) -> str:
-    """Control characters are escaped, so that a field name cannot forge a line in a log."""
+    """Quote a field name; control characters are escaped, so that it cannot forge a line in a log."""
     return f"`{name.encode('unicode_escape').decode('ascii') if not name.isprintable() else name}`"
 
 
