@@ -28,9 +28,9 @@ from server.http.transcript import Transcript
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
+    from server.engine.core.messages import EngineInfo
     from server.engine.core.request import SamplingParams, TokenEvent
-    from server.engine.link.client import RequestStream
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.link.request_stream import RequestStream
     from server.http.context import AppContext
     from server.http.dialects.tgi.limits import GenerateOptions
     from server.http.metrics.records import RequestRecord

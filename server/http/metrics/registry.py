@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from server.engine.link.handle import EngineHandle
+    from server.engine.core.messages import EngineStats
+    from server.engine.link.client import EngineHandle
     from server.engine.link.plan_report import PlanReport
-    from server.engine.link.protocol import EngineStats
     from server.http.config import HTTPConfig
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
 
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
 
