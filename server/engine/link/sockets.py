@@ -36,6 +36,7 @@ class Connection:
         self._context = zmq.Context.instance() if bind else zmq.Context()
         self._owns_context = not bind
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._closed = False  # pyzmq's `closed` asks the library each time
         self._loop: asyncio.AbstractEventLoop | None = None
         sends, receives = ("to-child", "to-parent") if bind else ("to-parent", "to-child")
         try:
@@ -58,7 +59,7 @@ class Connection:
 
     def send(self, data: bytes) -> None:
         """Queue a message. Does nothing if the peer has gone or the connection is closed."""
-        if not self._sender.closed:
+        if not self._closed:
             with contextlib.suppress(zmq.Again):
                 self._sender.send(data, zmq.NOBLOCK)
 
@@ -107,7 +108,7 @@ class Connection:
 
     def _take_batch(self) -> list[bytes]:
         batch: list[bytes] = []
-        if not self._receiver.closed:
+        if not self._closed:
             with contextlib.suppress(zmq.Again):
                 while len(batch) < _MAX_BATCH:
                     batch.append(self._receiver.recv(zmq.NOBLOCK))
@@ -119,8 +120,9 @@ class Connection:
         Args:
             linger_ms: in a child, how long to wait until queued messages are sent; -1 waits without a limit.
         """
-        if self._loop is not None and not self._receiver.closed and not self._loop.is_closed():
+        if self._loop is not None and not self._closed and not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
+        self._closed = True
         for socket in self._sockets:
             socket.close(linger_ms)
         if self._owns_context:

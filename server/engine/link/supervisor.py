@@ -110,7 +110,7 @@ class EngineSupervisor:
         self._engine.launch()
 
     async def start(self) -> None:
-        """Supervise from the running event loop; calls `launch` if nobody did. Returns before the engine is ready.
+        """Supervise from the running event loop, after a `launch` if there was none; does not wait for the engine.
 
         Raises:
             ChildStartError: the operating system refuses.

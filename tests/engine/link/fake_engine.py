@@ -1,9 +1,8 @@
-"""An engine process with the real loop, scheduler and channel, and a model that is plain arithmetic.
+"""An engine process with the real loop, scheduler and channel, and an arithmetic model.
 
-It starts in a fraction of a second, so that what the front end does with engine processes can be
-tested closely. `EngineConfig.model_path`, or an argument, chooses its behaviour: "ok", "fail"
-(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops answering at
-the first step), "slow" (50 ms a step), "garbage" (cannot be read).
+It starts in a fraction of a second. `EngineConfig.model_path`, or an argument, selects its behaviour: "ok", "fail"
+(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops at the first step), "slow" (50 ms
+per step), "garbage" (sends a message that cannot be decoded).
 """
 
 import gc
@@ -43,7 +42,7 @@ def next_token(token_ids):
 
 
 class ArithmeticRunner:
-    """Draws `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
+    """Samples `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
 
     def __init__(self, behaviour="ok"):
         self.behaviour = behaviour
