@@ -1,8 +1,8 @@
 """An engine process with the real loop, scheduler and channel, and an arithmetic model.
 
 It starts in a fraction of a second. `EngineConfig.model_path`, or an argument, selects its behaviour: "ok", "fail"
-(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops at the first step), "slow" (50 ms
-per step), "garbage" (sends a message that cannot be decoded).
+(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops at the first step), "slow"
+(50 ms per step), "garbage" (sends a message that cannot be decoded).
 """
 
 import gc
