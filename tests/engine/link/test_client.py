@@ -153,7 +153,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_comes_back():
 
 def test_a_silent_engine_with_work_in_flight_is_started_again():
     async def scenario():
-        async with running("hang", hang_seconds=0.5) as client:
+        async with running("hang", hang_seconds=2.0) as client:
             events = await collect(submit(client, [1]))
 
             assert events[-1].finish_reason is FinishReason.ERROR
@@ -165,8 +165,9 @@ def test_a_silent_engine_with_work_in_flight_is_started_again():
 
 def test_an_idle_engine_is_never_taken_for_a_hanging_one():
     async def scenario():
-        async with running(hang_seconds=0.3) as client:
-            await asyncio.sleep(1.0)
+        async with running(hang_seconds=2.0) as client:
+            client._hang_seconds = 0.3  # less than a start takes on a busy machine
+            await asyncio.sleep(1.5)
 
             assert client.restarts == 0
             assert client.state is EngineState.READY
