@@ -23,8 +23,8 @@ from server.engine.core.messages import (
     Shutdown,
     StepMessage,
 )
+from server.engine.core.plan_report import PlanReport
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.plan_report import PlanReport
 from server.engine.link.process import Channel
 from server.engine.link.process_setup import exit_with_parent
 from server.engine.link.protocol import EngineLaunch

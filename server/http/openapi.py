@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from server import errors
-from server.engine.link.plan_report import PlanReport
+from server.engine.core.plan_report import PlanReport
 from server.http.dialects.tgi import replies
 from server.http.dialects.tgi.schema import GenerateBody
 

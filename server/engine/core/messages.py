@@ -10,8 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from server.engine.core.plan_report import PlanReport
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.link.plan_report import PlanReport
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from server.engine.core.messages import EngineStats
+    from server.engine.core.plan_report import PlanReport
     from server.engine.link.client import EngineHandle
-    from server.engine.link.plan_report import PlanReport
     from server.http.config import HTTPConfig
 
 

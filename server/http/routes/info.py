@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from server.engine.link.plan_report import PlanReport
+from server.engine.core.plan_report import PlanReport
 from server.engine.link.protocol import EngineState
 from server.errors import UnavailableError
 from server.http.dialects.tgi.replies import HealthReply, InfoReply
