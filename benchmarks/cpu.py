@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.local_engine import LocalEngine
 from benchmarks.report import write_report
 from benchmarks.service import service
 from model.checkpoint.hub import resolve
 from model.text.tokenizer import Tokenizer
+from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
 
 PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
 

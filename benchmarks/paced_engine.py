@@ -14,20 +14,20 @@ import time
 
 import msgspec
 
-from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.plan_report import PlanReport
-from server.engine.link.process import Channel
-from server.engine.link.protocol import (
+from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
-    EngineLaunch,
     EngineReady,
     EngineStats,
     SequenceStarted,
     Shutdown,
     StepMessage,
 )
-from server.engine.link.standard_input import end_with_parent
+from server.engine.core.plan_report import PlanReport
+from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.link.process import Channel
+from server.engine.link.process_setup import exit_with_parent
+from server.engine.link.protocol import EngineLaunch
 
 _NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
@@ -108,8 +108,8 @@ def main() -> None:
     """Run until the front end sends a shutdown message or ends."""
     launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
     config, (rate,) = launch.config, sys.argv[1:]
-    channel = Channel(launch.directory)
-    threading.Thread(target=end_with_parent, args=(launch.directory,), daemon=True).start()
+    channel = Channel(launch.address)
+    threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,

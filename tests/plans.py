@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.engine.link.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
+from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
 
 _LAUNCH = LaunchPlan(
     min_num_seqs=0,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from server.cli.settings import Settings
-    from server.engine.link.plan_report import LaunchPlan, PhasePlan, PlanReport
+    from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport
 
 WIDTH = 120
 """Columns of the printed plan."""

@@ -16,7 +16,7 @@ from server.version import version
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
-    from server.engine.link.handle import EngineHandle
+    from server.engine.link.client import EngineHandle
     from server.errors import TesseraError
     from server.http.config import HTTPConfig
     from server.http.exchange import Dialect

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from model.text.tokenizer import Tokenizer
+    from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
-    from server.engine.link.handle import EngineHandle
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.link.client import EngineHandle
     from server.engine.link.request_stream import RequestStream
     from server.http.config import HTTPConfig
     from server.http.metrics.registry import Metrics

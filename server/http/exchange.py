@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from starlette.types import Receive, Scope, Send
 
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
     from server.http.generation import Generation, Timings
     from server.http.responses import ErrorBody, Headers

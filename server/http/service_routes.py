@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
-from server.engine.link.plan_report import PlanReport
+from server.engine.core.plan_report import PlanReport
 from server.engine.link.protocol import EngineState
 from server.errors import UnavailableError
 from server.http.openapi import describe_error, describe_service_route

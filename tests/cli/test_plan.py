@@ -14,7 +14,7 @@ from kernels.arch import CATALOGUE
 from model.checkpoint.hub import resolve
 from server.cli.main import main
 from server.cli.plan import WIDTH, render
-from server.engine.link.plan_report import PlanReport
+from server.engine.core.plan_report import PlanReport
 from tests.plans import PLAN
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kernels
+from benchmarks.local_engine import LocalEngine
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.fp8 import dequantise_rows, quantise_rows
 from kernels.linear.problem import LinearProblem
@@ -19,9 +20,8 @@ from kernels.tuning.linear import tuned_linear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
+from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
 from tests.kernels.linear.layer import linear
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver

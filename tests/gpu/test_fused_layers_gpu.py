@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from benchmarks.local_engine import LocalEngine
 from kernels.linear import projection
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
@@ -12,9 +13,8 @@ from model.checkpoint.weights import load_model
 from model.network import attention as model_attention
 from model.network import decoder
 from model.network.decoder import DecoderLM
+from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
 from tests.gpu.python_headers import HEADERS
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver

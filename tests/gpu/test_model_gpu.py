@@ -19,14 +19,14 @@ import torch
 import kernels
 import model.network.decoder
 import server.engine.runner.model_runner
+from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.device.transfer import Download
 from model.text.tokenizer import Tokenizer
+from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
 from server.engine.runner.runner_start import _GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.waiting import no_waiting

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from server import errors
-from server.engine.link import plan_report
+from server.engine.core import plan_report
 from server.engine.link.protocol import EngineState
 from server.http import service_routes
 from server.http.app import DIALECTS

@@ -15,9 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from server.engine.core.admission import AdmissionError
-from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.core.sequence import Sequence
-from server.engine.link.protocol import (
+from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
     EngineMessage,
@@ -27,6 +25,8 @@ from server.engine.link.protocol import (
     Shutdown,
     StepMessage,
 )
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels import select
-from server.engine.link.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
+from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
 
 if TYPE_CHECKING:
     from kernels import AttentionProblem, GPUArch

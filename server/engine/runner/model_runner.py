@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from model.network.decoder import DecoderLM
     from model.network.step import Bucket
     from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.plan_report import PlanReport
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import ScheduledSequence, SchedulerOutput
-    from server.engine.link.plan_report import PlanReport
     from server.engine.runner.shared_prefix import SharingPays
 
 _PROMPT_LOGPROB_ROWS: Final = 256

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from model.network.decoder import DecoderLM
     from server.engine.core.limits import SchedulerConfig
-    from server.engine.link.protocol import EngineConfig
+    from server.engine.core.messages import EngineConfig
     from server.engine.runner.startup_progress import Phases
 
 log = logging.getLogger("tessera.engine")

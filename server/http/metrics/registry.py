@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from server.engine.link.handle import EngineHandle
-    from server.engine.link.plan_report import PlanReport
+    from server.engine.core.plan_report import PlanReport
+    from server.engine.link.client import EngineHandle
     from server.http.config import HTTPConfig
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from server.cli.bench.engine.run import EngineRunError, read_trace
+from server.engine.core.messages import EngineStats, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.protocol import EngineStats, StepMessage
 
 
 def step(*ids, ending=(), reason=FinishReason.LENGTH, errors=None):

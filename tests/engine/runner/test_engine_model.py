@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
+from benchmarks.local_engine import LocalEngine
+from server.engine.core.messages import AbortRequests, EngineConfig
 from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import AbortRequests, EngineConfig
 from server.engine.runner.startup import StartupError
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 

@@ -6,11 +6,11 @@ import pytest
 
 import model.network.attention
 import server.engine.runner.model_runner
+from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
 from kernels.attention import functional
 from server.engine.core.limits import SchedulerConfig
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
 from server.engine.runner import warm_up
 from server.engine.runner.dummy_steps import crowds
 from tests.engine.runner.test_engine_model import greedy, random_prompt, tokens

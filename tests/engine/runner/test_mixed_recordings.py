@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from server.engine.core.messages import AbortRequests
 from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.protocol import AbortRequests
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     make_engine,

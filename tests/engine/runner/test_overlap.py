@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.protocol import AbortRequests
 from server.engine.runner.model_runner import ModelRunner
 from tests.engine.runner.test_engine_model import (
     assert_all_free,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import Shutdown
+from benchmarks.local_engine import LocalEngine
+from server.engine.core.messages import Shutdown
 from server.engine.runner.buckets import row_counts, token_counts
 from tests.engine.runner.test_engine_model import (
     assert_all_free,

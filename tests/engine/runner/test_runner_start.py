@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from server.engine.core.limits import SchedulerConfig
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
 from server.engine.runner import kv_memory as memory
 from server.engine.runner import runner_start
 from server.engine.runner.kv_memory import NotEnoughMemoryError

@@ -3,8 +3,9 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.engine.core.messages import EngineStats
 from server.engine.core.request import FinishReason
-from server.engine.link.protocol import EngineState, EngineStats
+from server.engine.link.protocol import EngineState
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.registry import SPECS
 from tests.http.fakes import event, put, say

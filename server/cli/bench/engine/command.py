@@ -25,7 +25,7 @@ from server.cli.bench.engine.options import adapt, make_plan
 from server.cli.bench.engine.profile import Profiler, StepProfile
 from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.engine.work import ModelWork
-from server.engine.link.process_setup import keep_what_is_there
+from server.engine.link.process_setup import freeze_startup_objects
 from server.engine.runner.startup import StartupError
 from server.version import version
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from server.cli.bench.engine.workloads import Plan, Workload
-    from server.engine.link.protocol import EngineConfig
+    from server.engine.core.messages import EngineConfig
 
 
 def main(
@@ -64,7 +64,7 @@ def main(
         engine = EngineRun(config)
         ready = time.perf_counter() - began
         engine.use_idle_time()
-        keep_what_is_there()
+        freeze_startup_objects()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
         dtype = getattr(torch, engine.info.dtype)

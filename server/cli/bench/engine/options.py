@@ -15,7 +15,7 @@ from server.cli.bench.workload import Lengths
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from server.engine.link.protocol import EngineConfig
+    from server.engine.core.messages import EngineConfig
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 _FEWEST_TOKENS = 2048

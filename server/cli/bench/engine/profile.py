@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from server.cli.bench.engine.device_trace import Interval
     from server.cli.bench.engine.work import ModelWork
     from server.cli.bench.engine.workloads import Plan, Workload
+    from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
-    from server.engine.link.protocol import StepMessage
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.protocol import (
+from server.engine.core.messages import (
     EngineConfig,
     EngineMessage,
     FrontEndMessage,
     Shutdown,
     StepMessage,
 )
+from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:

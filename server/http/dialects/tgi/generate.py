@@ -25,7 +25,7 @@ from server.http.generation import Generation
 from server.http.responses import header
 
 if TYPE_CHECKING:
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.completion import Completion
     from server.http.context import AppContext
     from server.http.dialects.tgi.frames import TokenHeads

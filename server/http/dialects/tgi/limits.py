@@ -18,7 +18,7 @@ from server.http.dialects.tgi.schema import (
 from server.http.dialects.tgi.validation import describe, unsupported
 
 if TYPE_CHECKING:
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
 # `parameters` left out altogether means sampling; inside an object `do_sample` defaults to false.

@@ -30,7 +30,7 @@ from server.version import version
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.context import AppContext
     from server.http.dialects.tgi.frames import TokenHeads
     from server.http.responses import ErrorBody

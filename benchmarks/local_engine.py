@@ -1,26 +1,26 @@
-"""An engine inside this process, without sockets or a front end: for benchmarks and tests."""
+"""Runs an engine in the calling process, without sockets or a front end, for benchmarks and tests."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from server.engine.link.protocol import EngineMessage, FrontEndMessage, StepMessage
+from server.engine.core.messages import EngineMessage, FrontEndMessage, StepMessage
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from server.engine.core.messages import EngineConfig
     from server.engine.core.request import GenerateRequest, TokenEvent
-    from server.engine.link.protocol import EngineConfig
 
 
 class LocalChannel:
-    """Stands where the sockets are.
+    """An `EngineChannel` in memory.
 
     Attributes:
-        inbox: what the engine is about to receive.
-        steps: what it has published, oldest first.
+        inbox: messages for the engine.
+        steps: messages of steps from the engine, oldest first.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class LocalChannel:
         self.steps: list[StepMessage] = []
 
     def send(self, message: EngineMessage) -> None:
-        """Keep a step's message."""
+        """Store the message of a step and drop others."""
         if isinstance(message, StepMessage):
             self.steps.append(message)
 
     def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
-        """Hand over the inbox; to wait for it is an error, since nobody else fills it."""
+        """Return the inbox. Waiting for an empty one is an error: no other thread fills it."""
         assert self.inbox or not wait
         messages, self.inbox = self.inbox, []
         return messages
 
 
 class LocalEngine:
-    """Owns an engine and answers requests with it, in the caller's thread.
+    """Owns an engine and runs it in the caller's thread.
 
     Args:
-        config: as for the engine process.
+        config: of the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -51,7 +51,7 @@ class LocalEngine:
         self.engine = start_engine(config, self.channel)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenEvent]]:
-        """Answer requests that arrive all at once.
+        """Run requests that arrive at the same time.
 
         Args:
             requests: with distinct ids.
@@ -70,11 +70,11 @@ class LocalEngine:
                 break
             self.engine.step()
         while self.engine.has_work:
-            self.engine.step()  # rows of sequences that ended while they were in flight
+            self.engine.step()  # steps that were launched before the last sequence ended
         return list(answers.values())
 
     def _take(self, answers: dict[int, list[TokenEvent]]) -> int:
-        """Unpack the oldest step; returns how many requests it finished."""
+        """Add the events of the oldest step to `answers`; returns the number of requests that it finished."""
         step = self.channel.steps.pop(0)
         for i, request_id in enumerate(step.request_ids):
             answers[request_id].append(step.event(i))
