@@ -41,8 +41,8 @@ def pytest_runtest_protocol(item, nextitem):
     if not item.get_closest_marker("gpu") or not torch.cuda.is_available():
         return (yield)
     memory, asked = _of_this_gpu(), _asked_gib(item)
-    if asked <= memory.total_gib and not memory.is_held:
-        if asked > DEFAULT_GIB:
+    if not memory.is_held and (asked is None or asked <= memory.total_gib):
+        if asked != DEFAULT_GIB:
             gc.collect()
             torch.cuda.empty_cache()
         try:
@@ -52,8 +52,9 @@ def pytest_runtest_protocol(item, nextitem):
     torch.cuda.reset_peak_memory_stats()
     result = yield
     torch.cuda.empty_cache()
-    # Fixtures of a module that needs much hold it until the module's last test.
-    if asked == DEFAULT_GIB or nextitem is None or nextitem.path != item.path:
+    # What fixtures of a module keep is held until the last of its tests that ask for as much.
+    same = nextitem is not None and (nextitem.path, _asked_gib(nextitem)) == (item.path, asked)
+    if asked == DEFAULT_GIB or not same:
         memory.release()
     return result
 
@@ -66,22 +67,17 @@ def pytest_runtest_setup(item):
         pytest.skip("no CUDA device")
     if _REFUSED in item.stash:
         pytest.fail(item.stash[_REFUSED], pytrace=False)
-    if _asked_gib(item) > _of_this_gpu().total_gib:
-        pytest.skip(
-            f"needs {_asked_gib(item)} GiB; this GPU has {_of_this_gpu().total_gib} for tests"
-        )
+    asked, total = _asked_gib(item) or 0, _of_this_gpu().total_gib
+    if asked > total:
+        pytest.skip(f"needs {asked} GiB of GPU memory; this GPU has {total} for tests")
 
 
 def pytest_runtest_teardown(item):
     if item.get_closest_marker("gpu") and torch.cuda.is_available():
-        peak = torch.cuda.max_memory_reserved() / GIB
-        if peak > _asked_gib(item):
-            item.user_properties.append(
-                (
-                    "gpu_memory",
-                    f"{item.nodeid} used {peak:.1f} GiB and asked for {_asked_gib(item)}",
-                )
-            )
+        peak, asked = torch.cuda.max_memory_reserved() / GIB, _asked_gib(item)
+        if asked is not None and peak > asked:
+            line = f"{item.nodeid} used {peak:.1f} GiB and asked for {asked}"
+            item.user_properties.append(("gpu_memory", line))
 
 
 def pytest_runtest_logreport(report):
@@ -117,15 +113,18 @@ def pytest_terminal_summary(terminalreporter):
         )
 
 
+def pytest_unconfigure():
+    if _memory is not None:
+        _memory.close()
+
+
 def _all_skipped():
     return bool(_selected) and not _ran
 
 
 def _asked_gib(item):
     marker = item.get_closest_marker("gpu_memory")
-    if marker is None:
-        return DEFAULT_GIB
-    return _of_this_gpu().total_gib if marker.args[0] is None else marker.args[0]
+    return DEFAULT_GIB if marker is None else marker.args[0]
 
 
 def _of_this_gpu():

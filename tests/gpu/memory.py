@@ -56,26 +56,31 @@ class GPUMemory:
         self._held.clear()
         self._file.close()
 
-    def take(self, gib: int) -> None:
-        """Wait until `gib` GiB are free and keep others from using them.
+    def take(self, gib: int | None) -> None:
+        """Wait until `gib` GiB are free and keep other tests from using them.
 
-        Processes wait in turn, so that a test that needs much is not overtaken for ever by tests that need little.
+        Processes wait in turn, so that tests that need little do not overtake one that needs much for ever.
+
+        Args:
+            gib: at most `total_gib`; None for all that other tests could use, however much of it is free.
 
         Raises:
             NotFreeError: they did not become free in time.
         """
+        count = self.total_gib if gib is None else gib
+        needed = 0 if gib is None else gib * GIB
         try:
             self._wait(lambda: self._lock(_QUEUE), "its turn", self._wait_seconds)
-            self._wait(lambda: self._lock_memory(gib), "other tests", self._wait_seconds)
+            self._wait(lambda: self._lock_memory(count), "other tests", self._wait_seconds)
             # What other tests held is free at once; what is left is another program's.
             self._wait(
-                lambda: self._free_bytes() >= gib * GIB,
+                lambda: self._free_bytes() >= needed,
                 "other programs",
                 min(self._wait_seconds, OTHERS_SECONDS),
             )
         except NotFreeError as error:
             self.release()
-            raise NotFreeError(f"{gib} GiB of GPU memory are needed; {error}") from None
+            raise NotFreeError(f"{count} GiB of GPU memory are needed; {error}") from None
         finally:
             self._unlock(_QUEUE)
 
@@ -84,11 +89,11 @@ class GPUMemory:
         while self._held:
             self._unlock(self._held.pop())
 
-    def _lock_memory(self, gib: int) -> bool:
+    def _lock_memory(self, count: int) -> bool:
         for byte in range(_FIRST, _FIRST + self.total_gib):
-            if len(self._held) < gib and byte not in self._held and self._lock(byte):
+            if len(self._held) < count and byte not in self._held and self._lock(byte):
                 self._held.append(byte)
-        return len(self._held) == gib
+        return len(self._held) == count
 
     def _wait(self, condition: Callable[[], bool], what: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -90,6 +90,14 @@ def test_memory_of_a_process_that_was_killed_is_free(path):
         memory.take(TOTAL_GIB)
 
 
+def test_all_memory_is_taken_whatever_another_program_uses(path):
+    with this_process(path, free_gib=3, wait_seconds=0.1) as memory:
+        memory.take(None)
+
+        with another_process(path, 1) as small, pytest.raises(subprocess.TimeoutExpired):
+            small.wait(0.5)
+
+
 def test_a_test_that_needs_much_is_not_overtaken(path):
     with this_process(path) as memory, another_process(path, 4) as other:
         assert held(other)
