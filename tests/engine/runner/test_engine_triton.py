@@ -1,5 +1,6 @@
 """The whole engine on our Triton kernels, interpreted on the CPU as if it were a GPU."""
 
+import dataclasses
 import random
 
 import pytest
@@ -28,7 +29,7 @@ def as_on_a_gpu(monkeypatch):
     assert is_loaded()
     from kernels.attention.portable.write_kv import write_kv
 
-    gpu = CATALOGUE["h100"]
+    gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # a decode has as many splits
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)

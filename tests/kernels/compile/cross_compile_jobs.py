@@ -140,6 +140,20 @@ def distinct_jobs() -> list[Job]:
     return list(found.values())
 
 
+def representative_jobs() -> set[Job]:
+    """Choose one job of each function for each kind of tensor cores, the commonest dtype and head dim first."""
+    found: dict[tuple[Any, ...], Job] = {}
+    for job in sorted(distinct_jobs(), key=_is_uncommon):
+        if job.sm in _KINDS:
+            key = (job.sm, job.kernel, job.stage, job.function, job.problem.kv_dtype)
+            found.setdefault(key, job)
+    return set(found.values())
+
+
+def _is_uncommon(job: Job) -> bool:
+    return bool(job.name) or (job.problem.dtype, job.problem.head_dim) != ("bfloat16", 128)
+
+
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the rows of the registry that launch kernels of ours on a compute capability."""
     ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]

@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -127,7 +128,11 @@ class Compiler:
             kernel, fresh = self._compile(job)
             knobs.compilation.always_compile = False
         if fresh is not None:
-            path.write_text(json.dumps(fresh))
+            whole = path.with_suffix(
+                f".{os.getpid()}"
+            )  # another process may compile and read the same
+            whole.write_text(json.dumps(fresh))
+            whole.replace(path)
         facts: dict[str, Any] = json.loads(path.read_text())
         facts["function"] = kernel.name
         facts["shared"] = kernel.metadata.shared

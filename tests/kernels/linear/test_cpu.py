@@ -26,9 +26,26 @@ WEIGHTS = {
     "float32 that float16 holds": bfloat16_weight(40, 48),
     "bfloat16": (random(40, 48) * 0.02).bfloat16(),
 }
+PACKABLE = {
+    name: w for name, w in WEIGHTS.items() if not unsupported(str(w.dtype).removeprefix("torch."))
+}
 
 
+@pytest.mark.skipif(not PACKABLE, reason="only processors with x86 instructions pack weights")
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_a_dtype_is_packed_where_the_processor_has_the_instructions(weight):
+    try:
+        PackedLinear(LinearWeights(weight), PROBLEM)
+    except RuntimeError as error:  # bfloat16 needs AVX-512
+        assert "needs the cpu support" in str(error)  # noqa: PT017  # raised on some processors only
+        packs = False
+    else:
+        packs = True
+
+    assert bool(unsupported(str(weight.dtype).removeprefix("torch."))) != packs
+
+
+@pytest.mark.parametrize("weight", PACKABLE.values(), ids=PACKABLE.keys())
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("rows", [(1,), (2,), (8,), (33,), (2, 5)], ids=str)
 def test_a_packed_weight_multiplies_like_a_plain_one(weight, with_bias, rows):
@@ -56,8 +73,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
             assert torch.equal(multiply(x[:count]), together[:count])
 
 
-def test_weights_of_a_bfloat16_checkpoint_fit_float16():
-    assert fits_half(bfloat16_weight(256, 256))
+@pytest.mark.parametrize("engine", torch.backends.quantized.supported_engines)
+def test_weights_of_a_bfloat16_checkpoint_fit_float16_where_fbgemm_multiplies(monkeypatch, engine):
+    monkeypatch.setattr(torch.backends.quantized, "engine", engine)
+
+    assert fits_half(bfloat16_weight(256, 256)) == (engine in ("x86", "fbgemm"))
 
 
 @pytest.mark.parametrize(
