@@ -32,9 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from server.engine.core.scheduler import Scheduler
-    from server.engine.core.step import SchedulerOutput
-    from server.engine.runner.model_runner import ModelRunner
-    from server.engine.runner.step_result import PendingStep, PromptLogprobs, StepResult
+    from server.engine.core.step import (
+        PendingStep,
+        PromptLogprobs,
+        SchedulerOutput,
+        StepResult,
+        StepRunner,
+    )
 
 log = logging.getLogger("tessera.engine")
 
@@ -90,7 +94,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         channel: EngineChannel,
         info: EngineInfo,
         *,

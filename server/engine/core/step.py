@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as TypingSequence
 from typing import Protocol
 
 import msgspec
@@ -64,3 +65,54 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     num_tokens: int
     first_scheduled: tuple[Sequence, ...]
     preempted: tuple[int, ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of the prompt tokens that follow a chunk's tokens.
+
+    Attributes:
+        start: position of the chunk's first token.
+        logprobs: natural, of tokens `start + 1 ...`.
+    """
+
+    start: int
+    logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step computed.
+
+    Attributes:
+        sampled: a list for each scheduled sequence, decode rows first: a token for each row of its logits.
+        prompt_logprobs: by request id, for sequences that ask for them.
+    """
+
+    sampled: TypingSequence[TypingSequence[SampledResult]]
+    prompt_logprobs: dict[int, PromptLogprobs]
+
+
+class PendingStep(Protocol):
+    """A step that the device has been given."""
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the step behind it can be launched before its results are there."""
+
+    def result(self) -> StepResult:
+        """Wait for what it computes."""
+
+
+class StepRunner(Protocol):
+    """Computes steps; `server.engine.runner.model_runner.ModelRunner` is the one that does so on a device."""
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Have a step computed, without waiting for it."""
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a sequence that ended; an unknown id is ignored."""
+
+    def recover(self, error: Exception) -> bool:
+        """Return whether later steps can succeed after one that raised."""
+
+    def use_idle_time(self) -> bool:
+        """Work ahead for a while; return whether there was anything to do."""

@@ -18,18 +18,13 @@ from model.device.memory import is_out_of_memory, release_cached
 from model.network.step import StepOutput
 from model.sampling.parameters import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler, prompt_logprobs
+from server.engine.core.step import PromptLogprobs
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.recordings import RecordedSteps
 from server.engine.runner.sampled_tokens import SampledTokens
 from server.engine.runner.shared_prefix import shared_blocks
 from server.engine.runner.step_input import PackedStep, exact_bucket
-from server.engine.runner.step_result import (
-    GreedyStep,
-    PendingStep,
-    PromptLogprobs,
-    SampledStep,
-    StepResult,
-)
+from server.engine.runner.step_result import GreedyStep, SampledStep
 
 if TYPE_CHECKING:
     from kernels import AttentionProblem
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.plan_report import PlanReport
     from server.engine.core.sequence import Sequence
-    from server.engine.core.step import ScheduledSequence, SchedulerOutput
+    from server.engine.core.step import PendingStep, ScheduledSequence, SchedulerOutput, StepResult
     from server.engine.runner.shared_prefix import SharingPays
 
 _PROMPT_LOGPROB_ROWS: Final = 256

@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from model.device.transfer import Download
 from model.sampling.parameters import NOT_FINITE, SampledToken
+from server.engine.core.step import StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.network.step import StepOutput
     from model.sampling.sampler import Draw
-    from server.engine.core.step import ScheduledSequence
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens `start + 1 ...`, computed by one chunk."""
-
-    start: int
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step computed.
-
-    Attributes:
-        sampled: a list for each scheduled sequence, in the scheduler's order: a token for each row of its logits.
-        prompt_logprobs: by request id, for sequences that ask for them.
-    """
-
-    sampled: list[list[SampledToken]]
-    prompt_logprobs: dict[int, PromptLogprobs]
-
-
-class PendingStep(Protocol):
-    """A step that the device has been given."""
-
-    @property
-    def feeds_next(self) -> bool:
-        """Whether the step behind it can be launched before its results are there."""
-
-    def result(self) -> StepResult:
-        """Wait for what it computes."""
+    from server.engine.core.step import PromptLogprobs, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
