@@ -23,8 +23,9 @@ import torch
 from benchmarks.report import write_report
 from benchmarks.service import service
 from model.checkpoint.hub import resolve
+from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import EngineConfig
 

@@ -17,7 +17,9 @@ from tokenizers.decoders import DecodeStream
 
 from benchmarks.report import write_report
 from model.checkpoint.hub import resolve
-from model.sampling.sampler import Sampler, SamplingRow
+from model.sampling.parameters import SamplingParams
+from model.sampling.rows import SamplingRow, TokenHistory
+from model.sampling.sampler import Sampler
 from model.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
 if TYPE_CHECKING:
@@ -56,7 +58,12 @@ def sampling_rows(rounds: int) -> list[dict[str, Any]]:
             generator = torch.Generator().manual_seed(0)
             logits = torch.randn(batch, vocabulary, generator=generator) * deviation
             for kind, fields in KINDS.items():
-                asked = [SamplingRow(seed=i, position=7, **fields) for i in range(batch)]
+                asked = [
+                    SamplingRow(
+                        SamplingParams(max_new_tokens=9, seed=i, **fields), 7, TokenHistory()
+                    )
+                    for i in range(batch)
+                ]
                 took = microseconds(
                     lambda logits=logits, asked=asked: sampler.forward(logits, asked),  # type: ignore[misc]
                     rounds,

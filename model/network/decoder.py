@@ -21,7 +21,7 @@ from kernels import (
 )
 from kernels.fp8 import quantise_rows
 from kernels.linear.projection import objection
-from kernels.sampling.tokens import embed_tokens, most_likely_tokens
+from kernels.sampling.tokens import argmax_tokens, embed_tokens
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
 from model.network.attention import DenseAttention, PagedAttention
@@ -165,7 +165,7 @@ class DecoderLM(nn.Module):
             if ids is not None:
                 return ids
         self.logits(hidden, out=logits)
-        ids, _, _ = most_likely_tokens(logits, checked=tokens, logprobs=logprobs)
+        ids, _, _ = argmax_tokens(logits, checked=tokens, logprobs=logprobs)
         return ids
 
     def pack(self) -> None:

@@ -27,8 +27,9 @@ from server.http.dialects.tgi.sse import wire_logprob
 from server.http.transcript import Transcript
 
 if TYPE_CHECKING:
+    from model.sampling.parameters import SamplingParams
     from model.text.tokenizer import Tokenizer
-    from server.engine.core.request import SamplingParams, TokenEvent
+    from server.engine.core.request import TokenEvent
     from server.engine.link.client import RequestStream
     from server.engine.link.protocol import EngineInfo
     from server.http.context import AppContext

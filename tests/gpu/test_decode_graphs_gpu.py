@@ -8,7 +8,8 @@ import torch
 
 import kernels
 from model.checkpoint.hub import BUNDLED, resolve
-from server.engine.core.request import GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import EngineConfig
 from server.engine.runner.model_runner import ModelRunner

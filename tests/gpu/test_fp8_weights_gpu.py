@@ -15,7 +15,8 @@ from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
-from server.engine.core.request import GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import EngineConfig
 from tests.model.network import paged

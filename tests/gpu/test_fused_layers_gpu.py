@@ -9,7 +9,8 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.network.decoder import DecoderLM
-from server.engine.core.request import GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import EngineConfig
 from tests.gpu.python_headers import HEADERS

@@ -18,8 +18,9 @@ from kernels import Phase, detect, select, shared_prefix_pays, takes_shared_pref
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
 from model.device.memory import is_out_of_memory, release_cached
 from model.network.single_launch import OneSequence, why_not
-from model.sampling.parameters import SamplingRow, TokenHistory
-from model.sampling.sampler import Sampler, prompt_logprobs
+from model.sampling.logprobs import prompt_logprobs
+from model.sampling.rows import SamplingRow, TokenHistory
+from model.sampling.sampler import Sampler
 from server.engine.link.plan_report import PlanReport
 from server.engine.runner.dummy_steps import (
     crowds,
@@ -97,7 +98,7 @@ class ModelRunner:
         if not why_not(model, detect(self._device)):
             self._one_sequence = OneSequence(model, kv_cache)
         self._sampler = Sampler()
-        self._rows: dict[int, SamplingRow] = {}
+        self._histories: dict[int, TokenHistory] = {}
 
     @property
     def num_cache_tokens(self) -> int:
@@ -126,7 +127,7 @@ class ModelRunner:
 
     def forget(self, request_id: int) -> None:
         """Drop what is kept for a sequence that ended; an unknown id is ignored."""
-        self._rows.pop(request_id, None)
+        self._histories.pop(request_id, None)
 
     def recover(self, error: Exception) -> bool:
         """Bring the device back to work after a step that raised.
@@ -168,7 +169,7 @@ class ModelRunner:
             self._drawn.note(sampling)
             if not sampling:
                 return Drawn(None, {}, feeds_next=True)
-            if all(s.sequence.takes_most_likely for s in sampling):
+            if all(s.sequence.is_argmax for s in sampling):
                 return most_likely(computed, [s.sequence.sampling.logprobs for s in sampling])
             rows = [self._sampling_row(s.sequence) for s in sampling]
             logits = [part.logits for part in computed]
@@ -350,30 +351,12 @@ class ModelRunner:
         return sorted(lengths)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        """What the sampler needs for a sequence's next token; kept and brought up to date."""
-        sampling = sequence.sampling
-        row = self._rows.get(sequence.request_id)
-        if row is None:
-            row = self._rows[sequence.request_id] = SamplingRow(
-                seed=sampling.seed,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                typical_p=sampling.typical_p,
-                repetition_penalty=sampling.repetition_penalty,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-                history=TokenHistory(),
-                logprobs=sampling.logprobs,
-                top_logprobs=sampling.top_logprobs,
-            )
-        row.position = sequence.num_known_tokens
-        row.banned = tuple(sequence.banned_token_ids)
-        if row.has_penalties:
-            row.output_ids = sequence.output_token_ids
-        return row
+        """Return the sampler's row for the next token of a sequence; its history is kept between steps."""
+        history = self._histories.get(sequence.request_id)
+        if history is None:
+            history = TokenHistory(sequence.token_ids, sequence.num_prompt_tokens)
+            self._histories[sequence.request_id] = history
+        return SamplingRow(sequence.sampling, sequence.num_known_tokens, history)
 
     def _prompt_logprobs(
         self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor

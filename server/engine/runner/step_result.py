@@ -12,7 +12,7 @@ from model.device.transfer import Download
 from model.sampling.parameters import NOT_FINITE, SampledToken
 
 if TYPE_CHECKING:
-    from model.sampling.sampler import Draw
+    from model.sampling.sampler import PendingTokens
     from server.engine.runner.step_graph import Computed
 
 
@@ -52,7 +52,7 @@ class PendingStep(Protocol):
 class Drawn:
     """A step whose tokens the sampler draws."""
 
-    draw: Draw | None
+    draw: PendingTokens | None
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from model.sampling.parameters import SamplingParams
 from server.cli.bench.engine.run import EngineRunError, read_trace
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.protocol import EngineStats, StepMessage
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.client import EngineClient, EngineStartError, EngineUnavailableError
 from server.engine.link.protocol import EngineConfig, EngineState
 from server.engine.link.spawn import spawn

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.local import LocalEngine
 from server.engine.link.protocol import AbortRequests, EngineConfig
 from server.engine.runner.startup import StartupError

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from model.device.replay import Replay
+from model.sampling.parameters import SamplingParams
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.link.protocol import AbortRequests
 from server.engine.runner.dummy_steps import crowds
 from server.engine.runner.prefill_graphs import PrefillGraphs, PrefillKey, token_counts

@@ -104,7 +104,7 @@ def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
 
     runner.compute_largest_step(LIMITS)
 
-    assert runner._rows == {}
+    assert runner._histories == {}
 
 
 class PretendedWarmUp:
@@ -163,7 +163,7 @@ def test_an_invented_step_that_is_broken_off_leaves_nothing_behind(monkeypatch, 
     with pytest.raises(NotCompiledError):
         runner._compute_invented(step)
 
-    assert runner._rows == {}
+    assert runner._histories == {}
 
 
 def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache(model):

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.protocol import AbortRequests
 from server.engine.runner.model_runner import ModelRunner
 from tests.engine.runner.test_decode_graphs import Again

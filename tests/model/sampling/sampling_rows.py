@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from model.sampling.sampler import SamplingRow
+from model.sampling.parameters import SamplingParams
+from model.sampling.rows import SamplingRow, TokenHistory
 
 VOCAB = 101  # odd, so that rows of a batch are aligned differently
 
 
 def logits_of(seed: int, rows: int, vocab: int = VOCAB, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sampling_row(position: int = 0, prompt_ids=(), output_ids=(), banned=(), **parameters):
+    """A row with the given parameters; `banned` ids cannot be sampled."""
+    if banned:
+        parameters |= {"stop_token_ids": tuple(banned), "min_new_tokens": 10**9}
+    history = TokenHistory([*prompt_ids, *output_ids], len(prompt_ids))
+    return SamplingRow(SamplingParams(max_new_tokens=10**9, **parameters), position, history)
 
 
 def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
@@ -27,4 +36,4 @@ def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
         {"temperature": 0.0, "banned": (3, 4)},
         {"top_p": 0.7, "logprobs": True, "top_logprobs": 4},
     ]
-    return [SamplingRow(seed=i, position=10 + i, **kinds[i % len(kinds)]) for i in range(count)]
+    return [sampling_row(seed=i, position=10 + i, **kinds[i % len(kinds)]) for i in range(count)]

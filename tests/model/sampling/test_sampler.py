@@ -9,19 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.sampling import device as device_sampling
-from model.sampling.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
-from tests.model.sampling.sampling_rows import VOCAB, logits_of, varied_rows
+from model.sampling.logprobs import prompt_logprobs
+from model.sampling.parameters import SampledToken
+from model.sampling.sampler import Sampler
+from tests.model.sampling.sampling_rows import VOCAB, logits_of, sampling_row, varied_rows
 
 pytestmark = pytest.mark.usefixtures("few_candidates")
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------
+# --- greedy -----------------------------------------------------------------------------------------------------
 
 
 def test_temperature_zero_takes_the_most_likely_token(forward) -> None:
     logits = logits_of(0, 5)
 
-    tokens = forward(logits, [SamplingRow(temperature=0.0)] * 5)
+    tokens = forward(logits, [sampling_row(temperature=0.0)] * 5)
 
     assert [t.token_id for t in tokens] == logits.argmax(-1).tolist()
     assert all(type(t.token_id) is int and t.logprob is None and not t.top for t in tokens)
@@ -30,7 +32,7 @@ def test_temperature_zero_takes_the_most_likely_token(forward) -> None:
 def test_greedy_ignores_filters_and_seed(forward) -> None:
     logits = logits_of(1, 1)
 
-    (token,) = forward(logits, [SamplingRow(temperature=0.0, top_k=2, top_p=0.1, seed=99)])
+    (token,) = forward(logits, [sampling_row(temperature=0.0, top_k=2, top_p=0.1, seed=99)])
 
     assert token.token_id == int(logits.argmax())
 
@@ -39,7 +41,7 @@ def test_equal_logits_are_won_by_the_smallest_id(forward) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [40, 17, 80]] = 1.0
 
-    (token,) = forward(logits, [SamplingRow(temperature=0.0)])
+    (token,) = forward(logits, [sampling_row(temperature=0.0)])
 
     assert token.token_id == 17
 
@@ -88,7 +90,7 @@ def test_rows_of_a_real_vocabulary_do_not_depend_on_their_neighbours(forward, vo
     assert together == [forward(logits[i : i + 1], [rows[i]])[0] for i in range(11)]
 
 
-def test_the_number_of_threads_does_not_change_a_draw() -> None:
+def test_the_number_of_threads_does_not_change_a_token() -> None:
     logits, rows = logits_of(5, 11, 50257), varied_rows(11)
     threads = torch.get_num_threads()
 
@@ -101,7 +103,7 @@ def test_the_number_of_threads_does_not_change_a_draw() -> None:
     assert results[0] == results[1]
 
 
-def test_draws_leave_the_global_generators_alone(forward) -> None:
+def test_sampling_leaves_the_global_generators_alone(forward) -> None:
     # NumPy's legacy generator is the global one, and so the one to watch.
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
 
@@ -117,7 +119,7 @@ def test_the_accelerators_rules_are_those_of_the_host() -> None:
         logits, rows = logits_of(seed, 22), varied_rows(22)
         host = Sampler().forward(logits, rows)
         device = device_sampling.sample(logits, rows)
-        # exp() may round differently in NumPy and PyTorch: a draw on the very edge of a token may move.
+        # exp() may round differently in NumPy and PyTorch: a sample on the very edge of a token may move.
         agreed += sum(
             h.token_id == d.token_id and [i for i, _ in h.top] == [i for i, _ in d.top]
             for h, d in zip(host, device, strict=True)
@@ -127,7 +129,7 @@ def test_the_accelerators_rules_are_those_of_the_host() -> None:
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 16, 100, 101, 5000])
-def test_the_number_of_candidates_looked_at_first_does_not_change_a_draw(
+def test_the_number_of_candidates_looked_at_first_does_not_change_a_token(
     monkeypatch, candidates
 ) -> None:
     logits, rows = logits_of(7, 33), varied_rows(33)
@@ -144,9 +146,9 @@ def test_the_number_of_candidates_looked_at_first_does_not_change_a_draw(
 def test_logprobs_are_natural_and_of_the_unmodified_logits(forward) -> None:
     logits = logits_of(14, 3)
     rows = [
-        SamplingRow(temperature=0.0, logprobs=True),
-        SamplingRow(temperature=0.3, top_k=2, logprobs=True, seed=1),
-        SamplingRow(temperature=0.0, banned=(int(logits[2].argmax()),), logprobs=True),
+        sampling_row(temperature=0.0, logprobs=True),
+        sampling_row(temperature=0.3, top_k=2, logprobs=True, seed=1),
+        sampling_row(temperature=0.0, banned=(int(logits[2].argmax()),), logprobs=True),
     ]
 
     tokens = forward(logits, rows)
@@ -160,7 +162,7 @@ def test_logprobs_are_natural_and_of_the_unmodified_logits(forward) -> None:
 def test_top_logprobs_come_most_likely_first_and_equals_by_smaller_id(forward) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0, 1.0]])
 
-    (token,) = forward(logits, [SamplingRow(temperature=0.0, top_logprobs=5)])
+    (token,) = forward(logits, [sampling_row(temperature=0.0, top_logprobs=5)])
 
     expected = torch.log_softmax(logits, -1)[0]
     assert token.top == tuple((i, expected[i].item()) for i in (1, 3, 4, 2, 5))
@@ -171,7 +173,7 @@ def test_each_row_gets_the_top_logprobs_it_asked_for(forward) -> None:
     logits = logits_of(15, 4)
     asked = [0, 3, 10**6, 1]
 
-    tokens = forward(logits, [SamplingRow(temperature=0.0, top_logprobs=n) for n in asked])
+    tokens = forward(logits, [sampling_row(temperature=0.0, top_logprobs=n) for n in asked])
 
     assert [len(t.top) for t in tokens] == [0, 3, VOCAB, 1]
     assert [t.logprob is None for t in tokens] == [True, False, False, False]
@@ -181,7 +183,7 @@ def test_impossible_tokens_are_left_out_of_the_top(forward) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 5] = 1.0
 
-    (token,) = forward(logits, [SamplingRow(top_logprobs=3, top_p=0.5)])
+    (token,) = forward(logits, [sampling_row(top_logprobs=3, top_p=0.5)])
 
     assert token == SampledToken(5, 0.0, ((5, 0.0),))
 
@@ -200,7 +202,7 @@ def test_prompt_logprobs_are_those_of_the_following_tokens(monkeypatch) -> None:
 
 def test_a_sampled_logprob_equals_the_prompt_logprob_of_the_same_row(forward) -> None:
     logits = logits_of(17, 6, vocab=50257)
-    tokens = forward(logits, [SamplingRow(seed=i, logprobs=True) for i in range(6)])
+    tokens = forward(logits, [sampling_row(seed=i, logprobs=True) for i in range(6)])
 
     assert [t.logprob for t in tokens] == prompt_logprobs(logits, [t.token_id for t in tokens])
 
@@ -226,12 +228,12 @@ def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
     ]
 
 
-@pytest.mark.parametrize("row", varied_rows(11), ids=str)
+@pytest.mark.parametrize("row", varied_rows(11), ids=lambda row: str(row.position))
 def test_a_row_of_nothing_but_minus_infinity_fails(forward, row) -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[1] = 0.0
 
-    failed, sound = forward(logits, [row, SamplingRow()])
+    failed, sound = forward(logits, [row, sampling_row()])
 
     assert failed.error
     assert sound.error is None
@@ -242,7 +244,7 @@ def test_a_row_whose_last_tokens_are_banned_fails(forward) -> None:
     logits[0, 2:4] = 1.0
 
     for temperature in (0.0, 1.0):
-        (token,) = forward(logits, [SamplingRow(temperature=temperature, banned=(2, 3))])
+        (token,) = forward(logits, [sampling_row(temperature=temperature, banned=(2, 3))])
         assert token.error
 
 
@@ -250,7 +252,7 @@ def test_a_nan_hidden_behind_a_ban_still_fails_the_row(forward) -> None:
     logits = logits_of(19, 1)
     logits[0, 9] = math.nan
 
-    assert forward(logits, [SamplingRow(banned=(9,))])[0].error
+    assert forward(logits, [sampling_row(banned=(9,))])[0].error
 
 
 # --- on the accelerator -----------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.protocol import (
     EngineConfig,
     EngineMessage,
