@@ -14,7 +14,7 @@ from kernels.sampling.rows import SampleSizes, candidate_bounds
 from model.sampling.device import DeviceTokens
 from model.sampling.sampler import Sampler
 from tests.kernels import triton_interpreter
-from tests.model.sampling.sampling_rows import logits_of, sampling_row, varied_rows
+from tests.model.sampling.sampling_rows import NUM_KINDS, logits_of, sampling_row, varied_rows
 
 pytestmark = triton_interpreter.interpreted
 if triton_interpreter.HAS_TRITON:
@@ -131,7 +131,7 @@ def test_a_row_of_nothing_but_minus_infinity_is_told():
 def test_a_rows_token_is_the_same_alone_and_among_others():
     rows = [
         row
-        for row in varied_rows(22)
+        for row in varied_rows(2 * NUM_KINDS)
         if row.parameters.typical_p == 1 and not row.parameters.changes_logits
     ]
     logits = logits_of(8, len(rows))
@@ -152,7 +152,7 @@ def test_rows_may_lie_apart_and_stay_as_they_are():
 
 @pytest.mark.parametrize("by_kernel", [True, False], ids=["kernels", "torch"])
 def test_the_token_of_every_kind_of_row_is_that_of_the_host(by_kernel):
-    logits, rows = logits_of(6, 22), varied_rows(22)
+    logits, rows = logits_of(6, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     before = logits.clone()
 
     pending = DeviceTokens(logits, rows, by_kernel=by_kernel)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from model.sampling.parameters import SamplingParams
@@ -22,8 +24,8 @@ def sampling_row(position: int = 0, prompt_ids=(), output_ids=(), banned=(), **p
     return SamplingRow(SamplingParams(max_new_tokens=10**9, **parameters), position, history)
 
 
-def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
-    kinds = [
+def kinds_of_rows(vocab: int = VOCAB) -> list[dict[str, Any]]:
+    return [
         {"temperature": 0.0},
         {"temperature": 0.7},
         {"top_k": 7},
@@ -35,5 +37,15 @@ def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
         {"frequency_penalty": 0.7, "presence_penalty": -0.4, "output_ids": [1, 1, 5, 9] * 3},
         {"temperature": 0.0, "banned": (3, 4)},
         {"top_p": 0.7, "logprobs": True, "top_logprobs": 4},
+        {"banned": (0, 31, 32, 64, vocab - 1)},
+        {"top_k": 9, "top_p": 0.9, "banned": range(0, vocab, 2)},
+        {"typical_p": 0.8, "repetition_penalty": 1.2, "banned": (5,), "prompt_ids": (5, 6)},
     ]
-    return [sampling_row(seed=i, position=10 + i, **kinds[i % len(kinds)]) for i in range(count)]
+
+
+NUM_KINDS = len(kinds_of_rows())
+
+
+def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
+    kinds = kinds_of_rows(vocab)
+    return [sampling_row(seed=i, position=10 + i, **kinds[i % NUM_KINDS]) for i in range(count)]

@@ -12,7 +12,13 @@ from model.sampling import device as device_sampling
 from model.sampling.logprobs import prompt_logprobs
 from model.sampling.parameters import SampledToken
 from model.sampling.sampler import Sampler
-from tests.model.sampling.sampling_rows import VOCAB, logits_of, sampling_row, varied_rows
+from tests.model.sampling.sampling_rows import (
+    NUM_KINDS,
+    VOCAB,
+    logits_of,
+    sampling_row,
+    varied_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("few_candidates")
 
@@ -52,16 +58,18 @@ def test_an_empty_batch_gives_no_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_sampled_as_their_float32_values(forward, dtype) -> None:
-    logits = logits_of(2, 11).to(dtype)
+    logits = logits_of(2, NUM_KINDS).to(dtype)
 
-    assert forward(logits, varied_rows(11)) == forward(logits.float(), varied_rows(11))
+    assert forward(logits, varied_rows(NUM_KINDS)) == forward(
+        logits.float(), varied_rows(NUM_KINDS)
+    )
 
 
 def test_the_logits_given_are_left_unchanged(forward) -> None:
-    logits = logits_of(3, 11)
+    logits = logits_of(3, NUM_KINDS)
     before = logits.clone()
 
-    forward(logits, varied_rows(11))
+    forward(logits, varied_rows(NUM_KINDS))
 
     assert torch.equal(logits, before)
 
@@ -70,9 +78,9 @@ def test_the_logits_given_are_left_unchanged(forward) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1000), st.permutations(range(22)), st.integers(1, 22))
+@given(st.integers(0, 1000), st.permutations(range(2 * NUM_KINDS)), st.integers(1, 2 * NUM_KINDS))
 def test_a_rows_result_is_bitwise_the_same_alone_and_among_others(seed, order, count) -> None:
-    logits, rows = logits_of(seed, 22), varied_rows(22)
+    logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     picked = order[:count]
 
     for sample in (Sampler().forward, device_sampling.sample):
@@ -83,15 +91,15 @@ def test_a_rows_result_is_bitwise_the_same_alone_and_among_others(seed, order, c
 
 @pytest.mark.parametrize("vocab", [101, 4096, 50257])
 def test_rows_of_a_real_vocabulary_do_not_depend_on_their_neighbours(forward, vocab) -> None:
-    logits, rows = logits_of(4, 11, vocab), varied_rows(11, vocab)
+    logits, rows = logits_of(4, NUM_KINDS, vocab), varied_rows(NUM_KINDS, vocab)
 
     together = forward(logits, rows)
 
-    assert together == [forward(logits[i : i + 1], [rows[i]])[0] for i in range(11)]
+    assert together == [forward(logits[i : i + 1], [rows[i]])[0] for i in range(NUM_KINDS)]
 
 
 def test_the_number_of_threads_does_not_change_a_token() -> None:
-    logits, rows = logits_of(5, 11, 50257), varied_rows(11)
+    logits, rows = logits_of(5, NUM_KINDS, 50257), varied_rows(NUM_KINDS)
     threads = torch.get_num_threads()
 
     results = []
@@ -107,7 +115,7 @@ def test_sampling_leaves_the_global_generators_alone(forward) -> None:
     # NumPy's legacy generator is the global one, and so the one to watch.
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
 
-    forward(logits_of(6, 11), varied_rows(11))
+    forward(logits_of(6, NUM_KINDS), varied_rows(NUM_KINDS))
 
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
@@ -116,7 +124,7 @@ def test_sampling_leaves_the_global_generators_alone(forward) -> None:
 def test_the_accelerators_rules_are_those_of_the_host() -> None:
     agreed = 0
     for seed in range(40):
-        logits, rows = logits_of(seed, 22), varied_rows(22)
+        logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
         host = Sampler().forward(logits, rows)
         device = device_sampling.sample(logits, rows)
         # exp() may round differently in NumPy and PyTorch: a sample on the very edge of a token may move.
@@ -125,7 +133,7 @@ def test_the_accelerators_rules_are_those_of_the_host() -> None:
             for h, d in zip(host, device, strict=True)
         )
 
-    assert agreed >= 22 * 40 - 1
+    assert agreed >= 2 * NUM_KINDS * 40 - 1
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 16, 100, 101, 5000])
@@ -211,10 +219,10 @@ def test_a_sampled_logprob_equals_the_prompt_logprob_of_the_same_row(forward) ->
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize("kind", range(11))
+@pytest.mark.parametrize("kind", range(NUM_KINDS))
 def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
-    rows = varied_rows(11)
-    logits = logits_of(18, 11)
+    rows = varied_rows(NUM_KINDS)
+    logits = logits_of(18, NUM_KINDS)
     clean = forward(logits, rows)
     broken = logits.clone()
     broken[kind, 60] = value
@@ -228,7 +236,7 @@ def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
     ]
 
 
-@pytest.mark.parametrize("row", varied_rows(11), ids=lambda row: str(row.position))
+@pytest.mark.parametrize("row", varied_rows(NUM_KINDS), ids=lambda row: str(row.position))
 def test_a_row_of_nothing_but_minus_infinity_fails(forward, row) -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[1] = 0.0
@@ -276,16 +284,16 @@ def test_on_cuda_a_rows_result_is_bitwise_the_same_alone_and_among_others(
 def test_on_cuda_tokens_are_those_of_the_host_but_for_rounding() -> None:
     agreed = 0
     for seed in range(20):
-        logits, rows = logits_of(seed, 22), varied_rows(22)
+        logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
         host, device = Sampler().forward(logits, rows), Sampler().forward(logits.cuda(), rows)
         agreed += sum(h.token_id == d.token_id for h, d in zip(host, device, strict=True))
 
-    assert agreed >= 22 * 20 - 2
+    assert agreed >= 2 * NUM_KINDS * 20 - 2
 
 
 @pytest.mark.gpu
 def test_on_cuda_a_row_that_is_not_finite_fails_alone() -> None:
-    logits, rows = logits_of(21, 11).cuda(), varied_rows(11)
+    logits, rows = logits_of(21, NUM_KINDS).cuda(), varied_rows(NUM_KINDS)
     clean = Sampler().forward(logits, rows)
     logits[4, 7] = math.nan
 
