@@ -227,15 +227,17 @@ def _ranking_keys(distances: Tensor) -> Tensor:
 
 
 def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply penalties in place, in the order of `model.sampling.host.adjust_logits`.
+    """Apply biases and penalties in place, in the order of `model.sampling.host.adjust_logits`.
 
     Args:
         logits: [R, V] float32.
         rows: R rows. Ids outside [0, V) are ignored.
     """
-    repeated, counted = _Changes(), _Changes()
+    biased, repeated, counted = _Changes(), _Changes(), _Changes()
     for i, row in enumerate(rows):
         parameters = row.parameters
+        if bias := parameters.logit_bias:
+            biased.add(i, np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), float))
         if not parameters.has_penalties:
             continue
         if parameters.repetition_penalty != 1.0:
@@ -243,6 +245,9 @@ def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         ids, counts = row.history.output_counts()
         presence, frequency = parameters.presence_penalty, parameters.frequency_penalty
         counted.add(i, ids, presence + frequency * counts)
+    if biased:
+        at, amounts = biased.upload(logits)
+        logits[at] += amounts
     if repeated:
         at, penalties = repeated.upload(logits)
         values = logits[at]
@@ -301,7 +306,7 @@ def sample_rows(
     """Sample one token for each row in PyTorch.
 
     Args:
-        logits: [R, V] float32, penalties and masks applied.
+        logits: [R, V] float32, biases, penalties and masks applied.
         rows: R rows, each with a temperature above 0; either all are filtered or none is.
         num_candidates: number of most likely tokens of a filtered row that are looked at; V for all.
 

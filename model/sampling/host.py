@@ -223,10 +223,10 @@ def _top_tokens(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def adjust_logits(logits: Floats, row: SamplingRow, allowed: Bools | None) -> Floats:
-    """Return a copy of the logits of a row with penalties and its mask applied.
+    """Return a copy of the logits of a row with its bias, its penalties and its mask applied.
 
-    The repetition penalty is applied first, then presence and frequency penalties, then the mask. Ids outside the
-    vocabulary are ignored.
+    The bias is applied first, then the repetition penalty, presence and frequency penalties, and the mask. Ids outside
+    the vocabulary are ignored.
 
     Args:
         logits: [V] float32.
@@ -234,9 +234,13 @@ def adjust_logits(logits: Floats, row: SamplingRow, allowed: Bools | None) -> Fl
         allowed: [V], the tokens that can be sampled; None for all. A banned logit becomes minus infinity, but NaN and
             plus infinity stay, so that the row still fails.
 
-    Source: repetition penalty of CTRL (Keskar et al. 2019); presence and frequency as in OpenAI's API.
+    Source: repetition penalty of CTRL (Keskar et al. 2019); the others as in OpenAI's API.
     """
     logits = logits.copy()
+    if bias := row.parameters.logit_bias:
+        ids, amounts = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
+        inside = ids < len(logits)
+        logits[ids[inside]] += amounts[inside]
     if row.parameters.has_penalties:
         _apply_penalties(logits, row)
     if allowed is not None:

@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             1 is off.
         presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
+        logit_bias: token id -> number added to its logit before everything else.
         seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
         eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.
         stop_token_ids: further ids that end the sequence.
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -85,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes_logits(self) -> bool:
         """Whether logits are changed, other than by a mask, before they are divided by the temperature."""
-        return self.has_penalties
+        return self.has_penalties or bool(self.logit_bias)
 
     @property
     def needs_history(self) -> bool:

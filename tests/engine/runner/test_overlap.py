@@ -29,6 +29,7 @@ SAMPLINGS = [
     DRAWN | {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
     {"temperature": 0.0, "presence_penalty": 0.9},
     {"temperature": 0.0, "prompt_logprobs": True},
+    {"temperature": 0.0, "logit_bias": {3: 4.0, 5: -100.0}},
     {"temperature": 0.0, "min_new_tokens": 12, "eos_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
     {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
 ]

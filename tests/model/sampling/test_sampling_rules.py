@@ -283,3 +283,42 @@ def test_a_kept_history_gives_the_tokens_that_counting_anew_gives(forward) -> No
 
         assert forward(logits, [msgspec.structs.replace(row, history=kept)]) == [anew]
         tokens.append(anew.token_id)
+
+
+# --- logit bias -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 20}, {"repetition_penalty": 1.7}],
+    ids=str,
+)
+def test_a_bias_is_added_to_the_logits_before_everything_else(forward, parameters) -> None:
+    bias = {0: 3.5, 17: -2.25, VOCAB - 1: 100.0, 50: -100.0}
+    for seed in range(20):
+        logits = logits_of(seed, 1)
+        biased = logits.clone()
+        biased[0, list(bias)] += torch.tensor(list(bias.values()))
+        given = {"seed": seed, "prompt_ids": [17, 3, VOCAB - 1], **parameters}
+
+        (token,) = forward(logits, [sampling_row(logit_bias=bias, **given)])
+
+        assert token == forward(biased, [sampling_row(**given)])[0]
+
+
+def test_the_largest_biases_in_effect_force_and_ban_a_token(forward) -> None:
+    logits = logits_of(3, 1)
+
+    assert support(logits, {"logit_bias": {9: 100.0}}, forward) == {9}
+    top = int(logits.argmax())
+    assert top not in support(logits, {"logit_bias": {top: -100.0}}, forward)
+
+
+def test_log_probabilities_are_those_without_the_bias(forward) -> None:
+    logits = logits_of(4, 1)
+
+    (token,) = forward(logits, [sampling_row(logit_bias={9: 100.0}, top_logprobs=2)])
+
+    assert token.token_id == 9
+    assert token.logprob == pytest.approx(torch.log_softmax(logits, -1)[0, 9].item())
+    assert 9 not in dict(token.top)

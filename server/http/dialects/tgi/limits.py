@@ -20,7 +20,7 @@ from server.http.dialects.tgi.schema import (
     GenerateBody,
     GenerateParameters,
 )
-from server.http.dialects.tgi.schema_errors import describe, unsupported
+from server.http.dialects.tgi.schema_errors import describe, quote, unsupported
 
 if TYPE_CHECKING:
     from server.engine.link.protocol import EngineInfo
@@ -249,6 +249,7 @@ def _sampling_params(
         repetition_penalty=_given(p.repetition_penalty, 1.0),
         presence_penalty=_given(p.presence_penalty, 0.0),
         frequency_penalty=_given(p.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(p, info),
         seed=seed or 0,
         eos_token_ids=() if p.ignore_eos else config.eos_token_ids,
         stop_token_ids=tuple(p.stop_token_ids or ()),
@@ -256,6 +257,19 @@ def _sampling_params(
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
     )
+
+
+def _logit_bias(p: GenerateParameters, info: EngineInfo) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, bias in (p.logit_bias or {}).items():
+        is_number = key.isascii() and key.isdigit() and len(key) <= len(str(info.vocab_size))
+        if not is_number or int(key) >= info.vocab_size:
+            raise ValidationError(
+                f"the keys of `logit_bias` must be token ids, 0 to {info.vocab_size - 1}. "
+                f"Given: {quote('', key)}"
+            )
+        biases[int(key)] = float(bias)
+    return biases
 
 
 def _given(value: float | None, default: float) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
@@ -16,10 +17,23 @@ INT32_MAX = 2**31 - 1
 LARGEST_TEMPERATURE = 100.0
 # Smaller ones are greedy for every model; dividing by them would only leave float32's range.
 SMALLEST_TEMPERATURE = 1e-6
+MAX_LOGIT_BIASES = 1024
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
 )
+
+
+def _limit_biases(value: object) -> object:
+    """Refuse too many entries at once: pydantic would check each of a million first."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        context = {
+            "field_type": "Dictionary",
+            "max_length": MAX_LOGIT_BIASES,
+            "actual_length": len(value),
+        }
+        raise PydanticKnownError("too_long", context)
+    return value
 
 
 class GenerateParameters(BaseModel):
@@ -47,6 +61,18 @@ class GenerateParameters(BaseModel):
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         None, description="Subtracted once from the logit of every token that was generated."
+    )
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIASES),
+            BeforeValidator(_limit_biases),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Numbers to add to the logits of tokens, by token id, before penalties and "
+        "`temperature`. -100 and 100 in effect ban and force a token.",
     )
     top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="Sample from so many most likely tokens."
