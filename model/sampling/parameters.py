@@ -6,6 +6,7 @@ The front end and the bookkeeping of the engine import this module: it needs nei
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
         logit_bias: token id -> number added to its logit before everything else.
+        bad_words: words as sequences of ids, none empty; the last id of a word is banned where the tokens before, those
+            of the prompt included, end in the ids before it.
         seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
         eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.
         stop_token_ids: further ids that end the sequence.
@@ -53,6 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -92,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_history(self) -> bool:
         """Whether the host must know all earlier tokens before it can have the next one sampled."""
-        return self.has_penalties
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def argmax_from(self) -> float:
@@ -100,17 +104,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
         From there on each token is the argmax of the unmodified logits, and no other tokens are reported.
         """
-        if self.temperature != 0.0 or self.changes_logits or self.top_logprobs:
+        changed = self.changes_logits or self.bad_words
+        if self.temperature != 0.0 or changed or self.top_logprobs:
             return math.inf
         return self.min_new_tokens
 
-    def banned_ids(self, num_output_tokens: int) -> tuple[int, ...]:
+    def banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> tuple[int, ...]:
         """Return the ids that cannot be the next token.
 
         Args:
+            token_ids: prompt and output; only where `needs_history` all of them have to be there.
             num_output_tokens: tokens generated so far, those included whose ids the host does not know yet.
         """
-        return self.end_token_ids if num_output_tokens < self.min_new_tokens else ()
+        banned = self.end_token_ids if num_output_tokens < self.min_new_tokens else ()
+        for *before, last in self.bad_words:
+            if not before or list(token_ids[-len(before) :]) == before:
+                banned += (last,)
+        return banned
 
 
 class SampledToken(NamedTuple):

@@ -76,7 +76,7 @@ class SamplingRow(msgspec.Struct, frozen=True):
 
     def banned_ids(self) -> tuple[int, ...]:
         """Return the ids that cannot be sampled."""
-        return self.parameters.banned_ids(self.num_output_tokens)
+        return self.parameters.banned_ids(self.history.token_ids, self.num_output_tokens)
 
     @property
     def inverse_temperature(self) -> float:

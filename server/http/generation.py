@@ -10,6 +10,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import UNSET
 
 from model.errors import TokenizerError
@@ -27,6 +28,8 @@ from server.http.dialects.tgi.sse import wire_logprob
 from server.http.transcript import Transcript
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from model.sampling.parameters import SamplingParams
     from model.text.tokenizer import Tokenizer
     from server.engine.core.request import TokenEvent
@@ -202,16 +205,18 @@ class Generation:
 async def encode_prompt(
     context: AppContext, options: GenerateOptions, info: EngineInfo
 ) -> tuple[list[int], SamplingParams]:
-    """Tokenize the prompt, off the event loop where it is long, and settle the request's length.
+    """Tokenize the prompt and bad words, off the event loop where they are long, and settle the request's length.
 
     Raises:
-        ValidationError: the prompt cannot be tokenized, has no tokens, or is too long.
+        ValidationError: a text cannot be tokenized or has no tokens, or the prompt is too long.
     """
 
-    def work() -> list[int]:
-        return encode(context.tokenizer, options.inputs)
+    def work() -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+        tokenizer = context.tokenizer
+        return encode(tokenizer, options.inputs), encode_bad_words(tokenizer, options.bad_words)
 
-    prompt_ids = await context.on_text(len(options.inputs), work)
+    characters = len(options.inputs) + sum(map(len, options.bad_words))
+    prompt_ids, bad_words = await context.on_text(characters, work)
     if options.truncate is not None:
         prompt_ids = prompt_ids[-options.truncate :]
     sampling = with_prompt_length(options, len(prompt_ids), info)
@@ -220,7 +225,26 @@ async def encode_prompt(
             f"`inputs` has a token that the model does not know: its vocabulary has "
             f"{info.vocab_size} tokens. Given: token {largest}"
         )
-    return prompt_ids, sampling
+    return prompt_ids, msgspec.structs.replace(sampling, bad_words=bad_words)
+
+
+def encode_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids of words at the beginning and within a text: without and with a space before.
+
+    Raises:
+        ValidationError: a word cannot be tokenized, or has no tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for i, word in enumerate(words):
+        bare = word.removeprefix(" ")
+        try:
+            encoded = [tokenizer.encode(text, False) for text in (bare, f" {bare}") if text]
+        except TokenizerError as error:
+            raise ValidationError(f"`bad_words.{i}` cannot be tokenized: {error}") from None
+        if not any(encoded):
+            raise ValidationError(f"`bad_words.{i}` has no tokens")
+        found |= {tuple(ids): None for ids in encoded if ids}
+    return tuple(found)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -277,6 +277,22 @@ async def test_every_sampling_parameter_reaches_the_engine(generate, engine):
     assert not s.prompt_logprobs
 
 
+async def test_bad_words_reach_the_engine_as_tokens_with_and_without_a_space(
+    generate, engine, byte
+):
+    await generate(bad_words=["i", " world!", "i", " "])
+
+    (space,) = byte(" ")
+    assert engine.requests[0].sampling.bad_words == (
+        tuple(byte("i")),
+        (space, *byte("i")),
+        tuple(byte("world!")),
+        tuple(byte(" world!")),
+        (space,),
+    )
+    assert len(byte(" world!")) == 1
+
+
 async def test_end_tokens_are_ignored_on_request(generate, engine):
     await generate(ignore_eos=True)
 

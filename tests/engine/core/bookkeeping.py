@@ -124,7 +124,7 @@ class NumberModel:
 
 
 def banned_ids(sequence: Sequence) -> tuple[int, ...]:
-    return sequence.sampling.banned_ids(sequence.num_known_output_tokens)
+    return sequence.sampling.banned_ids(sequence.token_ids, sequence.num_known_output_tokens)
 
 
 def draw(numbers: list[int], banned) -> int:

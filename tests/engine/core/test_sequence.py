@@ -75,6 +75,7 @@ def test_the_length_ends_it_even_below_the_minimum():
         ({"temperature": 0.0, "presence_penalty": 0.1}, False),
         ({"temperature": 0.0, "frequency_penalty": 0.1}, False),
         ({"temperature": 0.0, "logit_bias": {3: 1.0}}, False),
+        ({"temperature": 0.0, "bad_words": ((3,),)}, False),
         ({"temperature": 0.0, "logprobs": True}, True),
         ({"temperature": 0.0, "top_logprobs": 2}, False),
         ({"temperature": 0.0, "min_new_tokens": 1}, False),

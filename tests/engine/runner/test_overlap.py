@@ -30,6 +30,8 @@ SAMPLINGS = [
     {"temperature": 0.0, "presence_penalty": 0.9},
     {"temperature": 0.0, "prompt_logprobs": True},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 5: -100.0}},
+    {"temperature": 0.0, "bad_words": tuple((i,) for i in range(0, VOCAB_SIZE, 2))},
+    DRAWN | {"bad_words": tuple((i, j) for i in range(1, 64) for j in range(0, VOCAB_SIZE, 5))},
     {"temperature": 0.0, "min_new_tokens": 12, "eos_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
     {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
 ]

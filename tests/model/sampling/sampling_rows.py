@@ -41,6 +41,7 @@ def kinds_of_rows(vocab: int = VOCAB) -> list[dict[str, Any]]:
         {"top_k": 9, "top_p": 0.9, "banned": range(0, vocab, 2)},
         {"typical_p": 0.8, "repetition_penalty": 1.2, "banned": (5,), "prompt_ids": (5, 6)},
         {"top_k": 9, "logit_bias": {2: 100.0, 5: 98.5, vocab - 1: -100.0, 10**6: 1.0}},
+        {"bad_words": ((3,), (1, 2, 7), (2, 9)), "output_ids": [1, 2]},
     ]
 
 

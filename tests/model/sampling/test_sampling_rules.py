@@ -285,6 +285,28 @@ def test_a_kept_history_gives_the_tokens_that_counting_anew_gives(forward) -> No
         tokens.append(anew.token_id)
 
 
+@pytest.mark.parametrize(
+    ("words", "banned"),
+    [
+        (((3,),), {3}),
+        (((3,), (5,), (3,)), {3, 5}),
+        (((8, 4),), {4}),
+        (((6, 8, 4), (7, 8, 2)), {4}),
+        (((1, 6, 8, 4),), {4}),
+        (((0, 1, 6, 8, 4), (8, 6, 4), (6, 4)), set()),
+        (((8, 4), (VOCAB + 5,)), {4}),
+    ],
+    ids=str,
+)
+def test_the_last_token_of_a_bad_word_is_banned_behind_its_others(forward, words, banned) -> None:
+    logits = torch.zeros(1, 10)
+    row = {"bad_words": words, "prompt_ids": [1, 6], "output_ids": [8]}
+
+    assert support(logits, row, forward) == set(range(10)) - banned
+    (token,) = forward(logits, [sampling_row(temperature=0.0, **row)])
+    assert token.token_id == min(set(range(10)) - banned)
+
+
 # --- logit bias -------------------------------------------------------------------------------------------------
 
 

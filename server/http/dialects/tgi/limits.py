@@ -15,6 +15,7 @@ import msgspec
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
 from server.http.dialects.tgi.schema import (
+    MAX_BAD_WORD_CHARACTERS,
     SMALLEST_TEMPERATURE,
     UINT64_MAX,
     GenerateBody,
@@ -41,6 +42,7 @@ class GenerateOptions:
         best_of: sequences to generate.
         seed: the request's, or a random one; None where nothing is sampled.
         stop: strings that end the text.
+        bad_words: words that are not generated.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
         details: whether tokens and the reason of the end are reported.
@@ -53,6 +55,7 @@ class GenerateOptions:
     best_of: int
     seed: int | None
     stop: tuple[str, ...]
+    bad_words: tuple[str, ...]
     truncate: int | None
     return_full_text: bool
     details: bool
@@ -105,6 +108,7 @@ def check(
         best_of=best_of,
         seed=seed,
         stop=tuple(parameters.stop or ()),
+        bad_words=tuple(parameters.bad_words or ()),
         truncate=parameters.truncate,
         return_full_text=(
             full_text if parameters.return_full_text is None else parameters.return_full_text
@@ -184,6 +188,12 @@ def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -
             raise ValidationError(
                 f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
                 f"Given: {len(text)}"
+            )
+    for i, word in enumerate(p.bad_words or ()):
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise ValidationError(
+                f"`bad_words.{i}` must have at most {MAX_BAD_WORD_CHARACTERS} characters. "
+                f"Given: {len(word)}"
             )
     stop_ids = p.stop_token_ids or ()
     if len(stop_ids) > config.max_stop_token_ids:

@@ -18,6 +18,8 @@ LARGEST_TEMPERATURE = 100.0
 # Smaller ones are greedy for every model; dividing by them would only leave float32's range.
 SMALLEST_TEMPERATURE = 1e-6
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 100
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -73,6 +75,17 @@ class GenerateParameters(BaseModel):
         None,
         description="Numbers to add to the logits of tokens, by token id, before penalties and "
         "`temperature`. -100 and 100 in effect ban and force a token.",
+    )
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = Field(
+        None,
+        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, that are not generated "
+        "as the tokenizer splits them, with and without a space before.",
     )
     top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="Sample from so many most likely tokens."
