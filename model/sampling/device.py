@@ -195,14 +195,14 @@ def kernel_row(row: SamplingRow, source: int, target: int, mask: int, size: int)
     if parameters.temperature == 0.0:
         return SampleRow(source, target, mask, GREEDY)
     number = uniform(parameters.seed, row.position)
-    scale = row.inverse_temperature
+    scale = parameters.inverse_temperature
     if not parameters.is_filtered:
         return SampleRow(source, target, mask, UNFILTERED, number, scale)
     top_k = parameters.top_k if parameters.top_k < size else 0
     bounds = candidate_bounds(size, top_k, parameters.top_p)
     return SampleRow(
         source, target, mask, FILTERED, number, scale,
-        top_k, parameters.top_p, row.min_p_distance, *bounds,
+        top_k, parameters.top_p, parameters.min_p_distance, *bounds,
     )  # fmt: skip
 
 
@@ -353,9 +353,9 @@ def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ..
             min(row.parameters.top_k, logits.shape[1]),
             # A mass of 1 never cuts: rounding the integer total to a float must not drop a token.
             row.parameters.top_p if row.parameters.top_p < 1.0 else 2.0,
-            row.min_p_distance,
+            row.parameters.min_p_distance,
             row.parameters.typical_p if row.parameters.typical_p < 1.0 else 2.0,
-            row.inverse_temperature,
+            row.parameters.inverse_temperature,
         )
         for row in rows
     ]

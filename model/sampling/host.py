@@ -92,18 +92,19 @@ class HostSampler:
         """
         if len(logits) != len(self._mask):
             self._resize(len(logits))
+        parameters = row.parameters
         # Huge logits, tiny temperatures and penalties may overflow to infinity, which is checked for below.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if allowed is not None or row.parameters.changes_logits:
+            if allowed is not None or parameters.changes_logits:
                 logits = adjust_logits(logits, row, allowed)
             best = int(logits.argmax())
             peak = logits[best]
             if not math.isfinite(peak):
                 return None
-            if row.parameters.temperature == 0.0:
+            if parameters.temperature == 0.0:
                 return best
             distances = np.subtract(peak, logits, out=self._distances)
-            distances *= np.float32(row.inverse_temperature)
+            distances *= np.float32(parameters.inverse_temperature)
             return self._sample(distances, row)
 
     def _sample(self, distances: Floats, row: SamplingRow) -> int:
@@ -154,7 +155,7 @@ class HostSampler:
         kept = np.greater_equal(weights, least, out=self._mask[: len(weights)])
         if parameters.min_p > 0.0:
             # Only shortens the tail, so it may come before the nucleus: `total` was summed over all.
-            kept &= distances <= np.float32(row.min_p_distance)
+            kept &= distances <= np.float32(parameters.min_p_distance)
         num_kept = int(np.count_nonzero(kept))
         # Kept tokens come first when sorted: dropping a few from a flat row costs more than sorting them.
         if num_kept < 0.75 * len(weights):

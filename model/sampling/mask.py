@@ -40,6 +40,8 @@ def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
     for row in rows:
         banned = row.banned_ids()
         of_rows.append(numbers.setdefault(banned, len(numbers)) if banned else -1)
+    if not numbers:
+        return TokenMasks(np.empty((0, -(-vocab_size // WORD_BITS)), np.int32), of_rows)
     allowed = np.ones((len(numbers), -(-vocab_size // WORD_BITS) * WORD_BITS), np.bool_)
     for mask, banned in zip(allowed, numbers, strict=True):
         mask[[token_id for token_id in banned if 0 <= token_id < vocab_size]] = False

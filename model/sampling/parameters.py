@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -15,11 +16,12 @@ NOT_FINITE = "the model's scores for this token are not finite numbers"
 """`SampledToken.error` of a row without a finite largest logit."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """How the tokens of one request are chosen. Defaults and limits are already applied.
 
     A parameter that changes logits, bans tokens or needs to know earlier tokens has to appear in the properties below,
     by which the engine decides whether a step may skip the sampler or be launched before the previous one is read.
+    Every step asks for each sequence's, so they are computed once.
 
     Attributes:
         max_new_tokens: tokens, at least 1.
@@ -64,22 +66,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     prompt_logprobs: bool = False
 
-    @property
+    @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids that end the sequence."""
         return self.eos_token_ids + self.stop_token_ids
 
-    @property
+    @cached_property
     def is_filtered(self) -> bool:
         """Whether only some of the tokens with a finite logit can be sampled."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
 
-    @property
+    @cached_property
+    def inverse_temperature(self) -> float:
+        """1 / temperature, bounded so that products with finite and infinite float32 differences are no NaN."""
+        return min(max(1.0 / self.temperature, 1e-30), 1e30)
+
+    @cached_property
+    def min_p_distance(self) -> float:
+        """Largest distance of a scaled logit from the largest one that `min_p` keeps."""
+        return -math.log(self.min_p) if self.min_p > 0.0 else math.inf
+
+    @cached_property
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities are reported with each token."""
         return self.logprobs or self.top_logprobs > 0
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits."""
         return (
@@ -88,24 +100,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.frequency_penalty != 0.0
         )
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether logits are changed, other than by a mask, before they are divided by the temperature."""
         return self.has_penalties or bool(self.logit_bias)
 
-    @property
+    @cached_property
     def needs_history(self) -> bool:
         """Whether the host must know all earlier tokens before it can have the next one sampled."""
-        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+        return self.has_penalties or max(map(len, self.bad_words), default=0) > 1
 
-    @property
+    @cached_property
     def argmax_from(self) -> float:
         """Output tokens before the first that needs no sampler; infinity if all need it.
 
         From there on each token is the argmax of the unmodified logits, and no other tokens are reported.
         """
-        changed = self.changes_logits or self.bad_words
-        if self.temperature != 0.0 or changed or self.top_logprobs:
+        if self.temperature != 0.0 or self.top_logprobs or self.bad_words or self.changes_logits:
             return math.inf
         return self.min_new_tokens
 

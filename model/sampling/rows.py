@@ -78,17 +78,6 @@ class SamplingRow(msgspec.Struct, frozen=True):
         """Return the ids that cannot be sampled."""
         return self.parameters.banned_ids(self.history.token_ids, self.num_output_tokens)
 
-    @property
-    def inverse_temperature(self) -> float:
-        """1 / temperature, bounded so that products with finite and infinite float32 differences are no NaN."""
-        return min(max(1.0 / self.parameters.temperature, 1e-30), 1e30)
-
-    @property
-    def min_p_distance(self) -> float:
-        """Largest distance of a scaled logit from the largest one that `min_p` keeps."""
-        min_p = self.parameters.min_p
-        return float(-np.log(min_p)) if min_p > 0.0 else float("inf")
-
 
 def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64

@@ -56,7 +56,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "_argmax_from",
         "_end_token_ids",
         "arrival",
         "block_table",
@@ -98,8 +97,6 @@ class Sequence:
         self.num_preemptions = 0
         self.num_linked_blocks = 0
         self.prefix_link: int | str | None = cache_salt
-        # Every step asks for these.
-        self._argmax_from = sampling.argmax_from
         self._end_token_ids = frozenset(sampling.end_token_ids)
 
     @property
@@ -130,7 +127,7 @@ class Sequence:
     @property
     def is_argmax(self) -> bool:
         """Whether its next token needs no sampler, as in `SamplingParams.argmax_from`."""
-        return self.num_known_output_tokens >= self._argmax_from
+        return self.num_known_output_tokens >= self.sampling.argmax_from
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token and say whether it ends the sequence.

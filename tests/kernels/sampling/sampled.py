@@ -94,7 +94,7 @@ def _by_rule(values: np.ndarray, row: SamplingRow, device: torch.device) -> int 
     if parameters.temperature == 0.0:
         return int(values.argmax())
     with np.errstate(over="ignore"):
-        distances = (peak - values) * np.float32(row.inverse_temperature)
+        distances = (peak - values) * np.float32(parameters.inverse_temperature)
     weights = weights_on(device, distances)
     order = np.arange(len(values))
     if parameters.is_filtered:
@@ -104,7 +104,7 @@ def _by_rule(values: np.ndarray, row: SamplingRow, device: torch.device) -> int 
         if parameters.top_p < 1.0:
             above = np.cumsum(weights[order]) - weights[order]
             order = order[above < math.ceil(parameters.top_p * int(weights[order].sum()))]
-        order = order[distances[order] <= np.float32(row.min_p_distance)]
+        order = order[distances[order] <= np.float32(parameters.min_p_distance)]
     sums = np.cumsum(weights[order])
     total = int(sums[-1])
     target = min(int(uniform(parameters.seed, row.position) * total), total - 1)
