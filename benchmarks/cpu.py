@@ -24,9 +24,10 @@ from benchmarks.local_engine import LocalEngine
 from benchmarks.report import write_report
 from benchmarks.service import service
 from model.checkpoint.hub import resolve
+from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineConfig
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 
 PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
 

@@ -22,7 +22,7 @@ from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import REGISTRY
 from kernels.linear.select import select_linear
 from kernels.linear.weights import LinearArguments, LinearWeights, Norm
-from kernels.sampling.tokens import most_likely_tokens
+from kernels.sampling.tokens import argmax_tokens
 from kernels.tuning.linear import tuned_linear
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class _FixedProjection:
         return y if out is None else out.copy_(y)
 
     def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        return most_likely_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
+        return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
 
     def prefetches(self, _rows: int, /) -> bool:
         return False
@@ -234,7 +234,7 @@ class _RowProjection:
     def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
         choice, product = self._choose(len(x))
         if not choice.tiles:
-            return most_likely_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
+            return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
         from kernels.linear.weights import TileBest  # noqa: PLC0415 - Triton is not everywhere
         from kernels.sampling.gpu.best_token import best_tokens  # noqa: PLC0415 - as above
 

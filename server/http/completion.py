@@ -19,9 +19,10 @@ from server.errors import GenerationError, IncompleteGenerationError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from model.sampling.parameters import SamplingParams
     from model.text.stop import StopMatch
     from model.text.tokenizer import Tokenizer
-    from server.engine.core.request import SamplingParams, TokenEvent
+    from server.engine.core.request import TokenEvent
     from server.engine.link.request_stream import RequestStream
     from server.http.metrics.records import TokenClock
 

@@ -13,7 +13,7 @@ from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
@@ -118,6 +118,33 @@ class AppContext:
         if not token_ids:
             raise ValidationError(f"`{field}` has no tokens")
         return token_ids
+
+    async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
+        """Tokenize words as they begin a text and as they follow a space.
+
+        Args:
+            words: of the request.
+            field: that holds them, for error messages.
+
+        Returns:
+            The distinct sequences of token ids.
+
+        Raises:
+            ValidationError: a word cannot be tokenized, or has no tokens.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            bare = word.removeprefix(" ")
+            texts = [text for text in (bare, f" {bare}") if text]
+
+            def work(texts: list[str] = texts) -> list[list[int]]:
+                return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+            encoded = await self.tokenize(word, f"{field}.{i}", work)
+            if not any(encoded):
+                raise ValidationError(f"`{field}.{i}` has no tokens")
+            found |= {tuple(ids): None for ids in encoded if ids}
+        return tuple(found)
 
     async def tokenize(self, text: str, field: str, work: Callable[[], ResultT]) -> ResultT:
         """Call a function of the tokenizer, in a thread if the text is long.

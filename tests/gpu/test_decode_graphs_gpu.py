@@ -9,8 +9,9 @@ import torch
 import kernels
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.hub import BUNDLED, resolve
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.recordings import RecordedSteps
 from tests.gpu.waiting import no_waiting

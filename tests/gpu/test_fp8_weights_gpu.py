@@ -20,8 +20,9 @@ from kernels.tuning.linear import tuned_linear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from tests.kernels.linear.layer import linear
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver

@@ -13,8 +13,9 @@ from model.checkpoint.weights import load_model
 from model.network import attention as model_attention
 from model.network import decoder
 from model.network.decoder import DecoderLM
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from tests.gpu.python_headers import HEADERS
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver

@@ -24,9 +24,10 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.device.transfer import Download
+from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineConfig
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.runner.runner_start import _GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.waiting import no_waiting

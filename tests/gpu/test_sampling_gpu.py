@@ -1,4 +1,4 @@
-"""Tokens drawn by kernels on a GPU: bit for bit what the rules make of its weights, whatever else is in the batch."""
+"""Tokens sampled by kernels on a GPU: bit for bit what the rules make of its weights, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 import kernels
 from kernels.sampling import tokens as token_ops
-from kernels.sampling.gpu.argmax import most_likely_tokens
-from kernels.sampling.rows import DrawSizes
-from model.sampling.device import DeviceDraw
-from model.sampling.sampler import Sampler, SamplingRow
+from kernels.sampling.gpu.argmax import argmax_tokens
+from kernels.sampling.rows import SampleSizes
+from model.sampling.device import DeviceTokens
+from model.sampling.sampler import Sampler
 from tests.gpu.waiting import no_waiting
 from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
-from tests.model.sampling.sampling_rows import varied_rows
+from tests.model.sampling.sampling_rows import sampling_row, varied_rows
 
 VOCABULARIES = [512, 32003, 151936, 262144]
 FILTERS = [
@@ -45,7 +45,7 @@ def logits_on_gpu(rows, vocab, scale=2.5, dtype=torch.bfloat16, seed=0):
 
 def filtered_rows(count, seed=0):
     return [
-        SamplingRow(seed=seed * 1000 + i, position=i, **FILTERS[i % len(FILTERS)])
+        sampling_row(seed=seed * 1000 + i, position=i, **FILTERS[i % len(FILTERS)])
         for i in range(count)
     ]
 
@@ -102,9 +102,9 @@ def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
 @pytest.mark.parametrize(
     "sizes",
     [
-        DrawSizes(tile=1024),
-        DrawSizes(capacity=256),
-        DrawSizes(group=64, chunk=512, loads=2, ways=4),
+        SampleSizes(tile=1024),
+        SampleSizes(capacity=256),
+        SampleSizes(group=64, chunk=512, loads=2, ways=4),
     ],
     ids=str,
 )
@@ -114,32 +114,32 @@ def test_no_size_changes_a_token(sizes):
     assert by_kernel(logits, rows, sizes) == by_kernel(logits, rows)
 
 
-def test_a_draw_by_kernels_is_that_of_pytorch_but_for_rounding():
+def test_tokens_by_kernels_are_those_of_pytorch_but_for_rounding():
     logits, rows = logits_on_gpu(330, 50257), varied_rows(330, 50257)
     before = logits.clone()
 
-    ours, theirs = (DeviceDraw(logits, rows, by_kernel=flag).result() for flag in (True, False))
+    ours, theirs = (DeviceTokens(logits, rows, by_kernel=flag).result() for flag in (True, False))
 
     assert torch.equal(logits, before)
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 328
 
 
-def test_a_draw_waits_for_nothing_until_it_is_asked():
+def test_sampling_waits_for_nothing_until_the_result_is_read():
     logits, rows = logits_on_gpu(16, 151936), filtered_rows(16)
-    DeviceDraw(logits, rows, by_kernel=True).result()
+    DeviceTokens(logits, rows, by_kernel=True).result()
     with no_waiting():
-        draw = DeviceDraw(logits, rows, by_kernel=True)
+        pending = DeviceTokens(logits, rows, by_kernel=True)
 
-    assert draw.feeds_next
-    assert draw.tokens.tolist() == [token.token_id for token in draw.result()]
+    assert pending.feeds_next
+    assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
 
 
 def test_a_row_that_is_not_finite_fails_alone():
     logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
-    clean = DeviceDraw(logits, rows, by_kernel=True).result()
+    clean = DeviceTokens(logits, rows, by_kernel=True).result()
     logits[4, 151935], logits[9, 7], logits[12] = math.nan, math.inf, -math.inf
 
-    tokens = DeviceDraw(logits, rows, by_kernel=True).result()
+    tokens = DeviceTokens(logits, rows, by_kernel=True).result()
 
     assert [i for i, token in enumerate(tokens) if token.error] == [4, 9, 12]
     assert all(a == b for a, b in zip(tokens, clean, strict=True) if not a.error)
@@ -156,7 +156,7 @@ def test_the_most_likely_token_is_the_first_of_the_largest(vocab, rows, dtype):
     largest = logits.amax(-1, keepdim=True)
     first = (logits == largest).int().argmax(-1)
 
-    most_likely_tokens(logits, tokens, checked, logprobs)
+    argmax_tokens(logits, tokens, checked, logprobs)
 
     assert torch.equal(tokens, first)
     assert torch.equal(checked, first)
@@ -186,11 +186,11 @@ def test_the_most_likely_token_can_be_recorded():
     logits = logits_on_gpu(64, 151936)
     tokens, checked = torch.zeros((2, 64), dtype=torch.int64, device="cuda")
     logprobs = torch.empty(64, device="cuda")
-    token_ops.most_likely_tokens(logits, tokens, checked, logprobs)
+    token_ops.argmax_tokens(logits, tokens, checked, logprobs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ops.most_likely_tokens(logits, tokens, checked, logprobs)
+        token_ops.argmax_tokens(logits, tokens, checked, logprobs)
 
     for seed in range(1, 4):
         logits.copy_(logits_on_gpu(64, 151936, 3.0, seed=seed))

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.engine.core.request import FinishReason, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason
 from server.engine.link.request_stream import RequestStream
 from server.http.completion import Completion, Prompt, StopStrings
 from tests.http.fakes import EOS_ID, IM_END_ID, event

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from server.engine.core.request import FinishReason, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason
 from server.http import app as application
 from server.http.completion import Prompt, StopStrings
 from server.http.exchange import Dialect, Exchange

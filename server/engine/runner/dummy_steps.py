@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from server.engine.core.request import GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence, SchedulerOutput
 from server.engine.runner.shared_prefix import ALIGNMENT

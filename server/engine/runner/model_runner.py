@@ -16,8 +16,9 @@ import torch
 from kernels import Phase, detect, shared_prefix_pays, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
 from model.network.step import StepOutput
-from model.sampling.parameters import SamplingRow, TokenHistory
-from model.sampling.sampler import Sampler, prompt_logprobs
+from model.sampling.logprobs import prompt_logprobs
+from model.sampling.rows import SamplingRow, TokenHistory
+from model.sampling.sampler import Sampler
 from server.engine.core.step import PromptLogprobs
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.recordings import RecordedSteps
@@ -61,7 +62,7 @@ class ModelRunner:
         self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)
         self._inputs: OrderedDict[Bucket, PackedStep] = OrderedDict()
         self._sampler = Sampler()
-        self._rows: dict[int, SamplingRow] = {}
+        self._histories: dict[int, TokenHistory] = {}
 
     @property
     def num_cache_tokens(self) -> int:
@@ -91,7 +92,7 @@ class ModelRunner:
 
     def forget(self, request_id: int) -> None:
         """Drop what is kept for a sequence that ended; an unknown id is ignored."""
-        self._rows.pop(request_id, None)
+        self._histories.pop(request_id, None)
 
     def recover(self, error: Exception) -> bool:
         """Bring the device back to work after a step that raised.
@@ -137,7 +138,7 @@ class ModelRunner:
             computed, prompts = self._compute(output)
         self._sampled.note(scheduled)
         sampling = [s for s in scheduled if s.num_logits]
-        greedy = all(s.sequence.takes_most_likely for s in sampling)
+        greedy = all(s.sequence.is_argmax for s in sampling)
         if greedy and all(part.tokens is not None for part in computed):
             return GreedyStep(computed, scheduled)
         num_logits = [s.num_logits for s in scheduled]
@@ -145,9 +146,9 @@ class ModelRunner:
             return SampledStep(None, num_logits, prompts, feeds_next=True)
         logits = [part.logits for part in computed]
         rows = [self._sampling_row(s.sequence) for s in sampling]
-        draw = self._sampler.begin(logits[0] if len(logits) == 1 else torch.cat(logits), rows)
-        self._sampled.put(draw.tokens)
-        return SampledStep(draw, num_logits, prompts, draw.feeds_next)
+        tokens = self._sampler.begin(logits[0] if len(logits) == 1 else torch.cat(logits), rows)
+        self._sampled.put(tokens.tokens)
+        return SampledStep(tokens, num_logits, prompts, tokens.feeds_next)
 
     def pack(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PackedStep:
         """Lay out a step in the bucket that it fills, for one without a recording.
@@ -204,30 +205,12 @@ class ModelRunner:
         return functools.partial(shared_prefix_pays, takers[0], arch)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        """What the sampler needs for a sequence's next token; kept and brought up to date."""
-        sampling = sequence.sampling
-        row = self._rows.get(sequence.request_id)
-        if row is None:
-            row = self._rows[sequence.request_id] = SamplingRow(
-                seed=sampling.seed,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                min_p=sampling.min_p,
-                typical_p=sampling.typical_p,
-                repetition_penalty=sampling.repetition_penalty,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                prompt_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-                history=TokenHistory(),
-                logprobs=sampling.logprobs,
-                top_logprobs=sampling.top_logprobs,
-            )
-        row.position = sequence.num_known_tokens
-        row.banned = tuple(sequence.banned_token_ids)
-        if row.has_penalties:
-            row.output_ids = sequence.output_token_ids
-        return row
+        """Return the sampler's row for the next token of a sequence; its history is kept between steps."""
+        history = self._histories.get(sequence.request_id)
+        if history is None:
+            history = TokenHistory(sequence.token_ids, sequence.num_prompt_tokens)
+            self._histories[sequence.request_id] = history
+        return SamplingRow(sequence.sampling, sequence.num_known_tokens, history)
 
     def _prompt_logprobs(
         self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from model.network.step import StepOutput
-    from model.sampling.sampler import Draw
+    from model.sampling.sampler import PendingTokens
     from server.engine.core.step import PromptLogprobs, ScheduledSequence
 
 
@@ -25,13 +25,13 @@ class SampledStep:
     """A step whose tokens the sampler chooses, or that has none.
 
     Attributes:
-        draw: None where no row is scored.
+        tokens: None where no row is scored.
         num_logits: rows of each scheduled sequence.
         prompt_logprobs: as in `StepResult`.
         feeds_next: see `PendingStep`.
     """
 
-    draw: Draw | None
+    tokens: PendingTokens | None
     num_logits: list[int]
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
@@ -39,7 +39,7 @@ class SampledStep:
     @torch.inference_mode()
     def result(self) -> StepResult:
         """Wait for the tokens; where candidates ran out, the sampler chooses again."""
-        tokens = [] if self.draw is None else self.draw.result()
+        tokens = [] if self.tokens is None else self.tokens.result()
         return StepResult(_split(tokens, self.num_logits), self.prompt_logprobs)
 
 

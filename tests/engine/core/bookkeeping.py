@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from model.sampling.parameters import SamplingParams
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
 
@@ -103,7 +104,7 @@ class NumberModel:
                 self.slots[self.slot(sequence, position)] = hash((before, token_id))
             if row.num_logits:
                 numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
-                drawn[sequence] = draw(numbers, sequence.banned_token_ids)
+                drawn[sequence] = draw(numbers, banned_ids(sequence))
         self.last_drawn = drawn
         return [[Token(drawn[row.sequence])] if row.num_logits else [] for row in rows]
 
@@ -120,6 +121,10 @@ class NumberModel:
         number = self.slots[self.slot(sequence, position)]
         assert number is not None, f"{sequence} reads position {position}, which nobody wrote"
         return number
+
+
+def banned_ids(sequence: Sequence) -> tuple[int, ...]:
+    return sequence.sampling.banned_ids(sequence.token_ids, sequence.num_known_output_tokens)
 
 
 def draw(numbers: list[int], banned) -> int:

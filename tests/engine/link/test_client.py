@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient, EngineUnavailableError
 from server.engine.link.protocol import EngineState

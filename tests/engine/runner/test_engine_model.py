@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from benchmarks.local_engine import LocalEngine
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests, EngineConfig
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.runner.startup import StartupError
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 

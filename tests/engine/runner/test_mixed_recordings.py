@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests
-from server.engine.core.request import GenerateRequest, SamplingParams
+from server.engine.core.request import GenerateRequest
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     make_engine,

@@ -94,7 +94,7 @@ def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
 
     compute_largest_step(runner, LIMITS)
 
-    assert runner._rows == {}
+    assert runner._histories == {}
 
 
 class PretendedWarmUp:
@@ -152,7 +152,7 @@ def test_a_dummy_step_that_is_broken_off_leaves_nothing_behind(monkeypatch, mode
     with pytest.raises(NotCompiledError):
         warm_up(runner, LIMITS, lambda _: None)
 
-    assert runner._rows == {}
+    assert runner._histories == {}
 
 
 def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache(model):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.network.step import Bucket, StepInput
-from server.engine.core.request import GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence
 from server.engine.runner.sampled_tokens import SampledTokens

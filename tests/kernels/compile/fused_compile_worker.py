@@ -20,11 +20,11 @@ from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch
 from kernels.linear.weights import LinearArguments, LinearWeights, Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
-from kernels.sampling.gpu.argmax import chosen_logprobs, most_likely_tokens
+from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.gpu.embed import embed
-from kernels.sampling.gpu.sample_tokens import draw_tokens
-from kernels.sampling.rows import FILTERED, UNFILTERED, DrawRow
+from kernels.sampling.gpu.sample_tokens import sample_tokens
+from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
@@ -60,15 +60,15 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "most_likely",
-            "chosen", "draw" or "step".
+        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "argmax",
+            "chosen", "sample" or "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best"; of
             "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
         tokens: of a step, where that matters.
         head_dim: likewise.
-        function: of the kernels that "most_likely", "chosen" and "draw" launch, the one to compile.
+        function: of the kernels that "argmax", "chosen" and "sample" launch, the one to compile.
         vocabulary: tokens of a row, for these three.
     """
 
@@ -247,21 +247,22 @@ class FusedCompiler(Compiler):
         self.compiled = []
         step(one, one, slot, table, rope, empty(1, vocabulary), one, torch.empty(1), one)
 
-    def _most_likely(self, job: FusedJob, pdl: bool) -> None:
+    def _argmax(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
-        most_likely_tokens(logits, tokens, tokens, torch.empty(2), pdl=pdl)
+        argmax_tokens(logits, tokens, tokens, torch.empty(2), pdl=pdl)
 
     def _chosen(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
         chosen_logprobs(logits, tokens, torch.empty(2), pdl=pdl)
 
-    def _draw(self, job: FusedJob, pdl: bool) -> None:
+    def _sample(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
-        table = torch.empty((2, len(DrawRow._fields)), dtype=torch.float64)
+        table = torch.empty((2, len(SampleRow._fields)), dtype=torch.float64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
-        draw_tokens(logits, table, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
+        masks = torch.empty((1, -(-job.vocabulary // 32)), dtype=torch.int32)
+        sample_tokens(logits, table, masks, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
 
 
 if __name__ == "__main__":

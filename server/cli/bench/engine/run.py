@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import (
     EngineConfig,
     EngineMessage,
@@ -20,7 +21,7 @@ from server.engine.core.messages import (
     Shutdown,
     StepMessage,
 )
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:

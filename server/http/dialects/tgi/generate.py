@@ -80,6 +80,8 @@ class GenerateAnswer:
             token_ids = token_ids[-options.truncate :]
         sampling = with_prompt_length(options, len(token_ids), self._info)
         check_vocabulary(token_ids, "inputs", self._info)
+        bad_words = await self._context.encode_words(options.bad_words, "bad_words")
+        sampling = msgspec.structs.replace(sampling, bad_words=bad_words)
         return Generation(
             self._context,
             [Prompt(token_ids, sampling)],

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.request import SamplingParams
+from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
 from server.http.dialects.tgi.schema import (
+    MAX_BAD_WORD_CHARACTERS,
     SMALLEST_TEMPERATURE,
     GenerateBody,
     GenerateParameters,
 )
-from server.http.dialects.tgi.validation import describe, unsupported
+from server.http.dialects.tgi.validation import describe, quote, unsupported
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -36,6 +37,7 @@ class GenerateOptions:
         best_of: sequences to generate.
         seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
+        bad_words: words that are not generated.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
         details: whether tokens and finish reason are reported.
@@ -48,6 +50,7 @@ class GenerateOptions:
     best_of: int
     seed: int | None
     stop: tuple[str, ...]
+    bad_words: tuple[str, ...]
     truncate: int | None
     return_full_text: bool
     details: bool
@@ -126,6 +129,7 @@ def check(
         best_of=best_of,
         seed=seed,
         stop=tuple(parameters.stop or ()),
+        bad_words=tuple(parameters.bad_words or ()),
         truncate=parameters.truncate,
         return_full_text=(
             full_text if parameters.return_full_text is None else parameters.return_full_text
@@ -196,6 +200,12 @@ def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -
                 f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
                 f"Given: {len(text)}"
             )
+    for i, word in enumerate(p.bad_words or ()):
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise ValidationError(
+                f"`bad_words.{i}` must have at most {MAX_BAD_WORD_CHARACTERS} characters. "
+                f"Given: {len(word)}"
+            )
     stop_ids = p.stop_token_ids or ()
     if len(stop_ids) > config.max_stop_token_ids:
         raise ValidationError(
@@ -260,6 +270,7 @@ def _sampling_params(
         repetition_penalty=_given(p.repetition_penalty, 1.0),
         presence_penalty=_given(p.presence_penalty, 0.0),
         frequency_penalty=_given(p.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(p, info),
         seed=seed or 0,
         eos_token_ids=() if p.ignore_eos else config.eos_token_ids,
         stop_token_ids=tuple(p.stop_token_ids or ()),
@@ -267,6 +278,19 @@ def _sampling_params(
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
     )
+
+
+def _logit_bias(p: GenerateParameters, info: EngineInfo) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, bias in (p.logit_bias or {}).items():
+        is_number = key.isascii() and key.isdigit() and len(key) <= len(str(info.vocab_size))
+        if not is_number or int(key) >= info.vocab_size:
+            raise ValidationError(
+                f"the keys of `logit_bias` must be token ids, 0 to {info.vocab_size - 1}. "
+                f"Given: {quote('', key)}"
+            )
+        biases[int(key)] = float(bias)
+    return biases
 
 
 def _given(value: float | None, default: float) -> float:

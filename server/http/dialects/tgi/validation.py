@@ -30,6 +30,7 @@ _EXPECTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
+_REFUSALS = {"missing": "is required", "string_too_short": "cannot be empty"}
 _BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
@@ -102,10 +103,10 @@ def _unknown_fields(
 ) -> list[str]:
     known = model.model_fields
     unknown = [name for name in body if name not in known]
-    problems = []
-    for name in unknown[:_MOST_PROBLEMS]:
-        shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-        problems.append(f"unknown field {_quote(prefix + shown)}{_hint(model, name, prefix)}")
+    problems = [
+        f"unknown field {quote(prefix, name)}{_hint(model, name, prefix)}"
+        for name in unknown[:_MOST_PROBLEMS]
+    ]
     return problems + unknown[_MOST_PROBLEMS:]  # those are only counted
 
 
@@ -117,21 +118,26 @@ def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
     return f"; did you mean `{prefix}{close[0]}`?" if close else ""
 
 
-def _quote(name: str) -> str:
-    """Quote a field name; control characters are escaped, so that it cannot forge a line in a log."""
-    return f"`{name.encode('unicode_escape').decode('ascii') if not name.isprintable() else name}`"
+def quote(prefix: str, name: str) -> str:
+    """Return `prefix` and a name of the client's choice, shortened and in backquotes.
+
+    Control characters are escaped, so that a name cannot forge a line in a log.
+    """
+    shown = prefix + (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
+    return f"`{shown if shown.isprintable() else shown.encode('unicode_escape').decode('ascii')}`"
 
 
 def _problem(error: ErrorDetails) -> str:
     location = [
         str(part) for part in error["loc"] if part != "parameters" or len(error["loc"]) == 1
     ]
-    field = f"`{'.'.join(location)}`"
+    field = quote("", ".".join(location))
     kind, value, context = error["type"], error.get("input"), error.get("ctx", {})
-    if kind == "missing":
-        return f"{field} is required"
-    if kind == "string_too_short":
-        return f"{field} cannot be empty"
+    if kind == "too_long":
+        limit, given = context["max_length"], context["actual_length"]
+        return f"{field} supports up to {limit} entries. Given: {given}"
+    if kind in _REFUSALS:
+        return f"{field} {_REFUSALS[kind]}"
     if kind == "none_required":
         return unsupported(location[-1], value)
     if kind in _BOUNDS:
