@@ -90,17 +90,21 @@ class BucketGrid:
         Args:
             step: its exact bucket. A bucket with fewer shared blocks, or none, serves it too.
         """
+        # Lazily: the first one is nearly always recorded, and this is computed for every step.
+        if shared := shared_count(step.shared_blocks):
+            for kind in self._kinds(step):
+                yield kind._replace(shared_blocks=shared)
+        yield from self._kinds(step)
+
+    def _kinds(self, step: Bucket) -> Iterator[Bucket]:
+        """Return the buckets without shared blocks, in the order of `fitting`."""
         if not step.prompt_seqs:
             kinds = self._decode(step)
         elif not step.rows:
             kinds = self._prompts(step)
         else:
             kinds = self._mixed(step)
-        found = [kind for kind in kinds if kind.num_logits >= step.num_logits]
-        if shared := shared_count(step.shared_blocks):
-            for kind in found:
-                yield kind._replace(shared_blocks=shared)
-        yield from found
+        return (kind for kind in kinds if kind.num_logits >= step.num_logits)
 
     def _decode(self, step: Bucket) -> Iterator[Bucket]:
         """More rows before more columns."""
