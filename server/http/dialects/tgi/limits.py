@@ -148,7 +148,7 @@ def with_prompt_length(
 
 
 def with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """The same request drawn another time."""
+    """The same parameters with another seed."""
     return msgspec.structs.replace(sampling, seed=seed)
 
 
