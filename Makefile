@@ -3,9 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Extra arguments for `tessera serve`, e.g. make serve ARGS="--port 9000"
 ARGS ?=
+# What the tests are, e.g. make test TESTS=tests/http, and how many processes run them
+TESTS ?= tests
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve test test-gpu check format docs bench clean
+.PHONY: help setup dev serve test test-slow test-gpu check format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,11 +31,14 @@ dev: setup .venv/.installed-dev ## Add what tests and checks need
 serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 	@exec $(BIN)/tessera serve $(ARGS)
 
-test: dev ## Run the tests that need no GPU
-	$(BIN)/python -m pytest
+test: dev ## Run the tests that need no GPU and are not slow
+	$(PYTEST)
+
+test-slow: dev ## Run the tests that are slow: every launch compiled for every GPU, full combinations
+	$(PYTEST) -m 'slow and not gpu'
 
 test-gpu: dev ## Run the tests that need a CUDA device; fails where it has none
-	$(BIN)/python -m pytest tests -m gpu
+	$(PYTEST) -m gpu
 
 check: dev ## Lint, types, import contracts, the Dockerfile
 	$(BIN)/ruff check .

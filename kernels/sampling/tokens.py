@@ -38,12 +38,10 @@ __all__ = [
     "argmax_tokens",
 ]
 
-_AMPERE = 80
-
 
 def has_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels of this package run on a device: from sm_80 on, as for attention."""
-    return device.type == "cuda" and detect(device).sm >= _AMPERE
+    return device.type == "cuda" and detect(device).has_triton_tensor_cores
 
 
 def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:

@@ -12,6 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+# Making a client takes longer than a request; a connection that stays open would be with one front end.
+CLIENT = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+
 
 class Service:
     """One running `tessera serve`."""
@@ -28,13 +31,12 @@ class Service:
             text=True,
         )
         self.started = time.monotonic()
-        self.log = []
 
     def wait_until_healthy(self, seconds=60.0):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health").status_code == 200:
+                if CLIENT.get(f"{self.url}/health").status_code == 200:
                     return
             assert self.process.poll() is None, self.process.stderr.read()
             time.sleep(0.02)
@@ -48,7 +50,7 @@ class Service:
         return engines[0]
 
     def metric(self, name):
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in CLIENT.get(f"{self.url}/metrics").text.splitlines():
             if line.split("{")[0].split(" ")[0] == name:
                 return float(line.rsplit(" ", 1)[1])
         raise AssertionError(f"no metric {name}")

@@ -5,6 +5,8 @@ import socket
 import httpx
 import pytest
 
+from tests.e2e.conftest import CLIENT
+
 pytestmark = pytest.mark.e2e
 
 JSON = {"content-type": "application/json"}
@@ -44,12 +46,12 @@ NAMES = {
 @pytest.fixture(autouse=True)
 def nothing_else_is_disturbed(bundled_service):
     yield
-    reply = httpx.post(
+    reply = CLIENT.post(
         f"{bundled_service.url}/generate",
         json={"inputs": "import ", "parameters": {"max_new_tokens": 4}},
     )
     assert reply.status_code == 200
-    assert httpx.get(f"{bundled_service.url}/health").status_code == 200
+    assert CLIENT.get(f"{bundled_service.url}/health").status_code == 200
     assert bundled_service.metric("tessera_engine_restarts_total") == 0
     total = bundled_service.metric("tessera_kv_blocks")
     assert bundled_service.metric("tessera_kv_blocks_free") == total
@@ -58,7 +60,7 @@ def nothing_else_is_disturbed(bundled_service):
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
 def test_a_bad_body_gets_an_error_of_the_contract(bundled_service, route, body):
-    reply = httpx.post(f"{bundled_service.url}{route}", content=body, headers=JSON)
+    reply = CLIENT.post(f"{bundled_service.url}{route}", content=body, headers=JSON)
 
     assert 400 <= reply.status_code < 500
     assert set(reply.json()) == {"error", "error_type"}
@@ -68,7 +70,7 @@ def test_a_bad_body_gets_an_error_of_the_contract(bundled_service, route, body):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_names_the_value_or_the_limit(bundled_service, name):
-    reply = httpx.post(f"{bundled_service.url}/generate", content=BAD_BODIES[name], headers=JSON)
+    reply = CLIENT.post(f"{bundled_service.url}/generate", content=BAD_BODIES[name], headers=JSON)
 
     assert reply.status_code == 422
     for word in NAMES[name]:
@@ -78,8 +80,8 @@ def test_the_error_names_the_value_or_the_limit(bundled_service, name):
 def test_an_over_long_prompt_is_told_both_lengths(bundled_service):
     url = f"{bundled_service.url}/generate"
     text = "word " * 3000
-    tokens = len(httpx.post(f"{bundled_service.url}/tokenize", json={"inputs": text}).json())
-    error = httpx.post(url, json={"inputs": text}).json()["error"]
+    tokens = len(CLIENT.post(f"{bundled_service.url}/tokenize", json={"inputs": text}).json())
+    error = CLIENT.post(url, json={"inputs": text}).json()["error"]
 
     assert str(tokens) in error
     assert "2048" in error
@@ -103,7 +105,7 @@ def test_a_50_mb_body_of_unknown_length_is_cut_off_at_the_limit(bundled_service)
             yield b"x" * 1_000_000
 
     try:
-        status = httpx.post(f"{bundled_service.url}/generate", content=chunks()).status_code
+        status = CLIENT.post(f"{bundled_service.url}/generate", content=chunks()).status_code
     except httpx.TransportError:
         status = 413  # closed while we were still sending
 

@@ -14,25 +14,10 @@ from tests.gpu.attention_cases import DEVICE, attend, judge, make_problem, rows,
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 PAST = 2**31 // (KV_HEADS * HEAD_DIM) + 4096
 """Tokens of keys whose last lie past 2^31 elements."""
-GIB = 2**30
 
 
 def offsets(lengths):
     return torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-
-
-@pytest.fixture
-def memory():
-    """Ask for memory, or skip; give it back afterwards."""
-
-    def need(gib):
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-        if free < gib * GIB:
-            pytest.skip(f"needs {gib} GiB, {free / GIB:.0f} GiB are free")
-
-    yield need
-    torch.cuda.empty_cache()
 
 
 def big_cache():
@@ -69,17 +54,17 @@ def big_paged_case(phase, query_lens, seq_lens):
     return PagedCase(problem, batch, q, kv, query_lens, seq_lens, tables)
 
 
+@pytest.mark.gpu_memory(12)
 @pytest.mark.parametrize("row", [*rows(Phase.PREFILL), *rows(Phase.DECODE)])
-def test_blocks_past_two_to_the_31_elements_are_read(row, memory):
-    memory(12)
+def test_blocks_past_two_to_the_31_elements_are_read(row):
     queries = [1, 1, 1] if row.phase is Phase.DECODE else [200, 1, 37]
     case = big_paged_case(row.phase, queries, [1000, 17, 333])
 
     judge(case, *run(row, case))
 
 
-def test_slots_past_two_to_the_31_elements_are_written(memory):
-    memory(12)
+@pytest.mark.gpu_memory(12)
+def test_slots_past_two_to_the_31_elements_are_written():
     kv = big_cache()
     k = torch.randn((4, KV_HEADS, HEAD_DIM), device=DEVICE).bfloat16()
     v = torch.randn((4, KV_HEADS, HEAD_DIM), device=DEVICE).bfloat16()
@@ -95,9 +80,9 @@ def test_slots_past_two_to_the_31_elements_are_written(memory):
     assert written.tolist() == [False, False, False, True, True]
 
 
+@pytest.mark.gpu_memory(12)
 @pytest.mark.parametrize("row", rows(Phase.PREFILL))
-def test_packed_keys_past_two_to_the_31_elements_are_read(row, memory):
-    memory(12)
+def test_packed_keys_past_two_to_the_31_elements_are_read(row):
     problem = make_problem(Phase.PREFILL, ("bfloat16", 32, KV_HEADS, HEAD_DIM, None, {}))
     shape = (2, PAST, KV_HEADS, HEAD_DIM)
     kv = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
@@ -112,9 +97,9 @@ def test_packed_keys_past_two_to_the_31_elements_are_read(row, memory):
     judge(PackedCase(problem, near, q, kv[:, -300:], [40], lengths[1:]), out)
 
 
+@pytest.mark.gpu_memory(18)
 @pytest.mark.parametrize("row", rows(Phase.PREFILL))
-def test_queries_and_outputs_past_two_to_the_31_elements_are_read_and_written(row, memory):
-    memory(18)
+def test_queries_and_outputs_past_two_to_the_31_elements_are_read_and_written(row):
     problem = make_problem(Phase.PREFILL, ("bfloat16", 32, KV_HEADS, HEAD_DIM, None, {}))
     tokens = 2**31 // (32 * HEAD_DIM) + 1000
     q = torch.full((tokens, 32, HEAD_DIM), 0.5, dtype=torch.bfloat16, device=DEVICE)

@@ -14,7 +14,8 @@ from kernels import detect
 from tests.e2e.conftest import Service
 from tests.gpu.python_headers import HEADERS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+# A service takes a share of what is free; with other tests beside it there would be less at each start.
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(None), pytest.mark.timeout(240)]
 
 SHAPES = Path(__file__).parents[2] / "server" / "cli" / "bench" / "shapes"
 START_SECONDS = 180.0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.testing import reference
+from kernels.testing.problems import assert_no_worse_than
 
 
 def attend_one(q, k, v, query, head, *, scale, window, softcap):
@@ -69,7 +70,13 @@ def test_what_no_query_sees_does_not_count():
     seen = reference.attention(q, k[5:], v[5:], softmax_scale=0.5, sliding_window=3)
     k[:5], v[:5] = torch.nan, torch.inf
 
-    assert torch.equal(reference.attention(q, k, v, softmax_scale=0.5, sliding_window=3), seen)
+    out = reference.attention(q, k, v, softmax_scale=0.5, sliding_window=3)
+
+    # Not equal bits: libraries multiply matrices of other sizes in another order on some processors.
+    truth = reference.attention(
+        q, k[5:], v[5:], softmax_scale=0.5, sliding_window=3, dtype=torch.float64
+    )
+    assert_no_worse_than(out, truth, seen, atol=0)
 
 
 def test_without_causality_every_query_sees_every_key():

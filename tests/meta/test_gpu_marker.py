@@ -18,8 +18,9 @@ def run_pytest(*arguments):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests would run")
-def test_gpu_tests_that_were_all_skipped_fail_the_run_and_say_why():
-    done = run_pytest("tests/gpu/test_attention_errors_gpu.py", "-m", "gpu")
+@pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.slow)])
+def test_gpu_tests_that_were_all_skipped_fail_the_run_and_say_why(processes):
+    done = run_pytest("tests/gpu/test_attention_errors_gpu.py", "-m", "gpu", "-n", processes)
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "gpu tests ran on no CUDA device" in done.stdout

@@ -4,8 +4,8 @@ import pytest
 
 from model.sampling.parameters import SamplingParams
 from server.cli.bench.engine.run import EngineRunError, read_trace
+from server.engine.core.messages import EngineStats, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.protocol import EngineStats, StepMessage
 
 
 def step(*ids, ending=(), reason=FinishReason.LENGTH, errors=None):

@@ -1,6 +1,7 @@
 """The client against a server that sends what the test says: times, counts, and every way to fail."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -31,12 +32,15 @@ def send(script, api="tgi", timeout=5.0, **fields):
 
 def test_a_stream_of_ours_is_timed_token_by_token():
     script = fake.chunked(0.05, fake.tgi_token(), 0.1, fake.tgi_token(), 0.02, fake.tgi_last(3))
+    begin = time.perf_counter()
     record, _ = send(script)
+    took = time.perf_counter() - begin
 
     assert record.error is None
-    assert record.ttft == pytest.approx(0.05, abs=0.04)
-    assert record.times[1] - record.times[0] == pytest.approx(0.1, abs=0.04)
-    assert record.times[2] - record.times[1] == pytest.approx(0.02, abs=0.04)
+    # A busy machine adds to every pause, and nothing takes from it but the clock's rounding.
+    waits = [record.ttft, *(after - before for before, after in itertools.pairwise(record.times))]
+    assert all(wait > least - 0.005 for wait, least in zip(waits, (0.05, 0.1, 0.02), strict=True))
+    assert sum(waits) < took
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (3, 3, True)
 
 

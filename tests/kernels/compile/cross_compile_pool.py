@@ -1,7 +1,4 @@
-"""Processes that compile for absent GPUs, restarted when a compiler takes one down.
-
-Knows jobs and facts as JSON only.
-"""
+"""Processes that compile for absent GPUs, restarted when a compiler ends one. Jobs and facts travel as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _ROOT = Path(__file__).parents[3]
 class Worker:
     """One process of `cross_compile_worker --serve`, or of another module that answers likewise."""
 
-    def __init__(self, cache: Path | None, module: str, *, disassemble: bool) -> None:
+    def __init__(self, cache: Path | None, module: str, *, disassemble: bool = False) -> None:
         self._arguments = [module, "--serve", *(["--sass"] if disassemble else [])]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         # A test process that interprets says so in its environment; a compiler must not.
@@ -37,8 +34,7 @@ class Worker:
         """Compile a job; a process that dies of it is an answer too."""
         if self._process is None:
             self._process = subprocess.Popen(
-                # A compiler waits while anything else wants the processor.
-                ["nice", "-n", "19", sys.executable, "-m", *self._arguments],
+                [sys.executable, "-m", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -74,12 +70,11 @@ class Pool:
     def __init__(
         self,
         processes: int = 2,
-        cache: Path | None = None,
-        module: str = "tests.kernels.compile.cross_compile_worker",
         *,
         disassemble: bool = False,
     ) -> None:
-        self._workers = [Worker(cache, module, disassemble=disassemble) for _ in range(processes)]
+        module = "tests.kernels.compile.cross_compile_worker"
+        self._workers = [Worker(None, module, disassemble=disassemble) for _ in range(processes)]
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)

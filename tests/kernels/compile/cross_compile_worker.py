@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -39,18 +40,11 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.attention.gpu.cascade_decode import CascadeDecode
+from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.portable.write_kv import write_kv
-from kernels.attention.problem import (
-    AttentionProblem,
-    LaunchConfig,
-    PackedBatch,
-    PagedBatch,
-    Phase,
-    Selection,
-    TunedLaunch,
-)
-from kernels.attention.quantized_cache import KV_DTYPES
+from kernels.attention.problem import KV_DTYPES, AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.select import Selection
 from tests.kernels.compile.cross_compile_jobs import ARCHES, Job, problem
 
 if TYPE_CHECKING:
@@ -134,7 +128,11 @@ class Compiler:
             kernel, fresh = self._compile(job)
             knobs.compilation.always_compile = False
         if fresh is not None:
-            path.write_text(json.dumps(fresh))
+            whole = path.with_suffix(
+                f".{os.getpid()}"
+            )  # another process may compile and read the same
+            whole.write_text(json.dumps(fresh))
+            whole.replace(path)
         facts: dict[str, Any] = json.loads(path.read_text())
         facts["function"] = kernel.name
         facts["shared"] = kernel.metadata.shared

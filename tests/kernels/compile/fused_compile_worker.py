@@ -14,9 +14,11 @@ import torch
 
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.elementwise.gpu.quantize_rows import quantise_rows
-from kernels.linear.gpu.linear import LinearArguments, Norm, TileBest, linear
 from kernels.linear.gpu.matrix import MatrixLinear
-from kernels.linear.select import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import VECTOR
+from kernels.linear.select import LinearChoice, LinearLaunch
+from kernels.linear.weights import LinearArguments, LinearWeights, Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
 from kernels.sampling.gpu.best_token import best_tokens
@@ -27,6 +29,7 @@ from kernels.step.gpu.kernel import StepKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
+from tests.kernels.linear.layer import linear
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
 VOCABULARY = 151936
@@ -60,7 +63,7 @@ class FusedJob:
         operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "argmax",
             "chosen", "sample" or "step".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best"; of
             "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
         tokens: of a step, where that matters.
@@ -80,10 +83,8 @@ class FusedJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
-        fields = dataclasses.asdict(self)
-        if self.choice is not None:
-            fields["choice"]["kernel"] = self.choice.kernel.value
-        return fields
+        plain = self.choice and dataclasses.replace(self.choice, spec=None, refusals=())  # type: ignore[arg-type]
+        return dataclasses.asdict(dataclasses.replace(self, choice=plain))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> FusedJob:
@@ -92,7 +93,7 @@ class FusedJob:
         if choice is not None:
             choice = LinearChoice(
                 LinearProblem(**choice["problem"]),
-                LinearKernel(choice["kernel"]),
+                VECTOR,
                 LinearLaunch(**choice["launch"]),
                 choice["why"],
                 unpacks=choice["unpacks"],
@@ -109,7 +110,7 @@ class FusedJob:
         it = self.choice.launch
         assert it is not None
         return (
-            f"{text} {self.choice.kernel.value} {self.choice.problem}: {it.block_n}x{it.block_k} "
+            f"{text} {VECTOR.name} {self.choice.problem}: {it.block_n}x{it.block_k} "
             f"w{it.num_warps} a{it.ahead}"
         )
 
@@ -146,7 +147,7 @@ class FusedCompiler(Compiler):
 
         x, out = empty(problem.rows, problem.inputs), empty(problem.rows, problem.outputs)
         best = None
-        if {"best", "both"} & set(job.around):
+        if "best" in job.around:
             best = TileBest.empty(problem.rows, choice.tiles, "cpu")
         norm = None
         if "norm" in job.around:
@@ -154,7 +155,11 @@ class FusedCompiler(Compiler):
         scale, weight_dtype = None, dtype
         if problem.weight_dtype is not None:
             scale, weight_dtype = torch.empty(weights), getattr(torch, problem.weight_dtype)
-        arguments = LinearArguments(
+        linear(
+            x,
+            torch.empty((weights, problem.inputs), dtype=weight_dtype),
+            choice,
+            out,
             scale=scale,
             bias=empty(weights) if "bias" in job.around else None,
             norm=norm,
@@ -162,20 +167,17 @@ class FusedCompiler(Compiler):
             best=best,
             pdl=pdl,
         )
-        stored = None if "best" in job.around else out
-        weight = torch.empty((weights, problem.inputs), dtype=weight_dtype)
-        linear(x, weight, choice, stored, arguments)
 
     def _matrix(self, job: FusedJob, pdl: bool) -> None:
         outputs, inputs = MATRICES[job.around]
         weight = torch.empty((outputs, inputs), dtype=torch.bfloat16)
-        layer = MatrixLinear(
-            weight,
-            weight[:, 0] if "bias" in job.around else None,
-            gated="gated" in job.around,
-            in_parts="parts" in job.around,
+        gated = "gated" in job.around
+        problem = LinearProblem(
+            job.tokens, outputs // (1 + gated), inputs, gated=gated, residual="parts" in job.around
         )
-        layer(torch.empty((job.tokens, inputs), dtype=torch.bfloat16), pdl=pdl)
+        weights = LinearWeights(weight, weight[:, 0] if "bias" in job.around else None)
+        x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
+        MatrixLinear(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
 
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
         x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)

@@ -1,10 +1,11 @@
 """Kernels are compiled side by side and not launched, or found compiled; for a GPU that need not be there."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,23 @@ from tests.kernels.triton_interpreter import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
 
+FORKS = """
+import json, os, runpy, sys
+import torch, triton
+import kernels.gpu.compile_ahead
+import tests.kernels.compile.cross_compile_worker
+
+for line in sys.stdin:
+    folder, done = json.loads(line), os.fork()
+    if done == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        os.environ["TRITON_CACHE_DIR"] = f"{folder}/cache"
+        runpy.run_path(f"{folder}/script.py", run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(done, 0)[1]), flush=True)
+"""
+"""Runs the script of each folder in a fork of this process, since importing PyTorch takes longer than a script."""
 BEGIN = """
 import time
 import torch
@@ -38,28 +56,37 @@ def broken(x, SIZE: tl.constexpr):
 """
 
 
-def run(tmp_path, body):
-    """Run a script whose kernels are in a file of its own, as Triton wants them."""
-    script = tmp_path / "script.py"
-    script.write_text(BEGIN + KERNELS + textwrap.dedent(body))
-    environment = os.environ | {
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": str(Path.cwd()),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    return subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
+@pytest.fixture(scope="module")
+def forks():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env=environment,
-        timeout=120,
-        check=False,
-    )
+    ) as process:
+        yield process
+        process.stdin.close()
 
 
-def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(tmp_path):
+@pytest.fixture
+def run(forks, tmp_path):
+    """Run a script whose kernels are in a file of its own, as Triton wants them."""
+
+    def run_script(body):
+        (tmp_path / "script.py").write_text(BEGIN + KERNELS + textwrap.dedent(body))
+        forks.stdin.write(json.dumps(str(tmp_path)) + "\n")
+        forks.stdin.flush()
+        status = int(forks.stdout.readline())
+        out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
+
+    return run_script
+
+
+def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(run):
     done = run(
-        tmp_path,
         """
         with compile_ahead():
             for size in (16, 32, 64, 16):
@@ -78,9 +105,8 @@ def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(tmp_pat
     assert done.stdout.splitlines()[1].startswith("launched outside")
 
 
-def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches_again(tmp_path):
+def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches_again(run):
     done = run(
-        tmp_path,
         """
         run = type(add).run
         try:
@@ -96,9 +122,8 @@ def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches
     assert done.stdout.split() == ["left", "raised"], done.stderr
 
 
-def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(tmp_path):
+def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(run):
     done = run(
-        tmp_path,
         """
         from triton.runtime._async_compile import active_mode
         for size in (16, 32):
@@ -120,11 +145,8 @@ def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(tmp_p
 
 
 @pytest.mark.parametrize("error", ["KeyError", "KeyboardInterrupt"])
-def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_again(
-    error, tmp_path
-):
+def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_again(error, run):
     done = run(
-        tmp_path,
         f"""
         from triton.runtime._async_compile import active_mode
         run = type(add).run
@@ -142,9 +164,8 @@ def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_ag
     assert done.stdout.split() == ["raised"], done.stderr
 
 
-def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they_were(tmp_path):
+def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they_were(run):
     done = run(
-        tmp_path,
         """
         import triton.runtime._async_compile as asynchronous
 
@@ -168,9 +189,8 @@ def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they
     assert done.stdout.split() == ["raised", "add"], done.stderr
 
 
-def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(tmp_path):
+def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(run):
     done = run(
-        tmp_path,
         """
         from triton.runtime._async_compile import active_mode
         try:
@@ -188,9 +208,8 @@ def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["with compile_ahead():", "if True:"])
-def test_what_another_process_has_compiled_is_taken_for_compiled(tmp_path, way):
+def test_what_another_process_has_compiled_is_taken_for_compiled(run, way):
     compiled = run(
-        tmp_path,
         f"""
         from kernels.gpu.compile_ahead import _name_compiler
         _name_compiler()
@@ -202,7 +221,6 @@ def test_what_another_process_has_compiled_is_taken_for_compiled(tmp_path, way):
     assert compiled.returncode == 0, compiled.stderr
 
     found = run(
-        tmp_path,
         """
         with compile_nothing():
             print([add.warmup(x, SIZE=size, grid=(1,)).metadata.name for size in (16, 32, 16)])
@@ -216,14 +234,13 @@ def test_what_another_process_has_compiled_is_taken_for_compiled(tmp_path, way):
     assert found.stdout.splitlines() == ["['add', 'add', 'add']", "refused"], found.stderr
 
 
-def test_a_kernel_whose_files_are_gone_is_not_compiled(tmp_path):
-    compiled = run(tmp_path, "with compile_ahead(): add[(1,)](x, SIZE=16)")
+def test_a_kernel_whose_files_are_gone_is_not_compiled(run, tmp_path):
+    compiled = run("with compile_ahead(): add[(1,)](x, SIZE=16)")
     assert compiled.returncode == 0, compiled.stderr
     for file in (tmp_path / "cache").glob("*/add.json"):
         file.unlink()
 
     found = run(
-        tmp_path,
         """
         try:
             with compile_nothing():

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from model.sampling.parameters import SamplingParams
-from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.protocol import (
+from server.engine.core.messages import (
     EngineConfig,
     EngineMessage,
     FrontEndMessage,
     Shutdown,
     StepMessage,
 )
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:

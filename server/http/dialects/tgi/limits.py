@@ -1,8 +1,4 @@
-"""From a request body of the right shape to what the engine is asked.
-
-Applies defaults, limits of this server and rules between fields. Knows no tokenizer: the length of
-a prompt comes in as a number.
-"""
+"""Turns a request body of the right shape into options: defaults, this server's limits, and rules between fields."""
 
 from __future__ import annotations
 
@@ -17,14 +13,13 @@ from server.errors import ValidationError
 from server.http.dialects.tgi.schema import (
     MAX_BAD_WORD_CHARACTERS,
     SMALLEST_TEMPERATURE,
-    UINT64_MAX,
     GenerateBody,
     GenerateParameters,
 )
-from server.http.dialects.tgi.schema_errors import describe, quote, unsupported
+from server.http.dialects.tgi.validation import describe, quote, unsupported
 
 if TYPE_CHECKING:
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
 # `parameters` left out altogether means sampling; inside an object `do_sample` defaults to false.
@@ -33,19 +28,19 @@ _NO_PARAMETERS = GenerateParameters(do_sample=True)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """A checked request, but for what depends on the length of its prompt.
+    """A request that was checked except for the length of its prompt.
 
     Attributes:
         inputs: the prompt.
-        sampling: how to choose tokens; `max_new_tokens` is 1 until `with_prompt_length`.
-        max_new_tokens: as asked; None fills the context.
+        sampling: sampling parameters; `max_new_tokens` is 1 until `with_prompt_length`.
+        max_new_tokens: as requested; None fills the context.
         best_of: sequences to generate.
-        seed: the request's, or a random one; None where nothing is sampled.
+        seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
         bad_words: words that are not generated.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
-        details: whether tokens and the reason of the end are reported.
+        details: whether tokens and finish reason are reported.
         prompt_details: whether the prompt's tokens are reported.
     """
 
@@ -60,6 +55,32 @@ class GenerateOptions:
     return_full_text: bool
     details: bool
     prompt_details: bool
+
+    def full_text(self, generated: str) -> str:
+        """The text to return: the generated text, after the prompt if that was asked for."""
+        return self.inputs + generated if self.return_full_text else generated
+
+
+def is_stream(body: GenerateBody, endpoint: str, stream: bool | None) -> bool:
+    """Return whether the answer is a stream.
+
+    Args:
+        body: of the request.
+        endpoint: name of the route.
+        stream: what the route does; None if the request's `stream` decides, else that may only agree.
+
+    Raises:
+        ValidationError: `stream` asks a route for what it does not do.
+    """
+    if stream is None:
+        return bool(body.stream)
+    if body.stream is not None and body.stream is not stream:
+        other = "generate" if stream else "generate_stream"
+        raise ValidationError(
+            f"`stream` must be {str(stream).lower()} on /{endpoint}: use /{other}, or /. "
+            f"Given: {str(body.stream).lower()}"
+        )
+    return stream
 
 
 def check(
@@ -80,7 +101,7 @@ def check(
         info: limits of the engine.
 
     Raises:
-        ValidationError: naming the field, its value and the limit.
+        ValidationError: a value is not allowed; names the field, its value and the limit.
     """
     parameters = body.parameters if body.parameters is not None else _NO_PARAMETERS
     _check_limits(parameters, config, info)
@@ -93,7 +114,7 @@ def check(
         )
     seed = None
     if sampled:
-        seed = parameters.seed if parameters.seed is not None else random_seed()
+        seed = parameters.seed if parameters.seed is not None else secrets.randbits(64)
     details = bool(parameters.details or parameters.decoder_input_details)
     return GenerateOptions(
         inputs=body.inputs,
@@ -121,7 +142,7 @@ def check(
 def with_prompt_length(
     options: GenerateOptions, prompt_length: int, info: EngineInfo
 ) -> SamplingParams:
-    """Settle how many tokens may be generated after a prompt of `prompt_length` tokens.
+    """Return the sampling parameters with `max_new_tokens` set for a prompt of `prompt_length` tokens.
 
     Raises:
         ValidationError: prompt, or prompt and output together, are longer than the server takes.
@@ -132,9 +153,9 @@ def with_prompt_length(
             f"`inputs` must have at most {longest} tokens, one less than the "
             f"{info.max_total_tokens} that prompt and output share. Given: {prompt_length} tokens"
         )
-    room = info.max_total_tokens - prompt_length
-    wanted = options.max_new_tokens if options.max_new_tokens is not None else room
-    if wanted > room:
+    available = info.max_total_tokens - prompt_length
+    wanted = options.max_new_tokens if options.max_new_tokens is not None else available
+    if wanted > available:
         raise ValidationError(
             f"`inputs` tokens + `max_new_tokens` must be <= {info.max_total_tokens}. Given: "
             f"{prompt_length} `inputs` tokens and {wanted} `max_new_tokens`"
@@ -145,16 +166,6 @@ def with_prompt_length(
             f"Given: {options.sampling.min_new_tokens}"
         )
     return msgspec.structs.replace(options.sampling, max_new_tokens=wanted)
-
-
-def with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """The same parameters with another seed."""
-    return msgspec.structs.replace(sampling, seed=seed)
-
-
-def random_seed() -> int:
-    """64 unpredictable bits."""
-    return secrets.randbits(64) & UINT64_MAX
 
 
 def _is_sampled(p: GenerateParameters) -> bool:

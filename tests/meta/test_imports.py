@@ -1,0 +1,76 @@
+"""No module imports itself through others, not even for types alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("kernels", "model", "server")
+
+
+def modules(root):
+    """Name the files of all modules below `root`."""
+    found = {}
+    for package in PACKAGES:
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name, path, known):
+    """Name the modules that a module imports anywhere: at its top, for types alone and inside functions."""
+    wanted = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            wanted.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            # What is no module is a name in the module it is imported from.
+            wanted |= {module if module in known else str(node.module) for module in inner}
+    return wanted & known - {name}
+
+
+def cycles(root=ROOT):
+    """List the groups of modules of which each imports all others of its group, by way of others perhaps."""
+    files = modules(root)
+    graph = {name: imports(name, path, files.keys()) for name, path in files.items()}
+    reached = {name: _reached(graph, name) for name in graph}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph
+    }
+    return sorted(sorted(group) for group in groups if group)
+
+
+def _reached(graph, start):
+    found, left = set(), [start]
+    while left:
+        new = graph[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def test_no_module_imports_itself_through_others():
+    assert cycles() == []
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "cycle"),
+    [
+        ("import model.b", "from model import a", True),
+        ("from model.b import x", "def f():\n    import model.a", True),
+        ("from model.b import x", "if TYPE_CHECKING:\n    from model.a import y", True),
+        ("from model import b", "x = 1", False),
+        ("import model.a", "x = 1", False),
+    ],
+)
+def test_a_cycle_is_found_wherever_the_import_stands(tmp_path, a, b, cycle):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "a.py").write_text(a)
+    (tmp_path / "model" / "b.py").write_text(b)
+
+    assert cycles(tmp_path) == ([["model.a", "model.b"]] if cycle else [])
