@@ -29,21 +29,24 @@ class TokenMasks(NamedTuple):
         """Return the mask of one row as [vocab_size] bool; None for none."""
         if self.of_rows[row] < 0:
             return None
-        octets = self.bits[self.of_rows[row]].view(np.uint8)
-        return np.unpackbits(octets, count=vocab_size, bitorder="little").view(np.bool_)
+        mask = self.bits[self.of_rows[row]]
+        return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(
+            np.bool_
+        )
 
 
 def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
     """Build the masks of a batch. Banned ids outside the vocabulary are ignored."""
-    numbers: dict[tuple[int, ...], int] = {}
+    num_words = -(-vocab_size // WORD_BITS)
+    indices: dict[tuple[int, ...], int] = {}
     of_rows = []
     for row in rows:
         banned = row.banned_ids()
-        of_rows.append(numbers.setdefault(banned, len(numbers)) if banned else -1)
-    if not numbers:
-        return TokenMasks(np.empty((0, -(-vocab_size // WORD_BITS)), np.int32), of_rows)
-    allowed = np.ones((len(numbers), -(-vocab_size // WORD_BITS) * WORD_BITS), np.bool_)
-    for mask, banned in zip(allowed, numbers, strict=True):
+        of_rows.append(indices.setdefault(banned, len(indices)) if banned else -1)
+    if not indices:
+        return TokenMasks(np.empty((0, num_words), np.int32), of_rows)
+    allowed = np.ones((len(indices), num_words * WORD_BITS), np.bool_)
+    for mask, banned in zip(allowed, indices, strict=True):
         mask[[token_id for token_id in banned if 0 <= token_id < vocab_size]] = False
-    # Hosts are little-endian, so that octets in the order of ids make words.
+    # Bytes in the order of ids make words because hosts are little-endian.
     return TokenMasks(np.packbits(allowed, axis=1, bitorder="little").view(np.int32), of_rows)

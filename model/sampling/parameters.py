@@ -19,9 +19,9 @@ NOT_FINITE = "the model's scores for this token are not finite numbers"
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """How the tokens of one request are chosen. Defaults and limits are already applied.
 
-    A parameter that changes logits, bans tokens or needs to know earlier tokens has to appear in the properties below,
-    by which the engine decides whether a step may skip the sampler or be launched before the previous one is read.
-    Every step asks for each sequence's, so they are computed once.
+    The engine decides by the properties below whether a step may skip the sampler, and whether it may be launched
+    before the tokens of the previous step are read. A parameter that changes logits, bans tokens or depends on earlier
+    tokens must therefore be part of them. They are cached because every step reads them for every row.
 
     Attributes:
         max_new_tokens: tokens, at least 1.
@@ -36,8 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
         logit_bias: token id -> number added to its logit before everything else.
-        bad_words: words as sequences of ids, none empty; the last id of a word is banned where the tokens before, those
-            of the prompt included, end in the ids before it.
+        bad_words: words as sequences of ids, none empty; the last id of a word is banned where prompt and output so far
+            end with the other ids of the word.
         seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
         eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.
         stop_token_ids: further ids that end the sequence.
@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inverse_temperature(self) -> float:
-        """1 / temperature, bounded so that products with finite and infinite float32 differences are no NaN."""
+        """1 / temperature, bounded so that its product with a float32 difference, finite or infinite, is not NaN."""
         return min(max(1.0 / self.temperature, 1e-30), 1e30)
 
     @cached_property
@@ -124,8 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the ids that cannot be the next token.
 
         Args:
-            token_ids: prompt and output; only where `needs_history` all of them have to be there.
-            num_output_tokens: tokens generated so far, those included whose ids the host does not know yet.
+            token_ids: prompt and output; may lack the latest tokens unless `needs_history`.
+            num_output_tokens: tokens generated so far, including those whose ids the host does not know yet.
         """
         banned = self.end_token_ids if num_output_tokens < self.min_new_tokens else ()
         for *before, last in self.bad_words:

@@ -18,7 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class TokenHistory:
-    """The tokens of one sequence, with counts that are kept between steps: penalties do not read the whole text.
+    """The tokens of one sequence, and counts of its output tokens, which are updated from step to step.
 
     Attributes:
         token_ids: prompt and output. Not copied: tokens that are appended later belong to the history.
@@ -38,10 +38,7 @@ class TokenHistory:
         for token_id in self.token_ids[self._num_counted :]:
             counts[token_id] = counts.get(token_id, 0) + 1
         self._num_counted = len(self.token_ids)
-        size = len(counts)
-        return np.fromiter(counts.keys(), np.int64, size), np.fromiter(
-            counts.values(), np.int64, size
-        )
+        return np.fromiter(counts.keys(), np.int64), np.fromiter(counts.values(), np.int64)
 
     def seen_ids(self) -> npt.NDArray[np.int64]:
         """Return the distinct tokens of the prompt, then those of the output; some are in both."""
@@ -57,7 +54,7 @@ class SamplingRow(msgspec.Struct, frozen=True):
     Attributes:
         parameters: of the request.
         position: of the token to sample in its sequence; the seed and it determine the random number.
-        history: the tokens before it. Complete only where `parameters.needs_history`: else the device may be ahead.
+        history: the tokens before it; may lack the latest tokens unless `parameters.needs_history`.
     """
 
     parameters: SamplingParams

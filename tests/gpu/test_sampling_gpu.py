@@ -31,6 +31,10 @@ FILTERS = [
     {"top_k": 20000, "top_p": 0.99},
     {"top_p": 0.999999, "temperature": 3.0},
     {"top_k": 10**9},
+    {"temperature": 0.0, "banned": range(0, 500, 3)},
+    {"temperature": 1.8, "banned": (0, 31, 32, 511)},
+    {"top_k": 50, "top_p": 0.95, "banned": range(1, 500, 2)},
+    {"top_p": 0.999999, "temperature": 3.0, "banned": range(100, 400)},
 ]
 
 
@@ -55,15 +59,15 @@ def filtered_rows(count, seed=0):
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_tokens_are_bit_for_bit_those_of_the_rules(vocab, scale, dtype):
     for seed in range(2):
-        logits = logits_on_gpu(24, vocab, scale, dtype, seed)
-        rows = filtered_rows(24, seed)
+        logits = logits_on_gpu(32, vocab, scale, dtype, seed)
+        rows = filtered_rows(32, seed)
 
         assert by_kernel(logits, rows) == by_rule(logits, rows)
 
 
 @pytest.mark.parametrize("kind", ["equal", "few", "tiny", "huge", "sparse"])
 def test_ties_and_extremes_follow_the_rules(kind):
-    logits = logits_on_gpu(12, 151936, dtype=torch.float32)
+    logits = logits_on_gpu(len(FILTERS), 151936, dtype=torch.float32)
     if kind == "equal":
         logits.zero_()
     elif kind == "few":
@@ -72,13 +76,13 @@ def test_ties_and_extremes_follow_the_rules(kind):
         logits.masked_fill_(logits < 9, -math.inf)
     else:
         logits *= {"tiny": 1e-20, "huge": 1e30}[kind]
-    rows = filtered_rows(12)
+    rows = filtered_rows(len(FILTERS))
 
     assert by_kernel(logits, rows) == by_rule(logits, rows)
 
 
 def test_tokens_are_those_of_the_host_but_for_rounding():
-    logits, rows = logits_on_gpu(240, 50257), filtered_rows(240)
+    logits, rows = logits_on_gpu(240, 50257), filtered_rows(320)
 
     pairs = zip(by_kernel(logits, rows), by_host(logits, rows), strict=True)
 
@@ -109,7 +113,7 @@ def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
     ids=str,
 )
 def test_no_size_changes_a_token(sizes):
-    logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
+    logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
 
     assert by_kernel(logits, rows, sizes) == by_kernel(logits, rows)
 
@@ -135,7 +139,7 @@ def test_sampling_waits_for_nothing_until_the_result_is_read():
 
 
 def test_a_row_that_is_not_finite_fails_alone():
-    logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
+    logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
     clean = DeviceTokens(logits, rows, by_kernel=True).result()
     logits[4, 151935], logits[9, 7], logits[12] = math.nan, math.inf, -math.inf
 

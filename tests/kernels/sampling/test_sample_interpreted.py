@@ -94,6 +94,10 @@ def test_no_size_of_list_changes_a_token(kind, sizes):
             (0, 0.999, 0.0, 50.0),
         )
     ]
+    rows += [
+        sampling_row(seed=3, position=k, top_k=k, top_p=0.9, banned=range(0, vocab, 3))
+        for k in (0, 9, 90)
+    ]
     logits = torch.cat([row_of_kind(kind, vocab, 9)] * len(rows))
 
     tokens = by_kernel(logits, rows, sizes)
