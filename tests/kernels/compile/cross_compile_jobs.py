@@ -1,7 +1,4 @@
-"""What is compiled for GPUs that are not there: every launch that the tables give, and variants.
-
-Pure: knows rows, tables and problems, not how anything is compiled.
-"""
+"""Lists the compilations for absent GPUs: every launch in the tuning tables, and variants of the problem."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class Job:
         )
 
     def __str__(self) -> str:
-        """Name the job in a test's name and its failure."""
+        """Return the job's name for test names and failures."""
         launch = self.launch
         tile = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
         loop = " one loop" if launch.one_loop else ""
