@@ -139,7 +139,7 @@ def representative_jobs() -> set[Job]:
     """Choose one job of each function for each kind of tensor cores, the commonest dtype and head dim first."""
     found: dict[tuple[Any, ...], Job] = {}
     for job in sorted(distinct_jobs(), key=_is_uncommon):
-        if job.sm in _TENSOR_CORES:
+        if job.sm in _TENSOR_CORES and (job.problem.kv_dtype is None or job.sm in _READ_FP8):
             key = (job.sm, job.kernel, job.stage, job.function, job.problem.kv_dtype)
             found.setdefault(key, job)
     return set(found.values())
