@@ -6,10 +6,13 @@ time never need more than there is. The system releases the locks of a process t
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+with contextlib.suppress(ImportError):  # Windows lacks it, and our GPU kernels
+    import fcntl
 
 GIB = 2**30
 DEFAULT_GIB = 4

@@ -1,7 +1,7 @@
-"""Triton's interpreter made fit for our kernels: Triton 3.6 on NumPy 2.4 and bfloat16.
+"""Loads Triton's interpreter and repairs it: Triton 3.6 does not support NumPy 2.4 and rounds bfloat16 wrongly.
 
-`load` has to come before anything else imports Triton, since a function is interpreted or compiled as
-was asked when it was decorated; `tests/conftest.py` calls it. Knows nothing of our kernels' contents.
+Call `load` before anything else imports Triton, because a function is interpreted or compiled as the environment says
+when it is decorated; `tests/conftest.py` calls it.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ interpreted = pytest.mark.skipif(
 
 
 def load() -> None:
-    """Import Triton and our kernels so that they are interpreted; not where something else did before.
+    """Import Triton and our kernels in interpreted form, unless Triton is already imported.
 
-    The environment is as before afterwards, for processes that are started from this one.
+    The environment is restored afterwards, so that child processes compile.
     """
     if not HAS_TRITON or "triton" in sys.modules:
         return
@@ -66,14 +66,14 @@ def load() -> None:
 
 
 def is_loaded() -> bool:
-    """Whether our kernels run in the interpreter in this process."""
+    """Return whether our kernels run in the interpreter in this process."""
     module = sys.modules.get("kernels.attention.portable.prefill")
     return module is not None and type(module.prefill).__name__ == "InterpretedFunction"
 
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """Let `torch.empty` return NaN and the largest integers: what kernels keep to themselves."""
+    """Fill the results of `torch.empty`, such as intermediate values of kernels, with NaN and the largest integers."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(mode=True)
     try:
@@ -83,7 +83,7 @@ def poisoned_memory():
 
 
 def untouched_memory(shape, dtype):
-    """Return a tensor too large to fill: virtual memory of which only what is used becomes real."""
+    """Return an uninitialized tensor that may exceed physical memory; only the pages that are used become real."""
     torch.use_deterministic_algorithms(mode=False)
     try:
         return torch.empty(shape, dtype=dtype)
@@ -103,7 +103,7 @@ def huge_cache(num_blocks, *block):
 
 
 def _replace_assembly() -> None:
-    """Say in Triton what the kernels say in assembly, which is not interpreted."""
+    """Replace the functions written in assembly, which cannot be interpreted, by Triton code."""
     import triton
     import triton.language as tl
 
@@ -128,7 +128,7 @@ def _replace_assembly() -> None:
 
 
 def _repair() -> None:
-    """Replace what is wrong in the interpreter; each with what it does without."""
+    """Replace what is wrong or slow in the interpreter. Each docstring below says what happens without the repair."""
     import numpy as np
     import triton.language as tl
     from triton.language import semantic
@@ -155,12 +155,12 @@ def _repair() -> None:
         return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
     def repaired_patch(tensor, scope):
-        """A loop whose bounds are known at run time fails: NumPy 2.4 makes no int of [n]."""
+        """A loop with bounds known at run time fails: NumPy 2.4 converts no array of shape [1] to an int."""
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def repaired_cast(self, src, dst_type):
-        """Float32 is cut to bfloat16, where hardware rounds to nearest even."""
+        """Conversion from float32 to bfloat16 truncates; hardware rounds to nearest even."""
         pair = (src.dtype.scalar, dst_type.scalar)
         if pair == (tl.bfloat16, tl.float32):
             return interpreter.TensorHandle(widen(src.data), tl.float32)
@@ -169,7 +169,7 @@ def _repair() -> None:
         return cast(self, src, dst_type)
 
     def repaired_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        """Products of bfloat16 are those of the bit patterns as integers."""
+        """Products of bfloat16 values multiply their bit patterns as integers."""
         a, b = (
             repaired_cast(self, x, tl.float32) if x.dtype.scalar is tl.bfloat16 else x
             for x in (a, b)
@@ -177,16 +177,16 @@ def _repair() -> None:
         return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
     def repaired_conversion(self, src, dst_type, rounding_mode):
-        """A number that rounds up to the next power of two becomes half of it."""
+        """A float32 that rounds up to a power of two in FP8 becomes half of that power."""
         if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.float8e4nv):
             return convert(self, src, dst_type, rounding_mode)
-        # As the hardware: what is too large becomes the largest.
+        # The hardware saturates.
         clipped = torch.from_numpy(np.ascontiguousarray(src.data)).clamp(-448, 448)
         bits = clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return interpreter.TensorHandle(bits, tl.float8e4nv)
 
     def quiet_launch(self, *args, **named):
-        """NumPy warns of overflows, and of arithmetic on what lies in rows that nobody wrote."""
+        """NumPy warns of overflows, and of arithmetic on rows that were never written."""
         nonlocal inside
         try:
             with np.errstate(over="ignore", invalid="ignore"), warnings.catch_warnings():
@@ -196,7 +196,7 @@ def _repair() -> None:
             inside = False
 
     def dtype_of(triton_type):
-        """Every operation makes a table of all types: a sixth of all time."""
+        """Each operation builds a table of all types, which takes a sixth of the time."""
         scalar = triton_type.scalar
         if isinstance(scalar, tl.pointer_type):
             return np.dtype(np.uint64)
@@ -205,7 +205,7 @@ def _repair() -> None:
         return dtypes[scalar.name]
 
     def check_overflow(_self, lhs, rhs, operation):
-        """Say the same in NumPy as Triton does in operations of its own: a third of all time."""
+        """Triton checks for overflow with interpreted operations, which takes a third of the time."""
         left, right = lhs.handle.data, rhs.handle.data
         if left.dtype.kind not in "iu" or left.dtype.itemsize == 8:
             return
@@ -215,7 +215,7 @@ def _repair() -> None:
         assert exact.max() <= limits.max, f"{left.dtype} overflow in {operation.__name__}"
 
     def reduce_halves(self, values):
-        """Functions of ours are called for every element by itself: a third of the time of what uses them."""
+        """A reduction calls its function for each element, which takes a third of the time of kernels that reduce."""
         if self.axis is None:
             return reduce(self, values)
         parts = [np.moveaxis(value.handle.data, self.axis, 0) for value in values]
@@ -232,7 +232,7 @@ def _repair() -> None:
         return [self.to_tensor(x, value.dtype) for x, value in zip(results, values, strict=True)]
 
     def block_type(self, element_ty, shape):
-        """Every operation makes its type and a tensor's shape anew: a third of all time."""
+        """Each operation constructs its type and its shape, which takes a third of the time."""
         sizes = tuple(getattr(size, "value", size) for size in shape)
         key = element_ty.name, getattr(element_ty, "address_space", None), sizes
         if key not in blocks:
@@ -249,14 +249,14 @@ def _repair() -> None:
         self.shape, self.numel = type.of_tensor if type.is_block() else of_scalar
 
     def broadcast(self, lhs, rhs):
-        """Operands of the same shape are compared number by number: a tenth of all time."""
+        """Shapes of operands are compared number by number, which takes a tenth of the time."""
         both = lhs.type.is_block() and rhs.type.is_block()
         if both and lhs.type.shape.values == rhs.type.shape.values:
             return lhs, rhs
         return broadcast_any(self, lhs, rhs)
 
     def patch_once(fn):
-        """Every call of a device function patches the language anew: a third of all time."""
+        """Each call of a device function patches the language again, which takes a third of the time."""
         nonlocal inside
         if inside:
             return None
@@ -274,11 +274,11 @@ def _repair() -> None:
         setattr(builder, name, repaired_cast)
     builder.create_fp_to_fp = repaired_conversion
     builder.create_dot = repaired_dot
-    # It has none: a function of numbers is called with all of them.
+    # The interpreter lacks it; the function can be applied to whole arrays.
     tl.map_elementwise = lambda function, *arguments: function(*arguments)
     interpreter.GridExecutor.__call__ = quiet_launch
     interpreter._get_np_dtype = dtype_of
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     interpreter.ReduceOps.generic_reduce = reduce_halves
-    # Arguments are on the host already, and are copied onto themselves: all pages of a huge cache.
+    # Arguments are on the host already; copying them onto themselves would touch all pages of a huge cache.
     interpreter.GridExecutor._restore_args_dev = lambda *_: None

@@ -14,6 +14,7 @@ from tests.engine.runner.test_engine_model import (
     random_prompt,
 )
 from tests.engine.runner.test_recordings import Again
+from tests.marks import slow_except
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
@@ -103,7 +104,7 @@ def only_tokens(found):
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
 @pytest.mark.parametrize("cache", [4096, 152], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("budget", [20, 64, 256])
+@pytest.mark.parametrize("budget", slow_except([64], [20, 64, 256]))
 def test_prompts_that_arrive_while_others_decode_change_no_token(
     checkpoint, budget, cache, overlap
 ):

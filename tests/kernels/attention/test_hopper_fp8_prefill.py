@@ -235,6 +235,7 @@ def test_queries_that_see_no_key_are_zero_in_the_models(quantize):
     assert bool(lse[2:].isfinite().all())
 
 
+@pytest.mark.slow
 def test_over_16384_keys_with_outliers_block_scales_are_2_5_times_as_exact_as_one_per_tensor(
     quantize,
 ):

@@ -1,4 +1,4 @@
-"""What is compiled for absent GPUs: every launch that the tables give, and variants. Pure."""
+"""Lists the compilations for absent GPUs: every launch in the tuning tables, and variants of the problem."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Job:
         )
 
     def __str__(self) -> str:
-        """Name the job in a test's name and its failure."""
+        """Return the job's name for test names and failures."""
         launch = self.launch
         tile = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
         loop = " one loop" if launch.one_loop else ""
@@ -144,7 +144,7 @@ def representative_jobs() -> set[Job]:
     """Choose one job of each function for each kind of tensor cores, the commonest dtype and head dim first."""
     found: dict[tuple[Any, ...], Job] = {}
     for job in sorted(distinct_jobs(), key=_is_uncommon):
-        if job.sm in _KINDS:
+        if job.sm in _KINDS and (job.problem.kv_dtype is None or job.sm in _READ_FP8):
             key = (job.sm, job.kernel, job.stage, job.function, job.problem.kv_dtype)
             found.setdefault(key, job)
     return set(found.values())

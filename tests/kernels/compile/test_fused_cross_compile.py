@@ -125,13 +125,12 @@ JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)]
 
 
 def representative_jobs() -> list[FusedJob]:
-    """Choose one job of each function, for Hopper and for GPUs without dependent launches."""
+    """Choose one job of each function for Hopper, and linear layers for a GPU without dependent launches."""
     found: dict[tuple[Any, ...], FusedJob] = {}
     for job in JOBS:
-        if job.sm in (ADA, HOPPER):
+        if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
             weight_dtype = job.choice and job.choice.problem.weight_dtype
-            key = (job.sm, job.operation, job.function, weight_dtype, "fp8" in job.around)
-            found.setdefault(key, job)
+            found.setdefault((job.sm, job.operation, job.function, weight_dtype), job)
     return list(found.values())
 
 

@@ -8,12 +8,14 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.text.tokenizer import Tokenizer
+from tests.marks import slow_except
 from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
 from tests.model.network.paged import greedy, logits_in_chunks
 
 STEPS = 200
 PROMPT = list(range(3, 100, 4))
 TOLERANCE = 1e-4
+TEXTS = ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def __init__(self):\n"]
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
@@ -86,9 +88,7 @@ def test_greedy_generation_gives_the_tokens_of_transformers(pair):
     assert_close(our_logits, torch.cat(theirs.logits))
 
 
-@pytest.mark.parametrize(
-    "text", ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def __init__(self):\n"]
-)
+@pytest.mark.parametrize("text", slow_except(TEXTS[:1], TEXTS))
 def test_the_bundled_model_gives_the_logits_and_tokens_of_transformers(bundled_pair, text):
     oracle, model, tokenizer = bundled_pair
     prompt = tokenizer.encode(text)
