@@ -127,7 +127,8 @@ class Sequence:
     @property
     def is_argmax(self) -> bool:
         """Whether its next token needs no sampler, as in `SamplingParams.argmax_from`."""
-        return self.num_known_output_tokens >= self.sampling.argmax_from
+        known = len(self.token_ids) + self.num_tokens_in_flight - self.num_prompt_tokens
+        return known >= self.sampling.argmax_from
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token and say whether it ends the sequence.

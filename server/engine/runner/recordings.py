@@ -53,6 +53,14 @@ class _Recording:
 
     def __init__(self, step: PackedStep, out: StepOutput, replay: Replay) -> None:
         self.step, self.out, self.replay = step, out, replay
+        self._first: dict[int, StepOutput] = {}
+
+    def first(self, num_rows: int) -> StepOutput:
+        """Return the leading rows of `out`. Views are kept: slicing tensors takes longer than the rest of a step."""
+        found = self._first.get(num_rows)
+        if found is None:
+            found = self._first[num_rows] = self.out.first(num_rows)
+        return found
 
 
 class RecordedSteps:
@@ -136,8 +144,8 @@ class RecordedSteps:
         for recording, (decode, prefill) in zip(found, parts, strict=True):
             recording.step.pack(decode, prefill, self._sampled, num_sampled)
             recording.replay()
-            count = sum(s.num_logits for s in (*decode, *prefill))
-            outputs.append(recording.out.first(count))
+            count = sum([s.num_logits for s in (*decode, *prefill)])
+            outputs.append(recording.first(count))
             num_sampled += count
         return outputs
 

@@ -38,8 +38,10 @@ class SampledTokens:
 
     def note(self, scheduled: TypingSequence[ScheduledSequence]) -> None:
         """Remember whose tokens a step samples, in the order of its rows."""
-        sampling = (s.sequence for s in scheduled if s.num_logits)
-        self._rows = {sequence: row for row, sequence in enumerate(sampling)}
+        end = 0
+        self._rows = {
+            s.sequence: (end := end + s.num_logits) - 1 for s in scheduled if s.num_logits
+        }
 
     def put(self, tokens: Tensor) -> None:
         """Leave a step's tokens, [M] int64, on the device."""

@@ -37,8 +37,8 @@ def exact_bucket(
         rows=len(decode),
         prompt_tokens=sum(s.num_tokens for s in prefill),
         prompt_seqs=len(prefill),
-        columns=-(-max(s.start + s.num_tokens for s in scheduled) // block_size),
-        num_logits=sum(s.num_logits for s in scheduled),
+        columns=-(-max([s.start + s.num_tokens for s in scheduled]) // block_size),
+        num_logits=sum([s.num_logits for s in scheduled]),
         shared_blocks=shared_blocks,
     )
 
@@ -56,6 +56,8 @@ class PackedStep:
         self.reads_sampled = False
         # Which list of blocks each decode row's part of the table holds, and how many of its entries.
         self._held: list[tuple[list[int] | None, int]] = [(None, 0)] * bucket.rows
+        self._logits_rows: list[int] | None = None
+        self._first_sampled = 0
 
     def pack(
         self,
@@ -150,6 +152,9 @@ class PackedStep:
         for end, s in zip(ends, prefill, strict=True):
             stop = self.input.bucket.rows + end
             rows += range(stop - s.num_logits, stop)
+        if rows == self._logits_rows and first_sampled == self._first_sampled:
+            return  # as in nearly every step of decode rows
+        self._logits_rows, self._first_sampled = rows, first_sampled
         count = len(rows)
         host.logits_rows[:count] = rows
         host.logits_rows[count:] = 0

@@ -57,12 +57,13 @@ class GreedyStep:
         self, outputs: Sequence[StepOutput], scheduled: Sequence[ScheduledSequence]
     ) -> None:
         self._num_logits = [s.num_logits for s in scheduled]
-        self._wanted = [
-            s.sequence.sampling.logprobs for s in scheduled for _ in range(s.num_logits)
-        ]
         self._tokens = [Download(part.tokens) for part in outputs if part.tokens is not None]
         self._logprobs: list[Download] = []
-        if any(self._wanted):
+        self._wanted: list[bool] = []
+        if any(s.sequence.sampling.logprobs for s in scheduled):
+            self._wanted = [
+                s.sequence.sampling.logprobs for s in scheduled for _ in range(s.num_logits)
+            ]
             found = (part.logprobs for part in outputs)
             self._logprobs = [Download(logprobs) for logprobs in found if logprobs is not None]
 
