@@ -1,1 +1,1 @@
-"""One script per question; results are committed under `results/` and quoted from there."""
+"""Measurements, one script per question. Documents quote the results in `results/`."""

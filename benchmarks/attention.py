@@ -1,11 +1,10 @@
-"""How fast are our attention kernels beside PyTorch's, and beside what others were measured to reach?
+"""Times our attention kernels, PyTorch's in the same run, and compares with published figures of other kernels.
 
-Every row is checked on the inputs it is timed on: the whole output for values that were never written,
-some rows of it against a float32 reference. Prefill reads packed and paged keys and stands beside SDPA's
-cuDNN and flash backends in the same run, its long rows beside our own in FP8 too. A decode has no peer in
-PyTorch: its figures are the microseconds that FA3 and FlashInfer took elsewhere, and the share of the
-bandwidth that a copy reaches here. The time of a call is that of one layer: the plan, made once per step,
-is timed by itself.
+Every row is checked on the inputs it is timed on: the whole output for values that were never written, some of its
+rows against a float32 reference. Prefill reads packed and paged keys, and is compared with the cuDNN and flash backends
+of SDPA in the same run; long rows are also measured in FP8. PyTorch has no paged decode: decodes are compared with the
+microseconds of FA3 and FlashInfer on another machine, and with the bandwidth that a copy reaches here. A call is that
+of one layer; the plan, which is made once per step, is timed separately.
 
     python -m benchmarks.attention [--phase prefill] [--rows quick] [--launch block_m=128,num_warps=8]
 """
@@ -38,7 +37,7 @@ from benchmarks.attention_inputs import (
     time_call,
 )
 from benchmarks.attention_peers import time_peers
-from benchmarks.attention_report import Ceilings, decode_table, fp8_table, prefill_table
+from benchmarks.attention_report import TABLES, Ceilings, summary
 from benchmarks.attention_shapes import (
     DECODE,
     MORE_DECODE,
@@ -51,10 +50,12 @@ from benchmarks.attention_shapes import (
 )
 from benchmarks.report import add_bookkeeping, write_report
 from kernels.attention.problem import PagedBatch
+from server.cli.bench.result import number
 
 if TYPE_CHECKING:
     from benchmarks.attention_inputs import Inputs
-    from kernels.attention.problem import AttentionProblem, Selection
+    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.select import Selection
 
 _QUICK = {
     ("prefill", 32, 512),
@@ -70,7 +71,7 @@ _COPY_BYTES = 4 << 30
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Time the largest matrix product and copy that anything here could hope to match."""
+    """Time a large matrix product and a large copy: what a kernel can reach at most on this device."""
     if device.type != "cuda":
         return Ceilings(1.0, 1.0)
     a, b = torch.randn((2, _GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
@@ -82,7 +83,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespace) -> Selection:
-    """What the registry chooses, or the row and the launch that the command line names."""
+    """Return what the registry chooses, or the row and the launch that the command line names."""
     arch = arch_of(torch.device(arguments.device))
     registry = (spec_named(arguments.kernel),) if arguments.kernel else None
     selection = (
@@ -97,7 +98,7 @@ def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespac
 
 
 def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> None:
-    """Fill the compiler's cache in parallel; what fails here is reported when it is run."""
+    """Fill the compiler's cache in parallel. Failures here are printed and occur again when the kernel runs."""
     if arguments.device != "cuda":
         return
     jobs = {}
@@ -118,7 +119,7 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
 
 
 def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check and time one shape; a record without what depends on other rows."""
+    """Check and time one shape; returns its record without the entries that depend on other rows."""
     device = torch.device(arguments.device)
     inputs = make_inputs(shape, arguments.dtype, device, paged=paged)
     selection = choose(inputs.problem, shape, arguments)
@@ -129,47 +130,41 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
     planning = time_call(lambda: inputs.plan(selection), device, warmup_ms=5, rep_ms=20)
     prefill = shape.phase == "prefill"
     record: dict[str, Any] = {
-        "phase": shape.phase,
-        "hq": shape.hq,
-        "hkv": shape.hkv,
-        "d": shape.d,
-        "batch": shape.batch,
-        "seqlen" if prefill else "context": shape.length,
+        **shape.record(),
         **_special(shape),
         "dtype": arguments.dtype,
         "kernel": selection.spec.name,
         "paged": paged,
-        "us": round(timing.median, 2),
-        "us_p20_p80": [round(timing.low, 2), round(timing.high, 2)],
+        **timing.record(),
         "plan_us": round(planning.median, 2),
-        "error": _four_digits(error),
-        "error_of_plain_pytorch": _four_digits(plain),
+        "error": number(error),
+        "error_of_plain_pytorch": number(plain),
     }
     if selection.launches:
         record["launch"] = dataclasses.asdict(selection.launch_for(shape.length, shape.batch))
     if prefill:
-        record["tflops"] = _four_digits(shape.flops / timing.median / 1e6)
+        record["tflops"] = number(shape.flops / timing.median / 1e6)
         if not paged:
             record |= time_peers(inputs, inputs.out, device)
             record |= time_fp8(inputs, timing.median) if has_fp8_row(shape) else {}
     else:
-        record["gbs"] = _four_digits(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
+        record["gbs"] = number(shape.kv_bytes(arguments.dtype) / timing.median / 1e3)
         record |= time_fp8_cache(inputs, timing.median) if has_fp8_cache_row(shape) else {}
     return record | (_without_sharing(inputs, selection, timing.median) if shape.shared else {})
 
 
 def _without_sharing(inputs: Inputs, selection: Selection, sharing_us: float) -> dict[str, Any]:
-    """Time the same decode with every sequence reading what it shares, as a record's entries."""
+    """Time the same decode with every sequence reading the shared prefix, as entries of a record."""
     assert isinstance(inputs.batch, PagedBatch)
     batch = dataclasses.replace(inputs.batch, shared_prefix=0)
     alone = dataclasses.replace(inputs, batch=batch)
     plan = alone.plan(selection)
     taken = time_call(lambda: alone.run(plan), inputs.q.device).median
-    return {"us_without_sharing": round(taken, 2), "gain": _four_digits(taken / sharing_us)}
+    return {"us_without_sharing": round(taken, 2), "gain": number(taken / sharing_us)}
 
 
 def _special(shape: Shape) -> dict[str, Any]:
-    """What sets a row apart from equally long causal sequences without a history, as its entries."""
+    """Return how a row differs from equally long causal sequences without a history, as entries of a record."""
     found: dict[str, Any] = {}
     if shape.history:
         found["history"] = shape.history
@@ -188,14 +183,10 @@ def _special(shape: Shape) -> dict[str, Any]:
     return found | ({"size": shape.size} if found else {})
 
 
-def _four_digits(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def measure_all(
     shapes: list[tuple[Shape, bool]], ceilings: Ceilings, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure row after row and add what it means beside ceilings and peers."""
+    """Measure row after row and relate each to ceilings and peers."""
     rows: list[dict[str, Any]] = []
     in_run: dict[Shape, dict[str, float]] = {}
     for shape, paged in shapes:
@@ -220,7 +211,7 @@ def measure_all(
 
 
 def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
-    """The rows to measure, each with whether its keys are paged."""
+    """Return the rows to measure, each with whether its keys are paged."""
     tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE, *SHARED_DECODE)
     shapes: tuple[Shape, ...] = (*tables, *more)
     shapes = {"tiny": TINY, "tables": tables, "more": more}.get(arguments.rows, shapes)
@@ -240,7 +231,7 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
 
 
 def _plans(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> dict[str, str]:
-    """Why each phase is solved by the kernel that solves it."""
+    """Return for each phase why its kernel was chosen."""
     return {
         shape.phase: choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments).why
         for shape, paged in shapes
@@ -248,7 +239,7 @@ def _plans(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> d
 
 
 def main() -> None:
-    """Parse the arguments, measure, write the result, print the short tables last."""
+    """Measure, write the result and print its tables."""
     arguments = _arguments()
     begin = time.monotonic()
     device = torch.device(arguments.device)
@@ -271,9 +262,13 @@ def main() -> None:
             "peers_elsewhere": PEERS_SOURCE,
         },
     )
+    for belongs, table in TABLES:
+        if some := [row for row in rows if belongs(row)]:
+            print(*table(some), "", sep="\n")
     print(
-        "\n".join([*prefill_table(rows, ceilings), *fp8_table(rows), *decode_table(rows, ceilings)])
+        f"a matrix product reaches {ceilings.gemm_tflops:.0f} TFLOP/s here, a copy {ceilings.copy_gbs:.0f} GB/s"
     )
+    print(*summary(rows), sep="\n")
     print(f"{len(rows)} rows in {time.monotonic() - begin:.0f} s")
 
 

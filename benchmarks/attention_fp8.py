@@ -1,9 +1,8 @@
-"""The prefill that multiplies in FP8, and the decode over a cache in FP8, beside ours in half precision.
+"""Times prefill in FP8 and decode over an FP8 cache beside the same calls in half precision.
 
-Times are of the benchmark's own inputs. The prefill's errors are those of one long sequence with outliers, a number
-in a thousand ten times as large, against float64: ours in half precision, ours in FP8, and the plainest FP8 as
-PyTorch computes it, with one scale per tensor. Knows nothing of which shapes are of interest but their
-length.
+Times are of the inputs of `benchmarks.attention`. Errors of the prefill are against float64, on one long sequence in
+which one number in a thousand is ten times as large: ours in half precision, ours in FP8, and FP8 with one scale per
+tensor in PyTorch.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import kernels
 from benchmarks.attention_inputs import arch_of, time_call
 from benchmarks.attention_shapes import DECODE, PREFILL
 from kernels.attention.problem import PackedBatch
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.testing import reference, reference_fp8
+from server.cli.bench.result import number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,39 +36,39 @@ FA3 = MappingProxyType(
         ((16, 8, 128), 1, 16384): 652.0,
     }
 )
-"""TFLOP/s of FA3 in FP8 on operands that are quantised already: (heads, batch, length); as `PEERS_SOURCE`."""
+"""TFLOP/s of FA3 in FP8 by (heads, batch, length), without quantizing the operands; from `PEERS_SOURCE`."""
 _HEADS = 2
 _MOST_TOKENS = 8 * 8192
 _BLOCKS_AT_ONCE = 4096
 _FP8_DIFFERENCE = 0.06
-"""Relative: e4m3 rounds by up to a sixteenth, a value's errors have either sign."""
-_DRAWS = 2
+"""Relative: e4m3 rounds by up to a sixteenth, and the errors of values partly cancel."""
+_SEEDS = range(2)
 
 
 def has_fp8_row(shape: Shape) -> bool:
-    """Whether a shape is also measured in FP8: the long ones of the peers' tables, where our kernel takes them."""
+    """Whether a shape is also measured in FP8: the long ones of the peers' tables."""
     return shape in PREFILL and _key(shape) in FA3
 
 
 def has_fp8_cache_row(shape: Shape) -> bool:
-    """Whether a decode is also measured over a cache in FP8: those of the peers' tables that read the most."""
+    """Whether a decode is also measured over an FP8 cache: those of the peers' tables that read the most."""
     return shape in DECODE and shape.batch * shape.length >= _MOST_TOKENS
 
 
 def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
-    """Time a decode over the same keys and values in FP8, as a record's entries.
+    """Time a decode over the same keys and values in FP8, as entries of a record.
 
     Args:
         inputs: in half precision, with their output in `out`.
-        half_us: what the same call took without FP8.
+        half_us: microseconds of the same call without FP8.
 
     Raises:
-        AssertionError: the output differs by more than FP8 explains.
+        AssertionError: the output differs from that in half precision by more than rounding to FP8.
     """
     device = inputs.q.device
     problem = dataclasses.replace(inputs.problem, kv_dtype=FP8)
     selection = kernels.select(problem, arch_of(device))
-    numbers, scale = (part.contiguous() for part in _quantised(inputs.kv))
+    numbers, scale = (part.contiguous() for part in _quantized(inputs.kv))
     expected = inputs.out.float()
     plan = kernels.plan_attention(problem, inputs.batch, selection=selection)
 
@@ -81,10 +81,9 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     timing = time_call(call, device)
     figures: dict[str, Any] = {
         "kernel": selection.spec.name,
-        "us": round(timing.median, 2),
-        "us_p20_p80": [round(timing.low, 2), round(timing.high, 2)],
-        "gain": _four_digits(half_us / timing.median),
-        "difference": _four_digits(difference),
+        **timing.record(),
+        "gain": number(half_us / timing.median),
+        "difference": number(difference),
     }
     if selection.launches:
         shape = inputs.shape
@@ -93,8 +92,8 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
     return {"fp8_cache": figures}
 
 
-def _quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache [2, N, S, K, D] in FP8 and its scales [2, N, K, S], one key or value of a head each."""
+def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a cache [2, N, S, K, D]; returns it with its scales [2, N, K, S], one for each key and value."""
     blocks = kv.flatten(0, 1)
     numbers = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
     scale = torch.empty(blocks.shape[:-1], device=kv.device)
@@ -105,11 +104,11 @@ def _quantised(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
-    """Time packed inputs with FP8 allowed, as a record's entries; none where no row multiplies in it.
+    """Time packed inputs with FP8 allowed, as entries of a record; empty where no row computes in FP8.
 
     Args:
         inputs: in half precision.
-        bf16_us: what the same call took without FP8.
+        bf16_us: microseconds of the same call without FP8.
     """
     device = inputs.q.device
     problem = dataclasses.replace(inputs.problem, fp8=True)
@@ -120,20 +119,19 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
 
     assert isinstance(inputs.batch, PackedBatch)
     kernel = HopperFP8Prefill(problem, inputs.batch, selection)
-    quantised = kernel.quantise(inputs.q, inputs.kv)
+    quantized = kernel.quantize(inputs.q, inputs.kv)
     whole = time_call(lambda: kernel(inputs.q, inputs.kv, inputs.out), device)
-    attention = time_call(lambda: kernel.attend(*quantised, inputs.out), device)
+    attention = time_call(lambda: kernel.attend(*quantized, inputs.out), device)
     shape = inputs.shape
     figures = {
         "kernel": selection.spec.name,
         "launch": dataclasses.asdict(selection.launch_for(shape.length, shape.batch)),
-        "us": round(whole.median, 2),
-        "us_p20_p80": [round(whole.low, 2), round(whole.high, 2)],
-        "tflops": _four_digits(shape.flops / whole.median / 1e6),
-        "gain": _four_digits(bf16_us / whole.median),
+        **whole.record(),
+        "tflops": number(shape.flops / whole.median / 1e6),
+        "gain": number(bf16_us / whole.median),
         "attention_us": round(attention.median, 2),
-        "attention_tflops": _four_digits(shape.flops / attention.median / 1e6),
-        "attention_gain": _four_digits(bf16_us / attention.median),
+        "attention_tflops": number(shape.flops / attention.median / 1e6),
+        "attention_gain": number(bf16_us / attention.median),
         "fa3_tflops_elsewhere": FA3.get(_key(shape)),
     }
     return {"fp8": figures | {"rmse": measure_errors(problem, shape.length, device)}}
@@ -142,12 +140,12 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
 def measure_errors(
     problem: AttentionProblem, length: int, device: torch.device
 ) -> dict[str, float | None]:
-    """Root mean square errors over a sequence with outliers, two heads and two draws together."""
+    """Return root mean square errors over a sequence with outliers, of two heads and two seeds together."""
     asked = dataclasses.replace(problem, num_heads=_HEADS, num_kv_heads=_HEADS)
     options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
     squares = dict.fromkeys(("half", "per_tensor", "fp8"), 0.0)
-    for seed in range(_DRAWS):
-        q, kv = _draw(asked, length, seed, device)
+    for seed in _SEEDS:
+        q, kv = _outliers(asked, length, seed, device)
         truth = reference.attention(q, *kv, **options, dtype=torch.float64)
         plain = reference_fp8.per_tensor(q, *kv, **options)
         squares["per_tensor"] += float((plain - truth).square().mean())
@@ -155,15 +153,15 @@ def measure_errors(
         for name, fp8 in (("half", False), ("fp8", True)):
             out = _attend(dataclasses.replace(asked, fp8=fp8), q, kv)
             squares[name] += float((out.double() - truth).square().mean())
-    errors = {name: (total / _DRAWS) ** 0.5 for name, total in squares.items()}
-    found: dict[str, float | None] = {name: _four_digits(value) for name, value in errors.items()}
-    return found | {"per_tensor_over_fp8": _four_digits(errors["per_tensor"] / errors["fp8"])}
+    errors = {name: (total / len(_SEEDS)) ** 0.5 for name, total in squares.items()}
+    found: dict[str, float | None] = {name: number(value) for name, value in errors.items()}
+    return found | {"per_tensor_over_fp8": number(errors["per_tensor"] / errors["fp8"])}
 
 
-def _draw(
+def _outliers(
     problem: AttentionProblem, length: int, seed: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Queries [n, H, D], and keys and values [2, n, K, D]: N(0, 1), plus N(0, 100) for one in 1000.
+    """Return random queries [n, H, D], and keys and values [2, n, K, D]: N(0, 1), plus N(0, 100) for one in 1000.
 
     Source: Shah et al., "FlashAttention-3", 2024, section 4.3.
     """
@@ -182,17 +180,13 @@ def _draw(
 
 
 def _attend(problem: AttentionProblem, q: Tensor, kv: Tensor) -> Tensor:
-    """Attend one sequence through the door."""
+    """Compute the attention of one sequence through the public API."""
     length = q.shape[0]
     offsets = torch.tensor([0, length], dtype=torch.int32, device=q.device)
     plan = kernels.plan_attention(problem, PackedBatch(offsets, offsets, length, length, length))
     out = torch.full_like(q, float("nan"))
     kernels.prefill_attention(q, kv, plan, out)
     return out
-
-
-def _four_digits(value: float) -> float:
-    return float(f"{value:.4g}")
 
 
 def _key(shape: Shape) -> tuple[tuple[int, int, int], int, int]:

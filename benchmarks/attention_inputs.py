@@ -1,7 +1,6 @@
-"""Inputs for timing attention at full size, and the checks and clocks that go with them.
+"""Inputs for timing attention at full size, their checks, and the timing of a call.
 
-Everything is made on the device at once: a cache of gigabytes takes milliseconds. Knows nothing of
-which shapes or launch configurations are of interest.
+Tensors are made on the device, where a cache of gigabytes takes milliseconds.
 """
 
 from __future__ import annotations
@@ -17,16 +16,10 @@ from torch import Tensor
 
 import kernels
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import (
-    AttentionProblem,
-    LaunchConfig,
-    PackedBatch,
-    PagedBatch,
-    Phase,
-    Selection,
-    TunedLaunch,
-)
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import REGISTRY
+from kernels.attention.select import Selection
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than, truth_dtype
 
@@ -35,7 +28,7 @@ if TYPE_CHECKING:
 
     from benchmarks.attention_shapes import Shape
     from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionPlan
+    from kernels.attention.plan import AttentionPlan
     from kernels.attention.spec import KernelSpec
 
 BLOCK_SIZE = 16
@@ -48,11 +41,18 @@ _FEWEST_CALLS = 5
 
 
 class Timing(NamedTuple):
-    """Microseconds of one call: the median, and what 20 % and 80 % of the calls stay below."""
+    """Microseconds of one call: the median, the 20th and the 80th percentile."""
 
     median: float
     low: float
     high: float
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries of a result's row."""
+        return {
+            "us": round(self.median, 2),
+            "us_p20_p80": [round(self.low, 2), round(self.high, 2)],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class Inputs:
     """One shape's tensors.
 
     Attributes:
-        shape: what they are for.
-        problem: for the door.
-        batch: for the door.
+        shape: that they have.
+        problem: for the public API.
+        batch: for the public API.
         q: [T, H, D].
         kv: [2, N, S, K, D] paged, [2, T, K, D] packed.
         out: [T, H, D].
@@ -76,11 +76,11 @@ class Inputs:
     out: Tensor
 
     def plan(self, selection: Selection) -> AttentionPlan:
-        """Plan the step on a forced selection."""
+        """Plan the step with a given selection."""
         return kernels.plan_attention(self.problem, self.batch, selection=selection)
 
     def run(self, plan: AttentionPlan) -> None:
-        """Write the attention to `out`, through the door."""
+        """Compute the attention into `out`, through the public API."""
         if self.problem.phase is Phase.DECODE:
             kernels.decode_attention(self.q, self.kv, plan, self.out)
         else:
@@ -97,17 +97,17 @@ class Inputs:
         return self.kv[0][blocks].flatten(0, 1)[:length], self.kv[1][blocks].flatten(0, 1)[:length]
 
     def check(self, out: Tensor) -> tuple[float, float]:
-        """Compare some rows of some sequences with the reference, and look at every value.
+        """Compare some rows of some sequences with the reference, and check that every value is finite.
 
         Args:
             out: [T, H, D], NaN where nothing was written.
 
         Returns:
-            Largest error against the reference in higher precision, of `out` and of plain PyTorch
-            in the same precision.
+            Largest error against the reference in higher precision: of `out`, and of plain PyTorch in the same
+            precision.
 
         Raises:
-            AssertionError: `out` is worse than the tolerance rule allows, or not finite somewhere.
+            AssertionError: the error of `out` exceeds the tolerance rule, or a value is not finite.
         """
         if not bool(torch.isfinite(out).all()):
             raise AssertionError(f"{int((~torch.isfinite(out)).sum())} values are not finite")
@@ -137,14 +137,14 @@ class Inputs:
         return float((got - exact).abs().max()), float((same - exact).abs().max())
 
     def _checked_sequences(self) -> list[int]:
-        """First, middle, last, longest and shortest."""
+        """Return the indices of the first, middle, last, longest and shortest sequence."""
         lengths = self.shape.seq_lens
         ends = {lengths.index(max(lengths)), lengths.index(min(lengths))}
         return sorted({0, len(lengths) // 2, len(lengths) - 1} | ends)
 
 
 def _checked_rows(total: int) -> list[tuple[int, int]]:
-    """First and last query tokens of a sequence, and some from its middle."""
+    """Return ranges of query tokens: the first and last ones of a sequence, and some from its middle."""
     starts = {0, total // 2, max(0, total - _CHECKED_ROWS)}
     return [(start, min(total, start + _CHECKED_ROWS)) for start in sorted(starts)]
 
@@ -152,10 +152,10 @@ def _checked_rows(total: int) -> list[tuple[int, int]]:
 def make_inputs(
     shape: Shape, dtype: str, device: torch.device, *, paged: bool = True, seed: int = 0
 ) -> Inputs:
-    """Draw random inputs; a paged cache has blocks of 16 in random order.
+    """Make random inputs; a paged cache has blocks of 16 in random order.
 
     Args:
-        shape: how many of what.
+        shape: sizes of the tensors.
         dtype: of queries, cache and output.
         device: of all tensors.
         paged: keys and values in a paged cache, else packed.
@@ -196,7 +196,7 @@ def make_inputs(
 
 
 def problem_of(shape: Shape, dtype: str, *, paged: bool = True) -> AttentionProblem:
-    """What the door is asked for a shape."""
+    """Return the problem that a shape poses to the public API."""
     return AttentionProblem(
         phase=Phase(shape.phase),
         dtype=dtype,
@@ -211,23 +211,27 @@ def problem_of(shape: Shape, dtype: str, *, paged: bool = True) -> AttentionProb
 
 
 def arch_of(device: torch.device) -> GPUArch:
-    """The device; for a dry run on the CPU the architecture that it plays."""
+    """Describe the device; the CPU, in a dry run, stands in for an H100."""
     return kernels.detect(device) if device.type == "cuda" else CATALOGUE["h100"]
 
 
 def spec_named(name: str) -> KernelSpec:
-    """The registry's row of that name."""
+    """Return the registry's row of that name."""
     return next(spec for spec in REGISTRY if spec.name == name)
 
 
 def forced(spec: KernelSpec, arch: GPUArch, launch: LaunchConfig) -> Selection:
-    """A selection of one row with one launch configuration for any length."""
+    """Return a selection of one row, with one launch configuration for any length."""
     row = TunedLaunch(launch, None, "given by the benchmark", measured=False)
     return Selection(spec, arch, (row,), f"{spec.name} with a given launch", ())
 
 
 def parse_launch(text: str, base: LaunchConfig) -> LaunchConfig:
-    """Read `block_m=128,num_warps=8`; fields that are not named keep the value of `base`."""
+    """Parse `block_m=128,num_warps=8`; other fields keep the value of `base`.
+
+    Raises:
+        ValueError: not a field of a launch.
+    """
     changes = dict(item.split("=", 1) for item in text.split(",") if item)
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     if unknown := sorted(set(changes) - known):
@@ -241,7 +245,7 @@ def parse_launch(text: str, base: LaunchConfig) -> LaunchConfig:
 
 
 def show_launch(launch: LaunchConfig) -> str:
-    """As in `128x64 w8 s3 p2`: rows x keys of a tile, warps, stages, programs per SM."""
+    """Format a launch as in `128x64 w8 s3 p2`: rows x keys of a tile, warps, stages, programs per SM."""
     text = f"{launch.block_m}x{launch.block_n} w{launch.num_warps} s{launch.num_stages}"
     text += f" p{launch.programs_per_sm}" if launch.programs_per_sm > 1 else ""
     return f"{text} one loop" if launch.one_loop else text
@@ -250,16 +254,16 @@ def show_launch(launch: LaunchConfig) -> str:
 def time_call(
     call: Callable[[], object], device: torch.device, *, warmup_ms: int = 25, rep_ms: int = 100
 ) -> Timing:
-    """Time one call with cold caches: device events on a GPU, one turn of the host's clock elsewhere.
+    """Time one call with cold caches: with device events on a GPU, once with the host's clock elsewhere.
 
-    Between two calls the device clears more memory than its caches hold, which takes it longer than the host to launch
-    the next call: what is timed is the device's work.
+    Between two calls the device clears more memory than its caches hold. That takes longer than the host needs to
+    launch the next call, so that only the device's work is timed.
 
     Args:
         call: launches the work.
         device: that the work runs on.
-        warmup_ms: for as long it runs before.
-        rep_ms: for about as long it is measured.
+        warmup_ms: milliseconds of calls before the measurement.
+        rep_ms: approximate milliseconds of measured calls.
     """
     if device.type != "cuda":
         begin = time.perf_counter()
@@ -275,7 +279,7 @@ def time_call(
 
 
 def _timed(call: Callable[[], object], cleared: torch.Tensor, count: int) -> list[float]:
-    """Milliseconds of each of some calls."""
+    """Return the milliseconds of each of `count` calls."""
     events = [
         [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         for _ in range(count)

@@ -1,8 +1,7 @@
-"""PyTorch's attention kernels on the inputs of the attention benchmark: cuDNN's and FlashAttention-2.
+"""Times PyTorch's attention kernels, cuDNN's and FlashAttention-2, on the inputs of the attention benchmark.
 
-Sequences of one length go through `scaled_dot_product_attention`. Where lengths differ, after a history
-and under a window, that function has no words for the problem, and the operations behind it are called.
-Knows nothing of our kernels but their output.
+Sequences of one length go through `scaled_dot_product_attention`. That function cannot express sequences of different
+lengths, with a history or with a window: for these the operators that it dispatches to are called.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_inputs import time_call
 from kernels.attention.problem import PackedBatch
+from kernels.torch_private import packed_cudnn_attention, packed_flash_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +30,15 @@ _NEAR_PEER = 1e-2
 
 
 def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, Any]:
-    """TFLOP/s of PyTorch's backends on packed inputs that `out` was computed from, as a record's entries.
+    """Return the TFLOP/s of PyTorch's backends, as entries of a record.
 
-    A backend that refuses the problem is left out. So is one whose output differs from `out`, which
-    has been compared with the reference; the record names it.
+    A backend that does not support the problem is left out, and so is one whose output differs from `out`; the record
+    names the latter.
+
+    Args:
+        inputs: packed.
+        out: their attention, already compared with the reference.
+        device: of the inputs.
     """
     figures: dict[str, float] = {}
     copies: list[str] = []
@@ -64,11 +69,11 @@ def _is_dense(inputs: Inputs) -> bool:
 
 
 def _dense(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], bool] | None:
-    """Attention of sequences of one length, to be called under `sdpa_kernel(backend)`.
+    """Prepare attention of sequences of one length, to be called under `sdpa_kernel(backend)`.
 
     Returns:
-        The call, its output [B, S, H, D], and whether each query head has a copy of its keys, where
-        the backend cannot share them; None if it refuses both.
+        The call, its output [B, S, H, D], and whether the keys are copied for each query head because the backend
+        cannot share them; None if the backend supports neither.
     """
     shape = inputs.shape
     q = inputs.q.view(shape.batch, shape.length, shape.hq, shape.d).transpose(1, 2)
@@ -93,25 +98,17 @@ def _dense(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], b
 
 
 def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | None:
-    """Attention over offsets, its output [T, H, D]; None where the backend has no such kernel."""
+    """Prepare attention of sequences of different lengths, as `_dense` does; its output is [T, H, D]."""
     shape, batch = inputs.shape, inputs.batch
     assert isinstance(batch, PackedBatch), "peers read packed keys"
     k, v = inputs.kv
     lengths = (batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k)
 
     def flash() -> Tensor:
-        window = {} if shape.window is None else {"window_size_left": shape.window - 1}
-        window |= {"window_size_right": 0} if window else {}
-        outputs = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
-            inputs.q, k, v, *lengths, 0.0, shape.causal, False, **window
-        )
-        return outputs[0]  # type: ignore[no-any-return]
+        return packed_flash_attention(inputs.q, k, v, lengths, shape.window, causal=shape.causal)
 
     def cudnn() -> Tensor:
-        outputs = torch.ops.aten._cudnn_attention_forward(  # noqa: SLF001
-            inputs.q, k, v, None, *lengths, False, 0.0, shape.causal, False
-        )
-        return outputs[0]  # type: ignore[no-any-return]
+        return packed_cudnn_attention(inputs.q, k, v, lengths, causal=shape.causal)
 
     # cuDNN aligns the causal edge to the top left, which a history moves, and knows no window here.
     if name == "cudnn" and (shape.history or shape.window):

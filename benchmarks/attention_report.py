@@ -1,25 +1,21 @@
-"""The attention benchmark's rows as text: short tables for a terminal, markdown for the documents.
-
-Pure: rows as in the result file in, lines out.
-"""
+"""Formats the rows of the attention benchmark: Markdown tables, and a count of the rows that reach the peers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    Row = dict[str, Any]
+Row: TypeAlias = dict[str, Any]
+"""A row of the result file."""
 
 AHEAD = 1.05
-"""How many times the best peer's TFLOP/s a prefill should reach."""
+"""The TFLOP/s that a prefill should reach, as a multiple of the best peer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the same GPU reached in the same run on work that has nothing else to do.
+    """What the same GPU reached in the same run with one operation alone.
 
     Attributes:
         gemm_tflops: bf16 matrix product of 8192 x 8192 x 8192, TFLOP/s.
@@ -30,120 +26,248 @@ class Ceilings:
     copy_gbs: float
 
 
-def prefill_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
-    """TFLOP/s of the prefill rows, then how they stand to the limits; nothing without rows."""
-    pairs = prefill_pairs(rows)
-    if not pairs:
-        return []
-    lines = [
-        f"prefill, TFLOP/s; a matrix product here reaches {ceilings.gemm_tflops:.0f}; "
-        "here: cudnn, fa2; elsewhere: best",
-        f"{'heads':>10} {'batch':>18} {'packed':>7} {'paged':>7} {'cudnn':>7} {'fa2':>7} "
-        f"{'best':>7} {'packed/best':>11} {'paged/best':>10}",
-    ]
-    for packed, paged in pairs:
-        here, best = packed["peer_tflops"], best_prefill(packed)
-        lines.append(
-            f"{_heads(packed):>10} {size(packed):>18} {packed['tflops']:7.0f} {paged['tflops']:7.0f} "
-            f"{here.get('cudnn', 0):7.0f} {here.get('fa2', 0):7.0f} {best:7.0f} "
-            f"{packed['tflops'] / best:11.2f} {paged['tflops'] / best:10.2f}"
-        )
+def summary(rows: Iterable[Row]) -> list[str]:
+    """Count the rows that reach the best of their peers."""
+    rows = list(rows)
+    lines = []
+    pairs = _prefill_pairs(rows)
     known = [pair for pair in pairs if pair[0]["peer_tflops_elsewhere"]]
-    for name, index in (("packed", 0), ("paged", 1)):
-        shares = [pair[index]["tflops"] / best_prefill(pair[0]) for pair in known]
-        beside_fa2 = [pair[index]["tflops"] > fa2(pair[0]) for pair in pairs if fa2(pair[0])]
+    for name, index in (("packed", 0), ("paged", 1)) if pairs else ():
+        shares = [pair[index]["tflops"] / _best_prefill(pair[0]) for pair in known]
+        beside_fa2 = [pair[index]["tflops"] > _fa2(pair[0]) for pair in pairs if _fa2(pair[0])]
         lines.append(
             f"{name}: at or above the best in {sum(share >= 1 for share in shares)} of {len(shares)} "
             f"rows of the peers' tables, {AHEAD} times in {sum(share >= AHEAD for share in shares)}; "
             f"above FA2 in {sum(beside_fa2)} of {len(beside_fa2)}"
         )
+    ratios = [
+        row["ratio_to_best_peer"]
+        for row in rows
+        if row["phase"] == "decode" and "ratio_to_best_peer" in row
+    ]
+    if ratios:
+        reached = sum(ratio <= 1 for ratio in ratios)
+        lines.append(
+            f"decode: at most the time of the better peer in {reached} of {len(ratios)} rows"
+        )
     return lines
 
 
-def fp8_table(rows: Iterable[Row]) -> list[str]:
-    """The prefill rows that were measured in FP8 too; nothing without any."""
-    mine = [row for row in rows if "fp8" in row]
-    if not mine:
-        return []
+def _prefill(rows: list[Row]) -> list[str]:
     lines = [
-        "prefill in FP8, TFLOP/s, packed; `attention` without the quantising; elsewhere: FA3 without it",
-        f"{'heads':>10} {'batch':>18} {'half':>6} {'fp8':>6} {'gain':>5} {'attention':>9} {'gain':>5} "
-        f"{'fa3':>5} {'rmse: half':>10} {'per tensor':>10} {'ours':>9} {'ratio':>6}",
+        "Prefill, causal, TFLOP/s. cuDNN and FA2 are PyTorch's SDPA in the same run; FA3, FlashInfer and the best of",
+        "all were measured elsewhere.",
+        "",
+        "| heads H/K/D | batch x tokens | packed | paged | of a GEMM | cuDNN | FA2 | FA3 | FlashInfer | best "
+        "| packed / best | paged / best | packed / FA2 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in mine:
+    for packed, paged in _prefill_pairs(rows):
+        here, elsewhere, best = (
+            packed["peer_tflops"],
+            packed["peer_tflops_elsewhere"],
+            _best_prefill(packed),
+        )
+        ours = (packed["tflops"], paged["tflops"])
+        cells = [
+            _heads(packed),
+            f"{packed['batch']} x {packed['seqlen']}",
+            *(f"**{value:.0f}**" for value in ours),
+            f"{packed['share_of_ceiling']:.0%}",
+            *(_figure(here.get(name), 0) for name in ("cudnn", "fa2")),
+            *(_figure(elsewhere.get(name), 0) for name in ("fa3", "flashinfer")),
+            f"{best:.0f}",
+            *(f"{value / best:.2f}" for value in ours),
+            f"{ours[0] / _fa2(packed):.2f}" if _fa2(packed) else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _more_prefill(rows: list[Row]) -> list[str]:
+    """Format rows that the peers' tables lack."""
+    lines = [
+        "More prefill, TFLOP/s: `96x(4-2000)` is a mix of lengths as chats have them, `512+8192` are new tokens",
+        "after a history, `full` is not causal, `w1024` a sliding window. cuDNN and FA2 in the same run, where they",
+        "take the problem.",
+        "",
+        "| heads H/K/D | batch x tokens | packed | paged | of a GEMM | cuDNN | FA2 | packed / better |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for packed, paged in _prefill_pairs(rows):
+        here = packed["peer_tflops"]
+        better = max(here.values(), default=None)
+        cells = [
+            _heads(packed),
+            _size(packed),
+            *(f"**{row['tflops']:.0f}**" for row in (packed, paged)),
+            f"{packed['share_of_ceiling']:.0%}",
+            *(_figure(here.get(name), 0) for name in ("cudnn", "fa2")),
+            f"{packed['tflops'] / better:.2f}" if better else "",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _fp8_prefill(rows: list[Row]) -> list[str]:
+    """Format rows that were measured in FP8 too."""
+    lines = [
+        "Prefill where FP8 is allowed, packed, causal, TFLOP/s: with the quantization of queries, keys and values, and",
+        "the attention alone; FA3 on operands that were quantized before. Errors are root mean squares against float64",
+        "over a sequence of that length with outliers: in half precision, in FP8 with one scale per tensor, and ours.",
+        "",
+        "| heads H/K/D | batch x tokens | half | FP8 | FP8 / half | attention | FA3 FP8 | error, half | per tensor "
+        "| ours | per tensor / ours |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
         fp8, rmse = row["fp8"], row["fp8"]["rmse"]
-        lines.append(
-            f"{_heads(row):>10} {size(row):>18} {row['tflops']:6.0f} {fp8['tflops']:6.0f} "
-            f"{fp8['gain']:5.2f} {fp8['attention_tflops']:9.0f} {fp8['attention_gain']:5.2f} "
-            f"{fp8['fa3_tflops_elsewhere'] or 0:5.0f} {rmse['half']:10.2e} {rmse['per_tensor']:10.2e} "
-            f"{rmse['fp8']:9.2e} {rmse['per_tensor_over_fp8']:6.2f}"
-        )
+        cells = [
+            _heads(row),
+            f"{row['batch']} x {row['seqlen']}",
+            f"{row['tflops']:.0f}",
+            f"**{fp8['tflops']:.0f}**",
+            f"{fp8['gain']:.2f}",
+            f"{fp8['attention_tflops']:.0f}",
+            _figure(fp8["fa3_tflops_elsewhere"], 0),
+            *(f"{rmse[name]:.1e}" for name in ("half", "per_tensor", "fp8")),
+            f"{rmse['per_tensor_over_fp8']:.2f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def decode_table(rows: Iterable[Row], ceilings: Ceilings) -> list[str]:
-    """Microseconds of the decode rows, then how they stand to the limits; nothing without rows."""
-    mine = [row for row in rows if row["phase"] == "decode"]
-    if not mine:
-        return []
+def _decode(rows: list[Row]) -> list[str]:
     lines = [
-        f"decode, us; a copy here reaches {ceilings.copy_gbs:.0f} GB/s; elsewhere: fa3, flashinfer",
-        f"{'heads':>10} {'batch':>18} {'us':>8} {'GB/s':>6} {'share':>6} {'fa3':>7} {'flashi.':>7} "
-        f"{'ratio':>6}",
+        "Decode over the paged cache, microseconds. The share is that of the bandwidth that a copy reaches on the same",
+        "GPU, for reading every key and value once; FA3 and FlashInfer were measured elsewhere.",
+        "",
+        "| heads H/K/D | batch x context | us | GB/s | share | FA3 | FlashInfer | ours / better |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in (row for row in mine if "gain" not in row):
+    for row in rows:
         peers = row["peer_us_elsewhere"]
-        lines.append(
-            f"{_heads(row):>10} {size(row):>18} {row['us']:8.1f} {row['gbs']:6.0f} "
-            f"{row['share_of_ceiling']:6.0%} {peers.get('fa3', 0):7.1f} "
-            f"{peers.get('flashinfer', 0):7.1f} {row.get('ratio_to_best_peer', 0):6.2f}"
-        )
-    lines += [
-        f"{_heads(row):>10} {size(row)}: {row['us']:.1f} us with the prefix read once, "
-        f"{row['us_without_sharing']:.1f} us without, {row['gain']:.2f} times"
-        for row in mine
-        if "gain" in row
-    ]
-    lines += [
-        f"{_heads(row):>10} {size(row)}: {row['fp8_cache']['us']:.1f} us over a cache in FP8, "
-        f"{row['fp8_cache']['gain']:.2f} times as fast"
-        for row in mine
-        if "fp8_cache" in row
-    ]
-    ratios = [row["ratio_to_best_peer"] for row in mine if "ratio_to_best_peer" in row]
-    lines.append(
-        f"at most what the better peer takes in {sum(r <= 1 for r in ratios)} of {len(ratios)} rows"
-    )
+        cells = [
+            _heads(row),
+            f"{row['batch']} x {row['context']}",
+            f"**{row['us']:.1f}**",
+            f"{row['gbs']:.0f}",
+            f"{row['share_of_ceiling']:.0%}",
+            *(_figure(peers.get(name), 1) for name in ("fa3", "flashinfer")),
+            _figure(row.get("ratio_to_best_peer"), 2),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def prefill_pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """The prefill rows by shape, packed and paged; one stands for both where the other is missing."""
+def _more_decode(rows: list[Row]) -> list[str]:
+    """Format rows whose sequences have different lengths."""
+    lines = [
+        "Decode of sequences of unlike lengths, microseconds.",
+        "",
+        "| heads H/K/D | batch x context | us | GB/s | share |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {_heads(row)} | {row['size']} | **{row['us']:.1f}** | {row['gbs']:.0f} | {row['share_of_ceiling']:.0%} |"
+        for row in rows
+    ]
+    return lines
+
+
+def _fp8_decode(rows: list[Row]) -> list[str]:
+    """Format rows that were measured over a cache in FP8 too."""
+    lines = [
+        "Decode over a cache in FP8, microseconds, and how far the output is from that over the same cache in half",
+        "precision, relative.",
+        "",
+        "| heads H/K/D | batch x context | half | FP8 | times faster | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        fp8 = row["fp8_cache"]
+        cells = [
+            _heads(row),
+            f"{row['batch']} x {row['context']}",
+            f"{row['us']:.1f}",
+            f"**{fp8['us']:.1f}**",
+            f"**{fp8['gain']:.2f}**",
+            f"{fp8['difference']:.1%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _shared_decode(rows: list[Row]) -> list[str]:
+    """Format rows whose sequences begin with the same blocks."""
+    lines = [
+        "Decode of sequences that begin with the same blocks, microseconds, with the prefix read once for all of them",
+        "and by each.",
+        "",
+        "| heads H/K/D | batch x context | once | by each | times faster | share |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            _heads(row),
+            row["size"],
+            f"**{row['us']:.1f}**",
+            f"{row['us_without_sharing']:.1f}",
+            f"**{row['gain']:.1f}**",
+            f"{row['share_of_ceiling']:.0%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _prefill_pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
+    """Return the prefill rows by shape, packed and paged; where one is missing, the other stands for both."""
     found: dict[tuple[str, str], dict[bool, Row]] = {}
     for row in rows:
         if row["phase"] == "prefill":
-            found.setdefault((_heads(row), size(row)), {})[row["paged"]] = row
+            found.setdefault((_heads(row), _size(row)), {})[row["paged"]] = row
     return [
         (pair[min(pair)], pair[max(pair)])  # False, packed, comes before True
         for pair in found.values()
     ]
 
 
-def best_prefill(row: Row) -> float:
-    """The highest TFLOP/s of any peer elsewhere; of those here where no table has the shape."""
+def _best_prefill(row: Row) -> float:
+    """Return the highest TFLOP/s of any peer elsewhere; of the peers here where no table has the shape."""
     peers = row["peer_tflops_elsewhere"] or row["peer_tflops"] or {"none": row["tflops"]}
     return float(max(peers.values()))
 
 
-def fa2(row: Row) -> float:
-    """FA2's TFLOP/s, the higher of here and elsewhere."""
+def _fa2(row: Row) -> float:
+    """Return FA2's TFLOP/s, the higher of here and elsewhere."""
     return float(max(row["peer_tflops"].get("fa2", 0), row["peer_tflops_elsewhere"].get("fa2", 0)))
 
 
 def _heads(row: Row) -> str:
+    """Format as in `32/8/128`: query heads, key-value heads, head dim."""
     return f"{row['hq']}/{row['hkv']}/{row['d']}"
 
 
-def size(row: Row) -> str:
-    """As in `8x1024`; what else sets a row apart is part of it."""
+def _size(row: Row) -> str:
+    """Format as in `8x1024`, with everything else that distinguishes the row."""
     return str(row.get("size", f"{row['batch']}x{row.get('seqlen', row.get('context'))}"))
+
+
+def _has_peers(row: Row) -> bool:
+    return bool(row.get("peer_tflops_elsewhere"))
+
+
+def _figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+TABLES: tuple[tuple[Callable[[Row], bool], Callable[[list[Row]], list[str]]], ...] = (
+    (lambda row: row["phase"] == "prefill" and _has_peers(row), _prefill),
+    (lambda row: row["phase"] == "prefill" and not _has_peers(row), _more_prefill),
+    (lambda row: "fp8" in row, _fp8_prefill),
+    (lambda row: row["phase"] == "decode" and not {"gain", "size"} & row.keys(), _decode),
+    (lambda row: row["phase"] == "decode" and "size" in row and "gain" not in row, _more_decode),
+    (lambda row: "fp8_cache" in row, _fp8_decode),
+    (lambda row: row["phase"] == "decode" and "gain" in row, _shared_decode),
+)
+"""Which rows belong to a table, and the function that formats it."""

@@ -1,7 +1,4 @@
-"""The shapes that attention is measured on, and what other kernels were measured to take on them.
-
-Data only: no tensor is made here.
-"""
+"""The shapes that attention is measured on, with published figures of other kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ PEERS_SOURCE = (
     "medians of triton.testing.do_bench on another NVIDIA H100 80GB HBM3, torch 2.11.0+cu130: FA3 is "
     "vLLM 0.23.0's build, FlashInfer is 0.6.12, cuDNN and FA2 are PyTorch's SDPA"
 )
-"""Where the figures in `Shape.peers` come from: the same kind of machine, but not the same run."""
+"""Source of the figures in `Shape.peers`: the same kind of machine, but not the same run."""
 ELEMENT_BYTES = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One row of a table: sequences of one model's attention, equally long unless `lengths` says more.
+    """One row of a table: sequences of one model's attention, equally long unless `lengths` is given.
 
     Attributes:
         phase: "prefill" or "decode".
@@ -39,7 +36,7 @@ class Shape:
         causal: whether a query sees no key after its own token.
         window: tokens that a query attends to; None for all.
         lengths: tokens of each sequence, where they differ.
-        shared: tokens at the start of all sequences of a decode that lie in the same blocks.
+        shared: tokens at the beginning of all sequences of a decode that are in the same blocks.
     """
 
     phase: str
@@ -56,17 +53,17 @@ class Shape:
     shared: int = 0
 
     def __str__(self) -> str:
-        """As in `decode 32/8/128 8x1024`."""
+        """Format as in `decode 32/8/128 8x1024`."""
         return f"{self.phase} {self.heads} {self.size}"
 
     @property
     def heads(self) -> str:
-        """As in `32/8/128`."""
+        """Format as in `32/8/128`."""
         return f"{self.hq}/{self.hkv}/{self.d}"
 
     @property
     def size(self) -> str:
-        """As in `8x1024`, `1x512+8192` after a history, `64x(100-16000)` where lengths differ.
+        """Format as in `8x1024`, `1x512+8192` after a history, `64x(100-16000)` where lengths differ.
 
         `64x(8192 shared + 128)` where all sequences begin with the same blocks.
         """
@@ -80,14 +77,20 @@ class Shape:
         text += "" if self.causal else " full"
         return text if self.window is None else f"{text} w{self.window}"
 
+    def record(self) -> dict[str, str | int]:
+        """Return the entries of a result's row."""
+        length = "seqlen" if self.phase == "prefill" else "context"
+        sizes = {"hq": self.hq, "hkv": self.hkv, "d": self.d, "batch": self.batch}
+        return {"phase": self.phase, **sizes, length: self.length}
+
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Keys of each sequence."""
+        """Number of keys of each sequence."""
         return self.lengths or (self.length,) * self.batch
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """Query tokens of each sequence."""
+        """Number of query tokens of each sequence."""
         if self.phase == "decode":
             return (1,) * self.batch
         return tuple(length - self.history for length in self.seq_lens)
@@ -96,32 +99,32 @@ class Shape:
     def flops(self) -> float:
         """Floating-point operations of the call.
 
-        As usual, a causal square counts as its half, the diagonal's other half left out.
+        As usual, a causal square counts as half a square: the diagonal counts half.
         """
         pairs = zip(self.query_lens, self.seq_lens, strict=True)
         return 4 * self.d * self.hq * sum(self._seen(queries, keys) for queries, keys in pairs)
 
     def _seen(self, queries: int, keys: int) -> float:
-        """Pairs of a query and a key that it attends to, in one sequence."""
+        """Return the number of pairs of a query and a key that it attends to, in one sequence."""
         if self.phase == "decode":
             return keys
         if not self.causal:
             return queries * keys
         if self.window is None:
             return queries * (keys - queries) + 0.5 * queries**2
-        # The first queries see all before them, those after the window's width only the window.
+        # Queries within the first window see all keys before them, later ones only the window.
         growing = min(max(self.window - (keys - queries), 0), queries)
         first = keys - queries
         return growing * first + 0.5 * growing**2 + (queries - growing) * self.window
 
     def kv_bytes(self, dtype: str) -> int:
-        """Bytes of the keys and values that the call has to read, each once."""
+        """Return the bytes of the keys and values that the call has to read, each once."""
         tokens = sum(self.seq_lens) - max(0, self.batch - 1) * self.shared
         return 2 * tokens * self.hkv * self.d * ELEMENT_BYTES[dtype]
 
     @property
     def bar(self) -> float | None:
-        """The best of the peers: highest TFLOP/s, lowest microseconds; None without any."""
+        """The best figure of the peers: highest TFLOP/s, lowest microseconds; None without peers."""
         if not self.peers:
             return None
         return max(self.peers.values()) if self.phase == "prefill" else min(self.peers.values())
@@ -199,24 +202,24 @@ DECODE = _table(
 )
 
 
-def _drawn(count: int, least: int, most: int, draw: Callable[[random.Random], float]) -> Shape:
-    """Lengths from a distribution, the same in every run, as a shape that `replace` completes."""
+def _sampled(count: int, least: int, most: int, sample: Callable[[random.Random], float]) -> Shape:
+    """Return a decode of sampled lengths, the same in every run; `replace` makes other shapes of it."""
     source = random.Random(0)  # noqa: S311
-    lengths = tuple(min(most, max(least, round(draw(source)))) for _ in range(count))
+    lengths = tuple(min(most, max(least, round(sample(source)))) for _ in range(count))
     return Shape("decode", 32, 8, 128, count, max(lengths), lengths=lengths)
 
 
 def _prompt_length(source: random.Random) -> float:
-    """Tokens of a chat's prompt: half have fewer than 150, one in a hundred more than 2000."""
+    """Sample the tokens of a chat's prompt: half have fewer than 150, one in a hundred more than 2000."""
     return source.lognormvariate(5.0, 1.15)
 
 
 def _skewed(source: random.Random) -> float:
-    """Tokens of a context between 100 and 16384: half have fewer than 1300."""
+    """Sample the tokens of a context between 100 and 16384: half have fewer than 1300."""
     return math.exp(source.uniform(math.log(100), math.log(16384)))
 
 
-_MIX = _drawn(96, 4, 4096, _prompt_length)
+_MIX = _sampled(96, 4, 4096, _prompt_length)
 MORE_PREFILL = (
     *(replace(_MIX, phase="prefill", d=d) for d in (128, 64)),
     *(Shape("prefill", 32, 8, 128, 1, history + 512, history=history) for history in (8192, 32768)),
@@ -232,19 +235,19 @@ MORE_PREFILL = (
     Shape("prefill", 32, 8, 128, 4, 4096, window=1024),
     Shape("prefill", 32, 8, 128, 1, 16384, window=4096),
 )
-"""Rows that the peers' tables lack: a mix of prompts as chats have them, chunks of 512 after a history,
-wide heads, full attention, windows."""
+"""Rows that the peers' tables lack: prompts of different lengths as in chats, chunks of 512 after a history, wide
+heads, full attention, windows."""
 MORE_DECODE = (
-    _drawn(64, 100, 16384, lambda source: source.uniform(100, 16384)),
-    _drawn(64, 100, 16384, _skewed),
+    _sampled(64, 100, 16384, lambda source: source.uniform(100, 16384)),
+    _sampled(64, 100, 16384, _skewed),
 )
-"""Batches whose contexts differ: evenly spread, and most of them short."""
+"""Batches of different contexts: uniform, and mostly short ones."""
 SHARED_DECODE = (
     Shape("decode", 32, 8, 128, 64, 8192 + 128, shared=8192),
     Shape("decode", 32, 8, 128, 16, 2048 + 512, shared=2048),
     Shape("decode", 32, 8, 128, 256, 1024 + 256, shared=1024),
 )
-"""Sequences behind one prompt, which each of them could read, or all of them once."""
+"""Sequences with a common prefix."""
 TINY = (
     Shape("prefill", 4, 2, 32, 2, 48),
     Shape("prefill", 4, 2, 32, 1, 48, history=32),
@@ -259,6 +262,6 @@ TINY = (
 
 
 def find(phase: str, heads: tuple[int, int, int], batch: int, length: int) -> Shape:
-    """The shape with its peers' figures where a table has it, else without."""
+    """Return a shape, with its peers' figures where a table has it."""
     wanted = Shape(phase, *heads, batch, length)
     return next((shape for shape in (*PREFILL, *DECODE) if shape == wanted), wanted)

@@ -1,8 +1,8 @@
-"""How fast is the bundled model on this CPU, beside `transformers` on the same checkpoint and dtype?
+"""Measures the bundled model on this CPU beside `transformers` with the same checkpoint and dtype.
 
-Four questions in one run: one stream beside `transformers`' generate; eight requests beside one;
-the HTTP path beside the engine alone; time until ready. Rounds alternate between the contenders, so
-that a busy machine slows all of them; all run with the number of threads that the engine chooses.
+One run compares one stream with `transformers`' generate, eight requests with one, and HTTP with the engine alone, and
+takes the time until the service is ready. Rounds alternate between the contenders, so that other load slows all of
+them. All use the number of threads that the engine chooses.
 
     python -m benchmarks.cpu [--rounds 5] [--tokens 256] [--dtype float32]
 """
@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 
+from benchmarks.local_engine import LocalEngine
 from benchmarks.report import write_report
 from benchmarks.service import service
 from model.checkpoint.hub import resolve
+from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
-from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
 
 PROMPT = "import os\nimport sys\n\n\ndef find_files(directory, suffix):\n"
 
 
 def engine_seconds(engine: LocalEngine, prompt: list[int], tokens: int, streams: int) -> float:
-    """Seconds for `streams` requests of `tokens` new tokens each, all at once."""
+    """Return the seconds of `streams` concurrent requests of `tokens` new tokens each."""
     sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0)
     requests = [
         GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling)
@@ -46,14 +47,14 @@ def engine_seconds(engine: LocalEngine, prompt: list[int], tokens: int, streams:
 
 
 def transformers_generate(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    """The peer, on the same checkpoint and dtype."""
+    """Load the checkpoint in `transformers`."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds; only for this contender
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
 def peer_seconds(peer: Any, prompt: list[int], tokens: int) -> float:  # noqa: ANN401
-    """Seconds for one greedy continuation of exactly `tokens` tokens."""
+    """Return the seconds of one greedy continuation of exactly `tokens` tokens."""
     ids = torch.tensor([prompt])
     start = time.perf_counter()
     with torch.inference_mode():
@@ -71,7 +72,7 @@ def peer_seconds(peer: Any, prompt: list[int], tokens: int) -> float:  # noqa: A
 
 
 def http_seconds(url: str, tokens: int, *, stream: bool) -> float:
-    """Seconds for one request over HTTP, as a client sees them."""
+    """Return the seconds of one request over HTTP, measured by the client."""
     parameters = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(  # noqa: S310 - loopback
         f"{url}/generate_stream" if stream else f"{url}/generate",

@@ -1,7 +1,7 @@
-"""How long does a recorded decode step take, and what do other tiles of its attention change?
+"""Times recorded decode steps, with the launch configurations given for their attention.
 
-Random weights, sequences of one length, blocks in random order. Steps are recorded as the engine records its own, and
-replayed in turns, each launch beside the others; the host is no part of it.
+Random weights, sequences of one length, blocks in random order. Steps are recorded as in the engine; the launches are
+replayed alternately. The host's work does not count.
 
     python -m benchmarks.decode_steps [--model qwen3-0.6b] [--sequences 16 64 256] [--contexts 128 384]
         [--launches table block_n=32,num_stages=2] [--kv-cache-dtype fp8] [--rounds 3]
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 TABLE = "table"
-"""The launch that the tuning tables choose."""
+"""Stands for the launch that the tuning tables choose."""
 _FEWEST_COLUMNS = 64
-"""Of a recording's block table, as in the engine."""
+"""Columns of a recording's block table, as in the engine."""
 _FILLED_BLOCKS = 4096
-"""At once, so that their float32 take little room."""
+"""Blocks filled at once, to limit the memory of their float32 values."""
 _REPLAYS = 30
 _WARM_REPLAYS = 3
 
 
 def main() -> None:
-    """Time what is asked for and write the result file."""
+    """Time the steps and write the result file."""
     arguments = _arguments()
     device = torch.device(arguments.device)
     model = _load(arguments.model, device)
@@ -87,15 +87,15 @@ def main() -> None:
 
 def step(
     model: DecoderLM, cache: KVCache, sequences: int, context: int, launch: str
-) -> Callable[[], tuple[Tensor, ...]]:
-    """Return what computes a decode step: vectors of drawn tokens, all layers, logits, most likely tokens.
+) -> Callable[[], Tensor]:
+    """Return a function that computes a decode step: embeddings of the sampled tokens, layers, logits, argmax.
 
     Args:
-        model: on its device, its operations fused where they can be.
+        model: on its device, fused where it can be.
         cache: with blocks for all sequences.
         sequences: B.
-        context: keys of each, the step's own included.
-        launch: `TABLE`, or fields of a `LaunchConfig` that are to differ from the table's.
+        context: keys of each sequence, that of the step included.
+        launch: `TABLE`, or fields of a `LaunchConfig` that differ from the table's.
     """
     weight = model.embed_tokens
     numbers = functools.partial(torch.full, (sequences,), device=weight.device)
@@ -120,41 +120,40 @@ def step(
         chosen = selection.launch_for(batch.max_seqlen_k, sequences)
         selection = forced(selection.spec, selection.arch, parse_launch(launch, chosen))
     ids = -1 - torch.arange(sequences, device=weight.device)
-    positions, drawn = numbers(context - 1), numbers(0)
+    positions, sampled = numbers(context - 1), numbers(0)
     logits = weight.new_empty(sequences, weight.shape[0])
     tokens, logprobs = numbers(0), numbers(0.0, dtype=torch.float32)
 
     @torch.inference_mode()
-    def compute() -> tuple[Tensor, ...]:
+    def compute() -> Tensor:
         plan = kernels.plan_attention(problem, batch, selection=selection)
         most = sequences * batch.max_seqlen_k
         metadata = AttentionMetadata(slots, sequences, plan, None, most_keys=most)
-        hidden = model(ids, positions, cache, metadata, drawn)
-        drawn.copy_(model.most_likely(hidden, logits, tokens, logprobs))
-        return (drawn,)
+        hidden = model(ids, positions, cache, metadata, sampled)
+        return sampled.copy_(model.argmax(hidden, logits, tokens, logprobs))
 
     return compute
 
 
-def record(compute: Callable[[], tuple[Tensor, ...]], device: torch.device) -> Replay:
-    """Record a step; on a CPU, for a dry run, compute it again each time."""
+def record(compute: Callable[[], object], device: torch.device) -> Replay:
+    """Record a step; on a CPU, for a dry run, a replay computes it."""
     if device.type == "cuda":
         return CudaGraphs(device).record(compute)
-    return Replay(compute, compute())
+    return compute
 
 
 def microseconds(replay: Replay, device: torch.device) -> float:
-    """Time one replay among many that follow one another."""
+    """Return the microseconds of one replay, as the mean of consecutive ones."""
     if device.type != "cuda":
         begin = time.perf_counter()
-        replay.run()
+        replay()
         return 1e6 * (time.perf_counter() - begin)
     for _ in range(_WARM_REPLAYS):
-        replay.run()
+        replay()
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin_event.record()
     for _ in range(_REPLAYS):
-        replay.run()
+        replay()
     end_event.record()
     end_event.synchronize()
     milliseconds: float = begin_event.elapsed_time(end_event)
@@ -165,10 +164,8 @@ def _load(name: str, device: torch.device) -> DecoderLM:
     path = SHAPES / name if name in shapes() else resolve(name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
-    if device.type == "cuda" and (reason := model.fuse()):
-        raise SystemExit(f"steps are launched operation by operation: {reason}")
     if model.config.mixes_attention:
-        raise SystemExit(f"{name} has two kinds of attention, of which one launch is none")
+        raise SystemExit(f"{name} has two kinds of attention, which take different launches")
     return model
 
 
@@ -179,7 +176,7 @@ def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) 
     heads = shape.num_kv_heads, shape.head_dim
     cache = KVCache(shape.num_layers, blocks, BLOCK_SIZE, *heads, dtype, weight.device)
     for layer, scale in zip(cache.layers, cache.scales, strict=True):
-        # A GPU takes less power, and so less time, to compute with zeros.
+        # Computing with zeros takes a GPU less power, and so less time.
         rows = layer.flatten(0, 1)
         for start in range(0, len(rows), _FILLED_BLOCKS):
             part = rows[start : start + _FILLED_BLOCKS]

@@ -1,8 +1,8 @@
-"""Every GPU figure of docs/benchmarks.md: the engine on three shapes and the bundled model, the service from its start.
+"""Measures every GPU figure of docs/benchmarks.md: the engine on three shapes and the bundled model, and the service.
 
     python -m benchmarks.gpu [--out results/] [--only llama-3.2-1b http] [--commit abc1234]
 
-Each figure comes from a command that is printed before it runs; one that fails does not keep the others from running.
+Prints each command before it runs. After a command that fails the others still run.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ ENGINE["llama-3.1-8b-fp8-weights"] = _engine(
     "llama-3.1-8b", _LARGE_STEPS, "--quantization=fp8", label="llama-3.1-8b-fp8-weights"
 )
 ENGINE["bundled"] = _engine("bundled", workloads=["batch1", "decode8", "decode256", "ttft128"])
-"""Options of `tessera bench engine`, by the name of what is measured."""
+"""Options of `tessera bench engine`, by the name of the measurement."""
 HTTP = "http"
 
 _SERVED = "qwen3-0.6b"
 _SERVICE = ["--device=cuda", f"--model={SHAPES / _SERVED}", "--load-format=dummy"]
 _WARM_STARTS = 3
 _IDLE_SECONDS = 14.0
-"""Of a service that is ready: it records its steps meanwhile."""
+"""Seconds after the service is ready, in which it records its steps."""
 
 
 def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -> bool:
@@ -62,7 +62,7 @@ def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -
 
     Args:
         kind: "engine" or "serve".
-        options: of that command, but for where the result goes.
+        options: of that command, without those of the result.
         folder: for the result.
         commit: of the code; None asks git.
     """
@@ -73,7 +73,7 @@ def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -
 
 
 def load(url: str) -> list[str]:
-    """Options of `tessera bench serve` for one, 64 and 256 streams."""
+    """Return the options of `tessera bench serve` for one, 64 and 256 streams."""
     return [
         f"--url={url}", f"--label={_SERVED}", "--concurrency", "1", "64", "256",
         "--input-len=256", "--output-len=256", "--processes=2",
@@ -81,7 +81,7 @@ def load(url: str) -> list[str]:
 
 
 def serve(folder: Path, commit: str | None) -> bool:
-    """Start the service with nothing compiled, then as it usually starts, and load the last; whether all succeeded."""
+    """Time starts of the service, first without compiled kernels, and load the last; returns whether all succeeded."""
     try:
         return _serve(folder, commit)
     except SystemExit as error:
@@ -102,7 +102,7 @@ def _serve(folder: Path, commit: str | None) -> bool:
     ):
         note("cold", seconds)
     good = False
-    # Where nothing has been compiled yet, one start more fills the usual cache.
+    # One more start fills the usual cache where it is empty.
     with service(_SERVICE):
         pass
     for number in range(_WARM_STARTS):
@@ -116,7 +116,7 @@ def _serve(folder: Path, commit: str | None) -> bool:
 
 
 def main() -> None:
-    """Measure what is asked for; the status is 1 where something failed."""
+    """Run the measurements; exits with status 1 where one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = (*ENGINE, HTTP)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",

@@ -1,7 +1,7 @@
-"""An engine process that computes nothing: it hands every request its next token, so many steps a second.
+"""An engine process that computes nothing: it sends every request its next token at a given rate.
 
-For `benchmarks.streaming`, started as the engine process is, with the rate as its argument. The messages are
-what the real engine sends for as many sequences. Knows neither models nor HTTP.
+`benchmarks.streaming` has the service start it as its engine process, with the steps per second as the argument. The
+messages are those of the real engine for the same number of sequences.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import time
 
 import msgspec
 
-from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.link.plan_report import PlanReport
-from server.engine.link.process import Channel
-from server.engine.link.protocol import (
+from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
-    EngineLaunch,
     EngineReady,
     EngineStats,
     SequenceStarted,
     Shutdown,
     StepMessage,
 )
-from server.engine.link.standard_input import end_with_parent
+from server.engine.core.plan_report import PlanReport
+from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.link.process import Channel
+from server.engine.link.process_setup import exit_with_parent
+from server.engine.link.protocol import EngineLaunch
 
 _NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
@@ -40,11 +40,11 @@ _FIRST_TOKEN, _TOKENS = 300, 1000
 
 
 class PacedEngine:
-    """Owns the requests in flight.
+    """Owns the unfinished requests.
 
     Args:
         channel: to the front end.
-        rate: steps in a second.
+        rate: steps per second.
     """
 
     def __init__(self, channel: Channel, rate: float) -> None:
@@ -56,7 +56,7 @@ class PacedEngine:
         self._steps = 0
 
     def run(self) -> None:
-        """Serve until a shutdown message comes."""
+        """Serve until a shutdown message arrives."""
         due = time.perf_counter()
         while self._receive():
             self._step()
@@ -105,11 +105,11 @@ class PacedEngine:
 
 
 def main() -> None:
-    """Start, and run until the front end says so or disappears."""
+    """Run until the front end sends a shutdown message or ends."""
     launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
     config, (rate,) = launch.config, sys.argv[1:]
-    channel = Channel(launch.directory)
-    threading.Thread(target=end_with_parent, args=(launch.directory,), daemon=True).start()
+    channel = Channel(launch.address)
+    threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,

@@ -1,8 +1,7 @@
-"""Compiles kernels in parallel into Triton's on-disk cache, and reports what the compiler made.
+"""Compiles kernels in parallel into Triton's on-disk cache and reports their resources.
 
-Each worker process launches a kernel on tiny tensors with the launch itself left out, so the GPU stays
-free for timing. What is compiled depends on constants, dtypes and alignment only, which tiny tensors
-share with large ones.
+Each worker process calls a kernel on tiny tensors and stops before the launch, so that the GPU is free for timing.
+The compiled code depends only on constants, dtypes and alignment, which are those of large tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from benchmarks.attention_inputs import arch_of, forced, make_inputs, spec_named
 
 if TYPE_CHECKING:
     from benchmarks.attention_shapes import Shape
-    from kernels.attention.problem import LaunchConfig
+    from kernels.attention.launch import LaunchConfig
 
 _MAIN_KERNELS = ("prefill", "decode")
 _compiled: list[Any] = []
-"""In a worker: what the compiler returned since the job began."""
+"""In a worker process: the compiled kernels of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Job:
 
     Attributes:
         kernel: name of the registry's row.
-        shape: its batch, lengths and history do not matter.
+        shape: of the tensors; its batch, lengths and history do not matter.
         dtype: of the tensors.
         paged: keys and values in a paged cache, else packed.
         launch: tile sizes.
@@ -48,11 +47,11 @@ class Job:
 
 
 class Compiled(NamedTuple):
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
         job: as given.
-        error: why it cannot run; empty if it can.
+        error: why the kernel cannot run; empty if it can.
         registers: per thread.
         spills: 32-bit words per thread that do not fit the registers.
         shared_bytes: shared memory per thread block.
@@ -66,13 +65,13 @@ class Compiled(NamedTuple):
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Start processes that know how to compile without launching."""
+    """Start processes that compile without launching."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare)
 
 
 def compile_job(job: Job) -> Compiled:
-    """Compile one kernel; runs in a worker of `pool`."""
+    """Compile one kernel; called in a worker of `pool`."""
     _compiled.clear()
     device = torch.device(job.device)
     try:
@@ -85,7 +84,7 @@ def compile_job(job: Job) -> Compiled:
             inputs.run(inputs.plan(selection))
         mains = [kernel for kernel in _compiled if kernel.name in _MAIN_KERNELS]
         for kernel in mains:
-            kernel.run  # noqa: B018  # loads the binary, which is when its resources are checked
+            kernel.run  # noqa: B018  # loading the binary checks its resources
         return Compiled(
             job,
             registers=max((kernel.n_regs for kernel in mains), default=0),
@@ -98,7 +97,7 @@ def compile_job(job: Job) -> Compiled:
 
 
 def _prepare() -> None:
-    """Make every launch of this process stop after compiling."""
+    """Make every kernel call of this process stop after compiling."""
     from triton.runtime.jit import JITFunction  # noqa: PLC0415  # only where there is a GPU
 
     launch = JITFunction.run

@@ -1,41 +1,25 @@
-"""Writes a benchmark's result file and prints its rows. Knows nothing of what was measured."""
+"""Writes the result file of a script in this folder and prints its rows."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
-import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from server.cli.bench.result import code_commit, processor_name
+from server.cli.bench import result
 
 RESULTS = Path(__file__).parent / "results"
-_BOOKKEEPING = ("--out", "--commit")
-"""Options that say where a result goes and what it is called, each with a value."""
 
 
 def add_bookkeeping(parser: argparse.ArgumentParser) -> None:
-    """Add the options `--out` and `--commit`, as `write_report` takes them: `folder` and `revision`."""
+    """Add the options `--out` and `--commit`: `folder` and `revision` of `write_report`."""
     parser.add_argument("--out", type=Path, help="folder of the result file")
     parser.add_argument("--commit", help="of the code, where there is no .git")
-
-
-def machine_name(device: str) -> str:
-    """The GPU's name, or the processor's with the number of threads PyTorch uses.
-
-    Args:
-        device: that was measured, "cpu" or "cuda".
-    """
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{processor_name()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
 def write_report(
@@ -49,50 +33,39 @@ def write_report(
     echo: bool = True,
     extra: dict[str, Any] | None = None,
 ) -> Path:
-    """Write `<gpu or cpu>-<topic>-<commit>.json` and print the rows as a table.
+    """Write `<gpu or cpu>-<topic>-<commit>.json` and print the rows.
 
     Args:
-        topic: names the question.
+        topic: what was measured, in a word.
         rows: one flat record per measurement.
         libraries: packages whose version the result depends on.
         device: that was measured, "cpu" or "cuda".
         folder: to write to; None takes `benchmarks/results`.
         revision: commit of the code; None asks git.
         echo: print the rows.
-        extra: further entries beside the rows, as ceilings.
+        extra: further entries before the rows.
 
     Returns:
         The file written.
     """
-    kind = "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[1].lower()
-    revision = revision or code_commit()
-    folder = folder or RESULTS
-    record = {
-        "topic": topic,
-        "machine": machine_name(device),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in libraries},
-        "commit": revision,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": _command(),
-        **(extra or {}),
-        "rows": rows,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{kind}-{topic}-{revision}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    script = Path(sys.argv[0])
+    on_gpu = device == "cuda"
+    record = result.record(
+        topic,
+        rows,
+        machine=torch.cuda.get_device_name()
+        if on_gpu
+        else result.host_name(torch.get_num_threads(), os.cpu_count()),
+        versions={name: importlib.metadata.version(name) for name in libraries},
+        command=result.shown_command(
+            ["python", "-m", f"{script.parent.name}.{script.stem}"], sys.argv[1:]
+        ),
+        commit=revision,
+        extra=extra,
+    )
+    kind = torch.cuda.get_device_name().split()[1].lower() if on_gpu else "cpu"
     for row in rows if echo else ():
         print("  ".join(f"{key}={value}" for key, value in row.items()))
+    path = result.write(record, folder or RESULTS, kind)
     print(path)
     return path
-
-
-def _command() -> str:
-    """What was measured, as a command; where the result went is left out."""
-    script = Path(sys.argv[0])
-    words = sys.argv[1:]
-    for option in _BOOKKEEPING:
-        if option in words:
-            at = words.index(option)
-            del words[at : at + 2]
-    return " ".join(["python -m", f"{script.parent.name}.{script.stem}", *words])

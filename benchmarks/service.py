@@ -1,4 +1,4 @@
-"""Runs `tessera serve` for as long as something is measured. Knows nothing of what is."""
+"""Runs `tessera serve` for the length of a measurement."""
 
 from __future__ import annotations
 
@@ -13,29 +13,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+_SERVE = ("server.cli.main", "serve")
+
 
 @contextlib.contextmanager
 def service(
-    options: Sequence[str], environment: Mapping[str, str] | None = None
+    options: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = _SERVE,
 ) -> Iterator[tuple[str, float]]:
     """Serve on a free port, without a prefix cache.
 
     Args:
         options: of `tessera serve`.
         environment: variables that differ from this process'.
+        program: a module and its first arguments, which serves like `tessera serve`.
 
     Yields:
         The URL, and the seconds from the command to the first 200 of /health.
 
     Raises:
-        SystemExit: the service ended instead.
+        SystemExit: the service ended before it was ready.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     start = time.perf_counter()
     changed = ["env", *(f"{name}={value}" for name, value in (environment or {}).items())]
-    command = [*changed, sys.executable, "-m", "server.cli.main", "serve", f"--port={port}"]
+    command = [*changed, sys.executable, "-m", *program, f"--port={port}"]
     process = subprocess.Popen(
         [*command, "--log-level=warning", "--enable-prefix-caching=false", *options]
     )

@@ -1,10 +1,10 @@
-"""What does one streamed token cost the front end, in processor time?
+"""Measures the processor time that the front end needs for a streamed token.
 
-The service is real but for its engine, which is a process that computes nothing and hands every stream its next token
-at a given pace (`benchmarks.paced_engine`); the client is `tessera bench serve`. So many steps a second that the front
-end keeps up show what a lone token costs, more show what it costs when several steps wait. Counted is the processor
-time of the front-end processes, from the first request to the last, which a busy machine disturbs less than the wall
-clock.
+The service is real except for its engine, a process that computes nothing and sends every stream its next token at a
+given rate (`benchmarks.paced_engine`). The client is `tessera bench serve`. At a low rate the front end keeps up and
+sends every token alone; at a high rate it sends the tokens of several steps together. The result is the processor time
+of the front-end processes from the first request to the last, which other load on the machine changes less than the
+wall clock.
 
     python -m benchmarks.streaming [--streams 256] [--rates 60 160 400] [--tokens 1000] [--frontends 1]
 """
@@ -13,79 +13,54 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import add_bookkeeping, write_report
+from benchmarks.service import service
+from server.cli.command_settings import read_settings
 from server.cli.serve import serve
-from server.cli.settings import Settings
 
 _PROMPT_TOKENS = 8
+_SERVE = "serve"
+"""First argument of this script where it is the service; the rate and options of `tessera serve` follow."""
 
 
-def run_service(settings: dict[str, Any], rate: float) -> None:
+def run_service(rate: str, options: list[str]) -> None:
     """Serve with a paced engine, in this process."""
-    command = (sys.executable, "-m", "benchmarks.paced_engine", str(rate))
-    serve(Settings(_cli_parse_args=[], **settings), command)
+    serve(read_settings(options), (sys.executable, "-m", "benchmarks.paced_engine", rate))
 
 
-def metric(port: int, name: str) -> float:
-    """One number of GET /metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+def metric(url: str, name: str) -> float:
+    """Return one number of GET /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics") as reply:  # noqa: S310
         lines = reply.read().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
 
-def wait_until_ready(port: int) -> None:
-    """Return once the service takes requests."""
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
-        else:
-            return
-
-
 def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Load a service and return what its front end needed for each token."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    settings: dict[str, Any] = {"port": port, "log_level": "warning"}
-    settings |= {"max_concurrent_requests": streams, "max_num_seqs": streams}
-    if options.frontends > 1:
-        settings["frontends"] = options.frontends
-    service = multiprocessing.get_context("spawn").Process(
-        target=run_service, args=(settings, rate)
-    )
-    service.start()
-    wait_until_ready(port)
-    before = metric(port, "process_cpu_seconds_total")
-    with tempfile.TemporaryDirectory() as folder:
+    """Load a service and return the processor time of its front end for a token."""
+    settings = [f"--max-concurrent-requests={streams}", f"--max-num-seqs={streams}"]
+    settings += [f"--frontends={options.frontends}"] if options.frontends > 1 else []
+    program = ("benchmarks.streaming", _SERVE, str(rate))
+    with service(settings, program=program) as (url, _), tempfile.TemporaryDirectory() as folder:
+        before = metric(url, "process_cpu_seconds_total")
         report = Path(folder) / "report.json"
         subprocess.run(
             [
-                sys.executable, "-m", "server.cli.main", "bench", "serve", f"--url=http://127.0.0.1:{port}",
+                sys.executable, "-m", "server.cli.main", "bench", "serve", f"--url={url}",
                 f"--input-len={_PROMPT_TOKENS}", f"--output-len={tokens}", f"--concurrency={streams}",
                 f"--prompts={streams}", f"--warm-up={streams}", f"--processes={options.processes}", f"--json={report}",
             ],
             check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         run = json.loads(report.read_text())["runs"][0]
-    seconds = metric(port, "process_cpu_seconds_total") - before
-    assert service.pid is not None
-    os.kill(service.pid, signal.SIGTERM)
-    service.join()
+        seconds = metric(url, "process_cpu_seconds_total") - before
     assert run["failed"] == 0, run
     return {
         "frontends": options.frontends,
@@ -102,6 +77,9 @@ def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace)
 
 def main() -> None:
     """Measure and write the report."""
+    if sys.argv[1:2] == [_SERVE]:
+        run_service(sys.argv[2], sys.argv[3:])
+        return
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--rates", type=float, nargs="+", default=[60, 160, 400])

@@ -1,8 +1,8 @@
-"""Which launch configuration is fastest? Times candidates on the shapes of the attention tables.
+"""Finds the fastest launch configuration for the shapes of the attention tables.
 
-Candidates are compiled in parallel by processes that launch nothing, while those that are ready are
-checked against the reference and timed; then the best of each row are timed again for longer, a decode
-with other numbers of programs per SM. Stops in time: what was measured by then is printed and written.
+Candidates are compiled in parallel by processes that launch nothing; meanwhile compiled ones are checked against the
+reference and timed. Then the best of each row are timed again for longer, decodes with other numbers of programs per
+SM. The results so far are written when the time is up.
 
     python -m benchmarks.tune_attention --phase decode --head-dims 64 128 --seconds 240 --out DIR
     python -m benchmarks.tune_attention --phase prefill --head-dims 64 128 256 --layouts paged packed --out DIR
@@ -39,13 +39,13 @@ from benchmarks.attention_inputs import (
 from benchmarks.attention_shapes import TINY, Shape, find
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.tune_grid import PROGRAMS_PER_SM, candidates
-from kernels.attention.problem import LaunchConfig
+from kernels.attention.launch import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Future, ProcessPoolExecutor
 
-    from kernels.attention.problem import AttentionPlan
+    from kernels.attention.plan import AttentionPlan
 
 PREFILL_SIZES = ((32, 512), (4, 4096), (1, 16384))
 DECODE_SIZES = ((1, 1024), (1, 16384), (8, 1024), (32, 4096), (128, 1024), (256, 1024))
@@ -57,7 +57,7 @@ _REFINED = 5
 
 @dataclass(slots=True)
 class Group:
-    """The rows that one tuning entry is for.
+    """The rows of one tuning entry.
 
     Attributes:
         kernel: name of the registry's row.
@@ -65,9 +65,9 @@ class Group:
         paged: keys and values in a paged cache, else packed.
         shapes: the rows.
         launches: candidates.
-        results: shape to launch to time.
-        failed: launch to why it did not run.
-        compiled: what the compiler said.
+        results: times by shape and launch.
+        failed: why a launch did not run.
+        compiled: resources by launch.
     """
 
     kernel: str
@@ -80,13 +80,13 @@ class Group:
     compiled: dict[LaunchConfig, precompile.Compiled] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As in `portable_prefill 32/8/128 bfloat16 paged`."""
+        """Format as in `portable_prefill 32/8/128 bfloat16 paged`."""
         layout = "paged" if self.paged else "packed"
         return f"{self.kernel} {self.shapes[0].heads} {self.dtype} {layout}"
 
 
 class Row:
-    """One shape's inputs, with an output that later ones are compared with."""
+    """One shape's inputs, with the checked output that others are compared with."""
 
     def __init__(self, group: Group, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -96,7 +96,7 @@ class Row:
         self._expected: torch.Tensor | None = None
 
     def check(self, launch: LaunchConfig) -> None:
-        """Run once over a poisoned output.
+        """Run once into an output filled with NaN.
 
         Raises:
             AssertionError: the result is wrong.
@@ -111,7 +111,7 @@ class Row:
             raise AssertionError(f"differs by {difference:.2g} from the checked output")
 
     def time(self, launch: LaunchConfig, rep_ms: int) -> Timing:
-        """Time a call, its planning left out."""
+        """Time a call without its planning."""
         plan = self._plan(launch)
         return time_call(
             lambda: self._inputs.run(plan), self._device, warmup_ms=rep_ms // 4, rep_ms=rep_ms
@@ -122,7 +122,7 @@ class Row:
 
 
 def main() -> None:
-    """Parse the arguments, tune group after group, report."""
+    """Tune group after group and write the results."""
     arguments = _arguments()
     device = torch.device(arguments.device)
     begin = time.monotonic()
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def make_groups(arguments: argparse.Namespace, device: torch.device) -> list[Group]:
-    """Cross phases, heads, dtypes and layouts with their candidates."""
+    """Make a group for each combination of phase, heads, dtype and layout."""
     skip = json.loads(arguments.skip.read_text()) if arguments.skip else []
     given = json.loads(arguments.candidates.read_text()) if arguments.candidates else None
     groups = []
@@ -242,7 +242,7 @@ def _tune(
 def _ready(
     group: Group, futures: list[Future[precompile.Compiled]], deadline: float
 ) -> Iterator[LaunchConfig]:
-    """Yield candidates as they are compiled, without those that cannot run."""
+    """Yield candidates in the order in which they are compiled, without those that cannot run."""
     if not futures:
         yield from group.launches
         return
@@ -274,24 +274,18 @@ def _second_round(group: Group, shape: Shape) -> list[LaunchConfig]:
 
 
 def _records(group: Group) -> list[dict[str, Any]]:
-    """One record per measurement and one per failure."""
+    """Return one record per measurement and one per failure."""
     rows = []
     for shape, results in group.results.items():
         for launch, timing in results.items():
             compiled = group.compiled.get(dataclasses.replace(launch, programs_per_sm=2))
             compiled = compiled or group.compiled.get(launch)
             row: dict[str, Any] = {
-                "phase": shape.phase,
-                "hq": shape.hq,
-                "hkv": shape.hkv,
-                "d": shape.d,
-                "batch": shape.batch,
-                "seqlen" if shape.phase == "prefill" else "context": shape.length,
+                **shape.record(),
                 "dtype": group.dtype,
                 "kernel": group.kernel,
                 "paged": group.paged,
-                "us": round(timing.median, 2),
-                "us_p20_p80": [round(timing.low, 2), round(timing.high, 2)],
+                **timing.record(),
                 "tflops": round(shape.flops / timing.median / 1e6, 1),
                 "gbs": round(shape.kv_bytes(group.dtype) / timing.median / 1e3, 1),
                 "launch": dataclasses.asdict(launch),
@@ -316,7 +310,7 @@ def _records(group: Group) -> list[dict[str, Any]]:
 
 
 def table(group: Group, top: int) -> list[str]:
-    """The best of each row, and the best for all rows of a length and for all rows."""
+    """Format the best launches of each row, of all rows of a length, and of all rows."""
     lines = ["", f"{group}: {len(group.failed)} of {len(group.launches)} failed"]
     for shape, results in group.results.items():
         best = sorted(results, key=lambda launch: results[launch].median)[:top]
@@ -342,7 +336,7 @@ def _figure(shape: Shape, timing: Timing) -> str:
 
 
 def _losses(group: Group, shapes: list[Shape]) -> list[tuple[LaunchConfig, float]]:
-    """Geometric mean of time over each row's best, for launches timed on all of `shapes`."""
+    """Return the geometric mean of the time over each row's best, for launches timed on all of `shapes`."""
     results = [group.results[shape] for shape in shapes if group.results.get(shape)]
     if not results:
         return []

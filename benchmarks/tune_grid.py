@@ -1,7 +1,4 @@
-"""Which launch configurations are worth trying: the grids of `benchmarks.tune_attention`.
-
-Pure: knows shapes, sizes and limits, no device.
-"""
+"""The launch configurations that `benchmarks.tune_attention` tries for each kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.attention_shapes import ELEMENT_BYTES
-from kernels.attention.problem import LaunchConfig
+from kernels.attention.launch import LaunchConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,32 +15,32 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 PROGRAMS_PER_SM = (1, 2, 3, 4, 6, 8)
-"""Tried on the best decode configurations of a row; they change no code, so none is compiled."""
+"""Tried with the best decode configurations of a row; they do not change the code, so nothing is compiled."""
 _ACCUMULATOR_REGISTERS = 160
-"""Most 32-bit words of output per thread; the scores and their exponentials need the rest of 255."""
+"""Most 32-bit words of output per thread; the scores and their exponentials need the other registers."""
 _PREFILL_ROWS, _PREFILL_KEYS = (64, 128), (32, 64, 128)
 _DECODE_ROWS, _DECODE_KEYS = (16,), (16, 32, 64, 128)
 _FLOAT32_ROWS, _FLOAT32_KEYS = (16, 32, 64), (16, 32, 64)
 _HOPPER_ROWS, _HOPPER_KEYS = {128: 176, 192: 128}, (32, 64, 128)
-"""Rows with the words that a thread may keep: compiled, the next more spill."""
+"""By rows: most 32-bit words that a thread may keep; configurations with more spill."""
 _HOPPER_BARRIERS = 512
 _UNROLLED = 4096
-"""Most multiplications per thread of a float32 product, which no tensor core takes: the compiler writes
-out each, and takes 10 seconds for 2048."""
+"""Most multiplications per thread of a float32 product, which tensor cores do not compute: the compiler unrolls them
+and takes 10 seconds for 2048."""
 
 
 def candidates(
     kernel: str, head_dim: int, dtype: str, arch: GPUArch, skip: Iterable[dict[str, Any]] = ()
 ) -> list[LaunchConfig]:
-    """List the built-in grid of a kernel, without what cannot fit or is known to be bad.
+    """Return the grid of a kernel, without configurations that do not fit or are to be skipped.
 
     Args:
         kernel: name of the registry's row.
         head_dim: D.
         dtype: of the tensors.
         arch: for its shared memory.
-        skip: records as from a file; a configuration is left out if all that a record says is true
-            of it: "kernel", "head_dim", "dtype" or a field of the launch.
+        skip: records of "kernel", "head_dim", "dtype" and fields of the launch; a configuration is left out if it
+            agrees with all entries of a record.
     """
     if kernel == "hopper_prefill":
         grid = _hopper_prefill_grid(head_dim, arch)
@@ -73,7 +70,7 @@ def candidates(
 
 
 def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
-    """What fits its shared memory and the registers of its consumers, 64 rows each."""
+    """Return what fits the shared memory, and the registers of the consumers, which have 64 rows each."""
     return [
         LaunchConfig(m, n, 4, stages)
         for m, n, stages in itertools.product(_HOPPER_ROWS, _HOPPER_KEYS, (2, 3, 4, 6))
@@ -84,9 +81,11 @@ def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
 
 
 def _hopper_shared_bytes(m: int, n: int, stages: int, head_dim: int) -> int:
-    """Buffers of `kernels.attention.hopper.pipeline`, in 16 bits, and its barriers."""
+    """Return the bytes of the 16-bit buffers of `kernels.attention.hopper.pipeline` and of its barriers."""
     parts = 2 if m == 128 else 4
-    tiles = 2 if head_dim <= 128 else 1  # a part of the output has the room of its queries above
+    tiles = (
+        2 if head_dim <= 128 else 1
+    )  # up to 128, a part of the output uses the memory of its queries
     return 2 * head_dim * (parts * tiles * 64 + 2 * stages * n) + _HOPPER_BARRIERS
 
 
@@ -96,7 +95,7 @@ def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> boo
     if dtype == "float32" and unrolled > _UNROLLED:
         return False
     tile = launch.block_n * head_dim * size
-    # One stage means no pipeline, and so no copy in shared memory to wait for.
+    # With one stage there is no pipeline, and so no second copy in shared memory.
     shared = 2 * tile * launch.num_stages if launch.num_stages > 1 else 2 * tile
     threads = 32 * launch.num_warps
     accumulator = launch.block_m * head_dim / threads
@@ -107,7 +106,7 @@ def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> boo
         and accumulator <= _ACCUMULATOR_REGISTERS
         and accumulator + scores <= 1.5 * _ACCUMULATOR_REGISTERS
         and (keys <= _ACCUMULATOR_REGISTERS or launch.block_m >= 64)
-        # Fewer than a warp's worth of keys per warp repeats work between warps.
+        # With fewer keys per warp, warps repeat each other's work.
         and (launch.block_m >= 64 or launch.block_n >= 8 * launch.num_warps)
     )
 

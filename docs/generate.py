@@ -1,6 +1,6 @@
 """Writes the parts of the documents that come from the code or from measurements: `make docs`.
 
-A test runs the same functions and compares, so that what the documents say stays true.
+A test runs the same functions and compares the results with the documents.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from docs.attention_table import attention_table
+from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
-from kernels.explain.text import render
-from server.cli.plan import explain_settings
+from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 from server.cli.settings import Settings, environment_variable, flag
 
 ROOT = Path(__file__).parent.parent
-
-# Whatever the environment says: the documents show the service as it comes.
-_DEFAULTS = {name: field.default for name, field in Settings.model_fields.items()}
 
 
 def settings_page() -> str:
@@ -67,13 +64,37 @@ def cpu_table() -> str:
     return "\n".join(lines)
 
 
-def plans() -> str:
-    """The attention plan of the bundled model on every known processor."""
-    settings = Settings(_cli_parse_args=False, **_DEFAULTS)
-    return "\n".join(
-        f"`tessera plan --arch {key}`\n\n```text\n{render(explain_settings(settings, arch), settings.model)}\n```\n"
-        for key, arch in CATALOGUE.items()
-    )
+def rows_table() -> str:
+    """The rows of the attention registries, and where each runs."""
+    lines = [
+        "| row | algorithm | runs on | dtypes | head dims |",
+        "|---|---|---|---|---|",
+    ]
+    for spec in (*REGISTRY, *PREFIX_REGISTRY):
+        cells = (
+            f"`{spec.name}`",
+            "PyTorch" if spec.flash_attention is None else f"FlashAttention-{spec.flash_attention}",
+            f"sm_{_listed(spec.sm)}" if spec.sm else "CPU, every GPU",
+            ", ".join(sorted(spec.dtypes)),
+            _listed(spec.head_dims) if spec.head_dims else "any",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _listed(numbers: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def processors_table() -> str:
+    """The rows that are chosen on every known processor for a common shape, and whether one ever ran them."""
+    lines = ["| `--arch` | processor | prefill | decode | ran |", "|---|---|---|---|---|"]
+    for key, arch in CATALOGUE.items():
+        dtype = "bfloat16" if arch.has_bfloat16 else "float16"
+        problems = (AttentionProblem(phase, dtype, 32, 8, 128, 16, 1.0) for phase in Phase)
+        chosen = " | ".join(f"`{select(problem, arch).spec.name}`" for problem in problems)
+        lines.append(f"| `{key}` | {arch} | {chosen} | {'yes' if arch.is_tested else 'never'} |")
+    return "\n".join(lines)
 
 
 def fill(text: str, marker: str, content: str) -> str:
@@ -92,9 +113,10 @@ def readme() -> str:
 
 
 def kernels_page() -> str:
-    """docs/kernels.md with its measurements and plans up to date."""
-    text = (ROOT / "docs" / "kernels.md").read_text()
-    return fill(fill(text, "attention-table", attention_table()), "plans", plans())
+    """docs/kernels.md with its tables up to date."""
+    text = fill((ROOT / "docs" / "kernels.md").read_text(), "rows", rows_table())
+    text = fill(text, "processors", processors_table())
+    return fill(text, "attention-table", attention_table())
 
 
 def main() -> None:

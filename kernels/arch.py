@@ -1,6 +1,7 @@
-"""Facts about the processor that kernels are chosen for.
+"""Processors: what kernel selection may know of one, which ones are known, and which one is here.
 
-The only file that asks the device. It knows nothing about kernels or problems.
+The only file that asks the device, and the only one that compares compute capabilities: other files
+ask a `GPUArch` for a capability by its name, or give it a set of compute capabilities.
 """
 
 from __future__ import annotations
@@ -10,31 +11,53 @@ import functools
 import os
 import platform
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
+
+from kernels.errors import UnsupportedDeviceError
+from kernels.torch_private import onednn_has_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _KIB = 1024
 
+TURING: Final = frozenset({75})
+AMPERE: Final = frozenset({80, 86, 87})
+ADA: Final = frozenset({89})
+HOPPER: Final = frozenset({90})
+BLACKWELL: Final = frozenset({100, 103, 120, 121})
+"""sm_110 is not among them, see `_NOT_ASSEMBLED`."""
+
+TENSOR_CORES: Final = AMPERE | ADA | HOPPER | BLACKWELL
+"""Where Triton's `tl.dot` uses tensor cores; it does not on Turing."""
+TRITON: Final = TURING | TENSOR_CORES
+"""Where Triton kernels without `tl.dot` are compiled too."""
+FP8_INSTRUCTIONS: Final = ADA | HOPPER | BLACKWELL
+"""Where instructions convert float8_e4m3fn, and the library multiplies it."""
+
+_NOT_ASSEMBLED: Final = frozenset({110})
+"""Supported by PyTorch, but unknown to ptxas 12.9, which Triton 3.6.0 bundles: no Triton kernel runs there."""
+_TESTED: Final = frozenset({0, 90})
+"""Where the tests have run: on a CPU, an H100 and an H200. Kernels for others are only compiled and interpreted."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPUArch:
-    """What kernel selection may know about one processor.
+    """What kernel selection may know of one processor.
 
     Attributes:
         key: short name, as in `CATALOGUE`; "cpu" for the host.
         name: the vendor's name.
         sm: compute capability as major * 10 + minor; 0 for a CPU.
         num_sms: streaming multiprocessors; for a CPU, logical cores.
-        shared_memory_bytes: most shared memory that one thread block may ask for; 0 for a CPU.
+        shared_memory_bytes: most shared memory of a thread block; 0 for a CPU.
         memory_bandwidth_gbs: peak of the main memory in 10^9 bytes per second; 0 if not known.
-        half_tflops: peak of matrix products of 16-bit floats added up in float32, without
+        half_tflops: peak of matrix products of 16-bit floats with float32 accumulation, without
             sparsity, in 10^12 operations per second; 0 if not known.
-        float32_tflops: peak of float32 arithmetic outside the tensor cores, likewise.
-        fp8_tflops: peak of matrix products of 8-bit floats, as `half_tflops`; 0 where there are none.
+        float32_tflops: peak of float32 arithmetic outside the tensor cores, in the same unit.
+        fp8_tflops: as `half_tflops`, for products of 8-bit floats; 0 where there are none.
     """
 
     key: str
@@ -57,8 +80,61 @@ class GPUArch:
         """Whether bfloat16 is multiplied by the hardware rather than emulated; True for a CPU."""
         return self.is_cpu or self.sm >= 80
 
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton kernels without matrix products run here."""
+        return self.sm in TRITON
+
+    @property
+    def has_triton_tensor_cores(self) -> bool:
+        """Whether Triton kernels run here with matrix products on the tensor cores."""
+        return self.sm in TENSOR_CORES
+
+    @property
+    def has_fp8_conversion(self) -> bool:
+        """Whether instructions convert float8_e4m3fn to and from wider floats."""
+        return self.sm in FP8_INSTRUCTIONS
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may start while the one before it still runs (`kernels.gpu.dependent_launch`)."""
+        return self.sm in HOPPER | BLACKWELL
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the tests have run on a processor of this compute capability."""
+        return self.sm in _TESTED
+
+    @property
+    def tuning_order(self) -> tuple[int, ...]:
+        """Compute capabilities whose launch configurations hold here: its own, then the nearest lower ones.
+
+        They have the same major number, so their code runs here and their limit of shared memory is no
+        higher.
+        """
+        lower = (sm for sm in TRITON if sm // 10 == self.sm // 10 and sm < self.sm)
+        return (self.sm, *sorted(lower, reverse=True))
+
+    def unsupported(self, needed: frozenset[int], note: str = "") -> tuple[str, ...]:
+        """List why code for some compute capabilities does not run here; empty if it does.
+
+        Args:
+            needed: the compute capabilities that the code is for.
+            note: what the others lack, for the reason.
+        """
+        if self.sm in needed:
+            return ()
+        if self.is_cpu:
+            return ("needs a GPU",)
+        *most, last = (f"sm_{sm}" for sm in sorted(needed))
+        listed = f"{', '.join(most)} or {last}" if most else last
+        reason = f"needs {listed}, this is sm_{self.sm}"
+        if self.sm in _NOT_ASSEMBLED:
+            return (f"{reason}, which the ptxas 12.9 bundled with Triton 3.6.0 cannot assemble",)
+        return (f"{reason} ({note})" if note else reason,)
+
     def peak_tflops(self, dtype: str) -> float:
-        """Return the peak for a dtype by its name, 10^12 operations per second; 0 if not known."""
+        """Return the peak for a dtype by its name, in 10^12 operations per second; 0 if not known."""
         if dtype == "bfloat16" and not self.has_bfloat16:
             return 0.0
         peaks = {"float32": self.float32_tflops, "float8_e4m3fn": self.fp8_tflops}
@@ -94,19 +170,19 @@ CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
         )
     }
 )
-"""Known processors, for tests and for planning without the device.
+"""Known processors, for tests and for plans without the device.
 
 The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 only.
 
 Source: the vendor's data sheets for SM counts, bandwidths and peaks: T4, A100, A10, L4 (tensor figures
-halved, the sheet counts sparsity), H100, H200, HGX B200 (halved likewise); the white papers "NVIDIA Ada
+halved, the sheet counts sparsity), H100, H200, HGX B200 (halved too); the white papers "NVIDIA Ada
 GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce cards, with float32
 accumulation; FP8 from the same. The shared memory limits are those of the compute capability in the
 CUDA C++ Programming Guide, "Technical Specifications".
 """
 
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
-"""Words of a driver's name that tell another model, with other peaks, under a name in `CATALOGUE`."""
+"""Words in a driver's device name of models that share a name in `CATALOGUE` but have other peaks."""
 
 
 def detect(device: torch.device | str | None = None) -> GPUArch:
@@ -116,8 +192,11 @@ def detect(device: torch.device | str | None = None) -> GPUArch:
         device: the device to describe; None takes the current GPU if there is one, else the CPU.
 
     Returns:
-        The facts that the driver reports; bandwidth and peaks, which it does not, come from
-        `CATALOGUE` where its name and number of SMs are there, and are 0 elsewhere.
+        The facts that the driver reports. It does not report bandwidth and peaks: they come from
+        `CATALOGUE` for a GPU with an entry of this name and number of SMs, and are 0 for others.
+
+    Raises:
+        UnsupportedDeviceError: the GPU is an AMD GPU.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,6 +215,11 @@ def _detect_cpu() -> GPUArch:
 @functools.cache
 def _detect_gpu(index: int) -> GPUArch:
     properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        raise UnsupportedDeviceError(
+            f"{properties.name} is an AMD GPU (PyTorch for ROCm {torch.version.hip}); the kernels are for "
+            "NVIDIA GPUs and for CPUs"
+        )
     known = _find_known(properties.name, properties.multi_processor_count)
     return GPUArch(
         key=known.key if known else properties.name.lower().replace(" ", "-"),
@@ -153,7 +237,7 @@ def _detect_gpu(index: int) -> GPUArch:
 def _find_known(name: str, num_sms: int) -> GPUArch | None:
     """Find the catalogue's entry for a driver's device name, as in `NVIDIA A100-SXM4-80GB`.
 
-    The number of SMs tells a part of a GPU, or a smaller model of the same name, from the whole one.
+    A partition of a GPU, or a smaller model of the same name, has another number of SMs.
     """
     words = set(name.upper().replace("-", " ").split())
     for arch in CATALOGUE.values():
@@ -166,4 +250,4 @@ def _find_known(name: str, num_sms: int) -> GPUArch | None:
 @functools.cache
 def has_bfloat16_gemm() -> bool:
     """Whether the CPU multiplies bfloat16 matrices at least as fast as float32 ones."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+    return onednn_has_bfloat16()

@@ -1,7 +1,4 @@
-"""The errors that the kernels raise for a caller's mistake.
-
-They know shapes, dtypes and devices; nothing of the requests that led to them.
-"""
+"""The errors that this package raises for a caller's mistake or an unsupported device."""
 
 from __future__ import annotations
 
@@ -15,4 +12,8 @@ class ShapeError(KernelError, ValueError):
 
 
 class NoKernelError(KernelError):
-    """No row of the registry accepts the problem; the message lists what each row refused."""
+    """No row of the registry supports the problem; the message lists every row's reasons."""
+
+
+class UnsupportedDeviceError(KernelError):
+    """The device is not one that the kernels, or PyTorch in their place, are written for."""

@@ -1,20 +1,30 @@
-"""Rows of numbers in float8_e4m3fn with a float32 scale for each row, in PyTorch: those of a cache, those of weights.
-
-Knows nothing of what the numbers are.
-"""
+"""float8_e4m3fn (FP8) with a float32 scale for each row: the format's name and its conversion in PyTorch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+FP8 = "float8_e4m3fn"
+"""The dtype's name: of a KV cache with a scale for each key and each value of a head
+(docs/decisions/0016-fp8-kv-cache.md), and of weights with a scale for each output
+(docs/decisions/0021-fp8-weights.md)."""
+SCALE_BYTES = 4
+"""Size of a scale."""
 LARGEST_E4M3 = 448.0
 SMALLEST_AMAX = 2.0**-100
-"""Rows without a larger number count as zeros; with it no scale, nor its inverse, is subnormal."""
+"""A row without a larger magnitude counts as zeros, so that neither a scale nor its inverse is subnormal."""
 
 
 def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows [..., D] to float8_e4m3fn, the largest of each to 448; also return their scales [...] float32."""
+    """Quantize rows so that the largest magnitude of each becomes 448.
+
+    Args:
+        rows: [..., D], any float dtype.
+
+    Returns:
+        [..., D] float8_e4m3fn and its scales, [...] float32: 1 for a row of zeros.
+    """
     wide = rows.float()
     largest = wide.abs().amax(-1)
     scale = torch.where(largest >= SMALLEST_AMAX, largest / LARGEST_E4M3, torch.ones_like(largest))
@@ -22,5 +32,5 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_rows(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply rows [..., D] by their scales [...], in float32, and round to a dtype."""
+    """Multiply rows [..., D] by their scales [...] in float32, and convert the result to `dtype`."""
     return (numbers.float() * scale[..., None]).to(dtype)

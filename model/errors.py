@@ -1,19 +1,19 @@
-"""What can be wrong with a model, as exceptions a user can act on.
+"""Errors in a model that its user can correct.
 
     ModelError
-    ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or absurd
-    ├── UnsupportedModelError   a sound checkpoint that needs something Tessera does not have
+    ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or outside its limits
+    ├── UnsupportedModelError   a valid checkpoint needs a feature that is not supported
     ├── WeightsError            the tensors do not fit the configuration
     └── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
 
-Knows neither HTTP nor exit codes; the texts name the file, the offending value and the limit.
+The messages name the file, the value and the limit.
 """
 
 from __future__ import annotations
 
 
 class ModelError(Exception):
-    """Anything wrong with a model that its user can mend."""
+    """Base class of the errors in a model."""
 
 
 class ModelFolderError(ModelError):
@@ -21,7 +21,7 @@ class ModelFolderError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The checkpoint asks for an architecture or a feature outside the supported list."""
+    """The checkpoint needs an architecture or a feature that is not supported."""
 
 
 class WeightsError(ModelError):
@@ -29,4 +29,4 @@ class WeightsError(ModelError):
 
 
 class TokenizerError(ModelError):
-    """The checkpoint's tokenizer cannot be used, or it was given something that is not text."""
+    """The checkpoint's tokenizer cannot be used, or cannot encode this text or decode this id."""

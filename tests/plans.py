@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from server.engine.link.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow, StepPlan
+from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
 
-_STEP = StepPlan(
-    num_seqs=8,
-    query_tokens=1,
-    context=128,
-    launch=LaunchPlan(
-        block_m=16,
-        block_n=64,
-        num_warps=4,
-        num_stages=3,
-        num_programs=16,
-        num_kv_splits=1,
-        provenance="a test",
-        measured=False,
-    ),
-    bytes_moved=1000,
-    flops=2000,
-    flops_per_byte=2.0,
-    roofline_us=0.5,
-    bound="memory",
+_LAUNCH = LaunchPlan(
+    min_num_seqs=0,
+    max_seqlen_k=None,
+    block_m=16,
+    block_n=64,
+    num_warps=4,
+    num_stages=3,
+    programs_per_sm=1,
+    provenance="a test",
+    measured=False,
 )
 PLAN = PlanReport(
     arch="h100",
@@ -45,25 +36,31 @@ PLAN = PlanReport(
             phase="prefill",
             sliding_window=None,
             kernel="torch_prefill",
+            flash_attention=None,
+            tested=True,
             why="a test",
             refused=[RefusedRow(kernel="portable_prefill", reasons=["no head_dim 7"])],
-            steps=[],
+            launches=[],
         ),
         PhasePlan(
             phase="decode",
             sliding_window=None,
             kernel="portable_decode",
+            flash_attention=2,
+            tested=True,
             why="a test",
             refused=[],
-            steps=[_STEP],
+            launches=[_LAUNCH],
         ),
         PhasePlan(
             phase="decode",
             sliding_window=4096,
             kernel="portable_decode",
+            flash_attention=2,
+            tested=True,
             why="a test",
             refused=[],
-            steps=[_STEP],
+            launches=[_LAUNCH],
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""The attention kernels, one file each, reached only through the door in `kernels/__init__.py`."""
+"""Attention: the problem, the choice of a kernel, and the kernels. Other packages import it from `kernels`."""

@@ -1,8 +1,8 @@
-"""When and how a decode reads once what its sequences share; pure.
+"""Cascade attention on the host: a decode that reads the tokens its sequences share once. Pure.
 
-A step whose sequences begin with the same blocks, as those behind one system prompt do, has its
-attention in three launches instead of one (`kernels/attention/gpu/cascade_decode.py`). Here is which
-problems can have that, what the second launch is given, and when it pays. Knows no kernel's inside.
+A decode step whose sequences begin with the same blocks, such as those of one system prompt, computes its
+attention in three launches instead of one (`kernels/attention/gpu/cascade_decode.py`). This module decides
+for which problems, makes the batch of the second launch, and estimates when the cascade is faster.
 """
 
 from __future__ import annotations
@@ -15,62 +15,63 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import Phase, select
+from kernels.attention.problem import Phase
 from kernels.attention.registry import PREFIX_REGISTRY
+from kernels.attention.select import select
 from kernels.errors import NoKernelError, ShapeError
-from kernels.tuning import tuned_launches
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 _logger = logging.getLogger(__name__)
 
 _MORE_LAUNCHES = 2
 _LAUNCH_SECONDS = 15e-6
-"""What a further launch costs: of the host's time, where that bounds a step, or of the GPU's."""
+"""Cost of a further launch, on the host or on the GPU, whichever bounds the step."""
 _PARTIAL_BYTES = 2 * 2 * 4
-"""Per output element, at least: the results of prefix and rest are written and read as float32."""
+"""Per output element, at least: the results of prefix and rest are float32, written and read once."""
 _FASTEST_GBS = max(arch.memory_bandwidth_gbs for arch in CATALOGUE.values())
-"""Taken for a GPU whose bandwidth is not known: reading again costs the least there."""
+"""Assumed for a GPU of unknown bandwidth: with it, reading again costs the least."""
 
 
 def prefix_problem(problem: AttentionProblem) -> AttentionProblem:
-    """Describe the attention of all tokens of a decode to the shared ones."""
-    # The number of tokens is that of the batch, which no problem knows: nothing is chosen by it.
+    """Return the problem of all query tokens of a decode attending to the shared tokens."""
+    # The true number of query tokens is the batch's; no row is chosen by it.
     return dataclasses.replace(problem, causal=False, lse=True, max_query_tokens=1)
 
 
 @functools.lru_cache(maxsize=256)
 def prefix_selection(problem: AttentionProblem, arch: GPUArch) -> Selection | None:
-    """Choose the kernel for the shared tokens of a decode, and say so once.
+    """Choose the kernel for the shared tokens of a decode, and log the choice once.
 
     Returns:
-        None where no row takes them: then each sequence reads its own, as on a CPU; under a window,
-            whose lower edge may lie among them; for a batch-invariant problem, since what is shared
-            depends on the batch.
+        None if no row supports them, so that each sequence reads them: on a CPU; with a sliding window,
+            whose lower edge may lie among them; and for a batch-invariant problem, since the shared
+            tokens depend on the batch.
     """
     if problem.phase is not Phase.DECODE:
         return None
     try:
-        selection = select(prefix_problem(problem), arch, PREFIX_REGISTRY, tuned_launches)
+        selection = select(prefix_problem(problem), arch, PREFIX_REGISTRY)
     except NoKernelError as error:
-        _logger.debug("every sequence reads the prefix that it shares: %s", error)
+        _logger.debug("every sequence reads the shared prefix: %s", error)
         return None
     _logger.debug("shared prefixes are read once: %s", selection.why)
     return selection
 
 
 def takes_shared_prefix(problem: AttentionProblem, arch: GPUArch) -> bool:
-    """Whether a `PagedBatch.shared_prefix` is of any use to a problem."""
+    """Whether plans for a problem use `PagedBatch.shared_prefix`."""
     return prefix_selection(problem, arch) is not None
 
 
 def check_prefix(batch: PagedBatch, block_size: int) -> None:
-    """Compare what a batch promises to share with its bounds, which the host knows.
+    """Check a batch's shared prefix against the bounds that the host knows.
 
     Raises:
-        ShapeError: it cannot be true.
+        ShapeError: the prefix is no multiple of the block size, or as long as the longest sequence.
     """
     prefix, columns = batch.shared_prefix, batch.block_table.shape[-1] * block_size
     if prefix and (prefix % block_size or not 0 < prefix < min(batch.max_seqlen_k, columns)):
@@ -81,7 +82,7 @@ def check_prefix(batch: PagedBatch, block_size: int) -> None:
 
 
 def rest_of(batch: PagedBatch, block_size: int) -> PagedBatch:
-    """Return the batch without its shared tokens, made on the device; sequences without any stay so."""
+    """Return the batch without its shared tokens, computed on the device; empty sequences stay empty."""
     prefix = batch.shared_prefix
     return dataclasses.replace(
         batch,
@@ -95,17 +96,17 @@ def rest_of(batch: PagedBatch, block_size: int) -> PagedBatch:
 def shared_prefix_pays(
     problem: AttentionProblem, arch: GPUArch, num_seqs: int, num_tokens: int
 ) -> bool:
-    """Whether reading shared tokens once saves more than the further launches cost.
+    """Whether reading shared tokens once saves more time than the further launches cost.
 
         (B - 1) * tokens * bytes of a token's keys and values      not read again
           > 16 * B * H * D bytes                                   partial results, written and read
-          + bandwidth * 2 launches * 15 us                         what memory could have sent meanwhile
+          + bandwidth * 2 launches * 15 us                         not transferred during the launches
 
     Args:
         problem: of the decode.
-        arch: where.
+        arch: the processor.
         num_seqs: B, each with one query token.
-        num_tokens: that all of them share.
+        num_tokens: tokens that all sequences share.
     """
     if prefix_selection(problem, arch) is None:
         return False

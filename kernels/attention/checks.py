@@ -1,7 +1,4 @@
-"""Compares the door's arguments with what they should be; what is wrong is named with what is expected.
-
-Knows no kernels.
-"""
+"""Checks of the public operations' arguments. The errors name what is wrong and what is expected."""
 
 from __future__ import annotations
 
@@ -16,14 +13,19 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionPlan, AttentionProblem, PackedBatch
+    from kernels.attention.plan import AttentionPlan
+    from kernels.attention.problem import AttentionProblem, PackedBatch
 
 _SLOT_DTYPES = (torch.int32, torch.int64)
 _WRITTEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> None:
-    """Compare the batch with itself and the problem, without reading anything back from a GPU."""
+    """Check a batch against itself and the problem, without reading from a GPU.
+
+    Raises:
+        ShapeError: a tensor's shape, dtype, stride or device, or a bound, is wrong.
+    """
     num_seqs = batch.num_seqs
     expected: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         "cu_seqlens_q": (batch.cu_seqlens_q, (num_seqs + 1,))
@@ -61,7 +63,11 @@ def check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> N
 
 
 def check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
-    """Refuse a log-sum-exp that nobody asked for, or none where the problem asks."""
+    """Check that a log-sum-exp is given if and only if the problem asks for it, in the plan's shape.
+
+    Raises:
+        ShapeError: it is not.
+    """
     if lse is None and not plan.problem.lse:
         return
     shape = plan.q_shape[:2]
@@ -84,7 +90,11 @@ def check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
 
 
 def check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, phase: Phase) -> None:
-    """Compare shapes and dtypes with the plan's, in about a microsecond when all is well."""
+    """Check tensors against the plan. Takes about a microsecond if they are right.
+
+    Raises:
+        ShapeError: a shape, stride, dtype or device differs from the plan's.
+    """
     if (
         q.shape == plan.q_shape
         and out.shape == plan.q_shape
@@ -112,10 +122,14 @@ def check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, pha
 
 
 def check_scale(kv: Tensor, plan: AttentionPlan, kv_scale: Tensor | None) -> None:
-    """Refuse scales that are not those of the plan's cache."""
+    """Check that scales are given if and only if the plan's cache is quantized, in its shape.
+
+    Raises:
+        ShapeError: they are not.
+    """
     kv_dtype = plan.problem.kv_dtype
     if kv_dtype is None and kv_scale is not None:
-        raise ShapeError("kv_scale is given; the plan's cache is not quantised")
+        raise ShapeError("kv_scale is given; the plan's cache is not quantized")
     if kv_dtype is not None and kv_scale is None:
         raise ShapeError(f"kv_scale is not given; the plan's cache is {kv_dtype}")
     if kv_scale is not None:
@@ -125,8 +139,12 @@ def check_scale(kv: Tensor, plan: AttentionPlan, kv_scale: Tensor | None) -> Non
 def check_write(
     k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None
 ) -> None:
-    """Compare the arguments of `write_kv` with each other."""
-    quantised = kv.dtype is torch.float8_e4m3fn
+    """Check the arguments of `write_kv` against each other.
+
+    Raises:
+        ShapeError: a shape, stride, dtype or device does not fit the others.
+    """
+    quantized = kv.dtype is torch.float8_e4m3fn
     if (
         k.shape != v.shape
         or k.shape[1:] != kv.shape[3:]
@@ -135,8 +153,8 @@ def check_write(
         or slot_mapping.shape != k.shape[:1]
         or slot_mapping.dtype not in _SLOT_DTYPES
         or not slot_mapping.is_contiguous()
-        or k.dtype is not (v.dtype if quantised else kv.dtype)
-        or v.dtype not in (_WRITTEN_DTYPES if quantised else (kv.dtype,))
+        or k.dtype is not (v.dtype if quantized else kv.dtype)
+        or v.dtype not in (_WRITTEN_DTYPES if quantized else (kv.dtype,))
         or not kv.is_contiguous()
         or k.stride(-1) != 1
         or v.stride(-1) != 1
@@ -148,7 +166,7 @@ def check_write(
             "[2, N, S, K, D], all of one dtype or kv torch.float8_e4m3fn, slot_mapping [T] int32 "
             "contiguous, on one device"
         )
-    if (kv_scale is not None) is not quantised:
+    if (kv_scale is not None) is not quantized:
         given = "not given" if kv_scale is None else "given"
         raise ShapeError(f"kv_scale is {given}; the cache is {kv.dtype}")
     if kv_scale is not None:
@@ -156,7 +174,7 @@ def check_write(
 
 
 def _check_scale_of(kv: Tensor, kv_scale: Tensor) -> None:
-    """Compare the scales with a cache [2, N, S, K, D]."""
+    """Check scales against a cache [2, N, S, K, D]."""
     sides, blocks, size, heads = kv.shape[:4]
     if (
         kv_scale.shape != (sides, blocks, heads, size)
@@ -171,6 +189,6 @@ def _check_scale_of(kv: Tensor, kv_scale: Tensor) -> None:
 
 
 def describe(tensor: Tensor) -> str:
-    """Name what an error message has to tell of a tensor."""
+    """Return a tensor's shape, dtype, device and contiguity for an error message."""
     text = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
     return text if tensor.is_contiguous() else f"{text} not contiguous"

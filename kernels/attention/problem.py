@@ -1,28 +1,21 @@
-"""The attention problem, the rows that may solve it, and the pure choice between them.
-
-Knows nothing of devices beyond `GPUArch`, and nothing of how a kernel is written.
-"""
+"""The attention problem, which decides the kernel, and the batch of a step, which a kernel is bound to."""
 
 from __future__ import annotations
 
 import enum
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-from kernels.attention.quantized_cache import KV_DTYPES, SCALE_BYTES
-from kernels.errors import NoKernelError, ShapeError
+from kernels.errors import ShapeError
+from kernels.fp8 import FP8, SCALE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
     from torch import Tensor
 
-    from kernels.arch import GPUArch
-    from kernels.attention.spec import KernelSpec
-
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (FP8,)
+"""Dtypes of a quantized cache; any other cache has the queries' dtype."""
 
 
 class Phase(enum.Enum):
@@ -36,28 +29,31 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What stays the same from step to step, and so decides the kernel.
+    """What stays the same from step to step and decides the kernel.
+
+    No model or request asks for `softcap`, `batch_invariant` or `fp8` yet. `softcap` is for a model
+    family with capped scores; the other two become options of a request.
 
     Attributes:
         phase: prefill or decode.
-        dtype: of queries and output, and of the cache unless `kv_dtype` says otherwise: "float32",
+        dtype: of queries and output, and of the cache unless `kv_dtype` is given: "float32",
             "bfloat16" or "float16".
         num_heads: query heads H.
         num_kv_heads: key-value heads K; divides H.
         head_dim: D, elements.
-        block_size: S, tokens per cache block; None where keys and values lie packed, without blocks.
+        block_size: S, tokens per cache block; None for packed keys and values, without blocks.
         softmax_scale: factor on the scores before the softmax, above 0.
         sliding_window: tokens that a query attends to, itself included; None for all.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
-        causal: whether a query sees no key after its own token; in a decode it does not only where it
-            stands for the tokens that all sequences share (`PagedBatch.shared_prefix`).
+        causal: whether a query attends only to keys up to its own token. False in a decode describes
+            its attention to the tokens that all sequences share (`PagedBatch.shared_prefix`).
         max_query_tokens: most query tokens of a sequence in a decode: 1, or more for speculation.
         lse: whether the call also writes the log-sum-exp of the scores.
-        batch_invariant: whether a sequence's result must be bitwise the same whatever shares its
-            batch; costs some speed where few sequences are decoded.
-        fp8: whether a prefill may multiply in FP8: faster, less exact. A permission: rows that do not
-            multiply in FP8 take such a problem too, and rows that do take no other.
-        kv_dtype: of a quantised paged cache: "float8_e4m3fn"; None for one of `dtype`.
+        batch_invariant: whether a sequence's result must be bitwise the same in every batch; a decode
+            of few sequences is slower for it.
+        fp8: whether a prefill may multiply in FP8, which is faster and less exact. Rows that multiply
+            in FP8 support only problems that allow it; the other rows ignore this field.
+        kv_dtype: of a quantized paged cache: "float8_e4m3fn"; None for one of `dtype`.
 
     Raises:
         ShapeError: a value is out of its range.
@@ -116,18 +112,18 @@ class AttentionProblem:
 
     @property
     def cache_dtype(self) -> str:
-        """Of keys and values as they lie in memory."""
+        """Dtype of keys and values in memory."""
         return self.kv_dtype or self.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Of a key or a value of one head in the cache, its scale included."""
+        """Bytes of one head's key or value in the cache, its scale included."""
         if self.kv_dtype is not None:
             return self.head_dim + SCALE_BYTES
         return self.head_dim * (4 if self.dtype == "float32" else 2)
 
     def __str__(self) -> str:
-        """One line for logs and error messages."""
+        """Return one line for logs and error messages."""
         text = (
             f"{self.phase.value} {self.dtype} H={self.num_heads} K={self.num_kv_heads} "
             f"D={self.head_dim} "
@@ -149,24 +145,25 @@ class AttentionProblem:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """What changes from step to step: which tokens attend to which blocks.
+    """What changes from step to step: the query tokens, and the cache blocks they attend to.
 
     Attributes:
         cu_seqlens_q: [B + 1] int32; query rows of sequence b start at cu_seqlens_q[b].
         seq_lens: [B] int32; tokens in the cache, this step's included.
         block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read, nor are the
-            blocks whose tokens no query's window reaches.
-        num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or above it where
-            rows pad the step.
-        max_seqlen_q: most query tokens of a sequence, or an upper bound of it.
-        max_seqlen_k: largest of `seq_lens`, or an upper bound of it.
+            blocks that lie before every query's window.
+        num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or more if the step is
+            padded.
+        max_seqlen_q: most query tokens of a sequence, or an upper bound.
+        max_seqlen_k: largest of `seq_lens`, or an upper bound.
         shared_prefix: tokens at the start of every sequence that lie in the same blocks, a multiple
-            of S; a promise that lets a decode read them once, and changes no result beyond rounding.
-            All query tokens lie behind them; sequences without tokens may be among the others, but
-            not first. A captured graph keeps the number that it was captured with.
-        keys_settled: whether a decode may read keys, values and this batch before it waits for the kernel
-            before it, all but the keys and values of the query tokens. A promise: they, and the plan, were
-            made before the stream's last launch that was not programmatic (`kernels.gpu.dependent_launch`).
+            of S. A decode then reads them once; results differ by rounding only. All query tokens
+            come after them. Empty sequences are allowed, except as the first. A captured graph keeps
+            the number it was captured with.
+        keys_settled: whether a decode may read keys, values and this batch before the preceding kernel
+            has ended, except the keys and values of the query tokens. The caller promises that they, and
+            the plan, were written before the stream's last launch that was not programmatic
+            (`kernels.gpu.dependent_launch`).
     """
 
     cu_seqlens_q: Tensor
@@ -186,14 +183,14 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Like `PagedBatch`, where keys and values lie packed one sequence after the other.
+    """A `PagedBatch` whose keys and values are packed, one sequence after the other.
 
     Attributes:
         cu_seqlens_q: [B + 1] int32; query rows of sequence b start at cu_seqlens_q[b].
         cu_seqlens_k: [B + 1] int32; its keys and values start at cu_seqlens_k[b].
         num_tokens: T, query rows of all sequences.
-        max_seqlen_q: most query tokens of a sequence, or an upper bound of it.
-        max_seqlen_k: most keys of a sequence, or an upper bound of it.
+        max_seqlen_q: most query tokens of a sequence, or an upper bound.
+        max_seqlen_k: most keys of a sequence, or an upper bound.
     """
 
     cu_seqlens_q: Tensor
@@ -206,175 +203,3 @@ class PackedBatch:
     def num_seqs(self) -> int:
         """B."""
         return self.cu_seqlens_k.shape[0] - 1
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """Tile sizes of a compiled kernel.
-
-    Attributes:
-        block_m: query rows per tile; a row is one query head of one token.
-        block_n: keys per tile.
-        num_warps: warps per thread block; of each role where a kernel gives its warps several.
-        num_stages: tiles in flight.
-        programs_per_sm: thread blocks that the split plan of a decode aims at, per SM.
-        one_loop: whether a prefill masks every tile, which saves a second loop's start.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int = 1
-    one_loop: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TunedLaunch:
-    """A row of a tuning table.
-
-    Attributes:
-        launch: the tile sizes.
-        max_seqlen_k: for sequences of at most this many keys; None for any length.
-        provenance: where the numbers come from, for people.
-        measured: whether they were chosen by timing on this architecture.
-        min_num_seqs: for steps of at least so many sequences.
-    """
-
-    launch: LaunchConfig
-    max_seqlen_k: int | None
-    provenance: str
-    measured: bool
-    min_num_seqs: int = 0
-
-
-class AttentionKernel(Protocol):
-    """One row's kernel, bound to the batch of one step and run once per layer."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        out: Tensor,
-        lse: Tensor | None = None,
-        *,
-        kv_scale: Tensor | None = None,
-    ) -> None:
-        """Write the attention of `q` over `kv` to `out`; shapes as in the door.
-
-        A decode on a GPU also takes a float32 `out`, whatever the problem's dtype: it is merged then.
-        """
-
-
-class AttentionKernelFactory(Protocol):
-    """What `KernelSpec.target` names: makes a kernel for the batch of one step."""
-
-    def __call__(
-        self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
-    ) -> AttentionKernel:
-        """Do the work of a step that all layers share."""
-
-
-class Refusal(NamedTuple):
-    """Why one row was passed over."""
-
-    kernel: str
-    reasons: tuple[str, ...]
-
-    def __str__(self) -> str:
-        """One line for logs and error messages."""
-        return f"{self.kernel}: {'; '.join(self.reasons)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The row chosen for a problem, and how the choice came about.
-
-    Attributes:
-        spec: the row.
-        arch: where it runs.
-        launches: its tile sizes, those for the most sequences first, then the shortest; empty where it has none.
-        why: one sentence for people.
-        refusals: the more preferred rows of this phase, each with all of its reasons.
-    """
-
-    spec: KernelSpec
-    arch: GPUArch
-    launches: tuple[TunedLaunch, ...]
-    why: str
-    refusals: tuple[Refusal, ...]
-
-    def launch_for(self, max_seqlen_k: int, num_seqs: int) -> LaunchConfig:
-        """Return the tile sizes for so many sequences of at most `max_seqlen_k` keys."""
-        return self.tuned_for(max_seqlen_k, num_seqs).launch
-
-    def tuned_for(self, max_seqlen_k: int, num_seqs: int) -> TunedLaunch:
-        """Return the same with where they come from."""
-        for row in self.launches:
-            long_enough = row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k
-            if long_enough and num_seqs >= row.min_num_seqs:
-                return row
-        raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """A kernel bound to one step's batch; every layer of the step reuses it.
-
-    Attributes:
-        problem: what was asked.
-        selection: the row and why.
-        run: the bound kernel.
-        q_shape: (T, H, D) that queries and output must have.
-        kv_shape: (S, K, D) that the cache's blocks must have; (K, D) of packed keys and values.
-        dtype: of queries and output.
-        kv_dtype: of the cache.
-        device: of these, and of the batch.
-        prefix: the row that reads what the sequences share, where that is done once for all.
-    """
-
-    problem: AttentionProblem
-    selection: Selection
-    run: AttentionKernel
-    q_shape: tuple[int, int, int]
-    kv_shape: tuple[int, ...]
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    device: torch.device
-    prefix: Selection | None = None
-
-
-def select(
-    problem: AttentionProblem,
-    arch: GPUArch,
-    registry: Sequence[KernelSpec],
-    launches: Callable[[KernelSpec, AttentionProblem, GPUArch], tuple[TunedLaunch, ...]],
-) -> Selection:
-    """Choose the first row that accepts the problem.
-
-    Args:
-        problem: what is to be solved.
-        arch: where.
-        registry: rows, most preferred first.
-        launches: looks up a row's tile sizes, in the order of `Selection.launches`.
-
-    Returns:
-        The row, with what the rows before it refused.
-
-    Raises:
-        NoKernelError: every row refuses; the message has a line for each.
-    """
-    refusals: list[Refusal] = []
-    for spec in registry:
-        reasons = spec.refuse(problem, arch)
-        if not reasons:
-            passed = tuple(
-                r for r, row in zip(refusals, registry, strict=False) if row.phase is spec.phase
-            )
-            why = f"{spec.name} is the first row that accepts {problem} on {arch}"
-            why = f"{why}; {spec.note}" if spec.note else why
-            tuned = launches(spec, problem, arch) if spec.launch else ()
-            return Selection(spec, arch, tuned, why, passed)
-        refusals.append(Refusal(spec.name, reasons))
-    lines = "".join(f"\n  {refusal}" for refusal in refusals)
-    raise NoKernelError(f"no kernel for {problem} on {arch}:{lines or ' the registry is empty'}")

@@ -1,17 +1,17 @@
 """The attention kernels as rows of data, most preferred first.
 
-A new kernel is a row here and a file in `kernels/attention/`. Nothing else decides what runs where.
+A new kernel is a row here, a file in `kernels/attention/`, and rows in the tuning tables. Nothing else
+decides which kernel runs.
 """
 
 from __future__ import annotations
 
-from kernels.attention.problem import DTYPES, LaunchConfig, Phase
-from kernels.attention.quantized_cache import FP8, QuantisedCache
-from kernels.attention.spec import KernelSpec
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
+from kernels.attention.launch import LaunchConfig
+from kernels.attention.problem import DTYPES, Phase
+from kernels.attention.spec import KernelSpec, QuantizedCache
+from kernels.fp8 import FP8
 
-_ANY_GPU = (0, 999)
-_AMPERE_ON = (80, 129)
-_HOPPER = (90, 90)
 _NO_WGMMA = "wgmma and setmaxnreg are Hopper's"
 _NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 _HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
@@ -20,23 +20,26 @@ _UP_TO_64_HEADS = frozenset(range(1, 65))
 _NEARLY_POWERS_OF_TWO = frozenset(
     heads for heads in _UP_TO_64_HEADS if 8 * heads >= 7 * (1 << (heads - 1).bit_length())
 )
-"""A token's heads take a power of two of a tile's rows: with more than an eighth of them unused, the portable
-kernel is as fast."""
-_FP8_BY_TRITON = QuantisedCache(
+"""A group takes a power of two of a tile's rows. If more than an eighth of them are unused, the portable kernel is
+as fast."""
+_FP8_BY_TRITON = QuantizedCache(
     kv_dtypes=frozenset({FP8}),
     dtypes=frozenset({"bfloat16", "float16"}),
-    first_sm=89,
-    note="older ones have no instruction that converts it",
+    sm=FP8_INSTRUCTIONS,
+    note="older GPUs have no instruction that converts it",
 )
-_FP8_BY_PYTORCH = QuantisedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
+_FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 
+# No request reaches three features yet. `fp8` (hopper_fp8_prefill) and `batch_invariant` wait for options of a
+# request, `softcap` for a model family with capped scores.
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="hopper_fp8_prefill",
         phase=Phase.PREFILL,
         target="kernels.attention.hopper.fp8_prefill:HopperFP8Prefill",
         dtypes=frozenset({"bfloat16", "float16"}),
-        sm=_HOPPER,
+        sm=HOPPER,
+        flash_attention=3,
         head_dims=frozenset({128}),
         paged=False,
         group_sizes=_POWERS_OF_TWO,
@@ -47,7 +50,6 @@ REGISTRY: tuple[KernelSpec, ...] = (
         lse=True,
         batch_invariant=True,
         fp8=True,
-        persistent=True,
         row_tiles=frozenset({128}),
         launch=LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=2),
         note="multiplies in FP8, as the problem allows",
@@ -58,7 +60,8 @@ REGISTRY: tuple[KernelSpec, ...] = (
         phase=Phase.PREFILL,
         target="kernels.attention.hopper.prefill:HopperPrefill",
         dtypes=frozenset({"bfloat16", "float16"}),
-        sm=_HOPPER,
+        sm=HOPPER,
+        flash_attention=3,
         head_dims=frozenset({64, 128, 256}),
         block_sizes=(16, 256),
         power_of_two_blocks=True,
@@ -67,7 +70,6 @@ REGISTRY: tuple[KernelSpec, ...] = (
         non_causal=True,
         lse=True,
         batch_invariant=True,
-        persistent=True,
         row_tiles=frozenset({128, 192}),
         launch=LaunchConfig(block_m=128, block_n=64, num_warps=4, num_stages=2),
         arch_note=_NO_WGMMA,
@@ -77,14 +79,15 @@ REGISTRY: tuple[KernelSpec, ...] = (
         phase=Phase.PREFILL,
         target="kernels.attention.portable.prefill:PortablePrefill",
         dtypes=frozenset(DTYPES),
-        sm=_AMPERE_ON,
+        sm=TENSOR_CORES,
+        flash_attention=2,
         head_dims=_HEAD_DIMS,
         block_sizes=(1, 256),
         packed=True,
         non_causal=True,
         lse=True,
         batch_invariant=True,
-        quantised=_FP8_BY_TRITON,
+        quantized=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
         arch_note=_NO_TENSOR_CORES,
     ),
@@ -93,7 +96,8 @@ REGISTRY: tuple[KernelSpec, ...] = (
         phase=Phase.DECODE,
         target="kernels.attention.hopper.decode:HopperDecode",
         dtypes=frozenset({"bfloat16", "float16"}),
-        sm=_HOPPER,
+        sm=HOPPER,
+        flash_attention=3,
         head_dims=frozenset({64, 128, 256}),
         block_sizes=(16, 256),
         power_of_two_blocks=True,
@@ -110,13 +114,14 @@ REGISTRY: tuple[KernelSpec, ...] = (
         phase=Phase.DECODE,
         target="kernels.attention.portable.decode:PortableDecode",
         dtypes=frozenset(DTYPES),
-        sm=_AMPERE_ON,
+        sm=TENSOR_CORES,
+        flash_attention=2,
         head_dims=_HEAD_DIMS,
         block_sizes=(1, 256),
         several_queries=True,
         lse=True,
         batch_invariant=True,
-        quantised=_FP8_BY_TRITON,
+        quantized=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
         arch_note=_NO_TENSOR_CORES,
     ),
@@ -126,9 +131,9 @@ REGISTRY: tuple[KernelSpec, ...] = (
         target="kernels.attention.pytorch.rows:make_prefill",
         dtypes=frozenset(DTYPES),
         cpu=True,
-        sm=_ANY_GPU,
-        quantised=_FP8_BY_PYTORCH,
-        note="PyTorch row: the kernel of the CPU, the fallback of every GPU",
+        sm=None,
+        quantized=_FP8_BY_PYTORCH,
+        note="PyTorch's attention: for the CPU, and the fallback for every GPU",
     ),
     KernelSpec(
         name="torch_decode",
@@ -136,9 +141,9 @@ REGISTRY: tuple[KernelSpec, ...] = (
         target="kernels.attention.pytorch.rows:make_decode",
         dtypes=frozenset(DTYPES),
         cpu=True,
-        sm=_ANY_GPU,
-        quantised=_FP8_BY_PYTORCH,
-        note="PyTorch row: the kernel of the CPU, the fallback of every GPU",
+        sm=None,
+        quantized=_FP8_BY_PYTORCH,
+        note="PyTorch's attention: for the CPU, and the fallback for every GPU",
     ),
 )
 
@@ -148,16 +153,17 @@ PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
         phase=Phase.DECODE,
         target="kernels.attention.portable.prefix:PortablePrefix",
         dtypes=frozenset(DTYPES),
-        sm=_AMPERE_ON,
+        sm=TENSOR_CORES,
+        flash_attention=2,
         head_dims=_HEAD_DIMS,
         block_sizes=(1, 256),
         sliding_window=False,
         non_causal=True,
         lse=True,
-        quantised=_FP8_BY_TRITON,
+        quantized=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
-        note="reads once what the sequences of a decode share",
+        note="reads the shared tokens of a decode's sequences once",
         arch_note=_NO_TENSOR_CORES,
     ),
 )
-"""The kernels that attend a whole decode to the tokens its sequences share; without one, each reads them."""
+"""The kernels that attend all sequences of a decode to their shared tokens; without one, each sequence reads them."""

@@ -1,7 +1,4 @@
-"""A row of the registry: what a kernel accepts, with its reasons for what it does not.
-
-Knows no kernel, nor which row comes before which.
-"""
+"""A row of the registry: what a kernel supports, and the reasons for what it does not."""
 
 from __future__ import annotations
 
@@ -12,26 +9,57 @@ from kernels.attention.problem import Phase
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
-    from kernels.attention.problem import AttentionProblem, LaunchConfig
-    from kernels.attention.quantized_cache import QuantisedCache
+    from kernels.attention.launch import LaunchConfig
+    from kernels.attention.problem import AttentionProblem
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCache:
+    """The quantized caches that a kernel reads.
+
+    Attributes:
+        kv_dtypes: of the cache.
+        dtypes: of the queries over such a cache.
+        sm: compute capabilities on which it reads one; None for wherever it runs.
+        note: what the others lack, for the reason.
+    """
+
+    kv_dtypes: frozenset[str]
+    dtypes: frozenset[str]
+    sm: frozenset[int] | None = None
+    note: str = ""
+
+    def unsupported(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
+        """List every reason why the cache of a problem that has a `kv_dtype` cannot be read."""
+        reasons = []
+        if problem.kv_dtype not in self.kv_dtypes:
+            reasons.append(f"no {problem.kv_dtype} cache")
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"no {problem.dtype} queries over a {problem.kv_dtype} cache")
+        if self.sm is not None and not arch.is_cpu:
+            needs = arch.unsupported(self.sm, self.note)
+            reasons += [f"a {problem.kv_dtype} cache {reason}" for reason in needs]
+        return tuple(reasons)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One row of the registry: what a kernel accepts, and where it lives.
+    """One row of the registry: what a kernel supports, and where it lives.
 
     Attributes:
         name: unique; shown in logs, metrics and results.
         phase: the phase it solves.
-        target: "module:attribute" of its `AttentionKernelFactory`; imported when first used, so
-            that a host without a GPU compiler can read every row.
-        dtypes: accepted dtypes.
+        target: "module:attribute" of its `AttentionKernelFactory`; imported on first use, so that a
+            host without Triton can read every row.
+        dtypes: supported dtypes.
         cpu: whether it runs on a CPU.
-        sm: lowest and highest compute capability, both included; None for no GPU.
-        head_dims: accepted head dims; None for any.
+        sm: compute capabilities of the GPUs it runs on; None for every GPU, empty for none.
+        flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's
+            own attention.
+        head_dims: supported head dims; None for any.
         block_sizes: smallest and largest block size, both included; None for any.
         power_of_two_blocks: whether a block size must be a power of two.
-        group_sizes: accepted numbers of query heads per key-value head; None for any.
+        group_sizes: supported numbers of query heads per key-value head; None for any.
         paged: whether it reads a cache in blocks.
         packed: whether it reads packed keys and values.
         sliding_window: whether it can limit attention to a window.
@@ -40,14 +68,13 @@ class KernelSpec:
         several_queries: whether a decode may have more than one query token per sequence.
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether a sequence's result can be made independent of its batch.
-        fp8: whether it multiplies in FP8, so that only problems that allow it are for it.
-        persistent: whether at most one thread block per SM is launched, which takes tile after tile.
+        fp8: whether it multiplies in FP8; it then supports only problems that allow that.
         row_tiles: values of `block_m` that it is written for; None for any power of two.
-        quantised: which quantised caches it reads; None for none.
-        launch: tile sizes that are safe wherever it runs; `kernels/tuning` has better ones. None
-            where there is nothing to launch.
+        quantized: the quantized caches it reads; None for none.
+        launch: tile sizes that work wherever it runs; `kernels/tuning` has better ones. None for a
+            PyTorch row.
         note: what a reader of the plan should know about this row.
-        arch_note: why it runs nowhere else, for the refusal.
+        arch_note: what other architectures lack, for the reason.
     """
 
     name: str
@@ -55,7 +82,8 @@ class KernelSpec:
     target: str
     dtypes: frozenset[str]
     cpu: bool = False
-    sm: tuple[int, int] | None = None
+    sm: frozenset[int] | None = frozenset()
+    flash_attention: int | None = None
     head_dims: frozenset[int] | None = None
     block_sizes: tuple[int, int] | None = None
     power_of_two_blocks: bool = False
@@ -69,18 +97,17 @@ class KernelSpec:
     lse: bool = False
     batch_invariant: bool = False
     fp8: bool = False
-    persistent: bool = False
     row_tiles: frozenset[int] | None = None
-    quantised: QuantisedCache | None = None
+    quantized: QuantizedCache | None = None
     launch: LaunchConfig | None = None
     note: str = ""
     arch_note: str = ""
 
-    def refuse(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
+    def unsupported(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
         """List every reason why this row cannot solve `problem` on `arch`; empty if it can."""
         tests = (
             (problem.phase is not self.phase, f"solves {self.phase.value} only"),
-            (not self._runs_on(arch), self._arch_reason(arch)),
+            *((True, reason) for reason in self._unsupported_arch(arch)),
             (problem.dtype not in self.dtypes, f"no {problem.dtype}"),
             (
                 self.head_dims is not None and problem.head_dim not in self.head_dims,
@@ -113,12 +140,19 @@ class KernelSpec:
             (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
             (self.fp8 and not problem.fp8, "the problem does not allow FP8"),
         )
-        reasons = tuple(reason for refused, reason in tests if refused)
+        reasons = tuple(reason for applies, reason in tests if applies)
         if problem.kv_dtype is None:
             return reasons
-        if self.quantised is None:
+        if self.quantized is None:
             return (*reasons, f"no {problem.kv_dtype} cache")
-        return (*reasons, *self.quantised.refuse(problem, arch))
+        return (*reasons, *self.quantized.unsupported(problem, arch))
+
+    def _unsupported_arch(self, arch: GPUArch) -> tuple[str, ...]:
+        if arch.is_cpu:
+            return () if self.cpu else ("needs a GPU",)
+        if self.sm is None:
+            return ()
+        return arch.unsupported(self.sm, self.arch_note) if self.sm else ("runs on the CPU only",)
 
     def _takes_block_size(self, size: int | None) -> bool:
         if size is None or self.block_sizes is None:
@@ -127,18 +161,3 @@ class KernelSpec:
 
     def _block_range(self) -> str:
         return f"{self.block_sizes[0]} to {self.block_sizes[1]}" if self.block_sizes else "any"
-
-    def _runs_on(self, arch: GPUArch) -> bool:
-        if arch.is_cpu:
-            return self.cpu
-        return self.sm is not None and self.sm[0] <= arch.sm <= self.sm[1]
-
-    def _arch_reason(self, arch: GPUArch) -> str:
-        if arch.is_cpu:
-            return "needs a GPU"
-        if self.sm is None:
-            return "runs on the CPU only"
-        lowest, highest = self.sm
-        needed = f"sm_{lowest}" if lowest == highest else f"sm_{lowest} to sm_{highest}"
-        text = f"needs {needed}, this is sm_{arch.sm}"
-        return f"{text} ({self.arch_note})" if self.arch_note else text

@@ -1,12 +1,11 @@
 """Programmatic dependent launch: a kernel starts while the one before it on the stream still runs.
 
-A kernel launched so may do what does not depend on the one before, as loading weights, until it waits for it.
-The rules that keep a chain of such kernels right:
+Such a kernel may do work that does not depend on the one before, such as loading weights, until it waits for it.
+Two rules keep a chain of such kernels correct:
 
-- Each kernel that is launched so waits, in each of its programs that reads what an earlier kernel wrote or that
-  writes anything, before it does. At least one of its programs waits, so the end of one kernel is the end of all
-  before it.
-- What is read before the wait was written before the last launch that was not programmatic.
+- Each program waits before it reads what an earlier kernel wrote and before it writes anything. At least one program
+  of each kernel waits, so that the end of a kernel implies the end of all kernels before it.
+- Data read before the wait was written before the last launch that was not programmatic.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
 
-_HOPPER = 90
-
 
 def may_depend(arch: GPUArch, device: torch.device) -> bool:
-    """Whether kernels may be launched so, which the interpreter on a CPU cannot, whatever it is to stand for."""
-    return arch.sm >= _HOPPER and device.type == "cuda"
+    """Whether kernels on a device may be launched so; Triton's interpreter, on CPU tensors, cannot."""
+    return arch.has_dependent_launch and device.type == "cuda"
 
 
 def dependent_launch(pdl: bool) -> dict[str, Any]:
-    """Return the launch options and the constant PDL of a kernel, which needs compute capability 9.0 if set."""
+    """Return a kernel's launch options and its constant PDL, which only some GPUs take (`may_depend`)."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -1,239 +1,287 @@
-"""The door to the operations of a decoder layer between its attentions, with few launches on a GPU.
+"""The projections of a decoder layer: linear layers between the residual stream and what a layer computes.
 
-`kernels` has the same ones in PyTorch, for every device, differentiably. These multiply on the kernel that suits the
-number of rows (`kernels.linear.select`) and start before the kernel before them has ended where the GPU can.
+    from_residual    y = x' W^T * scale + bias             x' = norm(residual), or silu(gate) * up of that
+    to_residual      residual + x W^T * scale + bias
 
-Dimensions: T tokens, H query heads, K key-value heads, D head dim, N blocks, S block size.
+What the chosen product absorbs (`kernels.linear.registry`) is one launch with it; the rest are launches of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from kernels import write_kv
-from kernels.attention.quantized_cache import FP8
+from kernels.elementwise.pytorch import rms_norm, silu_and_mul
+from kernels.fp8 import FP8
 from kernels.gpu.dependent_launch import may_depend
-from kernels.linear.select import LinearProblem, select_linear
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import REGISTRY
+from kernels.linear.select import select_linear
+from kernels.linear.weights import LinearArguments, LinearWeights, Norm
+from kernels.sampling.tokens import argmax_tokens
 from kernels.tuning.linear import tuned_linear
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from kernels.arch import GPUArch
     from kernels.linear.select import LinearChoice
 
-__all__ = ["CacheSlots", "FusedLinear", "FusedNorm", "may_depend", "objection", "rope_and_write_kv"]
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_AMPERE = 80
+__all__ = ["LinearWeights", "Norm", "Projection", "Residual", "bind_norm", "bind_projection"]
 
 
-def objection(arch: GPUArch, dtype: torch.dtype) -> str:
-    """Say why a model's layers cannot be computed by the operations of this file; empty where they can.
+class Residual(NamedTuple):
+    """The residual stream of a step.
+
+    Attributes:
+        hidden: [..., C]; on a GPU it is changed in place.
+        partials: [S, T, C] float32 contiguous, sums that are still to be added to it; None for none.
+    """
+
+    hidden: Tensor
+    partials: Tensor | None = None
+
+
+class Projection(Protocol):
+    """A linear layer bound to its weights; see `bind_projection`.
+
+    Attributes:
+        copies_weights: whether it has a copy of its weights, so that they may be given up.
+    """
+
+    copies_weights: bool
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Numbers of rows for which its products are compiled."""
+
+    def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
+        """Project the normalized residual stream.
+
+        Args:
+            residual: of T tokens.
+
+        Returns:
+            [T, N], and the residual stream without partial sums.
+        """
+
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        """Project x, [T, C], and add the result to the residual stream, which has no partial sums."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Project x, [T, C], as it is; returns [T, N], `out` where it is given."""
+
+    def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Project x and find the largest output of each row.
+
+        Args:
+            x: [T, C], contiguous in C.
+            out: [T, N] contiguous; written.
+            tokens: [T] int64 contiguous; written, the index of the largest output, the smallest among equals, or -1
+                where it is not a finite number.
+            logprobs: [T] float32 contiguous; written, the logarithm of that output's share of the sum of all
+                exponentials, anything where `tokens` is -1.
+
+        Returns:
+            [T] int64, a new tensor: `tokens` with valid indices in the place of -1.
+        """
+
+    def prefetches(self, rows: int, /) -> bool:
+        """Whether the product of `rows` rows loads its weights before it waits for its input."""
+
+
+def bind_projection(
+    weights: LinearWeights,
+    dtype: torch.dtype,
+    arch: GPUArch,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: bool = False,
+    layer_weights: int = 0,
+    trainable: bool = False,
+) -> Projection:
+    """Bind a linear layer to its weights and to the kernels that may compute it.
 
     Args:
-        arch: of the model's device.
-        dtype: of its weights and activations.
+        weights: read where they are at each call, unless they are packed: they must not be replaced.
+        dtype: of inputs and outputs.
+        arch: of the device that they lie on.
+        norm: of the input of `from_residual`.
+        gated: whether the output of `from_residual` is silu(gate) * up.
+        residual: whether the projection is for `to_residual`.
+        layer_weights: as in `LinearProblem`.
+        trainable: likewise.
     """
-    if arch.is_cpu:
-        return "a CPU has no kernels of ours for them"
-    if arch.sm < _AMPERE:
-        return f"they need sm_{_AMPERE}, this is sm_{arch.sm}"
-    return "" if dtype in _DTYPES else f"no {str(dtype).removeprefix('torch.')}"
+    stacked, inputs = weights.weight.shape
+    problem = LinearProblem(
+        rows=1,
+        outputs=stacked // 2 if gated else stacked,
+        inputs=inputs,
+        dtype=str(dtype).removeprefix("torch."),
+        gated=gated,
+        weight_dtype=None if weights.scale is None else FP8,
+        bias=weights.bias is not None,
+        residual=residual,
+        layer_weights=layer_weights,
+        trainable=trainable,
+    )
+    spec = select_linear(problem, arch).spec
+    if spec.any_rows:
+        product = _load(spec.target)(weights, problem)
+        return _FixedProjection(product, norm, gated=gated, copies_weights=spec.copies_weights)
+    return _RowProjection(weights, problem, norm, arch)
 
 
-@dataclass(frozen=True, slots=True)
-class FusedNorm:
-    """An RMS norm, bound to its weight.
+def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual], Tensor]:
+    """Bind the norm behind the last layer: takes a residual stream with its partial sums, returns [..., C].
 
-    Attributes:
-        weight: [C].
-        eps: added to the mean square.
+    Args:
+        norm: which.
+        arch: of the device that its weight lies on.
+        fused: whether our kernel computes it, else PyTorch.
     """
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor, parts: Tensor | None = None, *, pdl: bool) -> Tensor:
-        """Normalise rows, once parts of sums are added to them.
-
-        Args:
-            x: [T, C], contiguous in C; becomes the sum where there are parts.
-            parts: [S, T, C] float32 contiguous; None for none.
-            pdl: launch before the kernel before has ended.
-
-        Returns:
-            [T, C], a new tensor.
-        """
-        from kernels.elementwise.gpu.norm_and_gate import add_rms_norm  # noqa: PLC0415 - Triton is not everywhere
-
-        return add_rms_norm(x, self.weight, self.eps, parts=parts, pdl=pdl)
+    if not fused:
+        return functools.partial(_normalize, norm)
+    pdl = may_depend(arch, norm.weight.device)
+    return functools.partial(_add_and_normalize, norm, pdl=pdl)
 
 
-@dataclass(frozen=True, slots=True)
-class FusedLinear:
-    """A linear layer with what surrounds it, bound to its weights, which are read where they are at each call.
+class _FixedProjection:
+    """One product for every number of rows; norm, gate and residual in PyTorch. Differentiable if the product is."""
 
-        y = x' W^T * scale + bias   x' = norm(x), or x
-        y = silu(gate) * up         where gated: W is gate above up
+    row_counts: tuple[int, ...] = ()
 
-    Attributes:
-        weight: [N, C] contiguous; [2 * N, C] where gated.
-        bias: of as many as `weight` has rows; None for none.
-        arch: of the device that it lies on.
-        norm: of the input; None takes it as it is.
-        gated: see above.
-        scale: of weights in float8_e4m3fn, float32, one for each of their rows; None for others. Many rows of x are
-            then quantised too.
-    """
+    def __init__(
+        self,
+        multiply: Callable[[Tensor], Tensor],
+        norm: Norm | None,
+        *,
+        gated: bool,
+        copies_weights: bool,
+    ) -> None:
+        self.copies_weights = copies_weights
+        self._multiply = multiply
+        self._norm = norm
+        self._gated = gated
 
-    weight: Tensor
-    bias: Tensor | None
-    arch: GPUArch
-    norm: FusedNorm | None = None
-    gated: bool = False
-    scale: Tensor | None = None
+    def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
+        assert self._norm is not None
+        y = self._multiply(rms_norm(residual.hidden, *self._norm))
+        return silu_and_mul(y) if self._gated else y, residual
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None, pdl: bool
-    ) -> Tensor:
-        """Compute the layer.
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        return Residual(residual.hidden + self._multiply(x))
 
-        Args:
-            x: [T, C], contiguous in C.
-            residual: [T, N] contiguous; the result is added to it in place. Not where gated.
-            out: [T, N] contiguous, where the result is to lie; not with a residual.
-            pdl: launch before the kernel before has ended.
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = self._multiply(x)
+        return y if out is None else out.copy_(y)
 
-        Returns:
-            [T, N]: `residual` or `out` if it is given, else a new tensor.
+    def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
 
-        Raises:
-            ShapeError: a shape differs from the above.
-        """
-        # Imported here: Triton is not there on a host without a GPU.
-        from kernels.linear.gpu.linear import LinearArguments, Norm, linear  # noqa: PLC0415
+    def prefetches(self, _rows: int, /) -> bool:
+        return False
 
-        choice = self.choose(len(x), x.dtype)
-        out = out if residual is None else residual
-        if out is None:
-            out = torch.empty((len(x), choice.problem.outputs), dtype=x.dtype, device=x.device)
-        norm = None if self.norm is None else Norm(self.norm.weight, self.norm.eps)
-        arguments = LinearArguments(
-            scale=self.scale, bias=self.bias, norm=norm, residual=residual, pdl=pdl
-        )
-        linear(x, self.weight, choice, out, arguments)
-        return out
 
-    def most_likely(
-        self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor, *, pdl: bool
-    ) -> Tensor | None:
-        """Compute the layer, and which output of each row is the largest, without reading them again.
+class _RowProjection:
+    """A product for each number of rows, on a GPU; norm and gate are Triton's where the product absorbs none."""
 
-        Args:
-            x: [T, C], contiguous in C.
-            out: [T, N] contiguous, where the result is to lie.
-            tokens: [T] int64 contiguous; the number of the largest output, the smallest among equals, or -1 where it
-                is no finite number.
-            logprobs: [T] float32 contiguous; the logarithm of that output's share of the sum of all exponentials,
-                anything where `tokens` is -1.
-            pdl: launch before the kernel before has ended.
+    copies_weights = False
 
-        Returns:
-            [T] int64, a new tensor: `tokens` with valid numbers in the place of -1; None, and nothing is computed,
-            where the library multiplies.
-        """
-        from kernels.linear.gpu.linear import LinearArguments, TileBest, linear  # noqa: PLC0415
+    def __init__(
+        self, weights: LinearWeights, problem: LinearProblem, norm: Norm | None, arch: GPUArch
+    ) -> None:
+        self._weights, self._problem, self._norm, self._arch = weights, problem, norm, arch
+        self._pdl = may_depend(arch, weights.weight.device)
+        self._products: dict[str, Callable[..., Tensor]] = {}
+        self._chosen: dict[int, tuple[LinearChoice, Callable[..., Tensor]]] = {}
+
+    def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
+        hidden, norm = residual.hidden, self._norm
+        choice, product = self._choose(len(hidden))
+        assert norm is not None
+        if residual.partials is not None or not choice.spec.absorbs_norm:
+            hidden, norm = _add_and_normalize(norm, residual, pdl=self._pdl), None
+        y = product(hidden, choice, None, LinearArguments(norm=norm, pdl=self._pdl))
+        if self._problem.gated and not choice.spec.absorbs_gate:
+            # Imported here: Triton is not there on a host without a GPU.
+            from kernels.elementwise.gpu import norm_and_gate  # noqa: PLC0415
+
+            y = norm_and_gate.silu_and_mul(y, pdl=self._pdl)
+        return y, Residual(residual.hidden)
+
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        hidden, partials = residual
+        assert partials is None, "`from_residual` comes first, and adds them"
+        choice, product = self._choose(len(x))
+        if choice.spec.leaves_partials:
+            return Residual(hidden, product(x, choice, None, LinearArguments(pdl=self._pdl)))
+        assert choice.spec.absorbs_residual, choice.spec.name
+        arguments = LinearArguments(residual=hidden, pdl=self._pdl)
+        return Residual(product(x, choice, hidden, arguments))
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        choice, product = self._choose(len(x))
+        return product(x, choice, out, LinearArguments(pdl=self._pdl))
+
+    def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        choice, product = self._choose(len(x))
+        if not choice.tiles:
+            return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
+        from kernels.linear.weights import TileBest  # noqa: PLC0415 - Triton is not everywhere
         from kernels.sampling.gpu.best_token import best_tokens  # noqa: PLC0415 - as above
 
-        choice = self.choose(len(x), x.dtype)
-        if not choice.tiles:
-            return None
         best = TileBest.empty(len(x), choice.tiles, x.device)
         ids = torch.empty_like(tokens)
-        arguments = LinearArguments(scale=self.scale, bias=self.bias, best=best, pdl=pdl)
-        linear(x, self.weight, choice, out, arguments)
-        best_tokens(best, ids, tokens, logprobs, pdl=pdl)
+        product(x, choice, out, LinearArguments(best=best, pdl=self._pdl))
+        best_tokens(best, ids, tokens, logprobs, pdl=self._pdl)
         return ids
 
-    def choose(self, rows: int, dtype: torch.dtype) -> LinearChoice:
-        """Choose what computes so many rows of a dtype."""
-        stacked, inputs = self.weight.shape
-        outputs = stacked // 2 if self.gated else stacked
-        name = str(dtype).removeprefix("torch.")
-        weight_dtype = None if self.scale is None else FP8
-        problem = LinearProblem(rows, outputs, inputs, name, self.gated, weight_dtype)
-        return _choose(problem, self.arch)
+    def prefetches(self, rows: int, /) -> bool:
+        return self._choose(rows)[0].spec.prefetches
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        return tuple(
+            rows
+            for spec in REGISTRY
+            for rows in spec.row_counts
+            if self._choose(rows)[0].spec is spec
+        )
+
+    def _choose(self, rows: int) -> tuple[LinearChoice, Callable[..., Tensor]]:
+        """Choose what computes so many rows, once for each number."""
+        found = self._chosen.get(rows)
+        if found is None:
+            problem = dataclasses.replace(self._problem, rows=rows)
+            choice = select_linear(problem, self._arch, tuned_linear)
+            name = choice.spec.name
+            if name not in self._products:
+                self._products[name] = _load(choice.spec.target)(self._weights, problem)
+            found = self._chosen[rows] = choice, self._products[name]
+        return found
 
 
-@functools.lru_cache(maxsize=4096)
-def _choose(problem: LinearProblem, arch: GPUArch) -> LinearChoice:
-    """Choose once for each number of rows."""
-    return select_linear(problem, arch, tuned_linear)
+def _normalize(norm: Norm, residual: Residual) -> Tensor:
+    return rms_norm(residual.hidden, *norm)
 
 
-class CacheSlots(NamedTuple):
-    """Where the keys and values of a step go.
+def _add_and_normalize(norm: Norm, residual: Residual, *, pdl: bool) -> Tensor:
+    from kernels.elementwise.gpu.norm_and_gate import add_rms_norm  # noqa: PLC0415 - Triton is not everywhere
 
-    Attributes:
-        kv: [2, N, S, K, D] contiguous, in the queries' dtype or float8_e4m3fn; index 0 keys, 1 values.
-        slots: [T] int32; -1 skips a token.
-        scale: of a float8_e4m3fn cache, as `kernels.write_kv` takes it.
-    """
-
-    kv: Tensor
-    slots: Tensor
-    scale: Tensor | None
+    return add_rms_norm(residual.hidden, *norm, parts=residual.partials, pdl=pdl)
 
 
-def rope_and_write_kv(
-    qkv: Tensor,
-    cache: CacheSlots,
-    rope: tuple[Tensor, Tensor],
-    positions: Tensor,
-    *,
-    norms: tuple[FusedNorm, FusedNorm] | None,
-    ahead: tuple[Tensor, Tensor] | None = None,
-    pdl: bool,
-) -> Tensor:
-    """Normalise queries and keys per head, rotate them, and write keys and values to their slots.
-
-    Args:
-        qkv: [T, (H + 2 * K) * D] contiguous; is overwritten.
-        cache: where keys and values go; in FP8 by a second launch.
-        rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them, in
-            qkv's dtype.
-        positions: [T] int64, rows of `rope`.
-        norms: of queries and keys, over D; None where the family has none.
-        ahead: weights that are multiplied by next, of more than 127 bytes each: the second-level cache fetches as
-            many of them as it has room for. Pays where what lies between reads little.
-        pdl: launch before the kernel before has ended. `positions` and slots are then read early: what wrote
-            them must be followed by a launch without `pdl` before this one.
-
-    Returns:
-        The queries [T, H, D], a view of `qkv`.
-    """
-    from kernels.rope.gpu import rope_cache  # noqa: PLC0415 - as above
-
-    kv, slot_mapping, kv_scale = cache
-    q = rope_cache.rope_and_write_kv(
-        qkv,
-        kv,
-        rope,
-        positions,
-        slot_mapping,
-        norms=None if norms is None else (norms[0].weight, norms[1].weight),
-        eps=0.0 if norms is None else norms[0].eps,
-        write=kv_scale is None,
-        ahead=ahead,
-        pdl=pdl,
-    )
-    if kv_scale is not None:
-        kv_heads, head_dim = kv.shape[3:]
-        k, v = qkv[:, q[0].numel() :].view(len(qkv), 2, kv_heads, head_dim).unbind(1)
-        write_kv(k, v, kv, slot_mapping, kv_scale=kv_scale)
-    return q
+@functools.cache
+def _load(target: str) -> Callable[..., Any]:
+    """Import a row's class when it is first used."""
+    module, _, attribute = target.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return loaded

@@ -1,95 +1,30 @@
-"""Which kernel multiplies a step's rows by a weight matrix, and how it is launched: a pure choice.
+"""Which kernel computes a linear layer, and how it is launched: a pure choice.
 
-A step with few rows is bound by reading the weights. Kernels of ours read them at the speed of memory
-and take the neighbouring operations along; from some number of rows on the vendor's library is faster.
-Knows shapes and processors, nothing of how a kernel is written.
+A step with few rows is bound by reading the weights. Our kernels read them at the speed of memory and absorb the
+neighbouring operations; from some number of rows on the vendor's library is faster.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kernels.attention.quantized_cache import FP8
+from kernels.linear.registry import MOST_VECTOR_ROWS, REGISTRY, VECTOR, VECTOR_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kernels.arch import GPUArch
+    from kernels.linear.problem import LinearProblem
+    from kernels.linear.registry import LinearSpec
 
-VECTOR_COLUMNS = 8
-"""Columns that a thread of the vector kernel multiplies at once; a row of weights is a multiple of them."""
-WARP_COLUMNS = 32 * VECTOR_COLUMNS
-MOST_VECTOR_ROWS = 4
-_WIDE_GATED_BYTES = 32 << 20
+WARP_COLUMNS: Final = 32 * VECTOR_COLUMNS
+_WIDE_GATED_BYTES: Final = 32 << 20
 """Gated weights from which on three rows or four are more arithmetic than the vector kernel hides behind memory."""
-_FEW_ROWS = 2
-_AMPERE = 80
-_FULL_SM_WARPS = 64
-_AHEAD_BYTES = 256
+_FEW_ROWS: Final = 2
+_FULL_SM_WARPS: Final = 64
+_AHEAD_BYTES: Final = 256
 """Weights that a thread may hold in registers before it waits: a quarter of what it can have."""
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
-_DTYPES = ("bfloat16", "float16", "float32")
-_FP8_DTYPES = ("bfloat16", "float16")
-_ADA = 89
-_FP8_MULTIPLE = 16
-"""What the library's product in FP8 wants inputs and outputs to be multiples of."""
-
-
-class LinearKernel(enum.Enum):
-    """What computes a linear layer."""
-
-    VECTOR = "vector"
-    """`kernels.linear.gpu.vector`: one row or a few, on the ordinary cores, all that surrounds it included."""
-    LIBRARY = "library"
-    """PyTorch's product of matrices, for any number of rows; a norm and a gate are launches of their own.
-
-    Weights in FP8 are converted for it, each time."""
-    LIBRARY_FP8 = "library_fp8"
-    """PyTorch's product of matrices in FP8: rows are quantised too, in the launch of the norm or one of their own."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LinearProblem:
-    """A linear layer of one step.
-
-    Attributes:
-        rows: of the input, at least 1.
-        outputs: N, rows of the weights; of one half where `gated`.
-        inputs: K, columns of the weights.
-        dtype: of input, output and, unless `weight_dtype` says otherwise, weights.
-        gated: whether the weights are those of gate and up, and the output is silu(gate) * up.
-        weight_dtype: of quantised weights, with a float32 scale for each output: "float8_e4m3fn"; else None.
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
-    dtype: str = "bfloat16"
-    gated: bool = False
-    weight_dtype: str | None = None
-
-    @property
-    def matrices(self) -> int:
-        """Weight rows for one output."""
-        return 2 if self.gated else 1
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one weight."""
-        return _ITEM_BYTES[self.weight_dtype or self.dtype]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights, which a step reads at least."""
-        return self.matrices * self.outputs * self.inputs * self.item_bytes
-
-    def __str__(self) -> str:
-        """One line for logs and tables."""
-        gated = " gated" if self.gated else ""
-        weights = f", weights in {self.weight_dtype}" if self.weight_dtype else ""
-        return f"{self.rows} x {self.inputs} to {self.outputs}{gated} in {self.dtype}{weights}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,40 +45,57 @@ class LinearLaunch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TunedLinear:
+    """What was faster for a problem where it was timed.
+
+    Attributes:
+        kernel: name of the row.
+        launch: its tile sizes; None for the library's.
+        provenance: where the numbers come from, for people.
+    """
+
+    kernel: str
+    launch: LinearLaunch | None
+    provenance: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LinearChoice:
     """The kernel chosen for a problem.
 
     Attributes:
         problem: what was asked.
-        kernel: what computes it.
-        launch: its tile sizes; None for the library's.
+        spec: the row of the registry.
+        launch: its tile sizes; None where it has none.
         why: one sentence for people.
         measured: whether the choice was made by timing on this architecture.
         unpacks: whether the vector kernel converts FP8 by hand, on GPUs without an instruction for it.
+        refusals: (row, its reasons) of the rows before it.
     """
 
     problem: LinearProblem
-    kernel: LinearKernel
+    spec: LinearSpec
     launch: LinearLaunch | None
     why: str
     measured: bool = False
     unpacks: bool = False
+    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def padded_rows(self) -> int:
-        """Rows that a program computes: a power of two."""
+        """Rows that a program of the vector kernel computes: a power of two."""
         return 1 << (self.problem.rows - 1).bit_length()
 
     @property
     def tiles(self) -> int:
-        """Programs beside each other over the outputs; 0 for the library."""
+        """Programs of the vector kernel beside each other over the outputs; 0 for other rows."""
         return -(-self.problem.outputs // self.launch.block_n) if self.launch else 0
 
 
 def select_linear(
     problem: LinearProblem,
     arch: GPUArch,
-    table: Callable[[LinearProblem, GPUArch], LinearChoice | None] = lambda *_: None,
+    table: Callable[[LinearProblem, GPUArch], TunedLinear | None] = lambda *_: None,
 ) -> LinearChoice:
     """Choose what computes a linear layer; pure, so it also plans for absent hardware.
 
@@ -153,59 +105,43 @@ def select_linear(
         table: looks up what was timed, or returns None; its rows fit the kernels.
 
     Returns:
-        The kernel, its launch and why.
+        The first row that supports the problem and was not slower where it was timed, its launch and why.
     """
-    reason = _objection(problem, arch)
-    if reason:
-        return _library(problem, arch, reason)
-    found = table(problem, arch)
-    if found is not None:
-        return found
-    why = f"not measured for {problem}: "
+    refusals: list[tuple[str, tuple[str, ...]]] = []
+    for spec in REGISTRY:
+        reasons = spec.unsupported(problem, arch)
+        tuned = None
+        if spec is VECTOR and not reasons:
+            tuned = table(problem, arch)
+            reasons = _slower(problem, tuned)
+        if reasons:
+            refusals.append((spec.name, reasons))
+            continue
+        launch = None
+        why = f"{spec.name} is the first row that supports {problem}"
+        if spec is VECTOR:
+            launch = vector_default(problem, arch) if tuned is None else tuned.launch
+            why = f"not measured for {problem}: enough programs to fill {arch.num_sms} SMs"
+        return LinearChoice(
+            problem,
+            spec,
+            launch,
+            why if tuned is None else tuned.provenance,
+            measured=tuned is not None,
+            unpacks=problem.weight_dtype is not None and not arch.has_fp8_conversion,
+            refusals=tuple(refusals),
+        )
+    raise AssertionError("the last row supports every problem")
+
+
+def _slower(problem: LinearProblem, tuned: TunedLinear | None) -> tuple[str, ...]:
+    """List why the vector kernel is not the fastest for a problem that it supports."""
+    if tuned is not None:
+        return () if tuned.kernel == VECTOR.name else (tuned.provenance,)
     if problem.rows > _FEW_ROWS and problem.gated and problem.weight_bytes > _WIDE_GATED_BYTES:
-        why += f"{problem.rows} rows of a wide gate were faster in the library where it was timed"
-        return _library(problem, arch, why)
-    why += f"enough programs to fill {arch.num_sms} SMs"
-    launch = vector_default(problem, arch)
-    unpacks = problem.weight_dtype is not None and arch.sm < _ADA
-    return LinearChoice(problem, LinearKernel.VECTOR, launch, why, unpacks=unpacks)
-
-
-def _objection(problem: LinearProblem, arch: GPUArch) -> str:
-    """Say why the vector kernel does not compute this; empty where it can."""
-    tests = (
-        (arch.is_cpu, "a CPU has no kernels of ours"),
-        (arch.sm < _AMPERE, f"the vector kernel needs sm_{_AMPERE}, this is sm_{arch.sm}"),
-        (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
-        (
-            problem.rows > MOST_VECTOR_ROWS,
-            f"{problem.rows} rows: the library is faster from {MOST_VECTOR_ROWS + 1} on",
-        ),
-        (
-            problem.inputs % VECTOR_COLUMNS != 0,
-            f"{problem.inputs} inputs are not a multiple of {VECTOR_COLUMNS}",
-        ),
-    )
-    return next((reason for refused, reason in tests if refused), "")
-
-
-def _library(problem: LinearProblem, arch: GPUArch, why: str) -> LinearChoice:
-    """Leave a layer to the library, in FP8 where its weights are and it can."""
-    if problem.weight_dtype is None:
-        return LinearChoice(problem, LinearKernel.LIBRARY, None, why)
-    tests = (
-        (arch.sm < _ADA, f"a product in FP8 needs sm_{_ADA}, this is sm_{arch.sm}"),
-        (problem.dtype not in _FP8_DTYPES, f"no product in FP8 with {problem.dtype}"),
-        (
-            problem.inputs % _FP8_MULTIPLE + problem.matrices * problem.outputs % _FP8_MULTIPLE > 0,
-            f"inputs and outputs of a product in FP8 are multiples of {_FP8_MULTIPLE}",
-        ),
-    )
-    reason = next((text for refused, text in tests if refused), "")
-    if reason:
-        why = f"{why}; weights are converted each time: {reason}"
-        return LinearChoice(problem, LinearKernel.LIBRARY, None, why)
-    return LinearChoice(problem, LinearKernel.LIBRARY_FP8, None, why)
+        rows = problem.rows
+        return (f"{rows} rows of a wide gate were faster in the library where it was timed",)
+    return ()
 
 
 def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
@@ -231,7 +167,7 @@ def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
 def launch_mistakes(choice: LinearChoice) -> list[str]:
     """List why a launch does not fit its kernel and problem; empty where it does."""
     launch, problem = choice.launch, choice.problem
-    if choice.kernel is not LinearKernel.VECTOR:
+    if choice.spec is not VECTOR:
         return [] if launch is None else ["the library takes no launch"]
     if launch is None:
         return ["has no launch"]

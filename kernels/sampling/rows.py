@@ -1,32 +1,34 @@
-"""What the drawing kernels are told of each row, as numbers of one table.
-
-Knows no requests: filters and temperatures are numbers here.
-"""
+"""The row table of the sampling kernels: what they know of each row, as columns of numbers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 GREEDY, UNFILTERED, FILTERED = range(3)
-"""Kinds of rows: the most likely token; a draw in the order of ids; one in the order of likelihood."""
+"""Kinds of rows: argmax; sampled in the order of token ids; sampled in the order of probability."""
 
 WEIGHT_SCALE = 2.0**40
-"""Units of a weight: exp(logit - largest logit) is cut to a multiple of 2^-40."""
+"""Probabilities are summed as integers: the weight exp(logit - largest logit) in units of 2^-40.
+
+Integer sums do not depend on the order of the additions, so neither the number of rows nor the way in which a device
+splits a sum can change a sampled token. An int64 holds the sum over 2^22 tokens, and a weight that rounds to zero is
+that of a token 10^12 times less likely than the most likely one.
+"""
 
 _MOST_LISTED = 2048
 
 
-class DrawSizes(NamedTuple):
-    """How the kernels cut a row; no size changes a result.
+class SampleSizes(NamedTuple):
+    """Tile sizes of the kernels. No size changes a result.
 
     Attributes:
-        tile: logits of a program that looks at all of them.
-        group: neighbours whose largest logit is kept, to tell how far the candidates reach.
-        capacity: candidates that a row's list holds.
+        tile: logits per program of the kernels that read whole rows.
+        group: adjacent logits whose maximum is kept, to bound how far the candidates of a row reach.
+        capacity: candidates that the list of a row holds.
         chunk: candidates, or logits, that are compared at once.
-        loads: chunks of logits that are asked for at once.
-        ways: parts that a search in a list divides a range into.
-        row_ways: the same for a search in a row's logits.
+        loads: chunks of logits that are loaded at once.
+        ways: parts into which a search in a list divides a range.
+        row_ways: parts into which a search in the logits of a row divides a range.
     """
 
     tile: int = 2048
@@ -38,27 +40,30 @@ class DrawSizes(NamedTuple):
     row_ways: int = 8
 
 
-DRAW_SIZES = DrawSizes()
+SAMPLE_SIZES = SampleSizes()
 
 
-class DrawRow(NamedTuple):
-    """One row of the table, all float64, which holds every one of them exactly.
+class SampleRow(NamedTuple):
+    """One row of the table. All columns are float64, which holds each value exactly.
 
     Attributes:
         source: row of the logits.
-        target: row of the answers.
+        target: row of the output.
+        mask: row of the token masks; -1 for none.
         kind: `GREEDY`, `UNFILTERED` or `FILTERED`.
         uniform: random number in [0, 1).
         inverse_temperature: factor on differences of logits.
         top_k: tokens kept, with all that tie with the last of them; 0 keeps all.
-        top_p: mass kept; 1 keeps all.
-        min_p_distance: how far below the largest a scaled logit may be.
-        reach: groups whose largest logits are candidates at least; 0 if all tokens with a weight are.
+        top_p: probability mass kept; 1 keeps all.
+        min_p_distance: largest distance of a kept token's scaled logit from the largest one.
+        reach: number of groups, by descending maximum, that the candidates cover at least; 0 if every token with a
+            weight is a candidate.
         least: smallest weight of a candidate.
     """
 
     source: int
     target: int
+    mask: int
     kind: int
     uniform: float = 0.0
     inverse_temperature: float = 1.0
@@ -70,16 +75,17 @@ class DrawRow(NamedTuple):
 
 
 def candidate_bounds(
-    vocabulary: int, top_k: int, top_p: float, sizes: DrawSizes = DRAW_SIZES
+    vocabulary: int, top_k: int, top_p: float, sizes: SampleSizes = SAMPLE_SIZES
 ) -> tuple[int, int]:
     """Return `reach` and `least` of a filtered row.
 
-    Among the largest logits of k groups are k tokens, so the k-th of all is not below the least of them. Without a
-    top_k it is a guess how many tokens matter; a draw that proves it wrong looks at all of them.
+    The k groups with the largest maxima hold at least k tokens, so the k-th largest logit is not below the smallest of
+    these maxima. Without a top_k, `reach` is a guess of how many tokens matter; a row for which the guess is too small
+    is searched in its logits instead of its list of candidates.
 
     Args:
         vocabulary: logits of a row.
-        top_k: below it; 0 is off.
+        top_k: below `vocabulary`; 0 is off.
         top_p: in (0, 1].
         sizes: of the kernels.
     """
@@ -87,6 +93,6 @@ def candidate_bounds(
     wanted = top_k or min(_MOST_LISTED, groups // 2)
     reach = wanted if wanted <= groups and vocabulary > sizes.capacity else 0
     # Tokens below this weight hold less than 1 - top_p together, so all of them lie outside the nucleus. With
-    # top_k the mass is that of its tokens, and all of them are needed to know it.
+    # top_k the mass is that of its tokens, and all of them are needed to compute it.
     least = 1 if top_k else max(int((1.0 - top_p) * WEIGHT_SCALE / vocabulary), 1)
     return reach, least

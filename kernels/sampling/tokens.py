@@ -1,7 +1,4 @@
-"""The door to the operations at both ends of a model: vectors of tokens, and tokens of logits.
-
-Knows logits and tables of numbers, nothing of requests or of text.
-"""
+"""The public API of the operations at both ends of a model: embeddings of tokens, and tokens from logits."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from kernels.sampling.rows import (
     GREEDY,
     UNFILTERED,
     WEIGHT_SCALE,
-    DrawRow,
+    SampleRow,
     candidate_bounds,
 )
 
@@ -31,31 +28,29 @@ __all__ = [
     "GREEDY",
     "UNFILTERED",
     "WEIGHT_SCALE",
-    "DrawRow",
+    "SampleRow",
     "candidate_bounds",
     "chosen_logprobs",
-    "draw_tokens",
+    "sample_tokens",
     "embed_tokens",
     "has_kernels",
     "log_softmax",
-    "most_likely_tokens",
+    "argmax_tokens",
 ]
-
-_AMPERE = 80
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether tokens can be drawn by kernels of ours: from sm_80 on, as for attention."""
-    return device.type == "cuda" and detect(device).sm >= _AMPERE
+    """Whether the Triton kernels of this package run on a device: from sm_80 on, as for attention."""
+    return device.type == "cuda" and detect(device).has_triton_tensor_cores
 
 
-def embed_tokens(ids: Tensor, table: Tensor, drawn: Tensor | None = None) -> Tensor:
-    """Look up the vectors of tokens without waiting for the device.
+def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:
+    """Look up the embeddings of tokens without waiting for the device.
 
     Args:
-        ids: [T] int64 contiguous, rows of `table`, or -1 - i for the row that `drawn` has at i.
+        ids: [T] int64 contiguous, rows of `table`, or -1 - i for row `sampled[i]`.
         table: [V, C] contiguous.
-        drawn: [R] int64 contiguous, rows of `table`; None where no id is below 0.
+        sampled: [R] int64 contiguous, rows of `table`; None where no id is below 0.
 
     Returns:
         [T, C], a new tensor.
@@ -64,32 +59,31 @@ def embed_tokens(ids: Tensor, table: Tensor, drawn: Tensor | None = None) -> Ten
         # Imported here: Triton is not there on a host without a GPU.
         from kernels.sampling.gpu.embed import embed  # noqa: PLC0415
 
-        return embed(ids, drawn, table, pdl=may_depend(detect(ids.device), ids.device))
-    if drawn is not None:
-        ids = torch.where(ids < 0, drawn[(-1 - ids).clamp_min(0)], ids)
+        return embed(ids, sampled, table, pdl=may_depend(detect(ids.device), ids.device))
+    if sampled is not None:
+        ids = torch.where(ids < 0, sampled[(-1 - ids).clamp_min(0)], ids)
     return functional.embedding(ids, table)
 
 
-def most_likely_tokens(
+def argmax_tokens(
     logits: Tensor,
     tokens: Tensor | None = None,
     checked: Tensor | None = None,
     logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the most likely token of each row, the smallest id among equals, without waiting for the device.
+    """Compute the argmax of each row, the smallest id among equals, without waiting for the device.
 
-    Can be recorded in a CUDA graph.
+    Can be captured in a CUDA graph.
 
     Args:
         logits: [R, V], R >= 1, float32, bfloat16 or float16, contiguous in V. Not changed.
-        tokens: [R] int64 contiguous; None allocates it.
+        tokens: [R] int64 contiguous, written; None allocates it.
         checked: likewise.
         logprobs: [R] float32 contiguous, likewise.
 
     Returns:
         `tokens`, valid ids whatever the logits, NaN counting as the largest; `checked`, the same but -1 where the
-        largest logit is no finite number; and `logprobs`, their natural log-probabilities, anything where `checked`
-        is -1.
+        largest logit is not finite; and `logprobs`, their natural log-probabilities, arbitrary where `checked` is -1.
     """
     if tokens is None:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -99,15 +93,15 @@ def most_likely_tokens(
         logprobs = torch.empty_like(tokens, dtype=torch.float32)
     if has_kernels(logits.device):
         # Imported here: Triton is not there on a host without a GPU.
-        from kernels.sampling.gpu.argmax import most_likely_tokens as choose  # noqa: PLC0415
+        from kernels.sampling.gpu.argmax import argmax_tokens as compute  # noqa: PLC0415
 
         pdl = may_depend(detect(logits.device), logits.device)
-        choose(logits, tokens, checked, logprobs, pdl=pdl)
+        compute(logits, tokens, checked, logprobs, pdl=pdl)
         return tokens, checked, logprobs
-    largest, most_likely = logits.max(-1)
-    tokens.copy_(most_likely)
-    # Not a number minus itself, and infinity minus itself, are not 0.
-    checked.copy_(torch.where(largest - largest == 0, most_likely, -1))
+    largest, argmax = logits.max(-1)
+    tokens.copy_(argmax)
+    # NaN minus NaN, and infinity minus infinity, are not 0.
+    checked.copy_(torch.where(largest - largest == 0, argmax, -1))
     logprobs.copy_(chosen_logprobs(logits, tokens))
     return tokens, checked, logprobs
 
@@ -122,7 +116,7 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
         tokens: [R] int64 contiguous, in [0, V).
 
     Returns:
-        [R] float32; anything where the row's largest logit is no finite number.
+        [R] float32; arbitrary where the row's largest logit is not finite.
     """
     if not has_kernels(logits.device):
         return log_softmax(logits.float()).gather(1, tokens[:, None])[:, 0]
@@ -148,22 +142,28 @@ def log_softmax(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1)[:, :size]
 
 
-def draw_tokens(
-    logits: Tensor, rows: Sequence[DrawRow], table: Tensor, tokens: Tensor, checked: Tensor
+def sample_tokens(
+    logits: Tensor,
+    rows: Sequence[SampleRow],
+    table: Tensor,
+    masks: Tensor,
+    tokens: Tensor,
+    checked: Tensor,
 ) -> None:
-    """Draw a token for each of some rows without waiting for the device, where it `has_kernels`.
+    """Sample a token for each of some rows without waiting for the device; needs `has_kernels`.
 
     Args:
         logits: [M, V], float32, bfloat16 or float16, contiguous in V. Not changed.
         rows: at least one; their targets are distinct.
-        table: [R, fields of `DrawRow`] float64 contiguous: `rows` on the device.
-        tokens: [N] int64 contiguous; takes valid ids at the rows' targets, whatever the logits.
-        checked: [N] int64 contiguous; the same, but -1 where the largest logit is no finite number.
+        table: [R, fields of `SampleRow`] float64 contiguous: `rows` on the device.
+        masks: [K, ceil(V / 32)] int32 contiguous, K >= 0, which the rows refer to: bit i % 32 of word i // 32 is 1
+            where token i may be sampled. A banned logit that is NaN or plus infinity still makes its row fail.
+        tokens: [N] int64 contiguous, written at the rows' targets; valid ids whatever the logits.
+        checked: [N] int64 contiguous, likewise; the same, but -1 where the largest logit is not finite.
     """
     # Imported here: Triton is not there on a host without a GPU.
-    from kernels.sampling.gpu.sample_tokens import draw_tokens as draw  # noqa: PLC0415
+    from kernels.sampling.gpu.sample_tokens import sample_tokens as sample  # noqa: PLC0415
 
     kinds = {row.kind for row in rows}
-    draw(
-        logits, table, kinds, tokens, checked, pdl=may_depend(detect(logits.device), logits.device)
-    )
+    pdl = may_depend(detect(logits.device), logits.device)
+    sample(logits, table, masks, kinds, tokens, checked, pdl=pdl)

@@ -1,23 +1,25 @@
-"""The door to decode steps of one sequence in one launch: a model's layers, its head and the choice of a token.
+"""A decode step of one sequence in a single launch: a model's layers, its head and the argmax of its logits.
 
 Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
+
+from kernels.arch import HOPPER
+from kernels.step.weights import LayerWeights, StepShape, StepWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
-    from kernels.step.gpu.kernel import StepKernel
 
-__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "objection"]
+__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "unsupported"]
 
-_HOPPER: Final = 90
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)
 _ALIGNMENT: Final = 1024
@@ -28,128 +30,55 @@ _MOST_INNER: Final = 8192
 _MOST_GROUP: Final = 4
 """With 8 the attention needs more registers than there are."""
 _MOST_SMS: Final = 256
-"""Programs that the choice of a token knows."""
+"""Programs that the argmax merges at most."""
 _TILE: Final = 8
 
 
-class StepShape(NamedTuple):
-    """Sizes of a model."""
-
-    hidden_size: int
-    inner_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    eps: float
-    softmax_scale: float
+StepKernel: TypeAlias = Callable[..., None]
+"""A bound step; called as `kernels.step.gpu.kernel.StepKernel` documents."""
 
 
-class LayerWeights(NamedTuple):
-    """Parameters of a layer, contiguous.
-
-    Attributes:
-        qkv: [(H + 2 * K) * D, C].
-        output: [C, H * D].
-        gate_up: [2 * inner size, C].
-        down: [C, inner size].
-        input_norm: [C].
-        mlp_norm: [C].
-        q_norm: [D], as is `k_norm`; None where the family has none.
-        qkv_bias: [(H + 2 * K) * D] or None.
-    """
-
-    qkv: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
-    input_norm: Tensor
-    mlp_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv_bias: Tensor | None
-
-
-class StepWeights(NamedTuple):
-    """Parameters of a model, which are read where they are: none may be replaced.
-
-    Attributes:
-        embedding: [V, C].
-        head: [V, C].
-        norm: [C], behind the layers.
-    """
-
-    shape: StepShape
-    layers: list[LayerWeights]
-    embedding: Tensor
-    head: Tensor
-    norm: Tensor
-
-
-def objection(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> str:
-    """Say why the steps of a model cannot be computed in one launch; empty where they can.
+def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[str, ...]:
+    """List why the steps of a model cannot be computed in a single launch; empty if they can.
 
     Args:
         shape: of the model.
         dtype: of its weights, and of its KV cache unless that is in FP8.
         arch: of its device.
     """
+    queries = shape.num_heads * shape.head_dim
     sizes = {
-        "hidden size": shape.hidden_size,
-        "intermediate size": shape.inner_size,
-        "size of all heads": shape.num_heads * shape.head_dim,
+        "a hidden size": (shape.hidden_size, _MOST_HIDDEN),
+        "an intermediate size": (shape.inner_size, _MOST_INNER),
+        "a size of all heads": (queries, _MOST_INNER),
     }
-    odd = next((f"a {name} of {size}" for name, size in sizes.items() if size % _ALIGNMENT), "")
-    queries = sizes["size of all heads"]
-    checks = (
-        (arch.sm == _HOPPER, f"sm_{_HOPPER}", "a CPU" if arch.is_cpu else f"sm_{arch.sm}"),
-        (dtype in _DTYPES, "bfloat16 and float16", str(dtype).removeprefix("torch.")),
+    heads, kv_heads, vocab = shape.num_heads, shape.num_kv_heads, shape.vocab_size
+    tests = (
+        (dtype not in _DTYPES, f"no {str(dtype).removeprefix('torch.')}"),
         (
-            shape.num_kv_heads <= arch.num_sms <= _MOST_SMS,
-            f"{shape.num_kv_heads} SMs for as many key-value heads, and up to {_MOST_SMS}",
-            f"{arch.num_sms}",
-        ),
-        (shape.head_dim in _HEAD_DIMS, f"head dims {_HEAD_DIMS}", f"{shape.head_dim}"),
-        (
-            shape.hidden_size <= _MOST_HIDDEN,
-            f"hidden sizes up to {_MOST_HIDDEN}",
-            f"{shape.hidden_size}",
+            not kv_heads <= arch.num_sms <= _MOST_SMS,
+            f"{arch.num_sms} SMs for {kv_heads} key-value heads; from {kv_heads} to {_MOST_SMS}",
         ),
         (
-            shape.inner_size <= _MOST_INNER,
-            f"intermediate sizes up to {_MOST_INNER}",
-            f"{shape.inner_size}",
+            shape.head_dim not in _HEAD_DIMS,
+            f"head_dim {shape.head_dim} is not one of {_HEAD_DIMS}",
         ),
+        *(
+            test
+            for name, (size, most) in sizes.items()
+            for test in (
+                (size > most, f"{name} of {size}, at most {most}"),
+                (size % _ALIGNMENT > 0, f"{name} of {size}, not a multiple of {_ALIGNMENT}"),
+            )
+        ),
+        (heads.bit_count() > 1, f"{heads} heads are not a power of two"),
         (
-            queries <= _MOST_INNER,
-            f"sizes of all heads up to {_MOST_INNER}",
-            f"{queries}",
+            heads > _MOST_GROUP * kv_heads,
+            f"{heads} query heads for {kv_heads}, at most {_MOST_GROUP} for each",
         ),
-        (not odd, f"sizes that are multiples of {_ALIGNMENT}", odd),
-        (
-            shape.num_heads & (shape.num_heads - 1) == 0,
-            "powers of two of heads",
-            f"{shape.num_heads}",
-        ),
-        (
-            shape.num_heads <= _MOST_GROUP * shape.num_kv_heads,
-            f"up to {_MOST_GROUP} query heads for a key-value head",
-            f"{shape.num_heads} for {shape.num_kv_heads}",
-        ),
-        (
-            shape.vocab_size % _TILE == 0,
-            f"vocabularies that are multiples of {_TILE}",
-            f"{shape.vocab_size}",
-        ),
+        (vocab % _TILE > 0, f"a vocabulary of {vocab}, not a multiple of {_TILE}"),
     )
-    return next(
-        (
-            f"one launch for a step takes {takes}, not {has}"
-            for good, takes, has in checks
-            if not good
-        ),
-        "",
-    )
+    return arch.unsupported(HOPPER) + tuple(reason for fails, reason in tests if fails)
 
 
 def bind_step(
@@ -161,12 +90,12 @@ def bind_step(
     """Bind the decode steps of one sequence to a model and a cache.
 
     Args:
-        weights: of a model that `objection` has nothing against.
+        weights: of a model for which `unsupported` lists nothing.
         caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype or float8_e4m3fn; they must stay where
             they are, as must `scales`.
         scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
     """
-    from kernels.step.gpu.kernel import StepKernel  # noqa: PLC0415 - Triton is not everywhere
+    from kernels.step.gpu.kernel import StepKernel as Kernel  # noqa: PLC0415 - Triton is not everywhere
 
-    return StepKernel(weights, caches, scales, arch.num_sms)
+    return Kernel(weights, caches, scales, arch.num_sms)

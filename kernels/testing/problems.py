@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase, Selection
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
+from kernels.attention.select import Selection
 from kernels.testing import reference
 
 if TYPE_CHECKING:

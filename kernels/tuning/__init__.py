@@ -1,9 +1,9 @@
 """Launch configurations per architecture: tables of data, each row with its provenance.
 
-A table is `sm_<compute capability>.json`; its rows name kernel, dtypes, head dims and the longest
-sequence they are for, the dtypes of quantised caches if they are for these alone, and the fewest
-key-value heads of all sequences for each SM if they are for many: what a decode has thread blocks for
-without splitting any. Knows nothing of how a row was found; `check` knows what a table must hold.
+A table is `sm_<compute capability>.json`. A row names the kernel, dtypes, head dims and the longest sequence it
+is for. It may also name dtypes of quantized caches, and `min_heads_per_sm`: the fewest key-value heads, of all
+sequences together, per SM. With that many, a decode fills the GPU without splitting its keys.
+`tests/kernels/tuning_check.py` says what a table must contain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.attention.problem import LaunchConfig, TunedLaunch
+from kernels.attention.launch import LaunchConfig, TunedLaunch
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
@@ -27,15 +27,15 @@ _FOLDER = Path(__file__).parent
 def tuned_launches(
     spec: KernelSpec, problem: AttentionProblem, arch: GPUArch
 ) -> tuple[TunedLaunch, ...]:
-    """Look up a row's tile sizes for a problem, in the order of `Selection.launches`.
+    """Look up the tile sizes of a registry row for a problem, in the order of `Selection.launches`.
 
-    An architecture without a table of its own takes the nearest older one of its generation; a
-    quantised cache without rows of its own takes those of any other; what no table has a row for gets
-    the registry row's own safe default. All say so. A batch invariant problem gets the one
-    configuration for any length and number of sequences.
+    An architecture without a table takes the first one of `GPUArch.tuning_order`; a quantized cache
+    without rows takes those of an unquantized one; a problem without rows takes the registry row's
+    default. The provenance says so. A batch-invariant problem gets the single configuration for any
+    length and number of sequences.
     """
     assert spec.launch is not None
-    source = table_for(arch.sm)
+    source = table_for(arch)
     found = []
     if source is not None:
         rows = [
@@ -60,28 +60,24 @@ def tuned_launches(
 
 
 def is_for(row: dict[str, Any], kv_dtype: str | None) -> bool:
-    """Whether a row was written for caches of a dtype; None is that of the queries."""
+    """Whether a row is for caches of a dtype; None is the queries' dtype."""
     return kv_dtype in row.get("kv_dtypes", (None,))
 
 
-def table_for(sm: int) -> int | None:
-    """Name the table for a compute capability: its own, else the nearest lower one of its major number.
-
-    Code for the lower one runs on the higher one, and its shared memory is no larger.
-    """
-    same_major = [known for known in tables() if known // 10 == sm // 10 and known <= sm]
-    return max(same_major, default=None)
+def table_for(arch: GPUArch) -> int | None:
+    """Return the compute capability whose table a processor uses; None for none."""
+    return next((known for known in arch.tuning_order if known in tables()), None)
 
 
 @functools.cache
 def tables() -> tuple[int, ...]:
-    """List the compute capabilities that have a table."""
+    """Return the compute capabilities that have a table."""
     return tuple(sorted(int(path.stem.removeprefix("sm_")) for path in _FOLDER.glob("sm_*.json")))
 
 
 @functools.cache
 def table(sm: int) -> tuple[dict[str, Any], ...]:
-    """Read the rows of one of `tables()`."""
+    """Return the rows of one of `tables()`."""
     return tuple(json.loads((_FOLDER / f"sm_{sm}.json").read_text())["rows"])
 
 
@@ -91,7 +87,7 @@ def _launch(
     launch = LaunchConfig(**row["launch"])
     fewest = -(-row.get("min_heads_per_sm", 0) * arch.num_sms // problem.num_kv_heads)
     tuned = TunedLaunch(launch, row["max_seqlen_k"], row["provenance"], row["measured"], fewest)
-    if source == arch.sm:
+    if source == arch.tuning_order[0]:
         return tuned
     borrowed = f"table of sm_{source}, sm_{arch.sm} has none; {tuned.provenance}"
     return dataclasses.replace(tuned, provenance=borrowed, measured=False)

@@ -1,6 +1,6 @@
 """Launches of linear layers that were timed: `linear_sm_<compute capability>.json`, rows with their provenance.
 
-A row is for one shape and for steps of at most so many rows. Knows nothing of how it was timed.
+A row is for one shape and for steps of at most so many rows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.linear.select import (
-    LinearChoice,
-    LinearKernel,
-    LinearLaunch,
-    LinearProblem,
-    launch_mistakes,
-)
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import REGISTRY
+from kernels.linear.select import LinearChoice, LinearLaunch, TunedLinear, launch_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +24,7 @@ _TIMED_DTYPES = ("bfloat16", "float16")
 _FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "provenance"}
 
 
-def tuned_linear(problem: LinearProblem, arch: GPUArch) -> LinearChoice | None:
+def tuned_linear(problem: LinearProblem, arch: GPUArch) -> TunedLinear | None:
     """Look up what was timed for a problem: the row for the fewest rows that are enough.
 
     The 16-bit types share a row, since their bytes and instructions are alike; float32 and weights in FP8 have none.
@@ -38,7 +34,7 @@ def tuned_linear(problem: LinearProblem, arch: GPUArch) -> LinearChoice | None:
     return find(problem, linear_table(arch.sm))
 
 
-def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> LinearChoice | None:
+def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> TunedLinear | None:
     """Find a problem's row among those of a table; None without one."""
     fitting = [
         row
@@ -49,7 +45,7 @@ def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> LinearChoice
     ]
     if not fitting:
         return None
-    return _choice(problem, min(fitting, key=lambda row: int(row["max_rows"])))
+    return _tuned(min(fitting, key=lambda row: int(row["max_rows"])))
 
 
 @functools.cache
@@ -70,7 +66,9 @@ def linear_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
         if not str(row["provenance"]).strip():
             found.append(f"row {number}: provenance must say where the numbers come from")
         problem = LinearProblem(row["max_rows"], row["outputs"], row["inputs"], gated=row["gated"])
-        found += [f"row {number}: {text}" for text in launch_mistakes(_choice(problem, row))]
+        spec = next(spec for spec in REGISTRY if spec.name == row["kernel"])
+        choice = LinearChoice(problem, spec, _tuned(row).launch, row["provenance"])
+        found += [f"row {number}: {text}" for text in launch_mistakes(choice)]
         case = (row["outputs"], row["inputs"], row["gated"], row["max_rows"])
         if case in seen:
             found.append(f"row {number}: a second row for {problem}")
@@ -78,8 +76,6 @@ def linear_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def _choice(problem: LinearProblem, row: dict[str, Any]) -> LinearChoice:
+def _tuned(row: dict[str, Any]) -> TunedLinear:
     launch = None if row["launch"] is None else LinearLaunch(**row["launch"])
-    return LinearChoice(
-        problem, LinearKernel(row["kernel"]), launch, row["provenance"], measured=True
-    )
+    return TunedLinear(row["kernel"], launch, row["provenance"])

@@ -1,7 +1,6 @@
 """A checkpoint's configuration, checked before anything is built from it.
 
-`ModelConfig` is what the rest of the package reads; how it is parsed from `config.json` lives in
-`model.checkpoint.config_reader`. Knows no tensors: the front end imports it without torch.
+Imports no PyTorch: the front end reads it too.
 """
 
 from __future__ import annotations
@@ -9,92 +8,114 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Final
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
-LayerType = Literal["full_attention", "sliding_attention"]
+from msgspec import Meta
 
+from model.checkpoint.families import FAMILIES, LayerType, find_architecture, layer_windows
+from model.checkpoint.rope_config import Positions, RopeConfig
+from model.errors import ModelError, ModelFolderError, UnsupportedModelError
+from model.json_input import Harmless, convert, read_json_object, refuse, shorten
 
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """How positions turn into rotations; fields a variant does not use keep their defaults.
+DTYPES: Final = ("float32", "bfloat16", "float16")
 
-    Attributes:
-        rope_type: the scaling variant.
-        theta: base of the geometric series of wavelengths.
-        factor: how many times the original context is stretched.
-        original_max_positions: tokens of the context before stretching (dynamic, yarn, llama3).
-        low_freq_factor: llama3; wavelengths above original / low_freq_factor are divided by factor.
-        high_freq_factor: llama3; wavelengths below original / high_freq_factor are kept.
-        attention_factor: multiplies cosine and sine (yarn); 1 elsewhere.
-        beta_fast: yarn; dimensions turning more often than this over the original context are kept.
-        beta_slow: yarn; dimensions turning less often than this are divided by factor.
-        truncate: yarn; whether the two borders are rounded outwards to whole dimensions.
-    """
+# Keys that change the computation, after the values under which they do not.
+_HARMLESS: Final[Harmless] = (
+    (("silu", "swish"), ("hidden_act",)),
+    ((False,), ("is_encoder_decoder", "add_cross_attention", "use_mrope")),
+    ((0,), ("n_routed_experts",)),
+    ((0, 1), ("num_local_experts", "num_experts")),
+    ((1,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
+    ((), ("quantization_config", "compression_config", "auto_map", "attn_logit_softcapping",
+          "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size", "attention_multiplier",
+          "no_rope_layers", "clip_qkv", "dual_chunk_attention_config")),
+)  # fmt: skip
+_MAX_FILE_BYTES: Final = 4 * 2**20
+_Heads = Annotated[int, Meta(ge=1, le=1_024)]
+_TokenId = Annotated[int, Meta(ge=0)]
+_TokenIds = _TokenId | list[_TokenId] | None
 
-    rope_type: RopeType = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+_RENAMED: Final = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+_SAME_NAME: Final = (
+    "vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "rms_norm_eps",
+    "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "initializer_range",
+)  # fmt: skip
+_KEYS: Final = _RENAMED | {name: name for name in _SAME_NAME}
+"""Fields of `ModelConfig` that config.json holds as they are, and their keys there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one decoder model.
+    """The shape of one decoder model. The limits in the annotations hold for what is read from files.
 
     Attributes:
-        architecture: one of `model.checkpoint.config_reader.ARCHITECTURES`, as `config.json` names it.
-        num_kv_heads: divides num_heads; equal to it for plain multi-head attention, 1 for MQA.
-        head_dim: even; not necessarily hidden_size / num_heads.
+        architecture: a key of `FAMILIES`.
+        num_kv_heads: divides num_heads; equal to it for plain multi-head attention, which is the default; 1 for MQA.
+        head_dim: even; hidden_size / num_heads by default.
         attention_bias: whether the q, k and v projections have a bias.
         attention_output_bias: whether the output projection of the attention has one.
         mlp_bias: whether the three projections of the MLP have one.
-        qk_norm: whether queries and keys are normalised per head before the rotation (Qwen3).
+        qk_norm: whether queries and keys are normalized per head before the rotation (Qwen3).
         sliding_window: tokens a sliding layer attends to, its own included; None where none slides.
-        layer_types: one entry per layer.
+        layer_types: one entry per layer; by default every layer slides where there is a window.
         max_position_embeddings: tokens, as the checkpoint states it; see `max_context`.
         dtype: the checkpoint's own: "float32", "bfloat16" or "float16".
         eos_token_ids: every id that ends a generation, of config.json and generation_config.json.
-        initializer_range: standard deviation of freshly initialised weights.
+        initializer_range: standard deviation of freshly initialized weights.
+
+    Raises:
+        ModelFolderError: the sizes of the heads do not fit each other.
     """
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
+    vocab_size: Annotated[int, Meta(ge=1, le=2**21)]
+    hidden_size: Annotated[int, Meta(ge=1, le=65_536)]
+    intermediate_size: Annotated[int, Meta(ge=1, le=2**20)]
+    num_layers: Annotated[int, Meta(ge=1, le=1_024)]
+    num_heads: _Heads
+    num_kv_heads: _Heads = 0
+    head_dim: Annotated[int, Meta(ge=1)] = 0
+    max_position_embeddings: Positions
+    rms_norm_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-6
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
-    sliding_window: int | None = None
+    sliding_window: Positions | None = None
     layer_types: tuple[LayerType, ...] = ()
     dtype: str = "float32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    initializer_range: float = 0.02
+    initializer_range: Annotated[float, Meta(ge=0, le=10)] = 0.02
 
     def __post_init__(self) -> None:
-        if not self.layer_types:
-            kind: LayerType = (
-                "full_attention" if self.sliding_window is None else "sliding_attention"
+        heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
+        if heads % kv_heads:
+            raise ModelFolderError(
+                f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
             )
-            object.__setattr__(self, "layer_types", (kind,) * self.num_layers)
-        assert len(self.layer_types) == self.num_layers
-        assert self.num_heads % self.num_kv_heads == 0
+        if not self.head_dim and self.hidden_size % heads:
+            raise ModelFolderError(
+                f"hidden_size = {self.hidden_size} must be a multiple of num_attention_heads = {heads}"
+                " where head_dim is not given"
+            )
+        head_dim = self.head_dim or self.hidden_size // heads
+        if head_dim % 2 or not 4 <= head_dim <= 1_024:
+            raise ModelFolderError(
+                f"head_dim must be an even number from 4 to 1024, found {head_dim}"
+            )
+        kind: LayerType = "full_attention" if self.sliding_window is None else "sliding_attention"
+        layer_types = self.layer_types or (kind,) * self.num_layers
+        assert len(layer_types) == self.num_layers
+        defaults = {"num_kv_heads": kv_heads, "head_dim": head_dim, "layer_types": layer_types}
+        for name, value in defaults.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -108,9 +129,22 @@ class ModelConfig:
                 or outside its limits.
             UnsupportedModelError: the architecture or a feature is not supported.
         """
-        from model.checkpoint.config_reader import read_folder  # noqa: PLC0415 - the reader imports this module
-
-        return read_folder(Path(path))
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelFolderError(
+                f"{folder} is not a folder; a model is a folder with a config.json"
+            )
+        file, generation_file = folder / "config.json", folder / "generation_config.json"
+        if not file.is_file():
+            raise ModelFolderError(f"{folder} has no config.json; a model folder needs one")
+        config, generation_config = (
+            read_json_object(it, _MAX_FILE_BYTES) if it.is_file() else {}
+            for it in (file, generation_file)
+        )
+        try:
+            return cls.from_dict(config, generation_config)
+        except ModelError as error:
+            raise type(error)(f"{file}: {error}") from None
 
     @classmethod
     def from_dict(
@@ -127,9 +161,32 @@ class ModelConfig:
             ModelFolderError: a value is missing, of the wrong type or outside its limits.
             UnsupportedModelError: the architecture or a feature is not supported.
         """
-        from model.checkpoint.config_reader import parse  # noqa: PLC0415 - the reader imports this module
-
-        return parse(config, generation_config or {})
+        architecture = find_architecture(config)
+        family = FAMILIES[architecture]
+        refuse(config, _HARMLESS)
+        stated = family.defaults | {key: it for key, it in config.items() if it is not None}
+        if config.get("sliding_window", 0) is None:  # null means no window, not the default
+            stated.pop("sliding_window", None)
+        values = {name: stated[key] for name, key in _KEYS.items() if key in stated}
+        values["attention_output_bias"] = values.get("attention_bias")
+        values |= {"architecture": architecture} | family.fixed
+        base = convert(values, cls, _KEYS)
+        window, layer_types = layer_windows(config, family, base.sliding_window, base.num_layers)
+        other = convert(config, _OtherKeys)
+        prefix = "generation_config.json: "
+        generation = convert(generation_config or {}, _EndKeys, prefix=prefix)
+        bos = _token_ids(other.bos_token_id, base.vocab_size, "bos_token_id")
+        eos = _token_ids(other.eos_token_id, base.vocab_size, "eos_token_id")
+        eos += _token_ids(generation.eos_token_id, base.vocab_size, prefix + "eos_token_id")
+        return dataclasses.replace(
+            base,
+            rope=RopeConfig.from_dict(config, base.max_position_embeddings),
+            sliding_window=window,
+            layer_types=layer_types,
+            dtype=_dtype(other),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=tuple(dict.fromkeys(eos)),
+        )
 
     @property
     def max_context(self) -> int:
@@ -164,11 +221,59 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + self.hidden_size
 
     def to_dict(self) -> dict[str, Any]:
-        """Write the configuration as `config.json` holds it, in the form every version reads."""
-        from model.checkpoint.config_writer import to_dict  # noqa: PLC0415 - the writer imports this module
-
-        return to_dict(self)
+        """Return the content of `config.json`, in the classic form, which all versions of transformers read."""
+        family = FAMILIES[self.architecture]
+        values = {
+            key: getattr(self, name) for name, key in _KEYS.items() if name not in family.fixed
+        }
+        if family.windows == "none":
+            del values["sliding_window"]
+        if family.windows == "by layer":
+            values["use_sliding_window"] = self.sliding_window is not None
+            values["layer_types"] = list(self.layer_types)
+        return {
+            "architectures": [self.architecture],
+            "model_type": family.model_type,
+            **values,
+            "hidden_act": "silu",
+            "rope_theta": self.rope.theta,
+            "rope_scaling": self.rope.to_dict(),
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids) or None,
+            "torch_dtype": self.dtype,
+        }
 
     def layer_window(self, layer: int) -> int | None:
         """Tokens that layer `layer` attends to, its own included; None for all."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+@dataclasses.dataclass
+class _EndKeys:
+    eos_token_id: _TokenIds = None
+
+
+@dataclasses.dataclass
+class _OtherKeys(_EndKeys):
+    bos_token_id: _TokenIds = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+
+
+def _token_ids(ids: int | list[int] | None, vocab_size: int, key: str) -> tuple[int, ...]:
+    listed = () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+    if listed and max(listed) >= vocab_size:
+        raise ModelFolderError(
+            f"{key} must be token ids from 0 to {vocab_size - 1}, found {shorten(ids)}"
+        )
+    return listed
+
+
+def _dtype(keys: _OtherKeys) -> str:
+    stated = keys.dtype or keys.torch_dtype or "float32"
+    dtype = stated.removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"dtype = {shorten(stated)} is not supported; supported are {', '.join(DTYPES)}"
+        )
+    return dtype

@@ -1,7 +1,4 @@
-"""Turns what a user calls a model into a folder on this machine.
-
-Knows names, paths and the Hugging Face cache; nothing of what the files hold. Imports no torch.
-"""
+"""Finds or downloads the folder of a model. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -23,26 +20,26 @@ _NEEDED: Final = (
     "vocab.txt",
 )
 _CONFIG: Final = ("config.json", "generation_config.json")
-# Exports in subfolders and the original authors' format beside the converted one double a download.
+# Exports in subfolders, and the weights again in the original format: either would double a download.
 _UNNEEDED: Final = ("*/*", "consolidated*.safetensors")
 
 
 def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """Find the folder of a model, fetching it into the Hugging Face cache where necessary.
+    """Find the folder of a model; download it into the Hugging Face cache where necessary.
 
     Args:
-        model: "bundled" for the checkpoint that comes with Tessera, the path of a folder, or
+        model: "bundled" for the checkpoint that is part of Tessera, the path of a folder, or
             `organisation/name` of a repository on the Hugging Face Hub. HF_HUB_OFFLINE, HF_HOME and
-            HF_TOKEN are respected.
+            HF_TOKEN apply.
         revision: branch, tag or commit of the repository; None for its main branch.
-        config_only: fetch no weights and no tokenizer: for `ModelConfig.from_folder` alone.
+        config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads.
 
     Returns:
         An existing folder.
 
     Raises:
-        ModelFolderError: there is no such folder or repository, it cannot be fetched, or a revision
-            is given for something that has none.
+        ModelFolderError: there is no such folder or repository, it cannot be downloaded, or a revision
+            is given for a folder.
     """
     path = Path(__file__).parents[1] / BUNDLED if model == BUNDLED else Path(model).expanduser()
     if model and path.is_dir():
@@ -65,7 +62,7 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    # Imported here: it costs 0.2 s, which a local folder need not pay.
+    # Imported here because the import takes 0.2 s, which a local folder does not need.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
@@ -92,7 +89,7 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> 
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             reason = "HF_HUB_OFFLINE forbids fetching it"
         problem = f"is not in the Hugging Face cache, and {reason}"
-    # Errors of its HTTP library come through, and which library that is depends on its version.
+    # Errors of its HTTP library are not wrapped, and which library that is depends on its version.
     except Exception as error:  # noqa: BLE001
         problem = f"cannot be fetched: {type(error).__name__}: {_first_line(error)}"
     raise ModelFolderError(f"{place} {problem}")

@@ -1,7 +1,4 @@
-"""Finds and opens the safetensors files of a checkpoint folder, believing none of them.
-
-Yields names, shapes and tensors; knows nothing of what the tensors mean. Pickle is never opened.
-"""
+"""Finds, checks and reads the safetensors files of a checkpoint folder. Pickle files are never opened."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from typing import Any, Final, NamedTuple
 import safetensors
 from torch import Tensor
 
-from model.checkpoint.json_values import read_json_object
-from model.errors import ModelFolderError, WeightsError
+from model.errors import WeightsError
+from model.json_input import read_json_object
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
@@ -27,7 +24,7 @@ _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
 
 class StoredTensor(NamedTuple):
-    """One tensor's entry in a file's header."""
+    """One tensor's entry in the header of a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -35,7 +32,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Size in the file, bytes."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
@@ -43,21 +40,18 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """List the safetensors files of a folder.
 
     Returns:
-        The files in a fixed order, and the index's (tensor name: file name); empty without an index.
+        The files in a fixed order, and the file name of each tensor by the index; empty without an index.
 
     Raises:
-        WeightsError: there are none, only pickle, the index is broken, or it names a file that does
-            not exist or lies elsewhere.
+        WeightsError: there are none or only pickle files, the index is broken, or it names a file that does
+            not exist or is outside the folder.
     """
     if (folder / SINGLE_NAME).exists():
         return [_inside(folder, SINGLE_NAME, "the model folder")], {}
     index = folder / INDEX_NAME
     if not index.is_file():
         raise WeightsError(_nothing_to_load(folder))
-    try:
-        weight_map = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
-    except ModelFolderError as error:
-        raise WeightsError(str(error)) from None
+    weight_map = read_json_object(index, _MAX_INDEX_BYTES, WeightsError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index} has no weight_map, which says what file holds which tensor")
     if not all(isinstance(name, str) for name in weight_map.values()):
@@ -77,10 +71,13 @@ def _nothing_to_load(folder: Path) -> str:
 
 
 def _inside(folder: Path, name: str, named_by: str) -> Path:
-    """Return the file `name` of the folder, unless it is elsewhere.
+    """Return the file `name` of the folder.
 
     A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder beside
-    `snapshots`; those are the only links out that are followed.
+    `snapshots`; no other links out of the folder are followed.
+
+    Raises:
+        WeightsError: the name is not that of a safetensors file in the folder.
     """
     if Path(name).name != name or "\\" in name or Path(name).suffix != ".safetensors":
         raise WeightsError(
@@ -99,11 +96,11 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Read what the checkpoint holds, without its data.
+    """Read the headers of all files: what tensors the checkpoint holds.
 
     Raises:
         WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not
-            supported, or the index names a tensor that is not where it says.
+            supported, or a tensor is not in the file that the index names.
     """
     files, weight_map = find_shards(folder)
     stored: dict[str, StoredTensor] = {}

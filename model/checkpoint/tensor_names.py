@@ -1,7 +1,6 @@
-"""Maps the tensor names of a Hugging Face checkpoint to the memory of a model.
+"""Maps the tensor names of a Hugging Face checkpoint to the parameters of a model.
 
-A checkpoint stores the projections of a layer one by one; the model holds q, k, v and gate, up
-stacked. This is the one place that says how. Knows no files.
+A checkpoint stores the projections of a layer one by one; the model holds q, k, v and gate, up stacked.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.layers import DecoderLayer
 
-# parameter of the layer: names of the stacked tensors, after "model.layers.{i}."
+# By parameter of the layer: names of the stacked tensors, after "model.layers.{i}.".
 _LAYER_NAMES: Final = {
     "input_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
@@ -33,12 +32,12 @@ _LAYER_NAMES: Final = {
 
 
 def named_slices(model: DecoderLM) -> dict[str, Tensor]:
-    """Map every tensor name of the checkpoint to the part of the model it belongs in.
+    """Map every tensor name of the checkpoint to the part of the model that holds it.
 
     Returns:
         Views of the parameters, contiguous and without gradients, in the order of the layers.
     """
-    assert not model.is_packed, "packed weights are opaque: load with pack=False"
+    assert not model.is_packed, "packed weights cannot be split: load with pack=False"
     slices = {"model.embed_tokens.weight": model.embed_tokens.detach()}
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
@@ -50,10 +49,10 @@ def named_slices(model: DecoderLM) -> dict[str, Tensor]:
 
 
 def named_scales(model: DecoderLM) -> dict[str, Tensor]:
-    """Map the names of the checkpoint's tensors that a model holds quantised to their scales.
+    """Map the names of those tensors that the model holds quantized to their scales.
 
     Returns:
-        Views of the buffers, [rows] float32 each; empty where nothing is quantised.
+        Views of the buffers, [rows] float32 each; empty where nothing is quantized.
     """
     scales: dict[str, Tensor] = {}
     for index, layer in enumerate(model.layers):
@@ -65,7 +64,7 @@ def named_scales(model: DecoderLM) -> dict[str, Tensor]:
 def _layer_slices(
     config: ModelConfig, index: int, stacked: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Map the checkpoint's names to the rows of what a layer holds under names of its own."""
+    """Map the checkpoint's names to rows of a layer's stacked tensors."""
     kv_rows = config.num_kv_heads * config.head_dim
     rows = {
         2: [config.intermediate_size, config.intermediate_size],

@@ -1,7 +1,4 @@
-"""Fills a model from a checkpoint, strictly, and writes one in the same format.
-
-Knows what the model needs; the files themselves are read by `model.checkpoint.shards`.
-"""
+"""Loads a model from a checkpoint, which must fit it exactly, and saves one in the same format."""
 
 from __future__ import annotations
 
@@ -26,12 +23,9 @@ from model.checkpoint.shards import (
     read_tensors,
 )
 from model.checkpoint.tensor_names import named_scales, named_slices
-from model.device.dtypes import resolve_dtype
 from model.device.memory import free_bytes
 from model.errors import WeightsError
 from model.network.decoder import DecoderLM
-
-__all__ = ["LoadFormat", "Progress", "load_model", "resolve_dtype", "save_checkpoint"]
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -41,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
-# Old checkpoints carry the rotation's frequencies, which the configuration determines.
+# Old checkpoints store the rotation's frequencies, which the configuration determines.
 _FREQUENCIES: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
@@ -56,32 +50,32 @@ def load_model(
     pack: bool = True,
     weight_dtype: torch.dtype | None = None,
 ) -> DecoderLM:
-    """Build the model and fill its weights.
+    """Build the model and load its weights.
 
-    Every file's header is compared with the configuration before memory is taken. Tensors are then
-    copied one at a time from the mapped files, so that nothing is held beside the model itself;
-    beside one that quantises them, a few float32 copies of one.
+    The headers of all files are compared with the configuration before memory is allocated. Tensors are then copied
+    one at a time from the mapped files, so that the model itself is the only copy in memory. Quantizing needs a few
+    float32 copies of one tensor more.
 
     Args:
         path: the checkpoint folder.
         config: its configuration.
         dtype: of the weights, whatever the files hold.
         device: where they go.
-        load_format: "auto" and "safetensors" read the folder; "dummy" draws random weights.
+        load_format: "auto" and "safetensors" read the folder; "dummy" makes random weights.
         progress: called after every tensor.
-        pack: whether `DecoderLM.pack` follows; False for a model to be trained on or saved.
-        weight_dtype: of the layers' matrices where they are to be quantised, as `DecoderLM` takes it.
+        pack: whether to call `DecoderLM.optimize`; False for a model that is trained or saved.
+        weight_dtype: of the layers' matrices where they are quantized, as for `DecoderLM`.
 
     Returns:
         The model, in evaluation mode, its parameters frozen.
 
     Raises:
-        WeightsError: the files do not fit the configuration or are damaged, or memory is short.
+        WeightsError: the files do not fit the configuration or are damaged, or there is too little memory.
     """
     device = torch.device(device)
     model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
-    if pack and weight_dtype is None:
-        model.pack()
+    if pack:
+        model.optimize()
     return model
 
 
@@ -120,7 +114,11 @@ def _loaded(
 
 
 def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the entries to load, once names and shapes are exactly those the model needs."""
+    """Return the entries to load.
+
+    Raises:
+        WeightsError: names or shapes are not exactly those that the model needs.
+    """
     stored = read_headers(path)
     needed = named_slices(DecoderLM(config, device="meta"))
     extra = stored.keys() - needed.keys()
@@ -159,7 +157,7 @@ def _allocate(
     planned = DecoderLM(config, dtype, "meta", weight_dtype)
     num_bytes = sum(parameter.nbytes for parameter in planned.parameters())
     wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
-    # Linux promises more memory than there is and kills whoever uses it: ask first.
+    # Linux grants more memory than there is and kills a process that uses it.
     if num_bytes > (free := free_bytes(device)):
         raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
@@ -174,10 +172,10 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
 
     Args:
         model: any dtype, any device.
-        path: folder, created where it does not exist; its weights are replaced, other files left.
-        max_shard_bytes: a file's largest size, though every file holds at least one tensor.
+        path: folder, created where it does not exist; its weights are replaced, other files stay.
+        max_shard_bytes: largest size of a file with more than one tensor.
     """
-    assert not model.is_quantised, "the format is for weights of one dtype"
+    assert not model.is_quantized, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
         stale.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How much memory is free now, on a device and within a container's limit, and how much a piece of work takes."""
+"""Measures memory: what is free on a device or within a container's limit, and what a piece of work takes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
-    """Memory that this process may take now, in bytes, within the limit of its container.
+    """Return the bytes that this process can allocate now, within the limit of its container.
 
     Args:
-        device: whose memory; of a GPU's, what PyTorch keeps for reuse is not free: see `release_cached`.
-        cgroup: where the container's limits stand (version 2), on a CPU.
+        device: a GPU, where memory that PyTorch keeps for reuse does not count (see `release_cached`), or the CPU.
+        cgroup: folder of the container's limits (version 2), for the CPU.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -28,19 +28,19 @@ def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
 
 
 def release_cached(device: torch.device) -> None:
-    """Give back to a GPU what PyTorch keeps for reuse; nothing to do on a CPU."""
+    """Return the memory that PyTorch keeps for reuse to a GPU; does nothing on a CPU."""
     if device.type == "cuda":
-        gc.collect()  # tensors in reference cycles are in use until then
+        gc.collect()  # tensors in reference cycles count as used until then
         torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Measure what the enclosed work takes from a GPU at most, on top of what is taken when it begins.
+    """Measure the peak of the GPU memory that the enclosed work allocates.
 
     Yields:
-        A function that returns the bytes so far; 0 on a CPU. It counts what PyTorch takes from the device, gaps between
-        tensors included.
+        A function that returns the peak so far, in bytes above what was allocated at the beginning; 0 on a CPU. It
+        counts what PyTorch reserves, gaps between tensors included.
     """
     if device.type != "cuda":
         yield lambda: 0
@@ -52,7 +52,7 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory: PyTorch has a type for it, the libraries it calls a message."""
+    """Whether an error says that a device has too little memory: by PyTorch's own type or by a library's message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -62,7 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _container_free(cgroup: Path) -> int:
-    """What the container's limit leaves, in bytes; cached file pages are given up when needed."""
+    """Return the bytes below the container's limit; cached file pages count as free, since the kernel drops them."""
     limit, used, stat = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or (text := limit.read_text().strip()) == "max":
         return sys.maxsize

@@ -1,39 +1,25 @@
-"""Records what a device computes, to have it computed again without launching its kernels one by one.
-
-Knows streams and memory pools, nothing of what is recorded.
-"""
+"""Records what a device computes, to have it computed again without launching its kernels one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
-
-class Replay(NamedTuple):
-    """A recorded computation.
-
-    Attributes:
-        run: queues all of it again, on the memory that it was recorded on.
-        result: where its results are after that; those that `compute` allocated, until the next `run` of any replay
-            of the same recorder.
-    """
-
-    run: Callable[[], object]
-    result: tuple[Tensor, ...]
+Replay: TypeAlias = Callable[[], object]
+"""Queues a recorded computation again, on the memory that it was recorded on."""
 
 
 class Recorder(Protocol):
     """Makes replays that share the memory of what lies between their inputs and results."""
 
-    def record(self, compute: Callable[[], tuple[Tensor, ...]]) -> Replay:
+    def record(self, compute: Callable[[], object]) -> Replay:
         """Record a computation.
 
         Args:
-            compute: reads tensors that live as long as the replay, launches the same kernels on the same memory
-                whatever these hold, and waits for nothing.
+            compute: reads and writes tensors that live as long as the replay, launches the same kernels on the same
+                memory whatever these hold, and waits for nothing.
         """
 
 
@@ -45,7 +31,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, compute: Callable[[], tuple[Tensor, ...]]) -> Replay:
+    def record(self, compute: Callable[[], object]) -> Replay:
         """Compute once for what is compiled or allocated at the first use, then once to be recorded.
 
         `torch.cuda.graph` would do the same, but first gives back the memory that a service holds for its largest
@@ -59,8 +45,8 @@ class CudaGraphs:
             # Other threads, as one that frees memory, must not break the recording.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                result = compute()
+                compute()
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
-        return Replay(graph.replay, result)
+        return graph.replay

@@ -1,7 +1,4 @@
-"""Brings a step's small arrays from the host to a device, all in one copy and without waiting for it.
-
-Knows bytes, not what the arrays mean.
-"""
+"""Copies a step's small arrays between the host and a device without blocking the host."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ _ALIGNMENT: Final = 16
 
 
 def upload(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to a device.
+    """Copy arrays to a device, all in one copy.
 
-    A copy from ordinary memory makes the host wait for everything the device still has to do; one
-    from page-locked memory is queued like a kernel.
+    A copy from ordinary memory blocks the host until the device has finished all queued work; a copy from page-locked
+    memory is queued like a kernel.
 
     Args:
-        arrays: any shapes, of dtypes that PyTorch has; contiguous. On a CPU the tensors share their memory.
-        device: where to.
+        arrays: contiguous, of any shapes, of dtypes that PyTorch has. On a CPU the tensors share their memory.
+        device: to copy to.
 
     Returns:
         A tensor for each array, of its shape and dtype; on a GPU, parts of one buffer.
@@ -37,12 +34,12 @@ def upload(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
         return [torch.from_numpy(array).to(device) for array in arrays]
     host = torch.empty(_packed_size(arrays), dtype=torch.uint8, pin_memory=True)
     pack(arrays, host)
-    # The host allocator hands the buffer out again only after the copy has been made.
+    # The host allocator reuses the buffer only after the copy.
     return unpack(arrays, host.to(device, non_blocking=True))
 
 
 def pack(arrays: Sequence[HostArray], buffer: Tensor) -> None:
-    """Lay arrays one after the other, each at a multiple of 16 bytes.
+    """Write arrays one after the other, each at a multiple of 16 bytes.
 
     Args:
         arrays: as for `upload`.
@@ -54,11 +51,11 @@ def pack(arrays: Sequence[HostArray], buffer: Tensor) -> None:
 
 
 def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
-    """Find the arrays that `pack` laid down.
+    """Find the arrays that `pack` wrote.
 
     Args:
         arrays: those given to `pack`, for their shapes and dtypes.
-        buffer: [bytes] uint8, a copy of what was packed, on any device.
+        buffer: [bytes] uint8, the packed buffer or a copy on any device.
 
     Returns:
         Views of the buffer.
@@ -72,34 +69,35 @@ def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
 
 
 class StagedArrays:
-    """Arrays of fixed shapes that go to a device again and again, in one copy each time.
+    """Arrays of fixed shapes that are copied to a device repeatedly, in one copy each time.
 
-    The host writes to them after `wait`, for the copy before must have been made.
+    The host must call `wait` before it writes to them.
 
     Attributes:
-        host: the arrays to write to, 0 at first; page-locked for a GPU.
+        host: the arrays to write to, initially 0; page-locked for a GPU.
         device: a tensor for each, of its shape and dtype; on a CPU they share memory with `host`.
     """
 
     def __init__(
         self, shapes: Sequence[tuple[tuple[int, ...], type[np.generic]]], device: torch.device
     ) -> None:
-        """Allocate.
+        """Allocate the arrays.
 
         Args:
             shapes: shape and dtype of each array.
-            device: where to.
+            device: to copy to.
         """
         templates = [np.zeros(shape, dtype) for shape, dtype in shapes]
         on_gpu = device.type == "cuda"
         self._source = torch.zeros(_packed_size(templates), dtype=torch.uint8, pin_memory=on_gpu)
-        self._target = self._source.to(device) if on_gpu else self._source
+        # Zeros, not a copy: a copy from the host would wait for it.
+        self._target = torch.zeros_like(self._source, device=device) if on_gpu else self._source
         self._sent: torch.cuda.Event | None = None
         self.host: list[HostArray] = [part.numpy() for part in unpack(templates, self._source)]
         self.device = unpack(templates, self._target)
 
     def wait(self) -> None:
-        """Wait until the last copy has been made, so that the host may write again."""
+        """Block until the last copy is complete, so that the host may write again."""
         if self._sent is not None:
             self._sent.synchronize()
 
@@ -111,10 +109,10 @@ class StagedArrays:
 
 
 class Download:
-    """A small tensor on its way to the host; who reads it waits for it, not for what is computed later.
+    """A queued copy of a small tensor to the host. Reading it blocks until the copy is complete, no longer.
 
     Args:
-        tensor: on any device; what is computed on it later does not show.
+        tensor: on any device; later changes do not show in the copy.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -124,7 +122,7 @@ class Download:
         self._made = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
 
     def read(self) -> Tensor:
-        """Wait for the copy; returns it, on the host."""
+        """Return the copy on the host, once it is complete."""
         if self._made is not None:
             self._made.synchronize()
         return self._host

@@ -1,48 +1,76 @@
-"""The decoder language model: token ids in, hidden states and logits out.
+"""The decoder language model: a step's tokens in, logits and chosen tokens out.
 
 One module serves both callers: the engine, over a paged cache, and training, over whole sequences.
-Knows nothing of files (`model.checkpoint.weights`), sampling or requests.
 """
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from kernels import (
-    AttentionPlan,
-    AttentionProblem,
-    PagedBatch,
-    Phase,
-    detect,
-    plan_attention,
-    rms_norm,
-)
+from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, detect, plan_attention
 from kernels.fp8 import quantise_rows
-from kernels.linear.projection import objection
-from kernels.sampling.tokens import embed_tokens, most_likely_tokens
-from model.checkpoint.config import ModelConfig
-from model.device.kv_cache import KVCache
+from kernels.gpu.dependent_launch import may_depend
+from kernels.linear.projection import LinearWeights, Norm, Residual, bind_norm, bind_projection
+from kernels.rope.cache import unsupported as rope_unsupported
+from kernels.sampling.tokens import embed_tokens
+from model.network import single_launch
 from model.network.attention import DenseAttention, PagedAttention
-from model.network.fused_layers import FusedLayers
-from model.network.layers import DecoderLayer, LayerOps, LayerShape, layer_forward
-from model.network.linear import Linear, can_pack, packed_linear
+from model.network.layers import DecoderLayer, layer_forward
 from model.network.metadata import AttentionMetadata
 from model.network.rope import RotaryEmbedding
+from model.network.step import StepOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kernels import GPUArch
+    from kernels.linear.projection import Projection
+    from kernels.step.single_launch import StepKernel
+    from model.checkpoint.config import ModelConfig
+    from model.device.kv_cache import KVCache
+    from model.network.layers import Attention, BoundLayer
+    from model.network.step import StepInput
+
+_logger = logging.getLogger(__name__)
+
+
+class _Bound(NamedTuple):
+    """What computes a model's passes: its parameters, bound to kernels.
+
+    Attributes:
+        layers: in their order.
+        norm: behind them.
+        head: scores the vocabulary.
+        fused: whether the kernels between the products are ours.
+        pdl: whether these may be launched before the kernel before has ended.
+    """
+
+    layers: list[BoundLayer]
+    norm: Callable[[Residual], Tensor]
+    head: Projection
+    fused: bool
+    pdl: bool
 
 
 class DecoderLM(nn.Module):
     """A Llama-style decoder; the configuration says which of the supported families.
 
-    Parameters are uninitialised until `init_weights` or `model.checkpoint.weights` fills them; they must be
-    changed in place from then on (`copy_`, `to`, an optimiser), never replaced.
+    Parameters are uninitialized until `init_weights` or `model.checkpoint.weights` fills them; they must be
+    changed in place from then on (`copy_`, `to`, an optimizer), never replaced.
 
     Args:
         config: which.
         dtype: of the parameters and of what is computed.
         device: where they lie.
-        weight_dtype: of the layers' matrices where they are quantised, for serving only: float8_e4m3fn.
+        weight_dtype: of the layers' matrices where they are quantized, for serving only: float8_e4m3fn.
     """
 
     def __init__(
@@ -69,14 +97,24 @@ class DecoderLM(nn.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else empty(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim)
-        self._dense_attention = DenseAttention(config, self.softmax_scale)
-        self._shape = LayerShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        )
-        self._ops: list[LayerOps] | None = None
-        self._packed_head: Linear | None = None
-        self._fused: FusedLayers | None = None
+        self._eps = config.rms_norm_eps
+        self._bound = self._bind(trainable=True)
+        self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
         self._positions_reserved = False
+
+    def optimize(self) -> None:
+        """Bind the parameters to the fastest kernels of their device, for serving only.
+
+        Afterwards the model can neither be trained nor, on a CPU, saved: matrices are replaced by copies in the layout
+        that suits the processor. A tied head is copied, because the embedding is still read row by row.
+        """
+        if self.is_packed:
+            return
+        self._bound = self._bind(trainable=False)
+        if all(layer.qkv.copies_weights for layer in self._bound.layers):
+            self.lm_head = None
+            for layer in self.decoder_layers:
+                layer.drop_matrices()
 
     def reserve_positions(self, num_positions: int) -> None:
         """Allocate now what positions below `num_positions` need; a cached pass computes no others.
@@ -87,45 +125,120 @@ class DecoderLM(nn.Module):
         self.rope.reserve(num_positions, parameter.dtype, parameter.device)
         self._positions_reserved = True
 
+    def step(
+        self,
+        step: StepInput,
+        kv_cache: KVCache,
+        sampled: Tensor | None = None,
+        out: StepOutput | None = None,
+    ) -> StepOutput:
+        """Compute a step: extend the cache and score the rows that the step names.
+
+        The model chooses what computes it: a single launch, our kernels, the vendor's library or PyTorch.
+
+        Args:
+            step: sent to the model's device.
+            kv_cache: extended.
+            sampled: [capacity] int64, the sampled tokens; None where no token id of the step is below 0.
+            out: where the logits and their argmax are to lie; the argmax tokens also go to their places among the
+                sampled tokens. None computes the logits alone, in a new tensor.
+
+        Returns:
+            `out` where it is given.
+        """
+        rows, _, prompt_seqs, _, num_logits, shared_blocks = step.bucket
+        if rows == num_logits == 1 and not prompt_seqs and not shared_blocks:
+            kernel = self._step_kernel(kv_cache)
+            if kernel is not None:
+                return self._launch_once(kernel, step, sampled, out)
+        return self.score(step, self.hidden_states(step, kv_cache, sampled), sampled, out)
+
+    def hidden_states(
+        self, step: StepInput, kv_cache: KVCache, sampled: Tensor | None = None
+    ) -> Tensor:
+        """Compute the layers of a step and return the hidden states of its tokens, [R + P, hidden_size].
+
+        Args:
+            step: as for `step`, as are the others.
+            kv_cache: see above.
+            sampled: see above.
+        """
+        arrays, metadata = step.device, self.plan_step(step, kv_cache)
+        hidden: Tensor = self(arrays.token_ids, arrays.positions, kv_cache, metadata, sampled)
+        return hidden
+
+    def plan_step(self, step: StepInput, kv_cache: KVCache) -> AttentionMetadata:
+        """Plan the attention of a step over a cache, for all layers."""
+        return self.attention_metadata(
+            step.device.slot_mapping, step.block_size, step.decode, step.prefill, kv_cache.kv_dtype
+        )
+
+    def score(
+        self,
+        step: StepInput,
+        hidden: Tensor,
+        sampled: Tensor | None = None,
+        out: StepOutput | None = None,
+    ) -> StepOutput:
+        """Score the rows that a step names, given the hidden states of its tokens; arguments as for `step`."""
+        if not step.bucket.num_logits:
+            return StepOutput(hidden.new_empty((0, self.config.vocab_size)))
+        if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
+            hidden = hidden[step.device.logits_rows]
+        if out is None:
+            return StepOutput(self.logits(hidden))
+        assert out.tokens is not None
+        assert out.logprobs is not None
+        ids = self.argmax(hidden, out.logits, out.tokens, out.logprobs)
+        if sampled is not None:
+            sampled.index_copy_(0, step.device.sampled_rows, ids)
+        return out
+
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         kv_cache: KVCache | None = None,
         metadata: AttentionMetadata | None = None,
-        drawn: Tensor | None = None,
+        sampled: Tensor | None = None,
     ) -> Tensor:
         """Compute the hidden states after the last norm.
 
         Args:
-            input_ids: int64; [T] packed tokens of a step with a cache, [B, S] sequences without.
-            positions: int64; [T] each token's index in its sequence; [S] without a cache.
+            input_ids: int64; [T] packed tokens of a step with a cache, [B, L] sequences without.
+            positions: int64; [T] each token's index in its sequence; [L] without a cache.
             kv_cache: where keys and values live; extended by this step. None attends densely,
                 differentiably and without any state.
             metadata: the step's plans, from `attention_metadata`; given exactly when the cache is.
-            drawn: [R] int64, ids that `input_ids` may name by -1 - their row; only with a cache.
+            sampled: [capacity] int64, ids that `input_ids` may name by -1 - their index; only with a cache.
 
         Returns:
-            [T, hidden_size] or [B, S, hidden_size], in the parameters' dtype.
+            [T, hidden_size] or [B, L, hidden_size], in the parameters' dtype.
         """
+        bound = self._bound
+        attention: Attention
         if kv_cache is None or metadata is None:
             assert kv_cache is None
             assert metadata is None
-            assert drawn is None
+            assert sampled is None
             hidden = functional.embedding(input_ids, self.embed_tokens)
             rope = self.rope.dense(positions, hidden.dtype)
-            ops = self._ops if self.is_packed else None
-            return self._run_layers(hidden, rope, self._dense_attention, ops or self._plain_ops())
-        hidden = embed_tokens(input_ids, self.embed_tokens, drawn)
-        if not self._positions_reserved:
-            capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
-            self.rope.reserve(capacity, hidden.dtype, hidden.device)
-        attention = PagedAttention(self.config, kv_cache, metadata)
-        if self._fused is not None and metadata.launches_ours:
-            return self._fused(hidden, positions, self.rope.tables, attention)
-        if self._ops is None:
-            self._ops = self._plain_ops()
-        return self._run_layers(hidden, self.rope.table(positions), attention, self._ops)
+            attention = DenseAttention(self.config, self.softmax_scale, rope)
+        else:
+            hidden = embed_tokens(input_ids, self.embed_tokens, sampled)
+            if not self._positions_reserved:
+                capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
+                self.rope.reserve(capacity, hidden.dtype, hidden.device)
+            attention = PagedAttention(
+                self.config,
+                kv_cache,
+                metadata,
+                self.rope,
+                positions,
+                fused=bound.fused,
+                pdl=bound.pdl,
+            )
+        return bound.norm(self._run_layers(bound.layers, Residual(hidden), attention))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Score the vocabulary.
@@ -137,19 +250,10 @@ class DecoderLM(nn.Module):
         Returns:
             [..., vocab_size] in the parameters' dtype; `out` where it is given.
         """
-        if self._packed_head is not None:
-            scores = self._packed_head(hidden)
-            return scores if out is None else out.copy_(scores)
-        if self._fused is not None and hidden.ndim == 2:
-            return self._fused.logits(hidden, out)
-        if out is None:
-            return functional.linear(hidden, self._head)
-        return torch.mm(hidden, self._head.t(), out=out)
+        return self._bound.head(hidden, out)
 
-    def most_likely(
-        self, hidden: Tensor, logits: Tensor, tokens: Tensor, logprobs: Tensor
-    ) -> Tensor:
-        """Score the vocabulary and choose the most likely token of each row, the smallest id among equals.
+    def argmax(self, hidden: Tensor, logits: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Score the vocabulary and find the most likely token of each row, the smallest id among equals.
 
         Args:
             hidden: [M, hidden_size] from `forward`.
@@ -160,58 +264,30 @@ class DecoderLM(nn.Module):
         Returns:
             [M] int64: `tokens` with any valid ids in the place of -1.
         """
-        if self._fused is not None:
-            ids = self._fused.most_likely(hidden, logits, tokens, logprobs)
-            if ids is not None:
-                return ids
-        self.logits(hidden, out=logits)
-        ids, _, _ = most_likely_tokens(logits, checked=tokens, logprobs=logprobs)
-        return ids
-
-    def pack(self) -> None:
-        """Bring the matrices into the CPU's fastest layout, for serving only; a no-op elsewhere.
-
-        Afterwards the model can neither be trained nor saved. A tied head is copied, because the
-        embedding is still read row by row; everything else is replaced.
-        """
-        embeddings = self.embed_tokens
-        if self.is_packed or not can_pack(embeddings.dtype, embeddings.device):
-            return
-        self._packed_head = packed_linear(self._head, None)
-        self.lm_head = None
-        self._ops = [layer.pack() for layer in self.decoder_layers]
-
-    def fuse(self) -> str:
-        """Compute cached passes with few launches from now on, on GPUs that have the kernels.
-
-        Not differentiable from then on. A step whose attention none of our kernels takes is computed as before.
-
-        Returns:
-            Why nothing has changed; empty where it has.
-        """
-        parameter = self.embed_tokens
-        arch = detect(parameter.device)
-        reason = objection(arch, parameter.dtype)
-        if not reason:
-            self._fused = FusedLayers(
-                self.decoder_layers, self.norm, self._head, self._shape.eps, arch
-            )
-        return reason
+        return self._bound.head.argmax(hidden, logits, tokens, logprobs)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Numbers of a step's tokens whose linear layers have kernels of their own; none before `fuse`."""
-        return () if self._fused is None else self._fused.row_counts
+        """Numbers of a step's tokens for which projections are compiled; none where PyTorch computes them."""
+        bound = self._bound
+        first = bound.layers[0]
+        projections = (first.qkv, first.output, first.gate_up, first.down, bound.head)
+        return tuple(sorted({rows for it in projections for rows in it.row_counts}))
+
+    def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
+        """List why decode steps of one sequence would not be a single launch on a processor; empty if they would."""
+        dtype = self.embed_tokens.dtype
+        return single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether the layers' matrices have scales."""
         return self.weight_dtype is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether `pack` has replaced the matrices."""
-        return self._packed_head is not None
+        """Whether `optimize` has replaced the matrices."""
+        return self.decoder_layers[0].qkv is None
 
     def attention_problem(
         self, phase: Phase, block_size: int, *, sliding: bool = False, kv_dtype: str | None = None
@@ -222,7 +298,7 @@ class DecoderLM(nn.Module):
             phase: prefill or decode.
             block_size: tokens per cache block.
             sliding: in a model that mixes both kinds of layer, whether its sliding ones are meant.
-            kv_dtype: of a quantised cache, as `KVCache.kv_dtype`.
+            kv_dtype: of a quantized cache, as `KVCache.kv_dtype`.
         """
         config = self.config
         window = None if config.mixes_attention and not sliding else config.sliding_window
@@ -265,7 +341,7 @@ class DecoderLM(nn.Module):
             block_size: tokens per cache block.
             decode: the sequences with one token; None where there are none.
             prefill: the others.
-            kv_dtype: of a quantised cache, as `KVCache.kv_dtype`.
+            kv_dtype: of a quantized cache, as `KVCache.kv_dtype`.
         """
 
         def plans(*, sliding: bool) -> list[AttentionPlan | None]:
@@ -316,18 +392,68 @@ class DecoderLM(nn.Module):
                     parameter.fill_(1.0)
 
     def _run_layers(
-        self,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attend: DenseAttention | PagedAttention,
-        ops: list[LayerOps],
-    ) -> Tensor:
-        for layer, layer_ops in enumerate(ops):
-            hidden = layer_forward(layer, layer_ops, self._shape, hidden, rope, attend)
-        return rms_norm(hidden, self.norm, self._shape.eps)
+        self, layers: list[BoundLayer], residual: Residual, attention: Attention
+    ) -> Residual:
+        for index, layer in enumerate(layers):
+            residual = layer_forward(index, layer, residual, attention)
+        return residual
 
-    def _plain_ops(self) -> list[LayerOps]:
-        return [layer.ops() for layer in self.decoder_layers]
+    def _launch_once(
+        self, kernel: StepKernel, step: StepInput, sampled: Tensor | None, out: StepOutput | None
+    ) -> StepOutput:
+        """Compute a step of one token in a single launch; it chooses the argmax token in any case."""
+        table, arrays = self.embed_tokens, step.device
+        logits, tokens, logprobs = out or StepOutput(table.new_empty((1, len(table))))
+        if tokens is None or logprobs is None:
+            tokens = torch.empty(1, dtype=torch.int64, device=table.device)
+            logprobs = torch.empty_like(tokens, dtype=torch.float32)
+        kernel(
+            arrays.token_ids,
+            arrays.positions,
+            arrays.slot_mapping,
+            arrays.block_table,
+            self.rope.tables,
+            logits,
+            tokens,
+            logprobs,
+            torch.empty_like(tokens) if sampled is None else sampled,
+        )
+        return StepOutput(logits, tokens, logprobs)
+
+    def _step_kernel(self, kv_cache: KVCache) -> StepKernel | None:
+        """Return the single-launch step over a cache; None where the model has none."""
+        if kv_cache not in self._step_kernels:
+            bound = None
+            arch = detect(self.embed_tokens.device)
+            if self._bound.fused and not self.single_launch_unsupported(arch):
+                bound = single_launch.bind_single_launch(
+                    self.config,
+                    self.decoder_layers,
+                    self.embed_tokens,
+                    self._head,
+                    self.norm,
+                    kv_cache,
+                )
+            self._step_kernels[kv_cache] = bound
+        return self._step_kernels[kv_cache]
+
+    def _bind(self, *, trainable: bool) -> _Bound:
+        parameter = self.embed_tokens
+        arch = detect(parameter.device)
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        reasons = rope_unsupported(dtype, arch)
+        fused = not trainable and not reasons
+        if not trainable and reasons and not arch.is_cpu:
+            _logger.warning("layers are computed by PyTorch, which is slower: %s", reasons[0])
+        return _Bound(
+            layers=[layer.bind(arch, trainable=trainable) for layer in self.decoder_layers],
+            norm=bind_norm(Norm(self.norm, self._eps), arch, fused=fused),
+            head=bind_projection(
+                LinearWeights(self._head), parameter.dtype, arch, trainable=trainable
+            ),
+            fused=fused,
+            pdl=fused and may_depend(arch, parameter.device),
+        )
 
     @property
     def _head(self) -> nn.Parameter:

@@ -1,53 +1,70 @@
-"""One decoder layer: its parameters as a module, its computation as functions of tensors.
-
-The functions take a plain tuple, because looking a parameter up on a module costs 0.3 us and calling
-a module 1 us: 20 us a layer, a tenth of a small model's step on the CPU.
-Knows nothing of caches or plans: attention comes in as a function.
-"""
+"""One decoder layer: its parameters as a module, its computation as a function of bound projections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kernels import apply_rope, rms_norm, silu_and_mul
-from model.checkpoint.config import ModelConfig
-from model.network.linear import Linear, packed_linear, plain_linear, quantised_linear
+from kernels.linear.projection import LinearWeights, Norm, Projection, Residual, bind_projection
 
-Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [..., H, D], k [..., K, D], v [..., K, D]) -> [..., H, D]; q, k, v contiguous in D."""
-
-
-class LayerOps(NamedTuple):
-    """One layer's weights, the matrices bound to their multiplication (see `model.network.linear`)."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+if TYPE_CHECKING:
+    from kernels import GPUArch
+    from model.checkpoint.config import ModelConfig
 
 
-class LayerShape(NamedTuple):
-    """The numbers of a layer's computation, the same for all layers."""
+class BoundLayer(NamedTuple):
+    """One layer's projections, bound to the kernels that compute them.
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
+    Attributes:
+        qkv: reads the residual stream through the layer's first norm.
+        head_norms: of queries and of keys; None where the family has none.
+        output: adds to the residual stream.
+        gate_up: reads the residual stream through the second norm; gated.
+        down: adds to the residual stream.
+        next_weights: matrices that are read behind the attention, in that order.
+    """
+
+    qkv: Projection
+    head_norms: tuple[Norm, Norm] | None
+    output: Projection
+    gate_up: Projection
+    down: Projection
+    next_weights: tuple[Tensor, Tensor]
+
+
+class Attention(Protocol):
+    """Attends within one layer."""
+
+    def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
+        """Make queries, keys and values of a projection, and attend.
+
+        Args:
+            index: of the layer.
+            layer: its norms.
+            qkv: [..., (H + 2 * K) * D]; may be overwritten.
+
+        Returns:
+            [..., H * D].
+        """
+
+
+def layer_forward(
+    index: int, layer: BoundLayer, residual: Residual, attention: Attention
+) -> Residual:
+    """Compute one layer: attention and MLP, each on the normalized residual stream and added to it."""
+    qkv, residual = layer.qkv.from_residual(residual)
+    residual = layer.output.to_residual(attention(index, layer, qkv), residual)
+    gated, residual = layer.gate_up.from_residual(residual)
+    return layer.down.to_residual(gated, residual)
 
 
 class DecoderLayer(nn.Module):
     """Holds one layer's parameters; `layer_forward` computes with them.
 
     `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up. Biases and
-    norms that a family does not have are None. Matrices of a `weight_dtype` of their own are quantised:
+    norms that a family does not have are None. Matrices of a `weight_dtype` of their own are quantized:
     each has a buffer beside it, `qkv_scale` and so on, float32 [rows].
     """
 
@@ -73,6 +90,7 @@ class DecoderLayer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = config.num_heads * config.head_dim
         stacked = heads + 2 * config.num_kv_heads * config.head_dim
+        self._eps = config.rms_norm_eps
         self.input_norm = empty(hidden)
         self.qkv = matrix(stacked, hidden)
         self.qkv_scale = scale(stacked)
@@ -90,69 +108,45 @@ class DecoderLayer(nn.Module):
         self.down_scale = scale(hidden)
         self.down_bias = empty(hidden) if config.mlp_bias else None
 
-    def ops(self, bind: Callable[[Tensor, Tensor | None], Linear] = plain_linear) -> LayerOps:
-        """Bind the parameters; plain ones stay valid while the parameters are changed in place."""
+    def bind(self, arch: GPUArch, *, trainable: bool) -> BoundLayer:
+        """Bind the parameters, which stay valid while they are changed in place.
 
-        def linear(weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Linear:
-            return bind(weight, bias) if scale is None else quantised_linear(weight, bias, scale)
+        Args:
+            arch: of the device that they lie on.
+            trainable: whether the layer must be differentiable; else matrices may be copied.
+        """
+        dtype, eps = self.input_norm.dtype, self._eps
+        matrices = (self.qkv, self.output, self.gate_up, self.down)
+        layer_weights = sum(matrix.numel() for matrix in matrices)
 
-        return LayerOps(
-            input_norm=self.input_norm,
-            qkv=linear(self.qkv, self.qkv_bias, self.qkv_scale),
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            output=linear(self.output, self.output_bias, self.output_scale),
-            mlp_norm=self.mlp_norm,
-            gate_up=linear(self.gate_up, self.gate_up_bias, self.gate_up_scale),
-            down=linear(self.down, self.down_bias, self.down_scale),
+        def bound(
+            name: str, norm: Tensor | None = None, *, gated: bool = False, residual: bool = False
+        ) -> Projection:
+            weights = LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
+            return bind_projection(
+                weights,
+                dtype,
+                arch,
+                norm=None if norm is None else Norm(norm, eps),
+                gated=gated,
+                residual=residual,
+                layer_weights=layer_weights,
+                trainable=trainable,
+            )
+
+        head_norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            head_norms = Norm(self.q_norm, eps), Norm(self.k_norm, eps)
+        return BoundLayer(
+            qkv=bound("qkv", self.input_norm),
+            head_norms=head_norms,
+            output=bound("output", residual=True),
+            gate_up=bound("gate_up", self.mlp_norm, gated=True),
+            down=bound("down", residual=True),
+            next_weights=(self.output, self.gate_up),
         )
 
-    def pack(self) -> LayerOps:
-        """Bind copies of the matrices in the CPU's layout and give up the originals."""
-        packed = self.ops(packed_linear)
+    def drop_matrices(self) -> None:
+        """Give up the matrices, once projections have copies of them."""
         for name in ("qkv", "output", "gate_up", "down"):
             self.register_parameter(name, None)
-        return packed
-
-
-def layer_forward(
-    layer: int,
-    ops: LayerOps,
-    shape: LayerShape,
-    hidden: Tensor,
-    rope: tuple[Tensor, Tensor],
-    attend: Attend,
-) -> Tensor:
-    """Compute one layer: attention and MLP, each on the normalised input and added to it.
-
-    Args:
-        layer: index, handed to `attend`.
-        ops: of this layer.
-        shape: of all layers.
-        hidden: [..., hidden_size].
-        rope: cos and sin as `kernels.apply_rope` takes them.
-        attend: the attention.
-
-    Returns:
-        [..., hidden_size], a new tensor.
-    """
-    q, k, v = _qkv(ops, shape, rms_norm(hidden, ops.input_norm, shape.eps), rope)
-    hidden = hidden + ops.output(attend(layer, q, k, v).flatten(-2))
-    gated = silu_and_mul(ops.gate_up(rms_norm(hidden, ops.mlp_norm, shape.eps)))
-    return hidden + ops.down(gated)
-
-
-def _qkv(
-    ops: LayerOps, shape: LayerShape, normed: Tensor, rope: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project, normalise per head where the family does, and rotate queries and keys together."""
-    num_heads, num_kv_heads, head_dim, eps = shape
-    projected = ops.qkv(normed)
-    projected = projected.view(*projected.shape[:-1], num_heads + 2 * num_kv_heads, head_dim)
-    rotating, v = torch.split(projected, [num_heads + num_kv_heads, num_kv_heads], -2)
-    if ops.q_norm is not None and ops.k_norm is not None:
-        q, k = torch.split(rotating, [num_heads, num_kv_heads], -2)
-        q, k = rms_norm(q, ops.q_norm, eps), rms_norm(k, ops.k_norm, eps)
-        rotating = torch.cat((q, k), -2)
-    q, k = torch.split(apply_rope(rotating, *rope), [num_heads, num_kv_heads], -2)
-    return q, k, v

@@ -1,7 +1,4 @@
-"""What the attention of one step needs beside the tokens: where to write and what to attend.
-
-Knows plans and slots, not the sequences or requests behind them.
-"""
+"""What the attention of one step needs beside the tokens: where to write and what to attend."""
 
 from __future__ import annotations
 
@@ -36,9 +33,3 @@ class AttentionMetadata:
     sliding_decode: AttentionPlan | None = None
     sliding_prefill: AttentionPlan | None = None
     most_keys: int = 0
-
-    @property
-    def launches_ours(self) -> bool:
-        """Whether all of it is computed by kernels of ours, none by PyTorch's operations."""
-        plans = (self.decode, self.prefill, self.sliding_decode, self.sliding_prefill)
-        return all(plan.selection.spec.launch is not None for plan in plans if plan is not None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import rope_tables
-from model.checkpoint.config import RopeConfig
+from model.checkpoint.rope_config import RopeConfig
 
 _CHUNK_POSITIONS = 16_384
 

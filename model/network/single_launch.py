@@ -1,71 +1,64 @@
-"""A model's decode steps of one sequence in one launch, where its shape and its GPU are such that it pays.
-
-Knows parameters and the KV cache; of the step it knows its tensors.
-"""
+"""Binds a model and its cache to the decode step in a single launch, where its shape and its GPU allow it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kernels import detect
-from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, bind_step, objection
+from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, bind_step
+from kernels.step.single_launch import unsupported as shape_unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from torch import Tensor
 
     from kernels import GPUArch
+    from kernels.step.single_launch import StepKernel
+    from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
-    from model.network.decoder import DecoderLM
-    from model.network.rope import RotaryEmbedding
+    from model.network.layers import DecoderLayer
 
 
-class OneSequence:
-    """Decode steps of one sequence, each one launch.
+def bind_single_launch(
+    config: ModelConfig,
+    layers: Sequence[DecoderLayer],
+    embedding: Tensor,
+    head: Tensor,
+    norm: Tensor,
+    kv_cache: KVCache,
+) -> StepKernel:
+    """Bind the parameters, which must not be replaced, and the cache, which must stay where it is.
 
     Args:
-        model: that `why_not` has nothing against; its parameters must not be replaced.
-        kv_cache: must stay where it is.
+        config: of a model for which `unsupported` lists nothing.
+        layers: in their order.
+        embedding: [V, C].
+        head: [V, C].
+        norm: [C], behind the layers.
+        kv_cache: on the model's device.
     """
-
-    def __init__(self, model: DecoderLM, kv_cache: KVCache) -> None:
-        self._rope: RotaryEmbedding = model.rope
-        head = model.embed_tokens if model.lm_head is None else model.lm_head
-        layers = [
-            LayerWeights(
-                layer.qkv,
-                layer.output,
-                layer.gate_up,
-                layer.down,
-                layer.input_norm,
-                layer.mlp_norm,
-                layer.q_norm,
-                layer.k_norm,
-                layer.qkv_bias,
-            )
-            for layer in model.decoder_layers
-        ]
-        weights = StepWeights(step_shape(model), layers, model.embed_tokens, head, model.norm)
-        self._step = bind_step(weights, kv_cache.layers, kv_cache.scales, detect(head.device))
-
-    def __call__(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        block_table: Tensor,
-        logits: Tensor,
-        tokens: Tensor,
-        logprobs: Tensor,
-        drawn: Tensor,
-    ) -> None:
-        """Compute a step; arguments as for `kernels.step.gpu.kernel.StepKernel`."""
-        rope = self._rope.tables
-        self._step(ids, positions, slots, block_table, rope, logits, tokens, logprobs, drawn)
+    weights = [
+        LayerWeights(
+            layer.qkv,
+            layer.output,
+            layer.gate_up,
+            layer.down,
+            layer.input_norm,
+            layer.mlp_norm,
+            layer.q_norm,
+            layer.k_norm,
+            layer.qkv_bias,
+        )
+        for layer in layers
+    ]
+    step = StepWeights(step_shape(config), weights, embedding, head, norm)
+    return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device))
 
 
-def step_shape(model: DecoderLM) -> StepShape:
-    """Return what a model's steps look like."""
-    config = model.config
+def step_shape(config: ModelConfig) -> StepShape:
+    """Return the sizes of a model."""
     return StepShape(
         hidden_size=config.hidden_size,
         inner_size=config.intermediate_size,
@@ -74,26 +67,27 @@ def step_shape(model: DecoderLM) -> StepShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         eps=config.rms_norm_eps,
-        softmax_scale=model.softmax_scale,
+        softmax_scale=config.head_dim**-0.5,
     )
 
 
-def why_not(model: DecoderLM, arch: GPUArch) -> str:
-    """Say why a model's decode steps of one sequence are not one launch; empty where they are.
+def unsupported(
+    config: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype | None, arch: GPUArch
+) -> tuple[str, ...]:
+    """List why a model's decode steps of one sequence are not a single launch; empty if they are.
 
     Args:
-        model: on any device.
+        config: of the model.
+        dtype: of its parameters.
+        weight_dtype: of the layers' matrices where they are quantized; else None.
         arch: where it runs.
     """
-    config = model.config
-    if reason := objection(step_shape(model), model.embed_tokens.dtype, arch):
-        return reason
-    unknown = {
-        "quantised weights": model.is_quantised,
+    features = {
+        "quantized weights": weight_dtype is not None,
         "sliding windows": config.sliding_window is not None,
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
     }
-    return ", ".join(
-        f"one launch for a step does not know {name}" for name, has in unknown.items() if has
+    return shape_unsupported(step_shape(config), dtype, arch) + tuple(
+        f"no {name}" for name, has in features.items() if has
     )

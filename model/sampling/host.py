@@ -1,7 +1,7 @@
-"""Draws one row's token on the CPU with NumPy: the row alone, so its neighbours cannot change it.
+"""Samples tokens on the CPU with NumPy, row by row, so that no row can change the token of another.
 
 NumPy because its calls cost a tenth of PyTorch's at these sizes and its sort uses the CPU's vectors: 10 us for
-4096 keys, against 126 us for `torch.sort` (one core of an AMD EPYC with AVX-512). Knows one row, not the batch.
+4096 keys, against 126 us for `torch.sort` (one core of an AMD EPYC with AVX-512).
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kernels.sampling.tokens import log_softmax
-from model.sampling.parameters import NOT_FINITE, WEIGHT_SCALE, SampledToken, SamplingRow, uniform
+from kernels.sampling.tokens import WEIGHT_SCALE, log_softmax
+from model.sampling.mask import build_masks
+from model.sampling.parameters import NOT_FINITE, SampledToken
+from model.sampling.rows import SamplingRow, uniform
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _POSITION_MASK = np.int64(0xFFFFFFFF)
-# The entropy's sum p * d is at most 1 / e for a token: units of 2^-36 leave room for 2^22 tokens and more.
+# A term p * d of the entropy is at most 1 / e: in units of 2^-36 an int64 holds the sum of more than 2^22 of them.
 _ENTROPY_SCALE = 2.0**36
 
 
 class HostSampler:
-    """Owns the scratch memory of one row's draw, so that no step asks the system for fresh pages.
+    """Owns the scratch memory of one row, so that no step asks the system for fresh pages.
 
-    Used by one thread at a time. What the buffers hold between calls has no meaning.
+    Used by one thread at a time. The contents of the buffers between calls have no meaning.
     """
 
     def __init__(self) -> None:
@@ -50,6 +53,7 @@ class HostSampler:
             rows: M >= 1 rows.
         """
         array = logits.numpy()
+        masks = build_masks(rows, array.shape[1])
         best = array.argmax(axis=1)  # NaN counts as the largest
         finite = np.isfinite(array[np.arange(len(array)), best])
         tokens: list[int | None] = best.tolist()
@@ -58,47 +62,53 @@ class HostSampler:
             if not finite[i]:
                 tokens[i] = None
             elif not row.is_argmax:
-                tokens[i] = self.choose(array[i], row)
-            plain = plain and not row.wants_logprobs
+                tokens[i] = self.choose(array[i], row, masks.allowed(i, array.shape[1]))
+            plain = plain and not row.parameters.wants_logprobs
         results = [
             SampledToken(error=NOT_FINITE) if token is None else SampledToken(token)
             for token in tokens
         ]
         if plain:
             return results
-        wanted = [i for i, row in enumerate(rows) if row.wants_logprobs and tokens[i] is not None]
+        wanted = [
+            i
+            for i, row in enumerate(rows)
+            if row.parameters.wants_logprobs and tokens[i] is not None
+        ]
         logprobs = log_softmax(logits if len(wanted) == len(rows) else logits[wanted]).numpy()
         for i, row_logprobs in zip(wanted, logprobs, strict=True):
-            top = _most_likely(row_logprobs, rows[i].top_logprobs)
+            top = _top_tokens(row_logprobs, rows[i].parameters.top_logprobs)
             token = results[i].token_id
             results[i] = SampledToken(token, float(row_logprobs[token]), top)
         return results
 
-    def choose(self, logits: Floats, row: SamplingRow) -> int | None:
+    def choose(self, logits: Floats, row: SamplingRow, allowed: Bools | None) -> int | None:
         """Return the token of one row, or None where its adjusted logits have no finite largest value.
 
         Args:
             logits: [V] float32, contiguous.
             row: how to choose.
+            allowed: [V], the tokens that can be sampled; None for all.
         """
         if len(logits) != len(self._mask):
             self._resize(len(logits))
-        # Huge logits, tiny temperatures and penalties may overflow to infinity: meant, and checked for below.
+        parameters = row.parameters
+        # Huge logits, tiny temperatures and penalties may overflow to infinity, which is checked for below.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if row.banned or row.has_penalties:
-                logits = apply_penalties(logits, row)
+            if allowed is not None or parameters.changes_logits:
+                logits = adjust_logits(logits, row, allowed)
             best = int(logits.argmax())
             peak = logits[best]
             if not math.isfinite(peak):
                 return None
-            if row.temperature == 0.0:
+            if parameters.temperature == 0.0:
                 return best
             distances = np.subtract(peak, logits, out=self._distances)
-            distances *= np.float32(row.inverse_temperature)
-            return self._draw(distances, row)
+            distances *= np.float32(parameters.inverse_temperature)
+            return self._sample(distances, row)
 
-    def _draw(self, distances: Floats, row: SamplingRow) -> int:
-        """Draw a token from weights exp(-distance), by inverting their cumulative sum.
+    def _sample(self, distances: Floats, row: SamplingRow) -> int:
+        """Sample a token with weights exp(-distance) by inverting their cumulative sum.
 
         Filters follow transformers' order: top_k, top_p, min_p, typical_p, each on what the one before has kept.
 
@@ -106,13 +116,16 @@ class HostSampler:
             distances: [V] float32, >= 0: how far below the largest one each scaled logit is.
             row: filters, seed and position.
         """
-        ids: Ints | None = None  # all, in their own order: nothing to gain from sorting
-        if row.is_filtered:
+        parameters = row.parameters
+        ids: Ints | None = (
+            None  # all of them in ascending order: sorting by distance would gain nothing
+        )
+        if parameters.is_filtered:
             ids, cumulative = self._keep(distances, row)
         else:
             cumulative = self._weigh(distances).cumsum(out=self._sums)
         total = int(cumulative[-1])
-        target = min(int(uniform(row.seed, row.position) * total), total - 1)
+        target = min(int(uniform(parameters.seed, row.position) * total), total - 1)
         index = int(cumulative.searchsorted(target, side="right"))
         return index if ids is None else int(ids[index])
 
@@ -126,24 +139,25 @@ class HostSampler:
 
     def _keep(self, distances: Floats, row: SamplingRow) -> tuple[Ints, Ints]:
         """Return the ids that the filters keep, most likely first, and the cumulative sum of their weights."""
+        parameters, top_k = row.parameters, row.parameters.top_k
         ids: Ints | None = None
-        if 0 < row.top_k < len(distances):
+        if 0 < top_k < len(distances):
             self._floats[:] = distances
-            self._floats.partition(row.top_k - 1)
-            last = self._floats[row.top_k - 1]
+            self._floats.partition(top_k - 1)
+            last = self._floats[top_k - 1]
             ids = np.flatnonzero(np.less_equal(distances, last, out=self._mask))
             distances = distances[ids]
         weights = self._weigh(distances)
         total = int(weights.sum())
         # Tokens below this weight hold less than 1 - top_p together, so all of them lie outside the nucleus;
-        # without them there are few left to sort. A weight of zero can never be drawn.
-        least = max(int((1.0 - row.top_p) * total / len(weights)), 1)
+        # without them there are few left to sort. A weight of zero is never sampled.
+        least = max(int((1.0 - parameters.top_p) * total / len(weights)), 1)
         kept = np.greater_equal(weights, least, out=self._mask[: len(weights)])
-        if row.min_p > 0.0:
+        if parameters.min_p > 0.0:
             # Only shortens the tail, so it may come before the nucleus: `total` was summed over all.
-            kept &= distances <= np.float32(row.min_p_distance)
+            kept &= distances <= np.float32(parameters.min_p_distance)
         num_kept = int(np.count_nonzero(kept))
-        # What is kept comes first when sorted: dropping a few from a flat row costs more than sorting them.
+        # Kept tokens come first when sorted: dropping a few from a flat row costs more than sorting them.
         if num_kept < 0.75 * len(weights):
             where = np.flatnonzero(kept)
             ids = where if ids is None else ids[where]
@@ -152,19 +166,19 @@ class HostSampler:
         order = self._ascending(distances)[:num_kept]
         sums = self._sums[:num_kept]
         weights.take(order, out=sums, mode="clip").cumsum(out=sums)
-        if row.top_p < 1.0:
-            end = int(sums.searchsorted(math.ceil(row.top_p * total))) + 1
+        if parameters.top_p < 1.0:
+            end = int(sums.searchsorted(math.ceil(parameters.top_p * total))) + 1
             order, sums = order[:end], sums[:end]
-        if row.typical_p < 1.0:
-            order = self._typical(distances, weights, order, row.typical_p)
+        if parameters.typical_p < 1.0:
+            order = self._typical(distances, weights, order, parameters.typical_p)
             sums = weights[order].cumsum()
         return (order if ids is None else ids[order]), sums
 
     def _ascending(self, values: Floats) -> Ints:
         """Return the positions of non-negative `values` in ascending order, equals by smaller position.
 
-        The bits of a non-negative float sort like the float: with the position below them every key is distinct,
-        and an unstable sort of integers, the fastest NumPy has, gives the stable order.
+        The bits of a non-negative float sort like the float. With the position below them every key is distinct,
+        so that the fastest sort of NumPy, an unstable one of integers, gives the stable order.
 
         Returns:
             A view of scratch memory, valid until the next call.
@@ -178,14 +192,14 @@ class HostSampler:
         return keys
 
     def _typical(self, distances: Floats, weights: Ints, order: Ints, mass: float) -> Ints:
-        """Return those positions of `order` that are among the most typical ones holding `mass` of its weight.
+        """Return the positions of `order` that are among the most typical ones holding `mass` of its weight.
 
-        A token's surprise less the entropy is its distance less the mean distance: the logarithm of the sum of
+        A token's surprise minus the entropy is its distance minus the mean distance: the logarithm of the sum of
         weights is in both and cancels.
 
         Source: Locally Typical Sampling (Meister et al. 2022).
         """
-        order = order.copy()  # a view of the keys that are about to be overwritten
+        order = order.copy()  # a view of the keys, which `_ascending` overwrites
         distances, weights = distances[order], weights[order]
         total = int(weights.sum())
         products = (np.exp(-distances) * distances * np.float32(_ENTROPY_SCALE)).astype(np.int64)
@@ -198,8 +212,8 @@ class HostSampler:
         return typical
 
 
-def _most_likely(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
-    """Return the `count` likeliest (id, log-probability), equals by smaller id; impossible tokens are left out."""
+def _top_tokens(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
+    """Return the `count` most likely (id, log-probability), equals by smaller id, without impossible tokens."""
     if count <= 0:
         return ()
     count = min(count, len(logprobs))
@@ -209,30 +223,42 @@ def _most_likely(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
 
 
-def apply_penalties(logits: Floats, row: SamplingRow) -> Floats:
-    """Return a copy of the row with penalties and bans applied.
+def adjust_logits(logits: Floats, row: SamplingRow, allowed: Bools | None) -> Floats:
+    """Return a copy of the logits of a row with its bias, its penalties and its mask applied.
+
+    The bias is applied first, then the repetition penalty, presence and frequency penalties, and the mask. Ids outside
+    the vocabulary are ignored.
 
     Args:
         logits: [V] float32.
-        row: repetition is applied first, then presence and frequency, then bans. Ids outside [0, V) are ignored.
+        row: how to choose.
+        allowed: [V], the tokens that can be sampled; None for all. A banned logit becomes minus infinity, but NaN and
+            plus infinity stay, so that the row still fails.
 
-    Source: repetition penalty of CTRL (Keskar et al. 2019); presence and frequency as in OpenAI's API.
+    Source: repetition penalty of CTRL (Keskar et al. 2019); the others as in OpenAI's API.
     """
     logits = logits.copy()
-    size = len(logits)
-    if row.has_penalties:
-        history = row.up_to_date_history()
-        if row.repetition_penalty != 1.0:
-            seen = history.seen_ids()
-            seen = seen[seen < size]
-            penalty = np.float32(row.repetition_penalty)
-            values = logits[seen]
-            logits[seen] = np.where(values < 0, values * penalty, values / penalty)
-        ids, counts = history.output_ids()
-        inside = ids < size
-        logits[ids[inside]] -= (
-            np.float32(row.presence_penalty) + np.float32(row.frequency_penalty) * counts[inside]
-        )
-    if row.banned:
-        logits[[token_id for token_id in row.banned if 0 <= token_id < size]] = -np.inf
+    if bias := row.parameters.logit_bias:
+        ids, amounts = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
+        inside = ids < len(logits)
+        logits[ids[inside]] += amounts[inside]
+    if row.parameters.has_penalties:
+        _apply_penalties(logits, row)
+    if allowed is not None:
+        logits[~allowed & (logits < np.inf)] = -np.inf
     return logits
+
+
+def _apply_penalties(logits: Floats, row: SamplingRow) -> None:
+    parameters, history, size = row.parameters, row.history, len(logits)
+    if parameters.repetition_penalty != 1.0:
+        seen = history.seen_ids()
+        seen = seen[seen < size]
+        penalty = np.float32(parameters.repetition_penalty)
+        values = logits[seen]
+        logits[seen] = np.where(values < 0, values * penalty, values / penalty)
+    ids, counts = history.output_counts()
+    inside = ids < size
+    presence = np.float32(parameters.presence_penalty)
+    frequency = np.float32(parameters.frequency_penalty)
+    logits[ids[inside]] -= presence + frequency * counts[inside].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under a model's unmodified logits. Knows no sampling.
+"""Log-probabilities of given tokens under the unmodified logits of a model.
 
 The bits of a row's log-probabilities depend on that row's logits alone.
 """

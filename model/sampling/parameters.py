@@ -1,38 +1,144 @@
-"""What the sampler is asked for and answers, and the counter-based random numbers behind its draws.
+"""The sampling parameters of a request and the answer of the sampler, as plain records.
 
-Knows neither tensors nor devices: `model.sampling.host` and `model.sampling.device` do the arithmetic.
+The front end and the bookkeeping of the engine import this module: it needs neither PyTorch nor NumPy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-
-WEIGHT_SCALE = 2.0**40
-"""Probabilities are summed as integers: the weight exp(logit - largest logit) in units of 2^-40.
-
-Integer sums do not depend on the order of the additions, so neither the number of rows nor the device's way of
-splitting a sum can change a draw. 2^40 leaves room for 2^22 tokens in an int64, and whatever it rounds to zero
-is less likely than the best token by a factor of 10^12.
-"""
-
+import msgspec
 
 NOT_FINITE = "the model's scores for this token are not finite numbers"
-"""What `SampledToken.error` says of a row without a usable largest logit."""
+"""`SampledToken.error` of a row without a finite largest logit."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """How the tokens of one request are chosen. Defaults and limits are already applied.
+
+    The engine decides by the properties below whether a step may skip the sampler, and whether it may be launched
+    before the tokens of the previous step are read. A parameter that changes logits, bans tokens or depends on earlier
+    tokens must therefore be part of them. They are cached because every step reads them for every row.
+
+    Attributes:
+        max_new_tokens: tokens, at least 1.
+        min_new_tokens: tokens; end-of-sequence and stop ids are banned until that many were generated.
+        temperature: divides the logits; 0 takes the argmax, and ignores the filters below, but not the penalties.
+        top_k: tokens kept, and all that tie with the last of them; 0 keeps all.
+        top_p: probability mass kept, in (0, 1]; 1 keeps all.
+        min_p: smallest probability kept, relative to the most likely token, in [0, 1]; 0 keeps all.
+        typical_p: mass of locally typical tokens kept, in (0, 1]; 1 keeps all.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of the tokens in prompt and output;
+            1 is off.
+        presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
+        frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
+        logit_bias: token id -> number added to its logit before everything else.
+        bad_words: words as sequences of ids, none empty; the last id of a word is banned where prompt and output so far
+            end with the other ids of the word.
+        seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
+        eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.
+        stop_token_ids: further ids that end the sequence.
+        logprobs: whether each token comes with its log-probability; implied by `top_logprobs`.
+        top_logprobs: most likely tokens reported at each position; 0 for none.
+        prompt_logprobs: whether the log-probabilities of the prompt's tokens are reported; such a request takes
+            no blocks from the prefix cache, since every position must be computed.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids that end the sequence."""
+        return self.eos_token_ids + self.stop_token_ids
+
+    @cached_property
+    def is_filtered(self) -> bool:
+        """Whether only some of the tokens with a finite logit can be sampled."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
+
+    @cached_property
+    def inverse_temperature(self) -> float:
+        """1 / temperature, bounded so that its product with a float32 difference, finite or infinite, is not NaN."""
+        return min(max(1.0 / self.temperature, 1e-30), 1e30)
+
+    @cached_property
+    def min_p_distance(self) -> float:
+        """Largest distance of a scaled logit from the largest one that `min_p` keeps."""
+        return -math.log(self.min_p) if self.min_p > 0.0 else math.inf
+
+    @cached_property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are reported with each token."""
+        return self.logprobs or self.top_logprobs > 0
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed, other than by a mask, before they are divided by the temperature."""
+        return self.has_penalties or bool(self.logit_bias)
+
+    @cached_property
+    def needs_history(self) -> bool:
+        """Whether the host must know all earlier tokens before it can have the next one sampled."""
+        return self.has_penalties or max(map(len, self.bad_words), default=0) > 1
+
+    @cached_property
+    def argmax_from(self) -> float:
+        """Output tokens before the first that needs no sampler; infinity if all need it.
+
+        From there on each token is the argmax of the unmodified logits, and no other tokens are reported.
+        """
+        if self.temperature != 0.0 or self.top_logprobs or self.bad_words or self.changes_logits:
+            return math.inf
+        return self.min_new_tokens
+
+    def banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> tuple[int, ...]:
+        """Return the ids that cannot be the next token.
+
+        Args:
+            token_ids: prompt and output; may lack the latest tokens unless `needs_history`.
+            num_output_tokens: tokens generated so far, including those whose ids the host does not know yet.
+        """
+        banned = self.end_token_ids if num_output_tokens < self.min_new_tokens else ()
+        for *before, last in self.bad_words:
+            if not before or list(token_ids[-len(before) :]) == before:
+                banned += (last,)
+        return banned
 
 
 class SampledToken(NamedTuple):
-    """The sampler's answer for one row.
+    """The answer of the sampler for one row.
 
     Attributes:
-        token_id: the token drawn; None where `error` is set.
+        token_id: the sampled token; None where `error` is set.
         logprob: natural logarithm of its probability under the unmodified logits; None where not asked for.
         top: (token id, log-probability), most likely first, equals by smaller id.
         error: why this row has no token. Other rows of the batch are not affected.
@@ -42,144 +148,3 @@ class SampledToken(NamedTuple):
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     error: str | None = None
-
-
-class TokenHistory:
-    """Which tokens a sequence has seen, kept between its steps so that penalties cost no pass over the text.
-
-    Invariant: `counts` sums to the number of absorbed output tokens. Belongs to one sequence.
-    """
-
-    def __init__(self) -> None:
-        self.prompt_ids: npt.NDArray[np.int64] | None = None
-        self.counts: dict[int, int] = {}
-        self._num_absorbed = 0
-
-    def absorb(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Take in the tokens added since the last call.
-
-        Args:
-            prompt_ids: the same at every call; read at the first one only.
-            output_ids: all output tokens so far; those of the last call first.
-        """
-        if self.prompt_ids is None:
-            self.prompt_ids = np.unique(np.asarray(prompt_ids, dtype=np.int64))
-        for token_id in output_ids[self._num_absorbed :]:
-            self.counts[token_id] = self.counts.get(token_id, 0) + 1
-        self._num_absorbed = len(output_ids)
-
-    def output_ids(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Return the distinct output tokens, and how often each was generated."""
-        size = len(self.counts)
-        return (
-            np.fromiter(self.counts.keys(), np.int64, size),
-            np.fromiter(self.counts.values(), np.float32, size),
-        )
-
-    def seen_ids(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of prompt and output; one that is in both comes twice."""
-        assert self.prompt_ids is not None
-        return np.concatenate((self.prompt_ids, self.output_ids()[0]))
-
-
-@dataclass(slots=True, kw_only=True)
-class SamplingRow:
-    """How the token of one row of logits is chosen. The fields are those of the request, already checked.
-
-    Attributes:
-        seed: unsigned 64-bit.
-        position: of the token being drawn in its whole sequence; with the seed it decides the draw.
-        temperature: 0 takes the most likely token; the filters below are then ignored, penalties are not.
-        top_k: tokens kept, and all that tie with the last of them; 0 keeps all.
-        top_p: mass kept, in (0, 1]; 1 keeps all.
-        min_p: smallest probability kept, relative to the largest, in [0, 1]; 0 keeps all.
-        typical_p: mass of locally typical tokens kept, in (0, 1]; 1 keeps all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
-        presence_penalty: subtracted once from the logits of tokens in the output.
-        frequency_penalty: subtracted from a token's logit for each time it is in the output.
-        banned: ids that cannot be drawn.
-        prompt_ids: needed with a repetition penalty only.
-        output_ids: tokens generated so far; needed with any penalty only.
-        history: where given, it is brought up to date instead of counting prompt and output anew.
-        logprobs: whether the drawn token's log-probability is wanted; implied by `top_logprobs`.
-        top_logprobs: number of most likely tokens wanted.
-    """
-
-    seed: int = 0
-    position: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    banned: Sequence[int] = ()
-    prompt_ids: Sequence[int] = ()
-    output_ids: Sequence[int] = ()
-    history: TokenHistory | None = None
-    logprobs: bool = False
-    top_logprobs: int = 0
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether tokens seen before change the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the token is the most likely one of the logits as they are."""
-        return self.temperature == 0.0 and not self.banned and not self.has_penalties
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether some tokens are cut off before the draw."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the row's log-probabilities are to be computed."""
-        return self.logprobs or self.top_logprobs > 0
-
-    @property
-    def inverse_temperature(self) -> float:
-        """1 / temperature, within what a product with finite and infinite float32 differences can take."""
-        return min(max(1.0 / self.temperature, 1e-30), 1e30)
-
-    @property
-    def min_p_distance(self) -> float:
-        """Largest distance from the best token's scaled logit that `min_p` keeps."""
-        return float(-np.log(self.min_p)) if self.min_p > 0.0 else float("inf")
-
-    def up_to_date_history(self) -> TokenHistory:
-        """Return the tokens seen so far, the row's own `history` where it has one."""
-        history = TokenHistory() if self.history is None else self.history
-        history.absorb(self.prompt_ids, self.output_ids)
-        return history
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of one token of one sequence, a multiple of 2^-53.
-
-    It is a function of its arguments alone: no generator is advanced, so a token's draw does not depend on
-    what else is in the batch, on preemption or on how often the step was repeated.
-
-    Args:
-        seed: taken modulo 2^64. Neighbouring seeds give unrelated streams: the seed is mixed before use.
-        position: >= 0.
-
-    Source: SplitMix64 (Steele, Lea, Flood 2014), its state set to the mixed seed and advanced by `position`.
-    """
-    state = (_mix((seed + _GOLDEN) & _MASK64) + (position + 1) * _GOLDEN) & _MASK64
-    return (_mix(state) >> 11) * 2.0**-53

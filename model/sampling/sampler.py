@@ -1,8 +1,7 @@
-"""Chooses the tokens of a step from its logits, each row by its own rules.
+"""Chooses the tokens of a step from its logits, each row by its own parameters.
 
-Invariant: a row's token, and its log-probabilities, are a function of that row's logits and `SamplingRow`
-alone, bit for bit; the other rows, their number and their order cannot change them. Knows no sequences and
-no text.
+Invariant: the token of a row and its log-probabilities are a function of that row's logits and `SamplingRow` alone, bit
+for bit; the other rows, their number and their order cannot change them.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.sampling.device import DeviceDraw
+from model.sampling.device import DeviceTokens
 from model.sampling.host import HostSampler
-from model.sampling.logprobs import prompt_logprobs
-from model.sampling.parameters import SampledToken, SamplingRow, TokenHistory
-
-__all__ = ["Draw", "SampledToken", "Sampler", "SamplingRow", "TokenHistory", "prompt_logprobs"]
+from model.sampling.parameters import SampledToken
+from model.sampling.rows import SamplingRow
 
 
-class Draw(Protocol):
-    """The tokens of some rows, not waited for."""
+class PendingTokens(Protocol):
+    """The sampled tokens of some rows, which the device may still have to compute."""
 
     @property
     def tokens(self) -> Tensor:
@@ -30,22 +27,22 @@ class Draw(Protocol):
 
     @property
     def feeds_next(self) -> bool:
-        """Whether the next tokens can be drawn behind `tokens` before the host has seen them."""
+        """Whether the next step can be launched on `tokens` before the host has read them."""
 
     def result(self) -> list[SampledToken]:
-        """Wait for them; M tokens in the order of the rows."""
+        """Wait for the tokens; M of them in the order of the rows."""
 
 
-class HostDraw:
-    """Tokens that are there already.
+class HostTokens:
+    """Tokens that the host has sampled.
 
     Attributes:
-        feeds_next: whether no row has penalties, which count tokens on the host.
+        feeds_next: whether no row needs its history on the host.
     """
 
     def __init__(self, sampled: list[SampledToken], rows: Sequence[SamplingRow]) -> None:
         self._sampled = sampled
-        self.feeds_next = not any(row.has_penalties for row in rows)
+        self.feeds_next = not any(row.parameters.needs_history for row in rows)
 
     @property
     def tokens(self) -> Tensor:
@@ -58,7 +55,7 @@ class HostDraw:
 
 
 class Sampler:
-    """Turns logits into tokens. Keeps scratch memory between calls and nothing else; for one thread at a time."""
+    """Turns logits into tokens. Keeps only scratch memory between calls; used by one thread at a time."""
 
     def __init__(self) -> None:
         self._host = HostSampler()
@@ -71,20 +68,20 @@ class Sampler:
             rows: M rows.
 
         Returns:
-            M tokens in the order of the rows. A row with a NaN or a positive infinity among its logits, or with
-            nothing left to draw from, has `error` set; the others are what they would be without it.
+            M tokens in the order of the rows. A row with a NaN or a plus infinity among its logits, or without a token
+            that can be sampled, has `error` set; the others are what they would be without it.
         """
         return self.begin(logits, rows).result() if rows else []
 
-    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Draw:
+    def begin(self, logits: Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
         """Choose one token for each row without waiting for the device.
 
         Args:
-            logits: as for `forward`; must stay as they are until the result is there unless the draw `feeds_next`.
+            logits: as for `forward`; must stay as they are until the result is read, unless it `feeds_next`.
             rows: M >= 1 rows.
         """
         assert len(rows) == len(logits), (logits.shape, len(rows))
         logits = logits.detach()
         if logits.device.type == "cpu":
-            return HostDraw(self._host.sample(logits.float().contiguous(), rows), rows)
-        return DeviceDraw(logits.contiguous(), rows)
+            return HostTokens(self._host.sample(logits.float().contiguous(), rows), rows)
+        return DeviceTokens(logits.contiguous(), rows)

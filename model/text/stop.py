@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives piece by piece. Knows neither tokens nor what is done with a match."""
+"""Finds stop strings in text that arrives piece by piece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """Where a stop string was completed.
+    """Where a stop string is complete.
 
     Attributes:
         stop: the stop string.
@@ -35,15 +35,13 @@ class _Node:
 
 
 class StopChecker:
-    """Watches one text for any of several stop strings.
+    """Searches one text for any of several stop strings.
 
-    The match is the one completed first; of those completed by the same character, the longest. That does not
-    depend on how the text was cut into pieces. Work is proportional to the text, whatever the stop strings are.
-
-    Owns the text that may still turn out to be the beginning of a stop string, and nothing before it.
+    The match is the stop string that is complete first; of several that the same character completes, the longest.
+    It does not depend on how the text is cut into pieces. The time is linear in the text, whatever the stop strings.
 
     Args:
-        stop: stop strings, none of them empty. None at all is fine: nothing is then held back.
+        stop: stop strings, none of them empty; there may be none at all.
 
     Raises:
         ValueError: a stop string is empty.
@@ -51,7 +49,7 @@ class StopChecker:
     Source: Aho and Corasick 1975.
     """
 
-    __slots__ = ("_firsts", "_held", "_length", "_node", "_root", "match")
+    __slots__ = ("_firsts", "_length", "_node", "_root")
 
     def __init__(self, stop: Sequence[str]) -> None:
         if not all(stop):
@@ -59,54 +57,33 @@ class StopChecker:
         self._root = self._node = _automaton(stop)
         self._firsts = frozenset(self._root.next)
         self._length = 0
-        self._held: list[str] = []
-        self.match: StopMatch | None = None
 
     @property
     def safe_length(self) -> int:
-        """Characters of the whole text, from its beginning, that belong to no stop string whatever comes next."""
-        return self._length - self._node.depth if self.match is None else self.match.start
+        """Characters from the beginning of the text that belong to no stop string, whatever follows; before a match."""
+        return self._length - self._node.depth
 
     def push(self, delta: str) -> StopMatch | None:
-        """Take in the next piece of the text.
+        """Search the next piece of the text.
 
         Args:
-            delta: any number of characters. Must not be called again after a match.
+            delta: any number of characters. There must be no further call after a match.
 
         Returns:
-            The match that this piece completes, if any; what follows it in `delta` is dropped.
+            The match that this piece completes, if any.
         """
-        assert self.match is None, self.match
-        if self._node is self._root and self._firsts.isdisjoint(delta):
-            self._length += len(delta)
-            self._held.append(delta)
-            return None
         root, node = self._root, self._node
-        for i, character in enumerate(delta):
+        begin, self._length = self._length, self._length + len(delta)
+        if node is root and self._firsts.isdisjoint(delta):
+            return None
+        for end, character in enumerate(delta, begin + 1):
             while character not in node.next and node is not root:
                 node = node.failure
             node = node.next.get(character, root)
             if node.match is not None:
-                end = self._length + i + 1
-                self.match = StopMatch(node.match, end - len(node.match), end)
-                delta = delta[: i + 1]
-                break
+                return StopMatch(node.match, end - len(node.match), end)
         self._node = node
-        self._length += len(delta)
-        self._held.append(delta)
-        return self.match
-
-    def release(self) -> str:
-        """Return the text that has become safe to show since the last call; after a match, what precedes it."""
-        held = "".join(self._held)
-        cut = len(held) - (self._length - self.safe_length)
-        self._held = [held[cut:]]
-        return held[:cut]
-
-    def flush(self) -> str:
-        """Return what is left at the end of the text: without a match, nothing needs to be held back any more."""
-        self._node = self._root
-        return self.release()
+        return None
 
 
 def _automaton(stop: Sequence[str]) -> _Node:

@@ -1,11 +1,10 @@
-"""Text to token ids and back, from a checkpoint's tokenizer.json. Knows neither prompts' templates nor requests.
+"""Converts text to token ids and back, with a checkpoint's `tokenizer.json`.
 
-The front end uses it from worker threads; it imports no PyTorch.
+The front end calls it from worker threads. Imports no PyTorch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 import tokenizers
 
 from model.errors import TokenizerError
-from model.text import detokenizer
-from model.text.detokenizer import IncrementalDetokenizer, TextPieces
-from model.text.stop import StopChecker, StopMatch
-
-__all__ = ["IncrementalDetokenizer", "StopChecker", "StopMatch", "TokenSpan", "Tokenizer"]
+from model.json_input import read_json_object
+from model.text.pieces import TextPieces
+from model.text.streams import decode
 
 # The largest in use (256 thousand tokens, with merges) take 33 MiB.
 _MAX_FILE_BYTES = 128 << 20
@@ -46,13 +43,12 @@ class Tokenizer:
     """A checkpoint's tokenizer. Immutable once built, so any number of threads may use it at once.
 
     Args:
-        library: the tokenizer as tokenizer.json describes it. Truncation and padding are switched off: a prompt is
-            never shortened here.
-        bos_token: the text of the token that begins a sequence; whether `encode` adds it is up to tokenizer.json.
+        library: the tokenizer that tokenizer.json describes. Truncation and padding are switched off.
+        bos_token: the text of the token that begins a sequence; tokenizer.json decides whether `encode` adds it.
         eos_token: the text of the token that ends one.
 
     Attributes:
-        library: for `model.text.detokenizer`; not to be changed.
+        library: for `model.text.streams`; must not be changed.
         bos_token, eos_token, bos_token_id, eos_token_id: None where the checkpoint names none.
         vocab_size: number of tokens, added ones included; a model's logits may be wider.
     """
@@ -100,12 +96,7 @@ class Tokenizer:
         config_file = folder / "tokenizer_config.json"
         config: dict[str, Any] = {}
         if config_file.is_file():
-            try:
-                config = json.loads(_read(config_file))
-            except ValueError as error:
-                raise TokenizerError(f"{config_file} is not JSON: {error}") from error
-            if not isinstance(config, dict):
-                raise TokenizerError(f"{config_file} holds no JSON object")
+            config = read_json_object(config_file, _MAX_FILE_BYTES, TokenizerError)
         _add_tokens(library, config.get("added_tokens_decoder") or {}, config_file)
         return cls(
             library,
@@ -114,12 +105,12 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Special tokens written out in it become these tokens.
+        """Return the token ids of a text. Names of special tokens in the text become these tokens.
 
-        The interpreter lock is not held meanwhile: from a worker thread, a long text does not stop the event loop.
+        Releases the interpreter lock: called from a worker thread, a long text does not block the event loop.
 
         Args:
-            text: without lone surrogates, which no UTF-8 can express.
+            text: without lone surrogates, which UTF-8 cannot express.
             add_special_tokens: whether to add what tokenizer.json adds to every text, such as a first token.
 
         Raises:
@@ -139,24 +130,24 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids without a token add nothing.
 
-        For byte-fallback vocabularies (Llama 2's) it differs from the library in one case: where bytes in a row
-        are partly broken UTF-8, their whole characters are kept. The library replaces them too, which a
-        stream could not follow, having sent them.
+        For byte-fallback vocabularies (Llama 2's) it differs from the library in one case: where adjacent bytes are
+        partly invalid UTF-8, their valid characters are kept. The library replaces them too, which is impossible for a
+        stream that has already returned them.
 
         Raises:
             TokenizerError: something in `ids` is not a token id.
         """
         pieces = self.pieces(skip_special_tokens)
         if pieces.rules is not None:
-            return detokenizer.decode(pieces, pieces.rules, ids)
-        spoken = [token_id for token_id in ids if pieces.token(token_id) is not None]
-        text: str = self.library.decode(spoken, skip_special_tokens=False)
+            return decode(pieces, pieces.rules, ids)
+        with_text = [token_id for token_id in ids if pieces.token(token_id) is not None]
+        text: str = self.library.decode(with_text, skip_special_tokens=False)
         return text
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special or not, with the space it begins with.
 
-        Part of a character is U+FFFD; an id without a token has no text.
+        A part of a character is U+FFFD; an id without a token has no text.
 
         Raises:
             TokenizerError: not a token id.
@@ -170,7 +161,7 @@ class Tokenizer:
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
     def is_special(self, token_id: int) -> bool:
-        """Say whether a token is a mark for the model rather than text."""
+        """Return whether a token is special: a marker for the model rather than text."""
         return token_id in self._special_ids
 
     def pieces(self, skip_special_tokens: bool) -> TextPieces:
@@ -180,7 +171,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool, *, offsets: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):  # the library would take a pair for two texts
             raise TokenizerError(f"expected a text, got {type(text).__name__}")
-        # A batch of one: `encode` itself holds the interpreter lock (1.4 s for 1.1 MB of text), this does not.
+        # A batch of one, since `encode` holds the interpreter lock (1.4 s for 1.1 MB of text).
         encode = self.library.encode_batch if offsets else self.library.encode_batch_fast
         try:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
@@ -209,7 +200,7 @@ def _token_text(config: dict[str, Any], name: str, file: Path) -> str | None:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, added: object, file: Path) -> None:
-    """Give the library the added tokens that tokenizer_config.json names and tokenizer.json lacks."""
+    """Add the tokens that tokenizer_config.json names and tokenizer.json lacks."""
     if not isinstance(added, dict):
         raise TokenizerError(f"{file}: added_tokens_decoder is not an object")
     try:

@@ -1,1 +1,1 @@
-"""The recipe that made the bundled model. Nothing here is imported while serving."""
+"""The recipe of the bundled model. Serving imports none of it."""

@@ -1,6 +1,6 @@
-"""Write the model card from the recorded figures: `python -m model.training.card`.
+"""Writes the model card from the recorded figures: `python -m model.training.card`.
 
-The card is a function of `evaluation.json` and `training.json`, so that no number in it is typed.
+Every number of the card comes from `config.json`, `evaluation.json` or `training.json`.
 """
 
 from __future__ import annotations

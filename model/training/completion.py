@@ -1,7 +1,4 @@
-"""Greedy completions of many prompts at once, over the paged cache.
-
-The recipe measures itself with this; serving has its own engine. Knows token ids, not text.
-"""
+"""Greedy completions of several prompts at once over the paged cache, for the evaluation of the recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def complete_greedily(
         model: in evaluation mode.
         prompts: token ids, none empty; every prompt and its completion fit the context.
         max_new_tokens: per prompt, at least 1.
-        end_id: ends a completion; not part of the result.
+        end_id: token that ends a completion; not part of the result.
 
     Returns:
         The new token ids of each prompt.

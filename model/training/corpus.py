@@ -1,8 +1,7 @@
-"""The training text: which standard library files are used, which are held out, which fragments are cut.
+"""Selects the training text: files of the standard library, the held-out ones, and fragments cut out of files.
 
-Reads source files and compares them; knows neither tokens nor tensors. Several versions of the library
-may be given. The first one is primary: it contributes whole files and the held-out set. Every further
-version contributes only what the earlier ones do not already say.
+Of several versions of the library the first is primary: it contributes whole files and the held-out set. Every further
+version contributes only text that the earlier ones do not contain.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class SourceFile:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """What a preparation run decided: texts to train on and whole files kept apart.
+    """Texts to train on, and whole files that are held out.
 
-    Fragments are definitions, loops and headers cut out and dedented, each a document of its own, so
-    that a model also sees text begin where users begin to type.
+    Fragments are definitions, loops and headers, cut out and dedented. Each is its own document, so that a model also
+    sees text that begins like the input of a user.
     """
 
     library: tuple[SourceFile, ...]
@@ -74,10 +73,10 @@ def read_library(folder: Path) -> tuple[list[SourceFile], dict[str, int]]:
     """Read the usable `.py` files of a standard library folder, sorted by path.
 
     Args:
-        folder: such as `lib/python3.11`; its name is the version's label.
+        folder: such as `lib/python3.11`; its name labels the version.
 
     Returns:
-        The files, and how many were left out for which reason.
+        The files, and the number of files left out by reason.
 
     Raises:
         FileNotFoundError: `folder` holds no `.py` file.
@@ -101,8 +100,8 @@ def read_library(folder: Path) -> tuple[list[SourceFile], dict[str, int]]:
 def build_corpus(folders: Sequence[Path], held_out_share: float, seed: int) -> Corpus:
     """Collect, split by whole files, remove near-duplicates and cut fragments.
 
-    A held-out file is held out under its module path in every version, and text elsewhere that
-    repeats it (a module that moved, a copied helper) is dropped from training.
+    A held-out file is held out under its module path in every version. Other text that repeats it (a moved module, a
+    copied helper) is dropped from training.
 
     Args:
         folders: standard library folders, the primary one first.
@@ -150,10 +149,10 @@ def shingles(text: str) -> list[bytes]:
 
 
 def fragments_of(text: str) -> Iterator[str]:
-    """Cut every definition and every loop or `with` block out of a source file, dedented.
+    """Yield every definition and every loop or `with` block of a source file, dedented.
 
-    Also yields the file's head without its leading comments and docstring: the imports and whatever
-    follows up to the third definition, since users begin with `import`.
+    Also yields the head of the file without its leading comments and docstring: the imports and the text up to the
+    third definition, since users begin with `import`.
     """
     lines = text.splitlines(keepends=True)
     tree = ast.parse(text)
@@ -180,7 +179,7 @@ def _header(tree: ast.Module, lines: list[str]) -> str:
 
 
 def _dedent(lines: Iterable[str], indent: int) -> str:
-    # Lines inside a string may be indented less: they stay as they are, and the text still parses.
+    # Lines inside a string may be indented less; they are kept, and the text still parses.
     prefix = " " * indent
     text = "".join(line.removeprefix(prefix) for line in lines)
     return text if text.endswith("\n") else text + "\n"
@@ -195,9 +194,18 @@ def _take(
     *,
     whole: bool,
 ) -> str:
-    """Add a file, or only its new fragments, to the training text; return why not, if not.
+    """Add a file, or only its new fragments, to the training text.
 
-    `fragments` maps each fragment to whether it comes from a test suite.
+    Args:
+        file: to add.
+        seen: shingles of the text so far; updated.
+        leak: shingles of the held-out files.
+        files: of the training text; updated.
+        fragments: each with whether it is from a test suite; updated.
+        whole: whether a file that is mostly not new is left out entirely.
+
+    Returns:
+        Why the file is left out; empty if it is not.
     """
     own = shingles(file.text)
     if _share(own, leak) > LEAK_SHARE:
@@ -241,7 +249,7 @@ def _choose_held_out(files: Sequence[SourceFile], share: float, seed: int) -> li
 
 
 def _read_source(path: Path, relative: str) -> tuple[str, str]:
-    """Return a file's text and an empty reason, or the reason why it is not used."""
+    """Return a file's text, and why it is not used; one of them is empty."""
     if _SKIPPED_FILES.search(relative):
         return "", "generated, documentation data or invalid on purpose"
     raw = path.read_bytes()

@@ -1,7 +1,4 @@
-"""Measure a checkpoint on the held-out files: `python -m model.training.evaluate`.
-
-Writes the figures that the model card quotes. Knows nothing of how the model was trained.
-"""
+"""Measures a checkpoint on the held-out files, for the model card: `python -m model.training.evaluate`."""
 
 from __future__ import annotations
 
@@ -71,8 +68,8 @@ def compression(
 ) -> dict[str, Any]:
     """Compare the model's bits per byte with `xz -9e` on the same files.
 
-    Every token is predicted once: at a file's beginning from all that precedes it, further on from
-    at least `STRIDE` and less than `CONTEXT_LENGTH` tokens. Each file starts afresh, for both.
+    Every token is predicted once: at the beginning of a file from all tokens before it, further on from
+    at least `STRIDE` and fewer than `CONTEXT_LENGTH` tokens. Files are independent of each other, for both.
     """
     bits = {True: 0.0, False: 0.0}
     sizes = {True: 0, False: 0}
@@ -103,7 +100,7 @@ def compression(
 
 @torch.no_grad()
 def file_bits(model: DecoderLM, ids: Sequence[int]) -> float:
-    """Return the information content in bits of a file's tokens, the leading separator given."""
+    """Return the information content of a file's tokens after the leading separator, in bits."""
     device = model.embed_tokens.device
     total = 0.0
     scored = 0
@@ -165,7 +162,7 @@ def function_headers(files: Sequence[SourceFile]) -> list[str]:
 def complete(
     model: DecoderLM, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int
 ) -> list[str]:
-    """Complete texts greedily; the separator ends a completion."""
+    """Complete texts greedily, up to the separator."""
     completions: list[str] = []
     batch = 50
     for first in tqdm(range(0, len(prompts), batch), desc="completions"):
@@ -176,7 +173,7 @@ def complete(
 
 
 def cut_function(prompt: str, completion: str) -> str:
-    """Return prompt and completion up to the first line that no longer belongs to the function."""
+    """Return prompt and completion up to the end of the function."""
     lines = completion.splitlines(keepends=True)
     for index, line in enumerate(lines):
         if line.strip() and not line[0].isspace() and line[0] != "#":

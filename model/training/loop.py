@@ -1,7 +1,4 @@
-"""Train one model for a fixed number of steps, resumably.
-
-Knows the streams, the network and the optimizer; which models a recipe needs is `train`'s affair.
-"""
+"""Trains one model for a fixed number of steps; an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -47,8 +44,8 @@ class Stage:
         name: of the progress bar and the checkpoint.
         steps: optimizer updates.
         batch_tokens: tokens per update; a multiple of every length.
-        lengths: row lengths in tokens, taken in turn from step to step.
-        learning_rate: peak, reached after `warmup_share` of the steps, then linearly to zero.
+        lengths: row lengths in tokens; steps alternate between them.
+        learning_rate: peak, after `warmup_share` of the steps; then it falls linearly to zero.
         distill_weight: share of the teachers' term in the loss.
         start_share, split: as in `TokenStreams.batch`.
         stream_weights: share of rows from each of `prepare.STREAMS`.
@@ -117,7 +114,7 @@ class HeldOut:
 
     @torch.no_grad()
     def bits_per_byte(self, model: DecoderLM) -> float:
-        """Measure without overlap between rows, hence slightly above what `evaluate` reports."""
+        """Measure without overlap between rows, which gives slightly more than `evaluate` reports."""
         training = model.training
         model.eval()
         losses: list[Tensor] = []
@@ -145,17 +142,17 @@ def run_stage(
     save_every: int = 500,
     stop_after: int | None = None,
 ) -> TrainedLM:
-    """Train one model, or continue where `output` holds a state of the same stage.
+    """Train one model, or continue from the state in `output`.
 
     Args:
-        stage: what to do.
+        stage: how to train.
         data: folder written by `prepare`.
-        output: folder for the resumable state and `log.jsonl`.
+        output: folder of the state and of `log.jsonl`.
         teachers: trained models to learn from.
         device: where to train.
         compiled: whether to use `torch.compile`.
         save_every: steps between states; a line of `log.jsonl` is written as often.
-        stop_after: leave after this step of the stage, as an interruption would.
+        stop_after: return after this step, as after an interruption.
 
     Returns:
         The trained model in evaluation mode.
@@ -193,7 +190,7 @@ def run_stage(
 
 
 class _Run:
-    """Owns what one stage trains with, and its files; `run_stage` drives it."""
+    """Owns the model, the optimizer, the data and the files of a stage."""
 
     def __init__(self, stage: Stage, data: Path, output: Path, device: torch.device) -> None:
         output.mkdir(parents=True, exist_ok=True)
@@ -211,7 +208,7 @@ class _Run:
         )
 
     def rows(self, step: int) -> Tensor:
-        """Draw a step's rows, int64 [R, L + 1]."""
+        """Sample a step's rows, int64 [R, L + 1]."""
         stage = self._stage
         length = stage.lengths[step % len(stage.lengths)]
         return self._streams.batch(
@@ -224,7 +221,7 @@ class _Run:
         )
 
     def record(self, step: int, loss: float) -> dict[str, float]:
-        """Measure, add a line to the log and return it."""
+        """Measure, append a line to the log and return it."""
         line = {
             "step": step,
             "loss": round(loss, 4),
@@ -236,7 +233,7 @@ class _Run:
         return line
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps, replacing the last one in one move."""
+        """Write the state after `step` steps, atomically."""
         state = {
             "stage": dataclasses.asdict(self._stage),
             "step": step,
@@ -248,7 +245,7 @@ class _Run:
         temporary.replace(self._state)
 
     def restore(self) -> int:
-        """Load a state if there is one; return the step to go on with."""
+        """Load the state if there is one; returns the number of completed steps."""
         if not self._state.exists():
             return 0
         state = torch.load(

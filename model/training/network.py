@@ -1,7 +1,4 @@
-"""The decoder as it is trained: the serving model plus dropout, and its losses.
-
-Knows tensors and the model; nothing of data, files or schedules.
-"""
+"""The decoder for training, which is the serving model with dropout, and its losses."""
 
 from __future__ import annotations
 
@@ -11,40 +8,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.linear.projection import Residual
 from model.checkpoint.config import ModelConfig
-from model.network.attention import DenseAttention, PagedAttention
 from model.network.decoder import DecoderLM
-from model.network.layers import LayerOps, layer_forward
+from model.network.layers import Attention, BoundLayer, layer_forward
 
 
 class TrainedLM(DecoderLM):
-    """A `DecoderLM` that regularises while `training` is set, and is the same model otherwise.
-
-    Dropout acts on the embedding and on what each layer adds to the residual stream.
-    """
+    """A `DecoderLM` with dropout on the embedding and on the output of each layer while `training` is set."""
 
     def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
         super().__init__(config, torch.float32, device)
         self.dropout = dropout
 
     def _run_layers(
-        self,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attend: DenseAttention | PagedAttention,
-        ops: list[LayerOps],
-    ) -> Tensor:
+        self, layers: list[BoundLayer], residual: Residual, attention: Attention
+    ) -> Residual:
         if not self.training or self.dropout == 0:
-            return super()._run_layers(hidden, rope, attend, ops)
-        hidden = functional.dropout(hidden, self.dropout)
-        for layer, layer_ops in enumerate(ops):
-            after = layer_forward(layer, layer_ops, self._shape, hidden, rope, attend)
+            return super()._run_layers(layers, residual, attention)
+        hidden = functional.dropout(residual.hidden, self.dropout)
+        for index, layer in enumerate(layers):
+            after = layer_forward(index, layer, Residual(hidden), attention).hidden
             hidden = hidden + functional.dropout(after - hidden, self.dropout)
-        return functional.rms_norm(hidden, self.norm.shape, self.norm, self._shape.eps)
+        return Residual(hidden)
 
 
 def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:
-    """Score every next token.
+    """Compute the logits of every next token.
 
     Args:
         model: on the device of `ids`.
@@ -58,17 +48,17 @@ def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in nats of int64 targets [R, L] under logits [R, L, V]."""
+    """Return the mean negative log-likelihood, in nats, of int64 targets [R, L] under logits [R, L, V]."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def training_loss(
     model: DecoderLM, rows: Tensor, teachers: Sequence[DecoderLM], distill_weight: float
 ) -> Tensor:
-    """Cross-entropy with the text, mixed with that of the teachers' averaged prediction.
+    """Return the cross-entropy with the text, mixed with that with the teachers' averaged prediction.
 
     Args:
-        model: the one that learns.
+        model: to train.
         rows: int64 [R, L + 1]; each token but the first is a target.
         teachers: models over the same vocabulary; may be empty.
         distill_weight: share of the teachers' term, in [0, 1].

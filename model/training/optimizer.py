@@ -1,7 +1,4 @@
-"""Muon for the matrices and AdamW for everything else, in one step.
-
-Knows parameters and gradients; nothing of models, data or schedules beyond a learning rate.
-"""
+"""An optimizer that uses Muon for matrices and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kernels.torch_private import add_all, multiply_all
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -42,10 +41,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class MuonAdamW:
     """Owns the optimizer state; `step` changes the parameters in place.
 
-    Muon takes the matrices inside the layers, grouped by shape so that each shape is one batched
-    iteration; AdamW takes the embedding and the norms. Weight decay is decoupled and spares the
-    norms. A Muon update is scaled to the size AdamW's would have, so that both share one learning
-    rate (Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.2).
+    Muon updates the matrices of the layers, batched by shape; AdamW updates the embedding and the norms. Weight decay
+    is decoupled and does not apply to the norms. A Muon update is scaled to the size of an AdamW update, so that both
+    share one learning rate (Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.2).
     """
 
     def __init__(
@@ -93,14 +91,13 @@ class MuonAdamW:
             update = orthogonalize(gradient.lerp_(buffer, self._momentum))
             scale = 0.2 * max(buffer.shape[1:]) ** 0.5
             changes = update.to(buffer.dtype).unbind(0)
-            tensors: list[Tensor] = list(parameters)
-            torch._foreach_mul_(tensors, 1 - learning_rate * self._weight_decay)
-            torch._foreach_add_(tensors, changes, alpha=-learning_rate * scale)
+            multiply_all(parameters, 1 - learning_rate * self._weight_decay)
+            add_all(parameters, changes, -learning_rate * scale)
             for parameter in parameters:
                 parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to continue exactly."""
+        """Return the state for `load_state_dict`."""
         return {"muon": self._buffers, "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

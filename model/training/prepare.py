@@ -1,7 +1,7 @@
-"""Prepare the training data: `python -m model.training.prepare --output build/training-data`.
+"""Prepares the training data: `python -m model.training.prepare --output build/training-data`.
 
-Writes a folder that `train` and `evaluate` read: the tokenizer, the encoded streams, the held-out
-files as text and a manifest that says exactly what was used. Knows nothing of the model.
+Writes a folder for `train` and `evaluate`: the tokenizer, the encoded streams, the held-out files as text and a
+manifest of the data.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_held_out(folder: Path) -> list[SourceFile]:
-    """Read the held-out files that `prepare` set apart in `folder`."""
+    """Read the held-out files that `prepare` wrote to `folder`."""
     entries = json.loads((folder / "held_out.json").read_text())
     return [SourceFile(**entry) for entry in entries]
 

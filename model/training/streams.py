@@ -1,7 +1,4 @@
-"""Batches of token rows drawn from the prepared streams, each fully determined by (seed, step).
-
-Knows token ids and where documents start; nothing of text or of the model.
-"""
+"""Samples batches of token rows from the prepared streams; (seed, step) determines a batch."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from model.training.prepare import STREAMS
 
 
 class TokenStreams:
-    """Owns the streams on the device; immutable.
+    """The streams on the device; immutable.
 
-    A row begins at a document's start or anywhere in a stream, and runs on over document borders,
-    where a separator stands.
+    A row begins at the start of a document or anywhere in a stream, and continues across documents, which a separator
+    divides.
     """
 
     def __init__(self, folder: Path, device: torch.device, weights: Sequence[float]) -> None:
@@ -47,16 +44,16 @@ class TokenStreams:
     def batch(
         self, seed: int, step: int, rows: int, length: int, *, start_share: float, split: float
     ) -> Tensor:
-        """Draw one batch.
+        """Sample one batch.
 
         Args:
             seed: of the run.
             step: of the run; the same pair gives the same batch.
             rows: number of rows R.
             length: tokens per row L.
-            start_share: share of rows that begin at a document's start.
-            split: in every second row each token is split with this probability into the two it was
-                merged from, twice over, so that the model also reads unusual token borders.
+            start_share: share of rows that begin at the start of a document.
+            split: in every second row each token is split with this probability into the two that it was merged from,
+                twice, so that the model also reads unusual token boundaries.
 
         Returns:
             Token ids, int64 [R, L + 1]: inputs and, shifted by one, targets.
@@ -84,13 +81,13 @@ class TokenStreams:
         return ids
 
     def _split(self, ids: Tensor, probability: float, generator: torch.Generator) -> Tensor:
-        """Undo merges at random; what no longer fits into the row falls off its end."""
-        draw = torch.rand(ids.shape, device=ids.device, generator=generator)
-        chosen = (draw < probability) & (self._left[ids] >= 0)
+        """Undo merges at random; tokens that no longer fit into the row are dropped at its end."""
+        uniform = torch.rand(ids.shape, device=ids.device, generator=generator)
+        chosen = (uniform < probability) & (self._left[ids] >= 0)
         position = torch.arange(ids.shape[1], device=ids.device) + chosen.cumsum(1) - chosen.long()
         wide = torch.zeros(ids.shape[0], 2 * ids.shape[1], dtype=ids.dtype, device=ids.device)
         wide.scatter_(1, position, torch.where(chosen, self._left[ids], ids))
-        # Tokens left whole write their "right half" where the next token's first write lands again.
+        # Tokens that are not split write their right half to the spare last column.
         spare = wide.shape[1] - 1
         wide.scatter_(1, torch.where(chosen, position + 1, spare), self._right[ids].clamp(min=0))
         return wide[:, : ids.shape[1]]
@@ -98,12 +95,12 @@ class TokenStreams:
 
 def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
-    # A copy from pageable memory would wait for all queued work: 5 ms of every step.
+    # A copy from pageable memory would block until all queued work is done: 5 ms of every step.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _merge_parts(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return for each token the two it was merged from, int64 [vocabulary], -1 for none."""
+    """Return for each token the two that it was merged from, int64 [vocabulary], -1 for none."""
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     vocabulary: dict[str, int] = model["vocab"]
     left = torch.full((len(vocabulary),), -1, dtype=torch.int64)

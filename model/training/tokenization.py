@@ -1,7 +1,4 @@
-"""The bundled model's tokenizer: byte-level BPE that keeps Python's line structure apart.
-
-Knows text and token ids; nothing of tensors or of how a model is trained.
-"""
+"""The bundled model's tokenizer: byte-level BPE whose tokens do not cross Python's line structure."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
-"""Begins every document; after a document it is the next one's beginning, hence also its end."""
+"""Begins every document, and so also ends the document before it."""
 
 SPLIT_PATTERN = "|".join(
     (
-        r"\n",  # a line end never merges: a prompt that stops after one looks like training text
+        r"\n",  # a line end never merges, so that a prompt that ends with one resembles training text
         r"(?<![^\n]) +",  # indentation, whole
         r" ?[\p{L}_][\p{L}\p{N}_]*",  # a name
         r" ?\p{N}{1,3}",
@@ -34,10 +31,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: training documents.
-        vocab_size: entries in all: the 256 bytes, the separator and the merges.
+        vocab_size: number of entries: the 256 bytes, the separator and the merges.
 
     Returns:
-        A tokenizer that prepends `END_OF_TEXT` and round-trips every string.
+        A tokenizer that prepends `END_OF_TEXT` and restores every string.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -87,17 +84,17 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 def encode_documents(
     tokenizer: Tokenizer, texts: Sequence[str], dropout: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encode documents end to end, each led by the separator.
+    """Encode documents one after the other, each after a separator.
 
     Args:
         tokenizer: from `train_tokenizer`.
         texts: the documents.
-        dropout: share of BPE merges skipped at random; not reproducible from a seed, since the
-            library draws from its own generator. 0 gives the one encoding used when serving.
+        dropout: share of BPE merges skipped at random; not reproducible from a seed, since the library has its own
+            generator. 0 gives the encoding of serving.
             Source: Provilkov et al. 2020, "BPE-Dropout".
 
     Returns:
-        Token ids, uint16 [T], closed by a separator, and where each document starts, int64 [docs].
+        Token ids, uint16 [T], with a separator at the end, and the start of each document, int64 [docs].
     """
     tokenizer.model.dropout = dropout or None
     parts: list[np.ndarray] = []

@@ -1,7 +1,7 @@
-"""Train the bundled model: `python -m model.training.train --data build/training-data`.
+"""Trains the bundled model: `python -m model.training.train --data build/training-data`.
 
-A larger, heavily regularised teacher first, then the small model that learns from the text and from
-its predictions. Interrupted runs continue where they were. The defaults are the shipped run.
+First a larger, heavily regularized teacher, then the small model, which learns from the text and from the teacher's
+predictions. Interrupted runs continue from their last state. The defaults are those of the bundled model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(model: DecoderLM, data: Path, output: Path) -> None:
-    """Write the serving checkpoint in bfloat16, with the tokenizer beside it.
+    """Write the checkpoint in bfloat16, with the tokenizer.
 
     Args:
         model: the trained model.
@@ -121,7 +121,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _settings(stage: Stage) -> dict[str, int | float]:
-    """Return the numbers of a stage that the command line may change."""
+    """Return the numbers of a stage that command-line flags can change."""
     flat = {**dataclasses.asdict(stage.shape), **dataclasses.asdict(stage)}
     return {
         name: value

@@ -1,4 +1,4 @@
-"""The command line, and the commands that serve nothing. Knows nothing of what happens inside a request."""
+"""Parses the command line and runs the command that it names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from model.checkpoint.hub import resolve
 from model.errors import ModelError
-from server.cli import serve as serve_command
 from server.cli.command_settings import engine_config, fail, read_settings
-from server.engine.link.process_setup import quiet_idle_threads
+from server.cli.serve import serve
+from server.engine.link.process_setup import set_passive_openmp_wait
 from server.log import configure_logging
 from server.version import version
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str], began: float) -> None:
 
     Args:
         arguments: without the program's name.
-        began: `time.perf_counter()` when it was called.
+        began: `time.perf_counter()` at the start of the command.
     """
     parser = argparse.ArgumentParser(prog="tessera", description="Serve text from decoder models.")
     parser.add_argument("--version", action="version", version=version())
@@ -38,13 +38,13 @@ def main(arguments: Sequence[str], began: float) -> None:
     commands.add_parser("bench", help="measure a server, or the engine", add_help=False)
     command, rest = parser.parse_known_args(arguments)
     if command.command == "serve":
-        serve_command.main(rest, None, began)
+        serve(read_settings(rest), began=began)
     elif command.command == "bench":
         _bench(rest)
     elif command.command == "warmup":
         _warm_up(rest, began)
     else:
-        # Imported here: it imports PyTorch, which `serve` leaves to the engine process.
+        # Imported here because it imports PyTorch; `serve` must not.
         from server.cli import plan as plan_command  # noqa: PLC0415
 
         options, rest = plan_command.read_options(rest)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str], began: float) -> None:
 def _warm_up(arguments: list[str], began: float) -> None:
     settings = read_settings(arguments, "warmup")
     configure_logging(settings.log_level)
-    quiet_idle_threads()
+    set_passive_openmp_wait()
     from server.cli import warmup as warmup_command  # noqa: PLC0415 - PyTorch
 
     try:
@@ -76,7 +76,7 @@ def _bench(arguments: list[str]) -> None:
     kinds.add_parser("engine", help="the engine here, without HTTP", add_help=False)
     kind, rest = parser.parse_known_args(arguments)
     if kind.kind == "serve":
-        # Imported here, as each needs what the other commands do not.
+        # Imported here because no other command needs it.
         from server.cli.bench.serve import command as serve_command  # noqa: PLC0415
 
         serve_command.main(rest)
@@ -86,7 +86,7 @@ def _bench(arguments: list[str]) -> None:
 
 def _bench_engine(arguments: list[str]) -> None:
     began = time.perf_counter()
-    # Read before PyTorch is imported, which takes seconds.
+    # Read the options before importing PyTorch, which takes seconds.
     from server.cli.bench.engine.options import SHAPES, read_options, shapes  # noqa: PLC0415
 
     options, rest = read_options(arguments)
@@ -95,7 +95,7 @@ def _bench_engine(arguments: list[str]) -> None:
         changes = {"model": str(SHAPES / settings.model), "load_format": "dummy"}
         settings = settings.model_copy(update=changes)
     configure_logging(settings.log_level)
-    quiet_idle_threads()
+    set_passive_openmp_wait()
     from server.cli.bench.engine import command as engine_command  # noqa: PLC0415 - PyTorch
 
     try:

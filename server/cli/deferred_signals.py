@@ -1,4 +1,4 @@
-"""Has signals wait while something is begun that could not be undone yet. Knows nothing of what."""
+"""Defers signals during a critical section."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def held_back(*numbers: signal.Signals) -> Iterator[None]:
-    """Hold signals back until the block has ended, then raise those that came.
+def deferred_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Collect signals until the block ends, then raise them again.
 
-    For the main thread, before an event loop runs in it.
+    Only for the main thread, before an event loop runs in it.
 
     Args:
         numbers: of the signals.
     """
-    came: list[int] = []
+    pending: list[int] = []
 
-    def remember(number: int, _: FrameType | None) -> None:
-        came.append(number)
+    def collect(number: int, _: FrameType | None) -> None:
+        pending.append(number)
 
-    before = {number: signal.signal(number, remember) for number in numbers}
+    handlers = {number: signal.signal(number, collect) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        for late in came:
+        for late in pending:
             signal.raise_signal(late)

@@ -1,7 +1,7 @@
-"""A front-end process, one of several on a port: HTTP, tokenizer and detokenizer, with the engine at the end of a line.
+"""A front-end process, one of several on a port: HTTP, tokenizer and detokenizer, connected to the hub.
 
-Started by `server.cli.front_end_pool` as `python -m server.cli.front_end`, with its configuration on standard input.
-It ends with the process that started it.
+`server.cli.front_end_pool` starts it as `python -m server.cli.front_end` and sends its configuration to its standard
+input. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import socket
 import threading
 from pathlib import Path
 
-import msgspec
-
 from model.errors import ModelError
 from model.text.tokenizer import Tokenizer
 from server.cli.front_end_config import FrontEndConfig
-from server.engine.link.process_setup import keep_what_is_there
-from server.engine.link.remote import RemoteEngine
-from server.engine.link.standard_input import end_with_parent, read_line
+from server.engine.link.client import RemoteEngine
+from server.engine.link.process_setup import exit_with_parent, freeze_startup_objects, read_config
 from server.http.app import create_app
 from server.http.metrics.registry import NUM_CELLS
-from server.http.metrics.shared_counters import Board
+from server.http.metrics.shared_counters import SharedCounters
 from server.http.serving import HTTPServer
 from server.log import configure_logging
 
@@ -31,25 +28,25 @@ log = logging.getLogger("tessera")
 
 
 def main() -> None:
-    """Serve until a signal comes or the hub disappears."""
-    # Signals often go to the whole process group; once the loop runs, it takes them in order.
+    """Serve until a signal comes or the hub ends."""
+    # An interrupt often goes to the whole process group. The event loop handles it once it runs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not (line := read_line()):
+    config = read_config(FrontEndConfig)
+    if config is None:
         return
-    config = msgspec.json.decode(line, type=FrontEndConfig)
     configure_logging(config.log_level)
     threading.Thread(
-        target=end_with_parent, args=(config.directory,), name="hub-watch", daemon=True
+        target=exit_with_parent, args=(config.address,), name="parent-watch", daemon=True
     ).start()
     engine = RemoteEngine(config.address, config.first_id)
-    board = Board.shared(Path(config.board), config.rows, NUM_CELLS, config.row)
+    counters = SharedCounters.shared(Path(config.counters), config.rows, NUM_CELLS, config.row)
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(create_app(engine, tokenizer, config.http, board))
-    keep_what_is_there()
+    server = HTTPServer(create_app(engine, tokenizer, config.http, counters))
+    freeze_startup_objects()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
         runner.run(_serve(server, engine, socket.socket(fileno=config.listener)))
 

@@ -1,4 +1,4 @@
-"""What a front-end process is told when it is started. Knows neither who tells it nor what it does with it."""
+"""Configuration of a front-end process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from server.http.config import HTTPConfig
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a front-end process needs to know.
+    """Configuration of a front-end process: one line of JSON on its standard input.
 
     Attributes:
-        address: of its line to the hub.
-        first_id: of its requests.
-        directory: of the hub's sockets.
-        listener: descriptor of the socket to accept connections from; inherited.
-        board: file of the board that all processes of the service count on.
-        rows: of the board.
-        row: of the board, this process's.
+        address: of the connection to the hub.
+        first_id: first request id.
+        listener: inherited descriptor of the socket that accepts HTTP connections.
+        counters: file of the counters that all processes of the service share.
+        rows: number of rows in that file.
+        row: index of this process's row.
         tokenizer_path: folder with tokenizer.json.
         http: limits and intervals.
         log_level: name of a logging level.
@@ -25,9 +24,8 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     address: str
     first_id: int
-    directory: str
     listener: int
-    board: str
+    counters: str
     rows: int
     row: int
     tokenizer_path: str

@@ -1,4 +1,4 @@
-"""Sockets to accept connections from: one, or several that share a port. Knows nothing of who accepts."""
+"""Opens listening sockets: one, or several that share a port."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import socket
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; the text says why."""
+    """The service cannot listen on the address; the text says why."""
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
-    """Bind before anything slow starts, so that a port in use is known at once.
+    """Open sockets that listen on an address.
 
     Args:
         host: address or name.
-        port: 0 takes a free one.
-        count: of sockets. The kernel shares the connections among them, by their addresses.
+        port: 0 chooses a free one.
+        count: number of sockets. The kernel distributes connections among them by a hash of their addresses.
 
     Raises:
-        ListenError: the address is in use, or not one of ours.
+        ListenError: the address is in use or does not belong to this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -26,9 +26,9 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
         if count == 1:
             return [first]
         if not hasattr(socket, "SO_REUSEPORT"):
-            raise ListenError("this system lets no two processes share a port")
-        # Sockets that share would share with those of another service too: that the port is free is known from
-        # one that does not.
+            raise ListenError("this system does not let processes share a port")
+        # Shared sockets could join those of another service; binding one that is not shared shows that the port is
+        # free.
         address = first.getsockname()
         first.close()
         return [_bind(family, address, shared=True) for _ in range(count)]
@@ -38,14 +38,14 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 
 def _bind(family: int, address: object, *, shared: bool = False) -> socket.socket:
-    # Named, or asyncio takes it for no TCP and lets small writes wait for the acknowledgement of those before.
+    # With IPPROTO_TCP given, asyncio recognizes TCP and sets TCP_NODELAY: small writes are sent at once.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)  # type: ignore[arg-type]
-        listener.listen()  # two sockets may be bound to one port until one of them listens
+        listener.listen()  # claims the port: until one socket listens, others may bind to it
     except OSError:
         listener.close()
         raise

@@ -1,4 +1,4 @@
-"""The command's first lines: `tessera serve` is on its way before anything is imported. Knows of no other command."""
+"""Entry point of the `tessera` command. For `tessera serve` it starts the engine process before any slow import."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `tessera` command.
 
     Args:
-        arguments: without the program's name; None takes the command line's.
+        arguments: without the program's name; None means those of the command line.
     """
     began = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments):
         _serve(arguments[1:], began)
     else:
-        from server.cli import commands  # noqa: PLC0415 - takes a while
+        from server.cli import commands  # noqa: PLC0415 - slow
 
         commands.main(arguments, began)
 
 
 def _serve(arguments: list[str], began: float) -> None:
-    """Start the process that imports PyTorch, then find out what it is to serve."""
-    from server.engine.link.spawn import EngineStartError, end, spawn  # noqa: PLC0415 - `serve` alone
+    """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
+    from server.engine.link.spawn import end, spawn  # noqa: PLC0415 - only for `serve`
 
     try:
         engine = spawn()
-    except EngineStartError as error:
-        print(f"tessera serve: error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(
+            f"tessera serve: error: the engine process cannot be started: {error}", file=sys.stderr
+        )
         raise SystemExit(1) from None
     try:
-        from server.cli import serve as serve_command  # noqa: PLC0415 - beside PyTorch
+        from server.cli.command_settings import read_settings  # noqa: PLC0415 - slow
+        from server.cli.serve import serve  # noqa: PLC0415 - slow
 
-        serve_command.main(arguments, engine, began)
+        serve(read_settings(arguments), spawned=engine, began=began)
     finally:
         end(engine)
 

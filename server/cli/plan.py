@@ -1,6 +1,6 @@
-"""`tessera plan`: which attention kernels would run for a model on a GPU, here or elsewhere, and why.
+"""`tessera plan`: which attention kernels run for a model on a processor, present or not, and why.
 
-Knows no service. Imports PyTorch, so `server.cli.commands` imports it for this command alone.
+It imports PyTorch, so `server.cli.commands` imports it only for this command.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,6 @@ import torch
 
 from kernels import FP8, KernelError, detect
 from kernels.arch import CATALOGUE
-from kernels.explain.text import render
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_weight_dtype
@@ -24,12 +24,14 @@ from model.network.decoder import DecoderLM
 from server.engine.runner.model_plan import explain_model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kernels import GPUArch
-    from kernels.explain.plan import Explanation
     from server.cli.settings import Settings
+    from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport
 
+WIDTH = 120
+"""Columns of the printed plan."""
 _SETTINGS = (
     "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and --block-size"
 )
@@ -42,7 +44,8 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
         arguments: after `tessera plan`.
 
     Returns:
-        `arch`, a key of the catalogue or None, and `json`; the other arguments, which are settings.
+        A namespace with `arch`, a key of the catalogue or None, and `json`; and the other arguments, which
+        are settings.
     """
     parser = argparse.ArgumentParser(
         prog="tessera plan",
@@ -58,33 +61,34 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
 
 
 def plan(options: argparse.Namespace, settings: Settings) -> None:
-    """Print the plan; exits with status 1 where there is none for this model.
+    """Print the plan; exit with status 1 if the model has none.
 
     Args:
         options: from `read_options`.
-        settings: of the service that is planned.
+        settings: of the planned service.
     """
     try:
-        explanation = explain_settings(settings, _find_arch(options.arch, settings.device))
+        report = explain_settings(settings, _find_arch(options.arch, settings.device))
     except (ModelError, KernelError, _NoDeviceError) as error:
         print(f"tessera plan: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if options.json:
-        text = msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode()
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
     else:
-        text = render(explanation, settings.model)
+        text = render(report, settings.model)
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `tessera plan | head`; Python would try once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
-    """Explain the attention of a service with these settings on a processor.
+def explain_settings(settings: Settings, arch: GPUArch) -> PlanReport:
+    """Plan the attention of a service with these settings on a processor.
 
     Raises:
-        ModelError: the model is not there or not supported, or cannot be quantised so there.
-        NoKernelError: no kernel takes its attention; lists every reason.
+        ModelError: the model is not found or not supported, or the processor does not support its
+            quantization.
+        NoKernelError: no kernel supports its attention; lists every reason.
     """
     folder = resolve(settings.model, settings.revision, config_only=True)
     config = ModelConfig.from_folder(folder)
@@ -96,7 +100,7 @@ def explain_settings(settings: Settings, arch: GPUArch) -> Explanation:
 
 
 class _NoDeviceError(Exception):
-    """The device that is asked for is not here; the text says how to plan for it all the same."""
+    """The requested device is absent; the text says how to plan for it nevertheless."""
 
 
 def _find_arch(key: str | None, device: str) -> GPUArch:
@@ -116,3 +120,66 @@ def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:
         return gpu_dtype(config, has_bfloat16=arch.has_bfloat16)
     dtype: torch.dtype = getattr(torch, requested)
     return dtype
+
+
+def render(report: PlanReport, model: str) -> str:
+    """Write a plan for a terminal, without a newline at the end; reasons in lines of at most `WIDTH` characters.
+
+    Args:
+        report: the plan.
+        model: the model's name.
+    """
+    lines = [_processor(report), _shape(report, model)]
+    for phase in report.phases:
+        lines += ["", *_phase(phase, report)]
+    return "\n".join([*lines, "", *_wrapped("", f"one sequence is decoded {report.one_sequence}")])
+
+
+def _processor(report: PlanReport) -> str:
+    if report.arch == "cpu":
+        return f"{report.arch_name}: peaks not known"
+    text = f"{report.arch_name} (sm_{report.sm}): {report.num_sms} SMs"
+    text += f", {report.shared_memory_bytes // 1024} KiB shared memory a block"
+    if report.memory_bandwidth_gbs and report.peak_tflops:
+        bandwidth, peak = report.memory_bandwidth_gbs, report.peak_tflops
+        return f"{text}, {bandwidth} GB/s, {peak:g} TFLOP/s in {report.dtype}"
+    return f"{text}, peaks in {report.dtype} not known"
+
+
+def _shape(report: PlanReport, model: str) -> str:
+    blocks = "" if report.block_size is None else f", blocks of {report.block_size} tokens"
+    weights = "" if report.weight_dtype == report.dtype else f", weights in {report.weight_dtype}"
+    cache = "" if report.kv_dtype == report.dtype else f", cache in {report.kv_dtype}"
+    return (
+        f"{model} in {report.dtype}{weights}{cache}: {report.num_heads} query heads, "
+        f"{report.num_kv_heads} key-value heads, head dim {report.head_dim}{blocks}"
+    )
+
+
+def _phase(phase: PhasePlan, report: PlanReport) -> Iterator[str]:
+    window = "" if phase.sliding_window is None else f", window {phase.sliding_window}"
+    follows = phase.flash_attention
+    kind = "PyTorch" if follows is None else f"FlashAttention-{follows} style"
+    yield f"{phase.phase}{window}: {phase.kernel} ({kind})"
+    if not phase.tested:
+        yield from _wrapped("note", report.untested)
+    yield from _wrapped("why", phase.why)
+    for row in phase.refused:
+        yield from _wrapped("not", f"{row.kernel}: {'; '.join(row.reasons)}")
+    for launch in phase.launches:
+        yield from _wrapped("launch", _launch(launch))
+
+
+def _launch(launch: LaunchPlan) -> str:
+    steps = f", from {launch.min_num_seqs} sequences on" if launch.min_num_seqs else ""
+    if launch.max_seqlen_k is not None:
+        steps += f", up to {launch.max_seqlen_k} tokens"
+    return (
+        f"{launch.block_m}x{launch.block_n}, {launch.num_warps} warps, {launch.num_stages} stages{steps}: "
+        f"{'' if launch.measured else 'not measured; '}{launch.provenance}"
+    )
+
+
+def _wrapped(word: str, text: str) -> list[str]:
+    first = f"{word:<7} " if word else ""
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * 8)

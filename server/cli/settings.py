@@ -1,6 +1,6 @@
-"""Every setting of the service: its flag, its environment variable, its default and what it means.
+"""The settings of the service, with flag, environment variable, default and description.
 
-The only module that reads the environment. Knows nothing of how a setting is used.
+No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ENV_PREFIX = "TESSERA_"
 class Settings(BaseSettings):
     """Serve a model over HTTP.
 
-    Every flag can also be given as an environment variable: --max-model-len is TESSERA_MAX_MODEL_LEN. A flag wins
-    over the environment.
+    Every flag can also be given as an environment variable: --max-model-len is TESSERA_MAX_MODEL_LEN. A flag overrides
+    the environment.
     """
 
     model_config = SettingsConfigDict(
@@ -32,65 +32,68 @@ class Settings(BaseSettings):
 
     model: str = Field(
         "bundled",
-        description="checkpoint folder, Hugging Face model id (org/name), or 'bundled': the code model in the box",
+        description="checkpoint folder, Hugging Face model id (org/name), or 'bundled' for the included code model",
     )
     revision: str | None = Field(
         None, description="branch, tag or commit of a Hugging Face model id"
     )
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
-    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all interfaces")
+    port: int = Field(
+        8000, ge=0, le=65535, description="TCP port to listen on; 0 chooses a free one"
+    )
     frontends: int = Field(
         1,
         ge=1,
         le=64,
-        description="processes that share the port and the work of HTTP, tokenizing and streaming; one serves some "
-        "50,000 tokens per second",
+        description="processes that share the port and the work of HTTP, tokenizing and streaming; one process streams "
+        "about 50,000 tokens per second",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto takes the GPU where there is one; of several, the first that CUDA_VISIBLE_DEVICES leaves",
+        description="auto uses a GPU if there is one, the first that CUDA_VISIBLE_DEVICES allows",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of weights, and of the KV cache unless --kv-cache-dtype says otherwise; auto takes the "
-        "checkpoint's on a GPU, the faster one on a CPU",
+        description="dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the "
+        "checkpoint's dtype on a GPU and the faster one on a CPU",
     )
     quantization: Literal["none", "fp8"] = Field(
         "none",
-        description="fp8 keeps the layers' weights in float8_e4m3fn, rounded when they are loaded, with a scale for "
-        "each output: half the memory, and quicker steps on GPUs from sm_89 on; needs a GPU from sm_80 on",
+        description="fp8 rounds the layers' weights to float8_e4m3fn with a scale per output when they are loaded: "
+        "half the memory, and faster steps on GPUs from sm_89 on; needs a GPU from sm_80 on",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
-        description="dummy makes random weights from config.json alone, to measure speed without a checkpoint",
+        description="dummy generates random weights from config.json, to measure speed without a checkpoint",
     )
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="tokens of prompt and output together, at most; default: the model's own limit",
+        description="limit of prompt and output tokens of a sequence; default: the model's own limit",
     )
     max_num_seqs: int | None = Field(
         None,
         ge=1,
         le=4096,
-        description="sequences that run at the same time; default: 64 on a CPU, 256 on a GPU",
+        description="limit of sequences that run at the same time; default: 64 on a CPU, 256 on a GPU",
     )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
         le=1 << 20,
-        description="tokens computed in one step, longer prompts come in chunks; default: 512 on a CPU, 1024 on a GPU",
+        description="limit of tokens computed in one step; longer prompts are computed in chunks; default: 512 on a "
+        "CPU, 1024 on a GPU",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        description="auto keeps keys and values in --dtype; fp8 in float8_e4m3fn with a scale for each, which takes "
-        "about half the memory; GPUs from sm_89 on read it as fast as that promises",
+        description="auto stores keys and values in --dtype; fp8 in float8_e4m3fn with a scale per vector, which takes "
+        "about half the memory and is efficient on GPUs from sm_89 on",
     )
     kv_cache_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens that the KV cache holds; default: all that --max-num-seqs requests could fill, and at "
+        description="capacity of the KV cache in tokens; default: as much as --max-num-seqs requests can fill, and at "
         "most 80 % of a GPU's free memory or 25 % of a CPU's",
     )
     kv_cache_gib: float | None = Field(
@@ -98,39 +101,39 @@ class Settings(BaseSettings):
         gt=0,
         le=1 << 20,
         allow_inf_nan=False,
-        description="size of the KV cache in GiB, instead of --kv-cache-tokens",
+        description="capacity of the KV cache in GiB, instead of --kv-cache-tokens",
     )
     cuda_graphs: bool = Field(
         True,
-        description="on a GPU, record steps and replay them, one launch instead of hundreds",
+        description="on a GPU, record steps and replay each with one launch instead of hundreds",
     )
     overlap: bool = Field(
         True,
-        description="on a GPU, schedule and launch a step while the one before is computed",
+        description="on a GPU, schedule and launch a step while the previous one is computed",
     )
     enable_prefix_caching: bool = Field(
-        True, description="keep computed blocks for later prompts with the same beginning"
+        True, description="keep computed blocks for later prompts with the same prefix"
     )
     cpu_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="threads of a forward pass on the CPU; default: one for each core but one",
+        description="threads of a forward pass on the CPU; default: one per core, except one core",
     )
     max_concurrent_requests: int | None = Field(
         None,
         ge=1,
-        description="requests answered at the same time, more are refused with 429; default: twice --max-num-seqs",
+        description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
     engine_hang_seconds: float = Field(
         300.0,
         gt=0,
-        description="an engine that is silent for so long while it starts or has work is started again, in seconds; "
-        "more than the longest step takes",
+        description="seconds after which an engine that starts or has requests, and sends nothing, is restarted; must "
+        "be longer than the longest step",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="how much to log"
+        "info", description="lowest level of messages to log"
     )
 
     @model_validator(mode="after")
@@ -158,10 +161,10 @@ class Settings(BaseSettings):
 
 
 def environment_variable(field: str) -> str:
-    """Name of the environment variable of a setting."""
+    """Return the name of a setting's environment variable."""
     return ENV_PREFIX + field.upper()
 
 
 def flag(field: str) -> str:
-    """Command-line flag of a setting."""
+    """Return a setting's command-line flag."""
     return "--" + field.replace("_", "-")

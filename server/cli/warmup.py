@@ -10,13 +10,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from server.engine.link.protocol import EngineMessage, FrontEndMessage, Shutdown
+from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
 from server.engine.runner.startup import StartupError, start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from server.engine.link.protocol import EngineConfig
+    from server.engine.core.messages import EngineConfig
 
 
 class _EndsAtOnce:

@@ -1,1 +1,1 @@
-"""The HTTP edge: wire formats, limits, metric names. Knows no tensors."""
+"""The HTTP layer: wire formats, limits and metrics."""

@@ -1,4 +1,4 @@
-"""Puts the HTTP application together. Knows the routes by name only."""
+"""Assembles the HTTP application of a service from its dialects and the routes that belong to none."""
 
 from __future__ import annotations
 
@@ -6,35 +6,44 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from server.http import service_routes
 from server.http.context import AppContext
-from server.http.dialects.tgi import generate, tokenize
+from server.http.dialects.tgi.routes import TGI
+from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
-from server.http.replying import install_error_handlers
-from server.http.routes import info, metrics
+from server.http.responses import install_error_handlers
 from server.version import version
 
 if TYPE_CHECKING:
     from model.text.tokenizer import Tokenizer
-    from server.engine.link.handle import EngineHandle
+    from server.engine.link.client import EngineHandle
+    from server.errors import TesseraError
     from server.http.config import HTTPConfig
-    from server.http.metrics.shared_counters import Board
+    from server.http.exchange import Dialect
+    from server.http.metrics.shared_counters import SharedCounters
+    from server.http.responses import ErrorBody
+
+DIALECTS: tuple[Dialect, ...] = (TGI,)
+"""All dialects. The first whose prefix a path has renders its errors; the last one has the prefix "/"."""
 
 
 def create_app(
-    client: EngineHandle, tokenizer: Tokenizer, config: HTTPConfig, board: Board | None = None
+    client: EngineHandle,
+    tokenizer: Tokenizer,
+    config: HTTPConfig,
+    counters: SharedCounters | None = None,
 ) -> FastAPI:
     """Make the ASGI application of one service.
 
     Args:
-        client: of the engine that computes; it need not be ready yet.
-        tokenizer: of the model that is served.
+        client: of the engine; it need not be ready yet.
+        tokenizer: of the served model.
         config: limits and intervals.
-        board: for the counts, where other processes of the service count too.
+        counters: shared with the other processes of the service; None if there are none.
 
     Returns:
         The application; it owns a few tokenizer threads and no other resources.
     """
-    context = AppContext(client, tokenizer, config, version(), board)
     app = FastAPI(
         title="Tessera",
         version=version(),
@@ -43,8 +52,21 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
-    for routes in (generate, info, tokenize, metrics):
-        routes.install(app, context)
-    install_error_handlers(app)
-    install_openapi(app)
+    endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
+    metrics = Metrics(client, config, version(), endpoints, counters)
+    context = AppContext(client, tokenizer, config, metrics)
+    for dialect in DIALECTS:
+        dialect.install(app, context)
+    service_routes.install(app, context, DIALECTS[-1].error_reply)
+    install_error_handlers(app, _render_error)
+    install_openapi(
+        app,
+        [body for dialect in DIALECTS for body in dialect.bodies],
+        [*service_routes.REPLIES, *(reply for dialect in DIALECTS for reply in dialect.replies)],
+    )
     return app
+
+
+def _render_error(path: str, error: TesseraError) -> ErrorBody:
+    dialect = next((d for d in DIALECTS if path.startswith(d.prefix)), DIALECTS[-1])
+    return dialect.render_error(error)

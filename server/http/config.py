@@ -1,7 +1,4 @@
-"""The limits and intervals of the HTTP layer, fixed when the app is made.
-
-Knows no environment and no command line.
-"""
+"""The limits and intervals of the HTTP layer, fixed when the application is created."""
 
 from __future__ import annotations
 
@@ -10,35 +7,32 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPConfig:
-    """What the front end allows; `server.cli.serve` builds it from settings and model configuration.
+    """Limits and intervals; `server.cli.serve` sets them from its settings and the model's configuration.
 
     Attributes:
         model_id: the name the operator gave the model; the only text from outside that becomes a
             metric label.
-        model_sha: commit of the checkpoint, where it has one.
         eos_token_ids: the model's own end tokens, from its configuration.
-        max_concurrent_requests: sequences in flight; one more is refused with 429. A request with
-            `best_of` counts as that many. None takes twice as many as the engine computes at a time.
-        max_best_of: sequences one request may ask for.
+        max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
+            `best_of` counts as that many. None means twice as many as the engine computes at a time.
+        max_best_of: sequences that one request may ask for.
         max_stop_sequences: stop strings of one request.
         max_stop_characters: length of one stop string.
         max_stop_token_ids: stop token ids of one request.
         max_top_n_tokens: alternatives reported at each position.
-        max_client_batch_size: prompts in one request; reported by /info, the native routes take
-            one.
+        max_client_batch_size: prompts in one request; only reported by /info, since TGI's routes take one.
         max_body_bytes: largest request body.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts up to this length are tokenized on the event loop: 1,000
             characters take 0.16 ms there in a loop, 0.6 to 0.9 ms between the tokens of a stream
             (byte-level BPE, EPYC Zen 4), a hop to a thread 0.05 ms.
-        keep_alive_seconds: silence after which a stream gets a comment, so that proxies do not
+        keep_alive_seconds: a stream that is silent for this long gets a comment, so that proxies do not
             close it.
-        send_timeout_seconds: a client that takes no bytes for so long is treated as gone.
+        send_timeout_seconds: a client that takes no bytes for this long is treated as disconnected.
     """
 
     model_id: str
-    model_sha: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     max_concurrent_requests: int | None = None
     max_best_of: int = 2

@@ -1,7 +1,4 @@
-"""What every route works with: engine client, tokenizer, limits, metrics. One for each app.
-
-Knows no routes and no wire format.
-"""
+"""What all routes of an application share: engine client, tokenizer, limits, admission and metrics."""
 
 from __future__ import annotations
 
@@ -10,64 +7,59 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from model.errors import TokenizerError
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from server.errors import OverloadedError, UnavailableError
-from server.http.metrics.registry import Metrics
+from server.errors import OverloadedError, UnavailableError, ValidationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from model.text.tokenizer import Tokenizer
+    from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
-    from server.engine.link.handle import EngineHandle
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.link.client import EngineHandle
     from server.engine.link.request_stream import RequestStream
     from server.http.config import HTTPConfig
-    from server.http.metrics.shared_counters import Board
+    from server.http.metrics.registry import Metrics
 
 ResultT = TypeVar("ResultT")
 
-# Phases are written for people, and one of a failed start may be a long text.
-_LONGEST_PHASE = 200
+# Phases are written for people; that of a failed start may be a long text.
+_MAX_PHASE_CHARACTERS = 200
 
 
 class AppContext:
-    """Owns what the routes share; lives on the event loop.
+    """Owns the tokenizer threads; used on the event loop alone.
 
-    Attributes:
-        plain_tokens: text, and beginning of a frame, of tokens that were seen to have the same text wherever nothing is
-            held back; see `Transcript.plain`.
+    Args:
+        client: of the engine.
+        tokenizer: of the model.
+        config: limits and intervals.
+        metrics: of the service.
     """
 
     def __init__(
-        self,
-        client: EngineHandle,
-        tokenizer: Tokenizer,
-        config: HTTPConfig,
-        version: str,
-        board: Board | None = None,
+        self, client: EngineHandle, tokenizer: Tokenizer, config: HTTPConfig, metrics: Metrics
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
-        self.version = version
-        self.plain_tokens: dict[int, tuple[str, bytes]] = {}
-        self.metrics = Metrics(client, config, version, board)
+        self.metrics = metrics
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
     @contextlib.contextmanager
     def admit(self, sequences: int, info: EngineInfo) -> Iterator[None]:
-        """Hold a place for each sequence of a request.
+        """Count the sequences of a request as in flight.
 
-        The places are those of the service: front ends that admit at the same moment may go over by one request each.
+        The limit is that of the service: front ends that admit at the same moment may exceed it by one request each.
 
         Args:
             sequences: of the request.
-            info: of the engine that runs.
+            info: of the running engine.
 
         Raises:
-            OverloadedError: there are not as many places left.
+            OverloadedError: the limit does not allow that many more.
         """
         if self.metrics.in_flight + sequences > self.max_concurrent_requests(info):
             raise OverloadedError
@@ -78,11 +70,11 @@ class AppContext:
             self.metrics.add_in_flight(-sequences)
 
     def max_concurrent_requests(self, info: EngineInfo) -> int:
-        """Sequences in flight, at most: as configured, or twice those that the engine computes at a time."""
+        """Most sequences in flight: as configured, or twice those that the engine computes at a time."""
         return self.config.max_concurrent_requests or 2 * info.max_num_seqs
 
     def engine_info(self) -> EngineInfo:
-        """What the running engine told about itself.
+        """Return what the running engine reported about itself.
 
         Raises:
             UnavailableError: it does not run.
@@ -92,7 +84,7 @@ class AppContext:
         return self.client.info
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Hand a request to the engine.
+        """Submit a request to the engine.
 
         Raises:
             UnavailableError: it does not run.
@@ -103,22 +95,84 @@ class AppContext:
             raise self.unavailable() from None
 
     def unavailable(self) -> UnavailableError:
-        """The error that says what the engine is doing instead of serving."""
+        """Make the error that says what the engine is doing instead of serving."""
         return UnavailableError(
             f"the model is not ready: {self.client.state.value}, {self.phase()}"
         )
 
     def phase(self) -> str:
         """What the engine is doing, on one line."""
-        return " ".join(self.client.phase.split())[:_LONGEST_PHASE]
+        return " ".join(self.client.phase.split())[:_MAX_PHASE_CHARACTERS]
 
-    async def on_text(self, characters: int, work: Callable[[], ResultT]) -> ResultT:
-        """Run work that takes time in proportion to a text: in a thread, where that pays.
+    async def encode(self, text: str, field: str) -> list[int]:
+        """Tokenize a prompt.
 
         Args:
-            characters: length of the text.
-            work: touches nothing that the event loop changes.
+            text: of the prompt.
+            field: of the request that holds it, for error messages.
+
+        Raises:
+            ValidationError: it cannot be tokenized, or has no tokens.
         """
-        if characters <= self.config.inline_characters:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        token_ids = await self.tokenize(text, field, lambda: self.tokenizer.encode(text))
+        if not token_ids:
+            raise ValidationError(f"`{field}` has no tokens")
+        return token_ids
+
+    async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
+        """Tokenize words as they begin a text and as they follow a space.
+
+        Args:
+            words: of the request.
+            field: that holds them, for error messages.
+
+        Returns:
+            The distinct sequences of token ids.
+
+        Raises:
+            ValidationError: a word cannot be tokenized, or has no tokens.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for i, word in enumerate(words):
+            bare = word.removeprefix(" ")
+            texts = [text for text in (bare, f" {bare}") if text]
+
+            def work(texts: list[str] = texts) -> list[list[int]]:
+                return [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+            encoded = await self.tokenize(word, f"{field}.{i}", work)
+            if not any(encoded):
+                raise ValidationError(f"`{field}.{i}` has no tokens")
+            found |= {tuple(ids): None for ids in encoded if ids}
+        return tuple(found)
+
+    async def tokenize(self, text: str, field: str, work: Callable[[], ResultT]) -> ResultT:
+        """Call a function of the tokenizer, in a thread if the text is long.
+
+        Args:
+            text: that the function tokenizes.
+            field: of the request that holds it, for error messages.
+            work: must not touch anything that the event loop changes.
+
+        Raises:
+            ValidationError: the text cannot be tokenized.
+        """
+        try:
+            if len(text) <= self.config.inline_characters:
+                return work()
+            return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        except TokenizerError as error:
+            raise ValidationError(f"`{field}` cannot be tokenized: {error}") from None
+
+
+def check_vocabulary(token_ids: list[int], field: str, info: EngineInfo) -> None:
+    """Check that the model knows every token of a prompt.
+
+    Raises:
+        ValidationError: it does not.
+    """
+    if (largest := max(token_ids)) >= info.vocab_size:
+        raise ValidationError(
+            f"`{field}` has a token that the model does not know: its vocabulary has "
+            f"{info.vocab_size} tokens. Given: token {largest}"
+        )

@@ -1,8 +1,8 @@
-"""Lets requests begin one after the other, so that what others wait for is sent in between.
+"""Starts at most one request in each pass of the event loop.
 
-To read a request and hand it to the engine takes the event loop as long as to send a step's tokens to dozens of
-streams. Of requests that come together all would begin before the loop looks at its sockets again, and a step's tokens,
-which have come meanwhile, would wait for them all.
+Reading a request and submitting it to the engine takes the event loop as long as sending a step's tokens to dozens of
+streams. Without this, requests that arrive together would all start before the loop looks at its sockets again, and a
+step's tokens that arrived in the meantime would wait for all of them.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class InTurn:
-    """Wraps an application: each request begins in a pass of the event loop of its own, in the order of arrival."""
+class FairStart:
+    """ASGI middleware that starts each request in its own pass of the event loop, in order of arrival."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._taken = False
+        self._started_one = False  # in this pass
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection of ASGI once it is its turn."""
+        """Serve one ASGI connection; HTTP requests may wait before they start."""
         if scope["type"] == "http":
-            await self._take()
+            await self._wait()
         await self._app(scope, receive, send)
 
-    async def _take(self) -> None:
+    async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._taken:
-            turn = loop.create_future()
-            self._waiting.append(turn)
+        if self._started_one:
+            start = loop.create_future()
+            self._waiting.append(start)
             try:
-                await turn
+                await start
             except asyncio.CancelledError:
-                if not turn.cancelled():  # it was this one's turn already
-                    self._pass_on()
+                if not start.cancelled():  # it was to start in this pass
+                    self._start_next()
                 raise
-        self._taken = True
-        loop.call_soon(self._pass_on)  # in the next pass, which looks at the sockets first
+        self._started_one = True
+        loop.call_soon(
+            self._start_next
+        )  # runs in the next pass, after the loop has looked at its sockets
 
-    def _pass_on(self) -> None:
+    def _start_next(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            start = self._waiting.popleft()
+            if not start.done():
+                start.set_result(None)
                 return
-        self._taken = False
+        self._started_one = False

@@ -1,242 +1,161 @@
-"""One request on its way through the engine: its sequences, their texts, and the reply.
-
-Knows no sockets: `routes.generate` reads the body and sends what is made here.
-"""
+"""The completions of one request: submits them to the engine, and counts tokens and time."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import UNSET
+import msgspec
 
-from model.errors import TokenizerError
 from server.engine.core.request import GenerateRequest
-from server.errors import IncompleteGenerationError, ValidationError
-from server.http.dialects.tgi.limits import random_seed, with_prompt_length, with_seed
-from server.http.dialects.tgi.replies import (
-    BestOfSequence,
-    Details,
-    GenerateReply,
-    PromptToken,
-    Token,
-)
-from server.http.dialects.tgi.sse import wire_logprob
-from server.http.transcript import Transcript
+from server.http.completion import Completion
 
 if TYPE_CHECKING:
-    from model.text.tokenizer import Tokenizer
-    from server.engine.core.request import SamplingParams, TokenEvent
-    from server.engine.link.client import RequestStream
-    from server.engine.link.protocol import EngineInfo
+    from collections.abc import Sequence
+
+    from server.http.completion import Prompt, StopStrings
     from server.http.context import AppContext
-    from server.http.dialects.tgi.limits import GenerateOptions
     from server.http.metrics.records import RequestRecord
 
+_SEEDS = 2**64
 
-@dataclasses.dataclass(slots=True)
-class Draw:
-    """One sequence of a request.
+
+class Timings(NamedTuple):
+    """How long the parts of a request took, in seconds.
 
     Attributes:
-        stream: its events.
-        transcript: its text.
-        seed: as reported; None where nothing is sampled.
-        tokens: in order, where details are asked for.
-        top_tokens: alternatives at each position, where asked for.
-        logprob_sum: of all its tokens.
+        total: since the request was received.
+        validation: until it was submitted to the engine.
+        queue: from then until its first step.
+        inference: from then on.
     """
 
-    stream: RequestStream
-    transcript: Transcript
-    seed: int | None
-    tokens: list[Token] = dataclasses.field(default_factory=list)
-    top_tokens: list[list[Token]] = dataclasses.field(default_factory=list)
-    logprob_sum: float = 0.0
-
-    @property
-    def mean_logprob(self) -> float:
-        """Of its tokens; what `best_of` chooses by."""
-        return self.logprob_sum / max(1, self.transcript.num_tokens)
+    total: float
+    validation: float
+    queue: float
+    inference: float
 
 
 class Generation:
-    """A request that the engine works on. Whoever makes one calls `abort` in the end, whatever happens.
+    """The completions of one request, while the engine works on them. The creator calls `abort` in the end, always.
+
+    Args:
+        context: of the application.
+        prompts: to continue.
+        completions_per_prompt: completions of each prompt. The first has the seed of the sampling parameters, each
+            further one the next higher seed.
+        stop: strings that end a completion.
+        keep_tokens: whether `finish` keeps the tokens, not the text alone.
 
     Attributes:
-        options: what was asked for.
-        prompt_ids: the prompt as the engine sees it.
-        submitted: when it was handed to the engine, `time.perf_counter` seconds.
-        draws: its sequences: `best_of` many.
+        completions: in order of the prompts.
+        returned: the completions that the answer consists of: all, unless `select_best` was called.
+        prompt_tokens: tokens of the prompts; each prompt counts once.
+        submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
+
+    Raises:
+        UnavailableError: the engine does not run.
     """
 
     def __init__(
         self,
         context: AppContext,
-        options: GenerateOptions,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
+        prompts: Sequence[Prompt],
+        *,
+        completions_per_prompt: int = 1,
+        stop: StopStrings,
+        keep_tokens: bool = False,
     ) -> None:
-        self.options = options
-        self.prompt_ids = prompt_ids
         self.submitted = time.perf_counter()
-        self.draws: list[Draw] = []
-        self._tokenizer = context.tokenizer
+        self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
+        self.completions: list[Completion] = []
+        self._per_prompt = completions_per_prompt
+        self._keep_tokens = keep_tokens
         try:
-            for i in range(options.best_of):
-                seed = options.seed if i == 0 else random_seed()
-                self._submit(context, sampling if i == 0 else with_seed(sampling, seed or 0), seed)
+            for prompt in prompts:
+                for i in range(completions_per_prompt):
+                    self.completions.append(_submit(context, prompt, i, stop))
         except BaseException:
             self.abort()
             raise
-
-    def _submit(self, context: AppContext, sampling: SamplingParams, seed: int | None) -> None:
-        request = GenerateRequest(
-            request_id=context.client.next_request_id(),
-            prompt_token_ids=self.prompt_ids,
-            sampling=sampling,
-        )
-        stream = context.submit(request)  # first of all: the engine computes meanwhile
-        transcript = Transcript(
-            context.tokenizer, self.prompt_ids, self.options.stop, sampling.min_new_tokens
-        )
-        self.draws.append(Draw(stream, transcript, seed))
+        self.returned = self.completions
 
     def abort(self) -> None:
-        """Free what the engine holds for this request; does nothing where it has ended."""
-        for draw in self.draws:
-            draw.stream.abort()
+        """Free what the engine holds for this request; does nothing for completions that have ended."""
+        for completion in self.completions:
+            completion.stream.abort()
 
-    @property
-    def queue_seconds(self) -> float:
-        """How long the first sequence waited in the engine; valid from its first token on."""
-        return self.draws[0].stream.queue_seconds
-
-    async def finish(self, record: RequestRecord) -> Draw:
-        """Wait until every sequence has ended.
-
-        Returns:
-            The sequence with the highest mean log-probability; it comes first in `draws` from then on.
+    async def finish(self, record: RequestRecord) -> None:
+        """Wait until every completion has ended.
 
         Raises:
             GenerationError: the engine gave up on one of them.
         """
-        await asyncio.gather(*(self._finish(draw, record) for draw in self.draws))
-        best = max(self.draws, key=lambda draw: draw.mean_logprob)
-        self.draws.remove(best)
-        self.draws.insert(0, best)
-        return best
-
-    async def _finish(self, draw: Draw, record: RequestRecord) -> None:
-        transcript, details = draw.transcript, self.options.details
-        clock = record.clock()
-
-        def take(events: list[TokenEvent]) -> bool:
-            for event in events:
-                if details:
-                    draw.tokens.append(transcript.token(event))
-                    draw.top_tokens.append(transcript.top_tokens(event))
-                else:
-                    transcript.push(event)
-                draw.logprob_sum += event.logprob or 0.0
-                if transcript.finish_reason is not None:
-                    break
-            clock.tokens(len(events))
-            return transcript.finish_reason is None
-
-        await draw.stream.follow(take)
-        if transcript.finish_reason is None:
-            raise IncompleteGenerationError
-        draw.stream.abort()  # at a stop string the engine would go on
-
-    def reply(self) -> GenerateReply:
-        """The answer, once `finish` has returned."""
-        best, *others = self.draws
-        if not self.options.details:
-            return GenerateReply(generated_text=self.full_text(best))
-        sequences = [
-            BestOfSequence(
-                generated_text=self.full_text(draw),
-                finish_reason=_finish_reason(draw),
-                generated_tokens=draw.transcript.num_tokens,
-                seed=draw.seed,
-                prefill=self._prefill(draw),
-                tokens=draw.tokens,
-                top_tokens=self._top_tokens(draw) or UNSET,
-            )
-            for draw in others
-        ]
-        details = Details(
-            finish_reason=_finish_reason(best),
-            generated_tokens=best.transcript.num_tokens,
-            seed=best.seed,
-            prefill=self._prefill(best),
-            tokens=best.tokens,
-            best_of_sequences=sequences or UNSET,
-            top_tokens=self._top_tokens(best) or UNSET,
+        keep = self._keep_tokens
+        await asyncio.gather(
+            *(c.finish(record.clock(), keep_tokens=keep) for c in self.completions)
         )
-        return GenerateReply(generated_text=self.full_text(best), details=details)
 
-    def full_text(self, draw: Draw) -> str:
-        """The generated text, after the prompt where that was asked for."""
-        text = draw.transcript.text
-        return self.options.inputs + text if self.options.return_full_text else text
+    def select_best(self, count: int) -> list[Completion]:
+        """Return only those completions of each prompt that have the highest mean log-probability. Call after `finish`.
 
-    def _top_tokens(self, draw: Draw) -> list[list[Token]]:
-        return draw.top_tokens if self.options.sampling.top_logprobs else []
+        Args:
+            count: completions to return for each prompt.
 
-    def _prefill(self, draw: Draw) -> list[PromptToken]:
-        if not self.options.prompt_details:
+        Returns:
+            The other completions.
+        """
+        if count >= self._per_prompt:
             return []
-        logprobs: list[float | None] = [None, *(draw.stream.prompt_logprobs or ())]
-        logprobs += [None] * (len(self.prompt_ids) - len(logprobs))
-        return [
-            PromptToken(token_id, self._tokenizer.token_text(token_id), wire_logprob(logprob))
-            for token_id, logprob in zip(self.prompt_ids, logprobs, strict=True)
-        ]
+        self.returned = []
+        for i in range(0, len(self.completions), self._per_prompt):
+            ranked = sorted(
+                self.completions[i : i + self._per_prompt],
+                key=lambda completion: completion.mean_logprob,
+                reverse=True,
+            )
+            self.returned += ranked[:count]
+        return [c for c in self.completions if c not in self.returned]
 
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of the returned completions so far."""
+        return sum([completion.num_tokens for completion in self.returned])
 
-async def encode_prompt(
-    context: AppContext, options: GenerateOptions, info: EngineInfo
-) -> tuple[list[int], SamplingParams]:
-    """Tokenize the prompt, off the event loop where it is long, and settle the request's length.
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens taken from the engine's prefix cache; valid from the first token of each prompt on."""
+        return sum([c.stream.num_cached_tokens for c in self.completions[:: self._per_prompt]])
 
-    Raises:
-        ValidationError: the prompt cannot be tokenized, has no tokens, or is too long.
-    """
+    @property
+    def queue_seconds(self) -> float:
+        """How long the first returned completion waited in the engine; valid from its first token on."""
+        return self.returned[0].stream.queue_seconds
 
-    def work() -> list[int]:
-        return encode(context.tokenizer, options.inputs)
+    def timings(self, started: float) -> Timings:
+        """How long the parts of the request took until now.
 
-    prompt_ids = await context.on_text(len(options.inputs), work)
-    if options.truncate is not None:
-        prompt_ids = prompt_ids[-options.truncate :]
-    sampling = with_prompt_length(options, len(prompt_ids), info)
-    if (largest := max(prompt_ids)) >= info.vocab_size:
-        raise ValidationError(
-            f"`inputs` has a token that the model does not know: its vocabulary has "
-            f"{info.vocab_size} tokens. Given: token {largest}"
+        Args:
+            started: when the request was received, `time.perf_counter` seconds.
+        """
+        now, queue = time.perf_counter(), self.queue_seconds
+        return Timings(
+            total=now - started,
+            validation=self.submitted - started,
+            queue=queue,
+            inference=max(0.0, now - self.submitted - queue),
         )
-    return prompt_ids, sampling
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        ValidationError: it cannot be tokenized, or has no tokens.
-    """
-    try:
-        prompt_ids = tokenizer.encode(text)
-    except TokenizerError as error:
-        raise ValidationError(f"`inputs` cannot be tokenized: {error}") from None
-    if not prompt_ids:
-        raise ValidationError("`inputs` has no tokens")
-    return prompt_ids
-
-
-def _finish_reason(draw: Draw) -> str:
-    assert draw.transcript.finish_reason is not None
-    return draw.transcript.finish_reason
+def _submit(context: AppContext, prompt: Prompt, index: int, stop: StopStrings) -> Completion:
+    sampling = prompt.sampling
+    if index:
+        sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)
+    request = GenerateRequest(
+        request_id=context.client.next_request_id(),
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling,
+    )
+    stream = context.submit(request)  # first: the engine computes meanwhile
+    return Completion(context.tokenizer, prompt, stream, sampling.seed, stop)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: request models and reply records put under the routes that use them.
+"""The OpenAPI document: adds request models and reply records to the routes that use them.
 
 The routes read their bodies themselves, so FastAPI cannot see what they take and return.
 """
@@ -13,23 +13,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from server import errors
-from server.engine.link.plan_report import PlanReport
-from server.http.dialects.tgi import replies
-from server.http.dialects.tgi.schema import GenerateBody
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastapi import FastAPI
     from pydantic import BaseModel
 
-_REPLIES = (
-    replies.ErrorReply,
-    replies.GenerateReply,
-    replies.HealthReply,
-    replies.InfoReply,
-    PlanReport,
-    replies.PromptSpan,
-    replies.StreamEvent,
-)
+_SCHEMAS = "#/components/schemas/"
 _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
     errors.MalformedBodyError,
     errors.BodyTimeoutError,
@@ -45,51 +36,65 @@ _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
 )
 
 
+def describe_service_route(reply: type[msgspec.Struct]) -> dict[str, Any]:
+    """Make the arguments of the decorator of a route without a body, for its reply with status 200."""
+    return _describe("Service", {"application/json": {"schema": _schema_of(reply)}})
+
+
 def describe_route(
-    body: type[BaseModel] | None = None,
+    body: type[BaseModel],
+    error_reply: type[msgspec.Struct],
     reply: Any = None,  # noqa: ANN401 - a record or a list of records
     events: type[msgspec.Struct] | None = None,
     *,
     generates: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of a route decorator that put its body, replies and errors into the document.
+    """Make the arguments of a route decorator that document its body, replies and errors.
 
     Args:
-        body: of the request; None for routes without one.
-        reply: JSON of status 200; None where there is none.
-        events: of a stream of server-sent events; None where there is none.
+        body: of the request.
+        error_reply: body of every error.
+        reply: JSON of status 200; None if there is none.
+        events: events of a stream; None if there is none.
         generates: whether the engine takes part.
     """
     content: dict[str, Any] = {}
     if reply is not None:
         content["application/json"] = {"schema": _schema_of(reply)}
     if events is not None:
-        content["text/event-stream"] = {"itemSchema": _event_schema(events)}
-    failures = (_BODY_ERRORS if body else ()) + (_GENERATE_ERRORS if body and generates else ())
-    described: dict[str, Any] = {
-        "tags": ["Generate" if body else "Service"],
-        "response_class": Response,
-        "response_model": None,
-        "responses": {200: {"content": content}} | {e.status: describe_error(e) for e in failures},
-    }
-    if body is not None:
-        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-        described["openapi_extra"] = {
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        content["text/event-stream"] = {"itemSchema": _event_schema(events, error_reply)}
+    described = _describe("Generate", content)
+    for error in _BODY_ERRORS + (_GENERATE_ERRORS if generates else ()):
+        described["responses"][error.status] = describe_error(error, error_reply)
+    described["openapi_extra"] = {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _schema_of(body)}},
         }
+    }
     return described
 
 
-def describe_error(error: type[errors.TesseraError]) -> dict[str, Any]:
-    """One error response of the document."""
+def describe_error(
+    error: type[errors.TesseraError], error_reply: type[msgspec.Struct]
+) -> dict[str, Any]:
+    """Describe one error response."""
     return {
         "description": (error.__doc__ or "").partition("\n")[0],
-        "content": {"application/json": {"schema": _schema_of(replies.ErrorReply)}},
+        "content": {"application/json": {"schema": _schema_of(error_reply)}},
     }
 
 
-def install_openapi(app: FastAPI) -> None:
-    """Make `app.openapi` complete: FastAPI's document and the schemas that it refers to."""
+def install_openapi(
+    app: FastAPI, bodies: Iterable[type[BaseModel]], replies: Iterable[type[msgspec.Struct]]
+) -> None:
+    """Make `app.openapi` complete: FastAPI's document and the schemas that it refers to.
+
+    Args:
+        app: the application.
+        bodies: all types of request bodies.
+        replies: all types of replies.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -99,33 +104,40 @@ def install_openapi(app: FastAPI) -> None:
                 description=app.description,
                 routes=app.routes,
             )
-            document.setdefault("components", {}).setdefault("schemas", {}).update(_components())
+            _, models = models_json_schema(
+                [(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}"
+            )
+            _, records = msgspec.json.schema_components(replies, ref_template=_SCHEMAS + "{name}")
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(models["$defs"] | records)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _schema_of(reply: Any) -> dict[str, Any]:  # noqa: ANN401
-    if hasattr(reply, "__args__"):
-        return {"type": "array", "items": _schema_of(reply.__args__[0])}
-    return {"$ref": f"#/components/schemas/{reply.__name__}"}
+def _describe(tag: str, content: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tags": [tag],
+        "response_class": Response,
+        "response_model": None,
+        "responses": {200: {"content": content}},
+    }
 
 
-def _event_schema(events: type[msgspec.Struct]) -> dict[str, Any]:
-    """A server-sent event as OpenAPI 3.2 describes it: its data is JSON in a string."""
+def _schema_of(record: Any) -> dict[str, Any]:  # noqa: ANN401
+    if hasattr(record, "__args__"):
+        return {"type": "array", "items": _schema_of(record.__args__[0])}
+    return {"$ref": _SCHEMAS + record.__name__}
+
+
+def _event_schema(
+    events: type[msgspec.Struct], error_reply: type[msgspec.Struct]
+) -> dict[str, Any]:
+    """Describe a server-sent event as OpenAPI 3.2 does: its data is JSON in a string."""
     data = {
         "type": "string",
         "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_schema_of(events), _schema_of(replies.ErrorReply)]},
+        "contentSchema": {"anyOf": [_schema_of(events), _schema_of(error_reply)]},
     }
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
-
-
-def _components() -> dict[str, Any]:
-    reference = "#/components/schemas/{model}"
-    _, definitions = models_json_schema([(GenerateBody, "validation")], ref_template=reference)
-    _, records = msgspec.json.schema_components(
-        _REPLIES, ref_template="#/components/schemas/{name}"
-    )
-    return {**definitions["$defs"], **records}

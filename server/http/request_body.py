@@ -1,7 +1,4 @@
-"""Reads a request body and decodes it as JSON, refusing what could hurt before it does.
-
-Knows no fields: what a body means is the business of `schemas`.
-"""
+"""Reads a request body within limits of size and time, decodes it as JSON, and watches for the client to disconnect."""
 
 from __future__ import annotations
 
@@ -24,13 +21,13 @@ _MOST_DIGITS = 19
 
 
 class ClientDisconnectedError(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection, so there is nobody to answer."""
 
 
 async def read_json(scope: Scope, receive: Receive, config: HTTPConfig) -> object:
     """Read the body of a request and decode it.
 
-    Duplicate keys are not refused: the last one counts, as with nearly every JSON decoder. Integers
+    Of duplicate keys the last one counts, as with nearly every JSON decoder. Integers
     keep their precision. NaN, Infinity, numbers outside a double's range, lone surrogates, invalid
     UTF-8 and nesting that exhausts the stack are not JSON here.
 
@@ -58,7 +55,7 @@ def decode(body: bytes) -> object:
     """Decode JSON.
 
     Raises:
-        MalformedBodyError: `body` is not JSON; the message tells why and where, not what stands there.
+        MalformedBodyError: `body` is not JSON; the message says why, and repeats nothing of the body.
     """
     try:
         return _DECODER.decode(body)
@@ -72,7 +69,7 @@ def decode(body: bytes) -> object:
 
 
 def _check_media_type(headers: dict[bytes, str]) -> None:
-    """A missing content type is taken for JSON; a wrong one is not guessed at."""
+    """A missing content type means JSON; any other than JSON is an error."""
     encoding = headers.get(b"content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise MediaTypeError("the request body must not be compressed: leave out Content-Encoding")
@@ -116,10 +113,10 @@ async def _read(receive: Receive, limit: int) -> bytes:
 
 
 class ClientWatch:
-    """Calls back once, as soon as the client closes its connection. Use after the body was read.
+    """Context manager that calls a function once, when the client closes its connection. Use after the body was read.
 
-    Frameworks cancel a stream whose client has gone, but let a plain handler run to its end; an
-    engine would then compute for nobody. This covers both, in the same way.
+    Starlette cancels a stream whose client has disconnected, but lets a plain handler run to its end, so
+    that the engine would go on computing. This covers both.
 
     Attributes:
         gone: whether the client has closed the connection.

@@ -1,4 +1,4 @@
-"""Runs the app on a socket until a signal says stop. Knows no routes and no engine."""
+"""Runs the application under uvicorn until a signal stops it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from server.http.fair_start import InTurn
-from server.http.transport import WithWires
+from server.http.fair_start import FairStart
+from server.http.transport import DirectWriterMiddleware
 
 if TYPE_CHECKING:
     import socket
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
-# Requests in flight may take so long to end after a signal; the rest is cut off.
+# Time that requests in flight get to end after a signal; then they are cancelled.
 _SHUTDOWN_SECONDS = 30
 
 
-def wrap(app: ASGIApp) -> ASGIApp:
-    """Put around an application what is the service's and not a route's."""
-    return WithWires(InTurn(app))
+def with_middleware(app: ASGIApp) -> ASGIApp:
+    """Wrap an application in the middleware that the service needs under uvicorn."""
+    return DirectWriterMiddleware(FairStart(app))
 
 
 class HTTPServer(uvicorn.Server):
     """uvicorn's server, except that signals only ask it to stop.
 
-    uvicorn raises a signal again once it has stopped, which ends the process before the engine is
+    uvicorn raises a signal again once it has stopped, which would end the process before the engine is
     shut down in order.
     """
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                wrap(app),
+                with_middleware(app),
                 lifespan="off",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # nobody asks where a client is
+                proxy_headers=False,  # the client's address is never used
                 timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             )
         )
 
     @property
     def loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop] | None:
-        """Makes the event loop that suits this server: uvloop's where it is installed."""
+        """Makes the event loop for this server: uvloop's if it is installed."""
         return self.config.get_loop_factory()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at the first signal; a second interrupt no longer waits for requests in flight."""
+        """Stop at the first signal; a second SIGINT no longer waits for requests in flight."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)

@@ -1,13 +1,18 @@
-"""A generation as server-sent events: one frame for each token, the last one with the whole text.
+"""Server-sent events: sends what a dialect renders of each token, in the callback that delivers the token.
 
-Frames of tokens that arrived together are sent together; a lone token is never held back.
+A lone token is sent at once. Tokens that arrive together are sent together, and so are those that arrive while the
+client takes no bytes. No task is woken up unless the client is too slow: at 256 streams, waking 256 tasks took most of
+a step's time (docs/decisions/0019-streams-without-tasks.md).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import logging
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Protocol
 
 from server.errors import (
     GenerationError,
@@ -15,200 +20,314 @@ from server.errors import (
     IncompleteGenerationStreamError,
     TesseraError,
 )
-from server.http.dialects.tgi.replies import StreamDetails, Token
-from server.http.dialects.tgi.sse import (
-    error_frame,
-    full_frame,
-    is_wire_logprob,
-    open_event_stream,
-    plain_frame,
-    token_frame,
-    token_head,
-    wire_logprob,
-)
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+    from typing import Any
 
     from starlette.types import Send
 
     from server.engine.core.request import TokenEvent
-    from server.http.context import AppContext
-    from server.http.dialects.tgi.sse import EventStream
+    from server.http.completion import Completion
+    from server.http.config import HTTPConfig
     from server.http.generation import Generation
     from server.http.metrics.records import RequestRecord
     from server.http.request_body import ClientWatch
-    from server.http.transport import Wire
+    from server.http.responses import Headers
+    from server.http.transport import DirectWriter
 
 log = logging.getLogger("tessera.http")
 
-
-async def stream_generation(
-    generation: Generation,
-    send: Send,
-    headers: list[tuple[bytes, bytes]],
-    context: AppContext,
-    record: RequestRecord,
-    watch: ClientWatch,
-    wire: Wire | None,
-) -> None:
-    """Answer with the frames of a generation; from the first byte on, errors are frames too.
-
-    Raises:
-        ClientDisconnectedError: the client went away before it had the last frame.
-    """
-    async with open_event_stream(send, context.config, headers, wire) as out:
-        pump = _Pump(_FrameRenderer(generation, context.plain_tokens), out, record, watch)
-        try:
-            while not pump.ended:
-                await generation.draws[0].stream.follow(pump.take)
-                await pump.wait_for_client()
-        except (ClientDisconnectedError, OSError):
-            raise
-        except asyncio.CancelledError:
-            if not out.stalled:  # then the server is stopping
-                record.finish(Outcome.ERROR)
-                await pump.fail(IncompleteGenerationStreamError())
-            raise
-        except Exception:
-            log.exception("a stream failed")
-            await pump.fail(TesseraError())
-    if pump.failed:
-        record.finish(Outcome.ERROR)
+# A comment without text. Clients skip it; it tells proxies that the connection is in use.
+KEEP_ALIVE_FRAME = b":\n\n"
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
-class _Pump:
-    """Renders events and sends them in the callback that brings them: a task is needed only where the client lags.
+class StreamRenderer(Protocol):
+    """Renders the events of one stream; a dialect makes one for each request."""
 
-    Attributes:
-        ended: whether the last frame was sent, or is about to be.
-    """
-
-    __slots__ = ("_clock", "_out", "_renderer", "_unsent", "_watch", "ended")
-
-    def __init__(
-        self,
-        renderer: _FrameRenderer,
-        out: EventStream,
-        record: RequestRecord,
-        watch: ClientWatch,
-    ) -> None:
-        self.ended = False
-        self._out = out
-        self._renderer = renderer
-        self._clock = record.clock()
-        self._watch = watch
-        self._unsent: Awaitable[None] | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last frame is an error."""
-        return self._renderer.failed
-
-    def take(self, events: list[TokenEvent]) -> bool:
-        """Send the frames of events that arrived together.
+    def token(self, completion: Completion, event: TokenEvent) -> bytes:
+        """Append a token to its completion, by `push` or `add`, and render it.
 
         Returns:
-            Whether more may come at once: False after the last frame, and where the client has to be waited for.
+            Any number of whole frames.
 
         Raises:
-            ClientDisconnectedError: the client went away.
+            GenerationError: from `push`.
         """
-        renderer = self._renderer
-        frames = renderer.render(events)
-        if self._watch.gone:
-            raise ClientDisconnectedError
-        if not renderer.failed:
-            self._clock.tokens(len(events))
-        self.ended = renderer.ended
-        self._unsent = self._out.start(frames, more=not self.ended)
-        return not self.ended and self._unsent is None
 
-    async def wait_for_client(self) -> None:
-        """Wait until the client has taken what was sent last; tokens that come meanwhile are sent together."""
-        unsent, self._unsent = self._unsent, None
-        if unsent is not None:
-            await unsent
+    def end(self) -> bytes:
+        """Render what follows the last token of the last completion."""
 
-    async def fail(self, error: TesseraError) -> None:
-        """End the stream with an error."""
-        self.ended = True
-        await self._out.send(self._renderer.fail(error), more=False)
+    def fail(self, error: TesseraError) -> bytes:
+        """Render an error that ends the stream."""
 
 
-class _FrameRenderer:
-    """Renders the events of one stream.
+@dataclasses.dataclass(slots=True)
+class TokenSender:
+    """Renders and sends the events of one request's completions.
 
     Attributes:
-        ended: whether the last frame has been rendered.
+        ended: whether the last frame was written.
         failed: whether that frame is an error.
     """
 
-    __slots__ = ("_generation", "_plain_tokens", "_transcript", "_wants_top", "ended", "failed")
+    generation: Generation
+    renderer: StreamRenderer
+    out: EventStream
+    record: RequestRecord
+    watch: ClientWatch
+    ended: bool = False
+    failed: bool = False
 
-    def __init__(self, generation: Generation, plain_tokens: dict[int, tuple[str, bytes]]) -> None:
-        self.ended = False
-        self.failed = False
-        self._generation = generation
-        self._transcript = generation.draws[0].transcript
-        self._plain_tokens = plain_tokens
-        self._wants_top = generation.options.sampling.top_logprobs > 0
+    async def run(self) -> None:
+        """Send all completions; errors become the last frame.
 
-    def render(self, events: list[TokenEvent]) -> bytes:
-        """The frames of events that arrived together; what comes after the last frame is dropped."""
-        transcript = self._transcript
-        frames = []
-        for event in events:
-            if transcript.plain and event.finish_reason is None and not self._wants_top:
-                known = self._plain_tokens.get(event.token_id)  # type: ignore[arg-type]
-                if known is not None and is_wire_logprob(event.logprob):
-                    transcript.add(known[0])
-                    frames.append(plain_frame(transcript.num_tokens, known[1], event.logprob))
-                    continue
-            frames.append(self._render(event))
-            if self.ended:
-                break
-        return frames[0] if len(frames) == 1 else b"".join(frames)
-
-    def _render(self, event: TokenEvent) -> bytes:
-        transcript = self._transcript
-        was_plain = transcript.plain
+        Raises:
+            ClientDisconnectedError: the client disconnected before the last frame.
+        """
+        parts = [self._follow(completion) for completion in self.generation.completions]
         try:
-            text, special = transcript.push(event)
-        except IncompleteGenerationError:
-            return self.fail(IncompleteGenerationStreamError())
-        except GenerationError as error:
-            return self.fail(error)
-        assert event.token_id is not None
-        if self._wants_top or transcript.finish_reason is not None:
-            return self._full(event, text, special=special)
-        if was_plain and transcript.plain and not special:
-            self._plain_tokens[event.token_id] = (text, token_head(event.token_id, text))
-        return token_frame(
-            transcript.num_tokens, event.token_id, text, event.logprob, special=special
-        )
+            # The usual single completion needs no task of its own.
+            await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
+        except (ClientDisconnectedError, OSError):
+            raise
+        except asyncio.CancelledError:
+            if not self.out.stalled:  # the server is stopping
+                self.record.finish(Outcome.ERROR)
+                await self._fail(IncompleteGenerationStreamError())
+            raise
+        except Exception:
+            log.exception("a stream failed")
+            await self._fail(TesseraError())
+        if self.failed:
+            self.record.finish(Outcome.ERROR)
 
-    def fail(self, error: TesseraError) -> bytes:
-        """The frame that ends the stream with an error."""
+    async def _fail(self, error: TesseraError) -> None:
+        self.out.write(self._render_failure(error), more=False)
+        await self.out.drain()
+
+    def _render_failure(self, error: TesseraError) -> bytes:
         self.ended = self.failed = True
-        return error_frame(error)
+        return self.renderer.fail(error)
 
-    def _full(self, event: TokenEvent, text: str, *, special: bool) -> bytes:
-        transcript, options = self._transcript, self._generation.options
-        assert event.token_id is not None
-        generated_text = details = None
-        if transcript.finish_reason is not None:
-            self.ended = True
-            generated_text = self._generation.full_text(self._generation.draws[0])
-            if options.details:
-                details = StreamDetails(
-                    finish_reason=transcript.finish_reason,
-                    generated_tokens=transcript.num_tokens,
-                    seed=options.seed,
-                    input_length=len(self._generation.prompt_ids),
-                )
-        token = Token(event.token_id, text, wire_logprob(event.logprob), special)
-        top = transcript.top_tokens(event) if self._wants_top else None
-        return full_frame(transcript.num_tokens, token, top or None, generated_text, details)
+    async def _follow(self, completion: Completion) -> None:
+        """Send the tokens of one completion until it ends or the stream does."""
+        take = self._reader(completion)
+        while completion.finish_reason is None and not self.ended:
+            await completion.stream.follow(take)
+            await self.out.drain()
+        if self.failed:
+            self.generation.abort()  # ends the other completions too
+        else:
+            completion.stream.abort()  # the engine does not know of the stop string that ended it
+
+    def _reader(self, completion: Completion) -> Callable[[list[TokenEvent]], bool]:
+        """Make the function that takes a completion's events as they arrive; for `RequestStream.follow`."""
+        render, write, watch, clock = (
+            self.renderer.token, self.out.write, self.watch, self.record.clock(),
+        )  # fmt: skip
+
+        def take(events: list[TokenEvent]) -> bool:
+            if self.ended:
+                return False
+            frames = []
+            try:
+                for event in events:
+                    frames.append(render(completion, event))
+                    if completion.finish_reason is not None:
+                        frames.append(self._render_end())
+                        break
+            except IncompleteGenerationError:
+                frames.append(self._render_failure(IncompleteGenerationStreamError()))
+            except GenerationError as error:
+                frames.append(self._render_failure(error))
+            if watch.gone:
+                raise ClientDisconnectedError
+            if not self.failed:
+                clock.tokens(len(events))
+            data = frames[0] if len(frames) == 1 else b"".join(frames)
+            ready = write(data, more=not self.ended) if data or self.ended else True
+            return ready and completion.finish_reason is None and not self.ended
+
+        return take
+
+    def _render_end(self) -> bytes:
+        """Render what follows the last token of a completion."""
+        if any(completion.finish_reason is None for completion in self.generation.completions):
+            return b""
+        self.ended = True
+        return self.renderer.end()
+
+
+class EventStream:
+    """Sends the frames of one response, in the order of the calls. Made by `open_event_stream`.
+
+    Attributes:
+        stalled: whether the response was given up, because the client took no bytes for too long.
+    """
+
+    __slots__ = (
+        "_backlog", "_blocked", "_blocked_since", "_comment", "_config", "_deadline", "_draining", "_last", "_loop",
+        "_more", "_send", "_timer", "_writer", "stalled",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        send: Send,
+        config: HTTPConfig,
+        deadline: asyncio.Timeout,
+        writer: DirectWriter | None,
+    ) -> None:
+        self._send = send
+        self._writer = writer
+        self._config = config
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self.stalled = False
+        # A send that waits for the client, and what was written since.
+        self._blocked: Awaitable[None] | None = None
+        self._blocked_since = 0.0
+        self._backlog: list[bytes] = []
+        self._more = True
+        self._draining = asyncio.Lock()
+        self._last = self._loop.time()
+        self._comment: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(config.keep_alive_seconds, self._tick)
+
+    def write(self, data: bytes, *, more: bool = True) -> bool:
+        """Send frames; callable outside of a task.
+
+        Args:
+            data: whole frames, at least one byte unless it is the end.
+            more: whether others follow.
+
+        Returns:
+            Whether the client took them, as it nearly always does. If not, `drain` has to be awaited.
+        """
+        if self._blocked is not None:
+            self._backlog.append(data)
+            self._more = more
+            return False
+        if more and self._writer is not None and self._writer.write(data):
+            self._last = self._loop.time()
+            return True
+        # `send` is a coroutine that rarely waits: run it here, and leave the rest of it to `drain` if it does.
+        steps = self._send(
+            {"type": "http.response.body", "body": data, "more_body": more}
+        ).__await__()
+        try:
+            awaited = next(steps)
+        except StopIteration:
+            self._last = self._loop.time()
+            return True
+        self._blocked = _resume(steps, awaited)
+        self._blocked_since = self._loop.time()
+        return False
+
+    async def drain(self) -> None:
+        """Wait until the client has taken all that was written."""
+        if self._blocked is None and not self._backlog:
+            return
+        async with self._draining:
+            while True:
+                if self._blocked is not None:
+                    try:
+                        await self._blocked
+                    finally:
+                        self._blocked = None
+                    self._last = self._loop.time()
+                if not self._backlog:
+                    return
+                data, self._backlog = b"".join(self._backlog), []
+                self.write(data, more=self._more)
+
+    def close(self) -> None:
+        """Stop the timers."""
+        self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    async def _send_comment(self) -> None:
+        with contextlib.suppress(OSError):  # the next frame meets the same error
+            self.write(KEEP_ALIVE_FRAME)
+            await self.drain()
+
+    def _tick(self) -> None:
+        """Send a comment after a long silence; give up if the client has taken no bytes for too long."""
+        now = self._loop.time()
+        if self._blocked is not None:
+            due = self._blocked_since + self._config.send_timeout_seconds
+            if now >= due:
+                self.stalled = True
+                self._deadline.reschedule(now)
+                return
+        else:
+            due = self._last + self._config.keep_alive_seconds
+            if now >= due:
+                self._comment = self._loop.create_task(self._send_comment())
+                due = now + self._config.keep_alive_seconds
+        self._timer = self._loop.call_at(due, self._tick)
+
+
+@types.coroutine
+def _resume(steps: Generator[object, Any, None], awaited: object) -> Generator[object, Any, None]:
+    """Run the rest of a coroutine that was started outside of a task.
+
+    Args:
+        steps: the coroutine's iterator.
+        awaited: the future that it yielded.
+    """
+    while True:
+        try:
+            try:
+                sent = yield awaited
+            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
+                awaited = steps.throw(error)
+            else:
+                awaited = steps.send(sent)
+        except StopIteration:
+            return
+
+
+@contextlib.asynccontextmanager
+async def open_event_stream(
+    send: Send,
+    config: HTTPConfig,
+    headers: Headers,
+    writer: DirectWriter | None = None,
+) -> AsyncIterator[EventStream]:
+    """Start a response of server-sent events.
+
+    Args:
+        send: of the ASGI server.
+        config: for the intervals.
+        headers: in addition to those of every stream.
+        writer: a faster way than `send` for frames; None if the server has none.
+
+    Raises:
+        ClientDisconnectedError: the client took no bytes for `send_timeout_seconds`, or the server
+            reports that it disconnected.
+    """
+    try:
+        async with asyncio.timeout(None) as deadline:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [*STREAM_HEADERS, *headers],
+                }
+            )
+            stream = EventStream(send, config, deadline, writer)
+            try:
+                yield stream
+            finally:
+                stream.close()
+    except (TimeoutError, OSError) as error:
+        raise ClientDisconnectedError from error

@@ -1,7 +1,7 @@
-"""A short way for the bytes of a stream: straight to uvicorn's transport, past the coroutines of ASGI's `send`.
+"""Writes the parts of a response straight to uvicorn's transport, without the coroutines of ASGI's `send`.
 
-A middleware leaves it in the scope; where the server is another one, there is none and ASGI's way is taken. Knows
-chunked transfer coding and nothing of what is sent.
+The only module that uses uvicorn's private names. They are those of its httptools protocol: with another server or
+protocol there is no direct writer, and `send` is used. The writer applies HTTP's chunked transfer coding.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-_KEY = "tessera.wire"
+_KEY = "tessera.direct_writer"
 
 
-class Wire:
+class DirectWriter:
     """Writes to the connection of one response, once the response has begun.
 
     Args:
-        cycle: uvicorn's side of the response. What is read here of it, its own `send` reads too.
+        cycle: uvicorn's state of the response. Its own `send` reads the same attributes.
     """
 
     __slots__ = ("_cycle", "_flow", "_write")
@@ -36,7 +36,7 @@ class Wire:
             data: at least one byte.
 
         Returns:
-            Whether it was written. If not, `send` has to be awaited: the client is too slow, or gone.
+            Whether it was written. If not, await `send` instead: the client is too slow, or has disconnected.
         """
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
@@ -45,24 +45,24 @@ class Wire:
         return True
 
 
-class WithWires:
-    """Wraps an application so that `wire_of` finds something; to be wrapped by nothing that replaces `send`."""
+class DirectWriterMiddleware:
+    """Puts a direct writer into the scope of each request. Must be the outermost middleware: it inspects `send`."""
 
     def __init__(self, app: ASGIApp) -> None:
-        # Not everywhere: there are no httptools on Windows.
+        # Imported here because httptools does not exist on Windows.
         from uvicorn.protocols.http.httptools_impl import RequestResponseCycle  # noqa: PLC0415
 
         self._app = app
-        self._kind = RequestResponseCycle
+        self._cycle_type = RequestResponseCycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection of ASGI."""
+        """Serve one ASGI connection."""
         cycle = getattr(send, "__self__", None)
-        if isinstance(cycle, self._kind):
-            scope[_KEY] = Wire(cycle)
+        if isinstance(cycle, self._cycle_type):
+            scope[_KEY] = DirectWriter(cycle)
         await self._app(scope, receive, send)
 
 
-def wire_of(scope: Scope) -> Wire | None:
-    """Return the short way to a request's client, where there is one."""
+def direct_writer(scope: Scope) -> DirectWriter | None:
+    """Return the direct writer of a request's connection, if there is one."""
     return scope.get(_KEY)

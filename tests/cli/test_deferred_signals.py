@@ -1,4 +1,4 @@
-"""Signals that come while they are held back are raised once nothing holds them."""
+"""Signals that arrive during a critical section are raised at its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from server.cli.deferred_signals import held_back
+from server.cli.deferred_signals import deferred_signals
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def came():
 
 
 def test_a_signal_waits_until_the_block_has_ended(came):
-    with held_back(signal.SIGTERM):
+    with deferred_signals(signal.SIGTERM):
         signal.raise_signal(signal.SIGTERM)
         assert not came
 
@@ -30,7 +30,7 @@ def test_a_signal_waits_until_the_block_has_ended(came):
 
 def test_a_signal_is_raised_behind_a_block_that_fails_too(came):
     def begin():
-        with held_back(signal.SIGTERM):
+        with deferred_signals(signal.SIGTERM):
             signal.raise_signal(signal.SIGTERM)
             raise OSError("full")
 
@@ -43,7 +43,7 @@ def test_a_signal_is_raised_behind_a_block_that_fails_too(came):
 def test_what_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with held_back(signal.SIGINT):
+        with deferred_signals(signal.SIGINT):
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

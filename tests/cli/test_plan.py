@@ -13,7 +13,9 @@ import torch
 from kernels.arch import CATALOGUE
 from model.checkpoint.hub import resolve
 from server.cli.main import main
-from server.engine.link.plan_report import PlanReport
+from server.cli.plan import WIDTH, render
+from server.engine.core.plan_report import PlanReport
+from tests.plans import PLAN
 
 
 @pytest.fixture
@@ -51,10 +53,60 @@ def test_every_known_processor_has_a_plan_of_the_bundled_model(tessera, arch):
     assert (status, err) == (0, "")
     assert out.startswith(CATALOGUE[arch].name)
     assert "bundled in" in out
-    kernel = "portable" if CATALOGUE[arch].sm >= 80 else "torch"
+    kernel = "portable" if CATALOGUE[arch].has_triton_tensor_cores else "torch"
     assert f"{kernel}_prefill" in out
     # Three query heads per key-value head are too odd a group for Hopper's prefill, not for its decode.
     assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
+
+
+@pytest.mark.parametrize(("arch", "said"), [("cpu", 0), ("a100", 2), ("h100", 0)])
+def test_the_plan_says_where_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, arch, said):
+    _, out, _ = tessera("plan", "--arch", arch)
+
+    assert out.count("has ever run it") == said
+
+
+def test_a_kernel_is_named_with_its_flash_attention_generation(tessera):
+    _, out, _ = tessera("plan", "--arch=h100")
+
+    assert "prefill: portable_prefill (FlashAttention-2 style)\n" in out
+    assert "decode: hopper_decode (FlashAttention-3 style)\n" in out
+    assert "prefill: torch_prefill (PyTorch)\n" in tessera("plan", "--arch=t4")[1]
+
+
+@pytest.mark.parametrize("arch", CATALOGUE)
+def test_the_text_has_every_reason_and_every_launch_within_its_width(tessera, arch):
+    plan = json.loads(tessera("plan", "--arch", arch, "--json")[1])
+    text = tessera("plan", "--arch", arch)[1]
+
+    words = [line[:8].strip() for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert words.count("why") == len(plan["phases"])
+    assert words.count("not") == sum(len(phase["refused"]) for phase in plan["phases"])
+    assert words.count("launch") == sum(len(phase["launches"]) for phase in plan["phases"])
+
+
+def test_a_launch_says_which_steps_it_is_for_and_where_it_comes_from():
+    launch = PLAN.phases[1].launches[0]
+    launches = [
+        msgspec.structs.replace(launch, min_num_seqs=33, provenance="many", measured=True),
+        msgspec.structs.replace(launch, max_seqlen_k=1024, provenance="short", measured=True),
+        launch,
+    ]
+    phase = msgspec.structs.replace(PLAN.phases[2], launches=launches)
+
+    text = render(msgspec.structs.replace(PLAN, phases=[phase]), "a model")
+
+    assert "decode, window 4096: portable_decode (FlashAttention-2 style)\n" in text
+    assert "launch  16x64, 4 warps, 3 stages, from 33 sequences on: many\n" in text
+    assert "launch  16x64, 4 warps, 3 stages, up to 1024 tokens: short\n" in text
+    assert "launch  16x64, 4 warps, 3 stages: not measured; a test\n" in text
+
+
+def test_a_gpu_whose_peaks_are_not_known_is_planned_all_the_same():
+    text = render(msgspec.structs.replace(PLAN, memory_bandwidth_gbs=0), "a model")
+
+    assert "peaks in bfloat16 not known" in text
 
 
 def test_without_an_architecture_the_plan_is_of_this_machine(tessera):
@@ -128,10 +180,6 @@ def test_a_float8_cache_is_planned_on_kernels_that_read_it(tessera):
     assert "bundled in bfloat16, cache in float8_e4m3fn: " in text
     refused = {row["kernel"]: row["reasons"] for p in plan["phases"] for row in p["refused"]}
     assert "no float8_e4m3fn cache" in refused["hopper_prefill"]
-    # Of 64 numbers and a scale of 4 bytes; queries and output are what they were.
-    exact = json.loads(tessera("plan", "--arch", "h100", "--json")[1])
-    moved = [p["phases"][-1]["steps"][0]["bytes_moved"] for p in (plan, exact)]
-    assert 0.53 < moved[0] / moved[1] < 0.54
 
 
 def test_a_plan_tells_of_weights_in_float8_and_refuses_them_where_nothing_multiplies_by_them(
@@ -146,7 +194,7 @@ def test_a_plan_tells_of_weights_in_float8_and_refuses_them_where_nothing_multip
     assert "bundled in bfloat16, weights in float8_e4m3fn: " in tessera(*asked, "h100")[1]
     assert status == 1
     assert "quantization fp8" in error
-    assert "a CPU has no kernels" in error
+    assert "needs a GPU" in error
 
 
 def test_a_float16_checkpoint_stays_so(tessera, checkpoint):

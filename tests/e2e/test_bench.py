@@ -71,7 +71,7 @@ def test_the_engine_is_measured_without_http_and_a_profile_of_its_steps_adds_up(
     for profile in result["profiles"]:
         phases = profile["phases_us"]
         assert sum(phases.values()) == pytest.approx(profile["step_us"])
-        for name in ("receive", "schedule", "build batch", "launch", "commit", "publish"):
+        for name in ("receive", "schedule", "pack", "launch", "commit", "publish"):
             assert phases[name] > 0
             assert name in done.stdout
 

@@ -1,4 +1,4 @@
-"""`--frontends 2`: two processes answer on one port, with one engine process of plain arithmetic behind them."""
+"""`--frontends 2`: two processes answer on one port, with one engine process that runs an arithmetic model."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ serve(Settings(_cli_parse_args=sys.argv[2:]), command)
 """
 
 
-class Fleet:
+class FrontEndService:
     """A service of two front ends, and connections that are known to lead to the one or the other."""
 
     def __init__(self, behaviour="slow", *arguments):
@@ -121,23 +121,23 @@ def events(client, tokens, prompt="x"):
 
 
 @pytest.fixture(scope="module")
-def fleet():
-    fleet = Fleet()
-    fleet.wait_until_healthy()
-    yield fleet
-    fleet.stop()
+def service():
+    service = FrontEndService()
+    service.wait_until_healthy()
+    yield service
+    service.stop()
 
 
 @pytest.fixture
-def clients(fleet):
-    clients = fleet.one_client_each()
+def clients(service):
+    clients = service.one_client_each()
     yield list(clients.values())
     for client in clients.values():
         client.close()
 
 
-def test_both_answer_with_one_engine_and_do_not_mix_their_requests(fleet, clients):
-    assert len(fleet.children("fake_engine")) == 1
+def test_both_answer_with_one_engine_and_do_not_mix_their_requests(service, clients):
+    assert len(service.children("fake_engine")) == 1
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(events, clients, (20, 20), ("x", "y")))
     alone = [events(client, 20, p) for client, p in zip(clients[::-1], ("x", "y"), strict=True)]
@@ -147,137 +147,137 @@ def test_both_answer_with_one_engine_and_do_not_mix_their_requests(fleet, client
     assert answers[0] != answers[1]
 
 
-def test_metrics_are_the_sum_over_both_wherever_they_are_asked_for(fleet, clients):
+def test_metrics_are_the_sum_over_both_wherever_they_are_asked_for(service, clients):
     names = (
         "tessera_requests_total",
         "tessera_time_to_first_token_seconds_count",
         "tessera_inter_token_latency_seconds_count",
         "tessera_generation_tokens_total",
     )
-    before = [fleet.metric(name) for name in names]
+    before = [service.metric(name) for name in names]
     for client, requests in zip(clients, (1, 3), strict=True):
         for _ in range(requests):
             assert client.post("/generate", json=body(5)).status_code == 200
 
     for client in clients:
-        after = [fleet.metric(name, client) for name in names]
+        after = [service.metric(name, client) for name in names]
         assert [a - b for a, b in zip(after, before, strict=True)] == [4, 4, 16, 20]
-        assert fleet.metric("tessera_requests_in_flight", client) == 0
-        assert fleet.metric("process_resident_memory_bytes", client) > 100e6
+        assert service.metric("tessera_requests_in_flight", client) == 0
+        assert service.metric("process_resident_memory_bytes", client) > 100e6
 
 
-def test_an_abort_on_one_leaves_the_requests_of_the_other_alone(fleet, clients):
+def test_an_abort_on_one_leaves_the_requests_of_the_other_alone(service, clients):
     leaving, staying = clients
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(events, staying, 30)
         with leaving.stream("POST", "/generate_stream", json=body(400)) as reply:
             lines = reply.iter_lines()  # to be kept: it closes the connection when it is dropped
             next(lines)
-            until(lambda: fleet.metric("tessera_requests_running", staying) == 2)
-            assert fleet.metric("tessera_requests_in_flight") == 2
-        until(lambda: fleet.metric("tessera_requests_running") == 1)
+            until(lambda: service.metric("tessera_requests_running", staying) == 2)
+            assert service.metric("tessera_requests_in_flight") == 2
+        until(lambda: service.metric("tessera_requests_running") == 1)
 
         assert len(other.result()) == 30
-    until(lambda: fleet.metric("tessera_kv_blocks_free") == fleet.metric("tessera_kv_blocks"))
-    assert fleet.metric("tessera_requests_in_flight") == 0
+    until(lambda: service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks"))
+    assert service.metric("tessera_requests_in_flight") == 0
 
 
-def test_a_killed_engine_ends_the_requests_of_both_and_both_come_back(fleet, clients):
-    tokens = fleet.metric("tessera_generation_tokens_total")
-    restarts = fleet.metric("tessera_engine_restarts_total")
+def test_a_killed_engine_ends_the_requests_of_both_and_both_come_back(service, clients):
+    tokens = service.metric("tessera_generation_tokens_total")
+    restarts = service.metric("tessera_engine_restarts_total")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(events, client, 400) for client in clients]
-        until(lambda: fleet.metric("tessera_requests_running") == 2)
-        os.kill(fleet.children("fake_engine")[0], signal.SIGKILL)
+        until(lambda: service.metric("tessera_requests_running") == 2)
+        os.kill(service.children("fake_engine")[0], signal.SIGKILL)
         ends = [stream.result()[-1] for stream in streams]
 
     assert {end["error_type"] for end in ends} == {"generation"}
     for client in clients:
         until(lambda client=client: client.get("/health").status_code == 200)
         assert len(events(client, 3)) == 3
-        assert fleet.metric("tessera_engine_restarts_total", client) == restarts + 1
+        assert service.metric("tessera_engine_restarts_total", client) == restarts + 1
 
     def counted(client):
-        return fleet.metric("tessera_generation_tokens_total", client)
+        return service.metric("tessera_generation_tokens_total", client)
 
     until(lambda: counted(clients[0]) == counted(clients[1]))
     assert counted(clients[0]) > tokens + 6
 
 
-def test_a_killed_front_end_frees_what_it_held_and_comes_back(fleet, clients):
-    requests = fleet.metric("tessera_requests_total")
+def test_a_killed_front_end_frees_what_it_held_and_comes_back(service, clients):
+    requests = service.metric("tessera_requests_total")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        owners = fleet.one_client_each()
+        owners = service.one_client_each()
         (victim, doomed), (_, other) = owners.items()
         stream = pool.submit(events, doomed, 400)
-        until(lambda: fleet.metric("tessera_requests_running", other) == 1)
+        until(lambda: service.metric("tessera_requests_running", other) == 1)
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(httpx.TransportError):
             stream.result()
 
-    until(lambda: fleet.metric("tessera_requests_running", other) == 0)
-    until(lambda: len(set(fleet.children("server.cli.front_end")) - {victim}) == 2)
-    for client in fleet.one_client_each().values():
+    until(lambda: service.metric("tessera_requests_running", other) == 0)
+    until(lambda: len(set(service.children("server.cli.front_end")) - {victim}) == 2)
+    for client in service.one_client_each().values():
         assert len(events(client, 3)) == 3
         client.close()
-    until(lambda: fleet.metric("tessera_requests_in_flight", other) == 0)
-    assert fleet.metric("tessera_requests_total", other) == requests + 2
+    until(lambda: service.metric("tessera_requests_in_flight", other) == 0)
+    assert service.metric("tessera_requests_total", other) == requests + 2
     doomed.close()
     other.close()
 
 
 def test_more_requests_than_the_service_takes_are_refused_by_either():
-    fleet = Fleet("slow", "--max-concurrent-requests=2")
+    service = FrontEndService("slow", "--max-concurrent-requests=2")
     try:
-        fleet.wait_until_healthy()
-        clients = list(fleet.one_client_each().values())
+        service.wait_until_healthy()
+        clients = list(service.one_client_each().values())
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             streams = [pool.submit(events, client, 60) for client in clients]
-            until(lambda: fleet.metric("tessera_requests_in_flight") == 2)
-            assert httpx.post(f"{fleet.url}/generate", json=body(1)).status_code == 429
+            until(lambda: service.metric("tessera_requests_in_flight") == 2)
+            assert httpx.post(f"{service.url}/generate", json=body(1)).status_code == 429
             assert [len(stream.result()) for stream in streams] == [60, 60]
         for client in clients:
             client.close()
     finally:
-        fleet.stop()
+        service.stop()
 
 
 def test_a_signal_lets_requests_end_and_leaves_nothing_behind():
-    fleet = Fleet("slow")
-    fleet.wait_until_healthy()
-    children = fleet.children("server.cli.front_end") + fleet.children("fake_engine")
-    clients = list(fleet.one_client_each().values())
+    service = FrontEndService("slow")
+    service.wait_until_healthy()
+    children = service.children("server.cli.front_end") + service.children("fake_engine")
+    clients = list(service.one_client_each().values())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(events, client, 40) for client in clients]
-        until(lambda: fleet.metric("tessera_requests_running") == 2)
-        log = fleet.stop()
+        until(lambda: service.metric("tessera_requests_running") == 2)
+        log = service.stop()
 
         assert [len(stream.result()) for stream in streams] == [40, 40]
     for client in clients:
         client.close()
-    assert fleet.process.returncode == 0
+    assert service.process.returncode == 0
     assert "Traceback" not in log
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
 def test_everything_ends_with_a_service_that_is_killed():
-    fleet = Fleet("slow")
-    fleet.wait_until_healthy()
-    children = fleet.children("server.cli.front_end") + fleet.children("fake_engine")
+    service = FrontEndService("slow")
+    service.wait_until_healthy()
+    children = service.children("server.cli.front_end") + service.children("fake_engine")
 
-    fleet.process.kill()
-    fleet.process.communicate()
+    service.process.kill()
+    service.process.communicate()
 
     assert len(children) == 3
     until(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
 
 
 def test_an_engine_that_cannot_start_ends_the_service():
-    fleet = Fleet("fail")
+    service = FrontEndService("fail")
 
-    log = fleet.process.communicate(timeout=30)[1]
+    log = service.process.communicate(timeout=30)[1]
 
-    assert fleet.process.returncode == 1
+    assert service.process.returncode == 1
     assert "shard 2 is truncated" in log
 
 

@@ -112,8 +112,8 @@ def make(problem, query_lens, seq_lens, **options):
 def selection_of(row, problem):
     """Force a row; skip where it does not take the problem on this GPU."""
     arch = kernels.detect(DEVICE)
-    if reasons := row.refuse(problem, arch):
-        must = row.name.startswith("portable") and arch.sm >= 80
+    if reasons := row.unsupported(problem, arch):
+        must = row.name.startswith("portable") and arch.has_triton_tensor_cores
         assert not must, f"{row.name} refuses {problem}: {reasons}"
         pytest.skip(f"{row.name}: {'; '.join(reasons)}")
     return kernels.select(problem, arch, registry=(row,))

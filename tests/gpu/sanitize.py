@@ -55,7 +55,7 @@ def attend_all() -> int:
         for row in (parameter.values[0] for parameter in rows(phase)):
             for combination, queries, keys, prefix in cases:
                 problem = make_problem(phase, combination)
-                if row.refuse(problem, kernels.detect(DEVICE)):
+                if row.unsupported(problem, kernels.detect(DEVICE)):
                     continue
                 options = {"shared_prefix": prefix} if prefix else {}
                 case = make(problem, queries, keys, **options)

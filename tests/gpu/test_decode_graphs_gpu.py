@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import kernels
+from benchmarks.local_engine import LocalEngine
 from model.checkpoint.hub import BUNDLED, resolve
-from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
 from server.engine.runner.model_runner import ModelRunner
-from server.engine.runner.prefill_graphs import PrefillGraphs
+from server.engine.runner.recordings import RecordedSteps
 from tests.gpu.waiting import no_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -60,7 +61,8 @@ def answers(engine, prompts, num_tokens, **sampling):
 
 
 def recordings(engine):
-    return list(engine.engine._runner._graphs.decode.recordings.recorded)
+    """The buckets of decode rows alone that are recorded."""
+    return [it for it in engine.engine._runner.recorded.recorded if not it.prompt_seqs]
 
 
 PROMPTS = [[(7 * i + j) % 500 + 5 for j in range(3 + 13 * i)] for i in range(20)]
@@ -133,7 +135,7 @@ def test_tables_that_outgrow_a_recording_go_on_in_the_next(make_engine):
     answers(engine, [prompt], 100)  # long enough for the longer recording to be made
 
     assert answers(engine, [prompt], 100) == expected
-    assert {key.num_columns for key in recordings(engine)} == {64, 128}
+    assert {key.columns for key in recordings(engine)} == {64, 128}
 
 
 def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
@@ -153,7 +155,7 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
     for _ in range(5):
         engine.engine.step()
 
-    assert [type(step).__name__ for step in found] == ["MostLikely"] * 5
+    assert [type(step).__name__ for step in found] == ["GreedyStep"] * 5
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
@@ -163,18 +165,20 @@ def test_prompts_that_arrive_while_others_decode_are_computed_with_them(
     limits = {"dtype": "float32", "max_num_batched_tokens": 256}
     expected = answers(make_engine(cuda_graphs=False, overlap=False, **limits), PROMPTS, 64)
     engine = make_engine(cuda_graphs=True, overlap=overlap, **limits)
-    launch, prepare, found = ModelRunner.launch, PrefillGraphs.prepare_mixed, []
+    launch, find, found = ModelRunner.launch, RecordedSteps._find, []
 
     def watched(runner, output):
         with no_waiting():
             return launch(runner, output)
 
-    def prepared(graphs, decode, prefill):
-        found.append(prepare(graphs, decode, prefill))
-        return found[-1]
+    def watched_find(steps, decode, prefill, *, waits):
+        recording = find(steps, decode, prefill, waits=waits)
+        if decode and prefill:
+            found.append(recording)
+        return recording
 
     monkeypatch.setattr(ModelRunner, "launch", watched)
-    monkeypatch.setattr(PrefillGraphs, "prepare_mixed", prepared)
+    monkeypatch.setattr(RecordedSteps, "_find", watched_find)
     for request in requests(PROMPTS, 64):
         engine.channel.inbox.append(request)
         engine.engine.receive(wait=0)

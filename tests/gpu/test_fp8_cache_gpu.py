@@ -11,8 +11,8 @@ import torch
 import kernels
 from kernels.attention.problem import Phase
 from kernels.attention.pytorch.write_kv import write_kv as write_on_cpu
-from kernels.attention.quantized_cache import FP8
 from kernels.attention.registry import REGISTRY
+from kernels.fp8 import FP8
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
@@ -56,7 +56,7 @@ def readers(phase):
         return []
     arch = kernels.detect(DEVICE)
     asked = fp8_problem(phase, COMBINATIONS[0])
-    found = [row for row in REGISTRY if row.phase is phase and not row.refuse(asked, arch)]
+    found = [row for row in REGISTRY if row.phase is phase and not row.unsupported(asked, arch)]
     return [pytest.param(row, id=row.name) for row in found]
 
 
@@ -70,7 +70,7 @@ BOTH = pytest.mark.parametrize("row", [*readers(Phase.PREFILL), *readers(Phase.D
 
 
 def takes(row, problem):
-    if reasons := row.refuse(problem, kernels.detect(DEVICE)):
+    if reasons := row.unsupported(problem, kernels.detect(DEVICE)):
         pytest.skip("; ".join(reasons))
 
 

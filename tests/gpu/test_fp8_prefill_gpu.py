@@ -11,7 +11,7 @@ the model only where a sum in another order puts a weight on the other side of a
     log-sum-exp  a row that sees one key is as far off as its score, and two things move a score by more than
                  float32 does. A rotated element may lie on a tie of e4m3, as 3/4 of its row's largest does;
                  then float32's last bit decides, and the score moves by a step of e4m3 times an element of
-                 the key: three of 32704 by 0.004 to 0.017. So each digit that the kernel has quantised is
+                 the key: three of 32704 by 0.004 to 0.017. So each digit that the kernel has quantized is
                  held to the model's, where both neighbours of a tie are right, and the scores are those of
                  the kernel's digits. And the tensor cores cut the terms of a score: sqrt(33) of their units
                  are granted for each instruction (`score_units`), weighed as the keys are.
@@ -28,7 +28,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.attention.problem import LaunchConfig, Phase, TunedLaunch
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
 from kernels.testing import reference, reference_fp8
 from tests.gpu.attention_cases import (
@@ -92,7 +93,7 @@ def judge(case, out, lse=None):
     squares = {"kernel": 0.0, "model": 0.0}
     count = first_query = first_key = 0
     assert bool(out.isfinite().all())
-    room, first_blocks = (None, None) if lse is None else quantised(case)
+    buffers, first_blocks = (None, None) if lse is None else quantized(case)
     for seq, (queries, keys) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         rows = slice(first_query, first_query + queries)
         q, found = case.q[rows], out[rows].double()
@@ -113,7 +114,7 @@ def judge(case, out, lse=None):
         squares["model"] += float((LAST_DIGIT[out.dtype] * truth).square().sum())
         count += truth.numel()
         if lse is not None:
-            operands = own_operands(room, rows, keys, first_blocks[seq])
+            operands = own_operands(buffers, rows, keys, first_blocks[seq])
             judge_operands(operands, q.double() @ turn, k.double() @ turn, problem)
             sums, units = own_log_sums(operands, problem.causal)
             assert torch.equal(lse[rows].isinf(), sums.isinf())
@@ -125,22 +126,22 @@ def judge(case, out, lse=None):
         assert math.sqrt(squares["kernel"] / count) <= 1.1 * math.sqrt(squares["model"] / count)
 
 
-def quantised(case):
-    """What the kernel attends to, in room as its quantiser writes it, and where sequences' blocks begin."""
-    from kernels.attention.hopper.fp8_quantize import make_room, plan_key_blocks, quantise
+def quantized(case):
+    """What the kernel attends to, in buffers as its quantizer writes it, and where sequences' blocks begin."""
+    from kernels.attention.hopper.fp8_quantize import make_buffers, plan_key_blocks, quantize
 
     plan = plan_key_blocks(case.batch.cu_seqlens_k, case.kv.shape[1], BLOCK)
-    room = make_room(case.q, case.kv, plan)
-    quantise(case.q, case.kv, plan, room, case.problem.softmax_scale)
-    return room, plan.first_blocks.tolist()
+    buffers = make_buffers(case.q, case.kv, plan)
+    quantize(case.q, case.kv, plan, buffers, case.problem.softmax_scale)
+    return buffers, plan.first_blocks.tolist()
 
 
-def own_operands(room, rows, keys, first_block):
+def own_operands(buffers, rows, keys, first_block):
     """A sequence's queries [m, H, D], their factors [m, H], its keys [n, K, D] and their scales [n, K]."""
     blocks = slice(first_block, first_block - (-keys // BLOCK))
-    k = room.k[:, blocks].float().flatten(1, 2)[:, :keys].transpose(0, 1)
-    scales = room.scales[0][:, blocks].repeat_interleave(BLOCK, 1)[:, :keys].T
-    return room.q[rows].float(), room.factors[rows], k, scales
+    k = buffers.k[:, blocks].float().flatten(1, 2)[:, :keys].transpose(0, 1)
+    scales = buffers.scales[0][:, blocks].repeat_interleave(BLOCK, 1)[:, :keys].T
+    return buffers.q[rows].float(), buffers.factors[rows], k, scales
 
 
 def judge_operands(operands, q, k, problem):

@@ -1,23 +1,29 @@
 """Weights in float8 on a GPU: right, the same bits each time, and a service with them."""
 
+import dataclasses
 import gc
 
 import pytest
 import torch
 
 import kernels
+from benchmarks.local_engine import LocalEngine
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.fp8 import dequantise_rows, quantise_rows
-from kernels.linear.projection import FusedLinear, FusedNorm
-from kernels.linear.select import LinearKernel
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import LIBRARY_FP8
+from kernels.linear.select import select_linear
+from kernels.linear.weights import Norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
+from kernels.tuning.linear import tuned_linear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
-from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
+from tests.kernels.linear.layer import linear
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver
 
@@ -42,22 +48,39 @@ def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
     return (torch.randn(shape, device=DEVICE, generator=generator) * scale).to(dtype)
 
 
-def make_layer(outputs, inputs, dtype, *, gated, around):
-    weight = random((1 + gated) * outputs, inputs, dtype=torch.float32, scale=inputs**-0.5, seed=1)
-    numbers, scale = quantise_rows(weight)
-    bias = random(len(weight), dtype=dtype) if around == "bias" else None
-    norm = FusedNorm(random(inputs, dtype=dtype, seed=2), EPS) if around == "norm" else None
-    return FusedLinear(numbers, bias, kernels.detect(DEVICE), norm, gated, scale)
+class Layer:
+    """A linear layer with weights in FP8, on the kernel that is chosen for the number of rows."""
+
+    def __init__(self, outputs, inputs, dtype, *, gated, around):
+        shape = ((1 + gated) * outputs, inputs)
+        weight = random(*shape, dtype=torch.float32, scale=inputs**-0.5, seed=1)
+        self.weight, self.scale = quantise_rows(weight)
+        self.bias = random(len(weight), dtype=dtype) if around == "bias" else None
+        self.norm = None
+        if around == "norm":
+            self.norm = Norm(random(inputs, dtype=dtype, seed=2), EPS)
+        name = str(dtype).removeprefix("torch.")
+        self.problem = LinearProblem(1, outputs, inputs, name, gated, kernels.FP8)
+
+    def choose(self, rows):
+        problem = dataclasses.replace(self.problem, rows=rows)
+        return select_linear(problem, kernels.detect(DEVICE), tuned_linear)
+
+    def __call__(self, x, residual=None, *, pdl):
+        return linear(
+            x, self.weight, self.choose(len(x)), residual,
+            bias=self.bias, scale=self.scale, norm=self.norm, residual=residual, pdl=pdl,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 17, 256])
 @pytest.mark.parametrize(("outputs", "inputs", "gated", "around"), SHAPES)
 def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, around):
-    layer = make_layer(outputs, inputs, dtype, gated=gated, around=around)
+    layer = Layer(outputs, inputs, dtype, gated=gated, around=around)
     x = random(rows, inputs, dtype=dtype)
     residual = random(rows, outputs, dtype=dtype, seed=3) if around == "residual" else None
-    in_fp8 = layer.choose(rows, dtype).kernel is LinearKernel.LIBRARY_FP8
+    in_fp8 = layer.choose(rows).spec is LIBRARY_FP8
 
     def formula(at):
         values = reference.rms_norm(x, layer.norm.weight, EPS, at) if layer.norm else x.to(at)
@@ -92,7 +115,7 @@ def test_rows_are_quantised_as_pytorch_does():
 
 @pytest.mark.parametrize("rows", [4, 64])
 def test_a_row_does_not_depend_on_its_neighbours(rows):
-    layer = make_layer(4096, 1024, torch.bfloat16, gated=False, around="norm")
+    layer = Layer(4096, 1024, torch.bfloat16, gated=False, around="norm")
     x = random(rows, 1024)
     out = layer(x, pdl=False)
 
@@ -108,8 +131,8 @@ def blocks_of_16(monkeypatch):
 def drive(dtype, weight_dtype, *, fuse):
     """Logits of the last token of each sequence and step, float32."""
     config = ModelConfig.from_folder(FOLDER)
-    model = load_model(FOLDER, config, dtype, DEVICE, weight_dtype=weight_dtype)
-    assert not fuse or model.fuse() == ""
+    model = load_model(FOLDER, config, dtype, DEVICE, weight_dtype=weight_dtype, pack=fuse)
+    assert model._bound.fused == fuse
     driver, generator = PagedDriver(model), torch.Generator().manual_seed(1)
     rows = []
     for count in (17, 1, 4, 17):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 import kernels
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
-from kernels.linear.gpu.linear import LinearArguments, Norm, TileBest, linear
-from kernels.linear.select import LinearKernel, LinearProblem, select_linear
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import LIBRARY
+from kernels.linear.select import select_linear
+from kernels.linear.weights import Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.tokens import embed_tokens
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from kernels.tuning.linear import tuned_linear
+from tests.kernels.linear.layer import linear
 
 DEVICE = "cuda"
 EPS = 1e-6
@@ -74,8 +75,8 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
 
     for pdl in (False, can_depend()):
         out = torch.full((rows, outputs), float("nan"), dtype=kind, device=DEVICE)
-        arguments = LinearArguments(bias=bias, norm=norm, residual=residual, pdl=pdl)
-        linear(x, weight, choice, out, arguments)
+        around = {"bias": bias, "norm": norm, "residual": residual}
+        linear(x, weight, choice, out, **around, pdl=pdl)
 
         assert_no_worse_than(out, formula(torch.float64).float(), formula(kind), factor=3.0)
 
@@ -112,22 +113,20 @@ class Step:
         self.checked = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
 
     def run(self, *, pdl):
-        around = LinearArguments(pdl=pdl)
-        normed = dataclasses.replace(around, norm=self.norm)
-        added = dataclasses.replace(around, residual=self.hidden)
+        normed = {"norm": self.norm, "pdl": pdl}
+        added = {"residual": self.hidden, "pdl": pdl}
         choices, hidden = self.choices, self.hidden
         torch.add(self.start, 0, out=hidden)
         for weights in self.weights:
-            linear(hidden, weights["qkv"], choices["qkv"], self.packed, normed)
-            linear(self.packed[:, :HEADS], weights["output"], choices["output"], hidden, added)
-            linear(hidden, weights["gate_up"], choices["gate_up"], self.inner, normed)
-            linear(self.inner, weights["down"], choices["down"], hidden, added)
-        if self.head_choice.kernel is LinearKernel.LIBRARY:
-            linear(hidden, self.head, self.head_choice, self.logits, normed)
+            linear(hidden, weights["qkv"], choices["qkv"], self.packed, **normed)
+            linear(self.packed[:, :HEADS], weights["output"], choices["output"], hidden, **added)
+            linear(hidden, weights["gate_up"], choices["gate_up"], self.inner, **normed)
+            linear(self.inner, weights["down"], choices["down"], hidden, **added)
+        if self.head_choice.spec is LIBRARY:
+            linear(hidden, self.head, self.head_choice, self.logits, **normed)
             self.token.copy_(self.logits.argmax(-1))
             return
-        greedy = dataclasses.replace(normed, best=self.best)
-        linear(hidden, self.head, self.head_choice, None, greedy)
+        linear(hidden, self.head, self.head_choice, self.logits, **normed, best=self.best)
         best_tokens(self.best, self.token, self.checked, self.logprobs, pdl=pdl)
 
     def result(self):
@@ -175,7 +174,7 @@ def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
     logits = torch.empty(rows, vocabulary, dtype=torch.bfloat16, device=DEVICE)
     token, checked = torch.empty((2, rows), dtype=torch.int64, device=DEVICE)
 
-    linear(x, weight, choice, logits, LinearArguments(best=best))
+    linear(x, weight, choice, logits, best=best)
     best_tokens(best, token, checked, logprobs)
 
     largest = logits.amax(-1, keepdim=True)

@@ -5,13 +5,17 @@ import gc
 import pytest
 import torch
 
+from benchmarks.local_engine import LocalEngine
+from kernels.linear import projection
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
+from model.network import attention as model_attention
+from model.network import decoder
 from model.network.decoder import DecoderLM
-from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
 from tests.gpu.python_headers import HEADERS
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver
@@ -30,8 +34,8 @@ def blocks_of_16(monkeypatch):
 
 
 def load(dtype, *, fused):
-    model = load_model(FOLDER, ModelConfig.from_folder(FOLDER), dtype, "cuda")
-    assert not fused or model.fuse() == ""
+    model = load_model(FOLDER, ModelConfig.from_folder(FOLDER), dtype, "cuda", pack=fused)
+    assert model._bound.fused == fused
     return model
 
 
@@ -39,15 +43,15 @@ def drive(model, **changes):
     """Logits of the last token of each sequence and step, float32."""
     driver, generator = PagedDriver(model, **changes), torch.Generator().manual_seed(1)
 
-    def draw(count):
+    def tokens(count):
         return torch.randint(5, 500, (count,), generator=generator).tolist()
 
     rows = []
-    driver.step({name: draw(20 + name) for name in range(17)})
+    driver.step({name: tokens(20 + name) for name in range(17)})
     for count in COUNTS:
-        found = driver.step({name: draw(1) for name in range(count)})
+        found = driver.step({name: tokens(1) for name in range(count)})
         rows += [found[name][-1].float() for name in range(count)]
-    found = driver.step({0: draw(1), 1: draw(1), 2: draw(9)})
+    found = driver.step({0: tokens(1), 1: tokens(1), 2: tokens(9)})
     return torch.stack([*rows, *(found[name][-1].float() for name in range(3))])
 
 
@@ -86,14 +90,16 @@ def test_half_precision_is_as_exact_as_its_operations(blocks_of_16, dtype, recor
     assert int(sure.sum()) > len(sure) // 2
 
 
-def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(blocks_of_16):
+def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(blocks_of_16, monkeypatch):
     model = load(torch.bfloat16, fused=True)
     first = drive(model)
 
     again = drive(model)
-    model._fused._fetches = False
+    monkeypatch.setattr(model_attention, "_FEW_ROWS", 0)
     fetching_nothing = drive(model)
-    model._fused._pdl = False
+    for module in (projection, decoder):
+        monkeypatch.setattr(module, "may_depend", lambda *_: False)
+    model.optimize()
     without = drive(model)
 
     assert torch.equal(again, first)
@@ -132,6 +138,6 @@ def test_greedy_tokens_in_float32_are_the_same_with_fusion_on_and_off(monkeypatc
         return found
 
     fused = answers(cuda_graphs)
-    monkeypatch.setattr(DecoderLM, "fuse", lambda _self: "the test switches it off")
+    monkeypatch.setattr(DecoderLM, "optimize", lambda _self: None)
 
     assert answers(graphs=False) == fused

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import kernels
-from kernels.attention.problem import LaunchConfig, Phase, TunedLaunch
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
 from tests.gpu.attention_cases import (
     DEVICE,

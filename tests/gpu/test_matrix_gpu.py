@@ -10,7 +10,10 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm
+from kernels.linear import registry
 from kernels.linear.gpu.matrix import MatrixLinear
+from kernels.linear.problem import LinearProblem
+from kernels.linear.weights import LinearArguments, LinearWeights
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from model.device.kv_cache import KVCache
@@ -35,6 +38,20 @@ def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
     return (torch.randn(shape, device="cuda", generator=generator) * scale).to(dtype)
 
 
+class Product:
+    """A projection bound to its weights."""
+
+    def __init__(self, weight, bias=None, *, gated=False, in_parts=False):
+        outputs, inputs = weight.shape
+        problem = LinearProblem(
+            1, outputs // (1 + gated), inputs, gated=gated, residual=in_parts, layer_weights=1
+        )
+        self.linear = MatrixLinear(LinearWeights(weight, bias), problem)
+
+    def __call__(self, x, *, pdl):
+        return self.linear(x, None, None, LinearArguments(pdl=pdl))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("outputs", "inputs", "kind"),
@@ -55,7 +72,7 @@ def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
 def test_a_layer_agrees_with_its_formula(outputs, inputs, kind, dtype):
     weight = random(outputs, inputs, dtype=dtype, scale=inputs**-0.5, seed=1)
     bias = random(outputs, dtype=dtype, seed=2) if kind == "bias" else None
-    layer = MatrixLinear(weight, bias, gated=kind == "gated", in_parts=kind == "parts")
+    layer = Product(weight, bias, gated=kind == "gated", in_parts=kind == "parts")
     for rows in ROWS:
         x = random(rows, inputs, dtype=dtype)
 
@@ -73,7 +90,7 @@ def test_a_layer_agrees_with_its_formula(outputs, inputs, kind, dtype):
 @pytest.mark.parametrize("kind", ["plain", "gated", "parts"])
 def test_a_row_has_the_same_bits_whatever_the_others_are(kind):
     weight = random(1024, 1024, scale=1 / 32, seed=1)
-    layer = MatrixLinear(weight, gated=kind == "gated", in_parts=kind == "parts")
+    layer = Product(weight, gated=kind == "gated", in_parts=kind == "parts")
     x, others = random(256, 1024), random(256, 1024, seed=5)
     others[7] = float("nan")
     for rows in (5, 16, 64, 128, 256):
@@ -88,10 +105,10 @@ def test_a_row_has_the_same_bits_whatever_the_others_are(kind):
 def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows):
     layers = [
         (
-            MatrixLinear(random(4096, 1024, scale=1 / 32, seed=4 * i)),
-            MatrixLinear(random(1024, 4096, scale=1 / 64, seed=4 * i + 1), in_parts=True),
-            MatrixLinear(random(6144, 1024, scale=1 / 32, seed=4 * i + 2), gated=True),
-            MatrixLinear(random(1024, 3072, scale=1 / 55, seed=4 * i + 3), in_parts=True),
+            Product(random(4096, 1024, scale=1 / 32, seed=4 * i)),
+            Product(random(1024, 4096, scale=1 / 64, seed=4 * i + 1), in_parts=True),
+            Product(random(6144, 1024, scale=1 / 32, seed=4 * i + 2), gated=True),
+            Product(random(1024, 3072, scale=1 / 55, seed=4 * i + 3), in_parts=True),
         )
         for i in range(6)
     ]
@@ -154,11 +171,13 @@ def test_a_step_is_as_exact_as_with_the_library(rows, monkeypatch):
     for it in (model, wide):
         it.requires_grad_(requires_grad=False)
         it.reserve_positions(256)
-    assert not model.fuse()
+    model.optimize()
     assert 256 in model.row_counts
     found = decode(model, rows, torch.bfloat16)
     again = decode(model, rows, torch.bfloat16)
-    monkeypatch.setattr(model._fused, "_matrix_rows", 0)
+    monkeypatch.setattr(registry, "most_rows", lambda _: 0)
+    model.optimize()
+    assert model.row_counts == (1, 2, 4)
     library, truth = decode(model, rows, torch.bfloat16), decode(wide, rows, torch.float32)
 
     assert torch.equal(found, again)

@@ -19,14 +19,15 @@ import torch
 import kernels
 import model.network.decoder
 import server.engine.runner.model_runner
+from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.device.transfer import Download
+from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
-from server.engine.core.request import GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
 from server.engine.runner.runner_start import _GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.waiting import no_waiting
@@ -296,8 +297,8 @@ def test_a_step_without_memory_ends_its_requests_and_the_next_ones_succeed(
     engine = make_engine()
     (asked,) = requests(tokenizer, HEADERS[:1], 8)
     (expected,) = engine.generate([asked])
-    model = engine.engine._runner._model
-    monkeypatch.setattr(model, "logits", lambda _hidden: torch.empty(1 << 50, device="cuda"))
+    model = engine.engine._runner.model
+    monkeypatch.setattr(model, "logits", lambda *_: torch.empty(1 << 50, device="cuda"))
 
     (failed,) = engine.generate([asked])
 

@@ -1,4 +1,4 @@
-"""Tokens drawn by kernels on a GPU: bit for bit what the rules make of its weights, whatever else is in the batch."""
+"""Tokens sampled by kernels on a GPU: bit for bit what the rules make of its weights, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 import kernels
 from kernels.sampling import tokens as token_ops
-from kernels.sampling.gpu.argmax import most_likely_tokens
-from kernels.sampling.rows import DrawSizes
-from model.sampling.device import DeviceDraw
-from model.sampling.sampler import Sampler, SamplingRow
+from kernels.sampling.gpu.argmax import argmax_tokens
+from kernels.sampling.rows import SampleSizes
+from model.sampling.device import DeviceTokens
+from model.sampling.sampler import Sampler
 from tests.gpu.waiting import no_waiting
 from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
-from tests.model.sampling.sampling_rows import varied_rows
+from tests.model.sampling.sampling_rows import sampling_row, varied_rows
 
 VOCABULARIES = [512, 32003, 151936, 262144]
 FILTERS = [
@@ -31,6 +31,10 @@ FILTERS = [
     {"top_k": 20000, "top_p": 0.99},
     {"top_p": 0.999999, "temperature": 3.0},
     {"top_k": 10**9},
+    {"temperature": 0.0, "banned": range(0, 500, 3)},
+    {"temperature": 1.8, "banned": (0, 31, 32, 511)},
+    {"top_k": 50, "top_p": 0.95, "banned": range(1, 500, 2)},
+    {"top_p": 0.999999, "temperature": 3.0, "banned": range(100, 400)},
 ]
 
 
@@ -45,7 +49,7 @@ def logits_on_gpu(rows, vocab, scale=2.5, dtype=torch.bfloat16, seed=0):
 
 def filtered_rows(count, seed=0):
     return [
-        SamplingRow(seed=seed * 1000 + i, position=i, **FILTERS[i % len(FILTERS)])
+        sampling_row(seed=seed * 1000 + i, position=i, **FILTERS[i % len(FILTERS)])
         for i in range(count)
     ]
 
@@ -55,15 +59,15 @@ def filtered_rows(count, seed=0):
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_tokens_are_bit_for_bit_those_of_the_rules(vocab, scale, dtype):
     for seed in range(2):
-        logits = logits_on_gpu(24, vocab, scale, dtype, seed)
-        rows = filtered_rows(24, seed)
+        logits = logits_on_gpu(32, vocab, scale, dtype, seed)
+        rows = filtered_rows(32, seed)
 
         assert by_kernel(logits, rows) == by_rule(logits, rows)
 
 
 @pytest.mark.parametrize("kind", ["equal", "few", "tiny", "huge", "sparse"])
 def test_ties_and_extremes_follow_the_rules(kind):
-    logits = logits_on_gpu(12, 151936, dtype=torch.float32)
+    logits = logits_on_gpu(len(FILTERS), 151936, dtype=torch.float32)
     if kind == "equal":
         logits.zero_()
     elif kind == "few":
@@ -72,13 +76,13 @@ def test_ties_and_extremes_follow_the_rules(kind):
         logits.masked_fill_(logits < 9, -math.inf)
     else:
         logits *= {"tiny": 1e-20, "huge": 1e30}[kind]
-    rows = filtered_rows(12)
+    rows = filtered_rows(len(FILTERS))
 
     assert by_kernel(logits, rows) == by_rule(logits, rows)
 
 
 def test_tokens_are_those_of_the_host_but_for_rounding():
-    logits, rows = logits_on_gpu(240, 50257), filtered_rows(240)
+    logits, rows = logits_on_gpu(240, 50257), filtered_rows(320)
 
     pairs = zip(by_kernel(logits, rows), by_host(logits, rows), strict=True)
 
@@ -102,44 +106,44 @@ def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
 @pytest.mark.parametrize(
     "sizes",
     [
-        DrawSizes(tile=1024),
-        DrawSizes(capacity=256),
-        DrawSizes(group=64, chunk=512, loads=2, ways=4),
+        SampleSizes(tile=1024),
+        SampleSizes(capacity=256),
+        SampleSizes(group=64, chunk=512, loads=2, ways=4),
     ],
     ids=str,
 )
 def test_no_size_changes_a_token(sizes):
-    logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
+    logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
 
     assert by_kernel(logits, rows, sizes) == by_kernel(logits, rows)
 
 
-def test_a_draw_by_kernels_is_that_of_pytorch_but_for_rounding():
+def test_tokens_by_kernels_are_those_of_pytorch_but_for_rounding():
     logits, rows = logits_on_gpu(330, 50257), varied_rows(330, 50257)
     before = logits.clone()
 
-    ours, theirs = (DeviceDraw(logits, rows, by_kernel=flag).result() for flag in (True, False))
+    ours, theirs = (DeviceTokens(logits, rows, by_kernel=flag).result() for flag in (True, False))
 
     assert torch.equal(logits, before)
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 328
 
 
-def test_a_draw_waits_for_nothing_until_it_is_asked():
+def test_sampling_waits_for_nothing_until_the_result_is_read():
     logits, rows = logits_on_gpu(16, 151936), filtered_rows(16)
-    DeviceDraw(logits, rows, by_kernel=True).result()
+    DeviceTokens(logits, rows, by_kernel=True).result()
     with no_waiting():
-        draw = DeviceDraw(logits, rows, by_kernel=True)
+        pending = DeviceTokens(logits, rows, by_kernel=True)
 
-    assert draw.feeds_next
-    assert draw.tokens.tolist() == [token.token_id for token in draw.result()]
+    assert pending.feeds_next
+    assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
 
 
 def test_a_row_that_is_not_finite_fails_alone():
-    logits, rows = logits_on_gpu(24, 151936), filtered_rows(24)
-    clean = DeviceDraw(logits, rows, by_kernel=True).result()
+    logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
+    clean = DeviceTokens(logits, rows, by_kernel=True).result()
     logits[4, 151935], logits[9, 7], logits[12] = math.nan, math.inf, -math.inf
 
-    tokens = DeviceDraw(logits, rows, by_kernel=True).result()
+    tokens = DeviceTokens(logits, rows, by_kernel=True).result()
 
     assert [i for i, token in enumerate(tokens) if token.error] == [4, 9, 12]
     assert all(a == b for a, b in zip(tokens, clean, strict=True) if not a.error)
@@ -156,7 +160,7 @@ def test_the_most_likely_token_is_the_first_of_the_largest(vocab, rows, dtype):
     largest = logits.amax(-1, keepdim=True)
     first = (logits == largest).int().argmax(-1)
 
-    most_likely_tokens(logits, tokens, checked, logprobs)
+    argmax_tokens(logits, tokens, checked, logprobs)
 
     assert torch.equal(tokens, first)
     assert torch.equal(checked, first)
@@ -186,11 +190,11 @@ def test_the_most_likely_token_can_be_recorded():
     logits = logits_on_gpu(64, 151936)
     tokens, checked = torch.zeros((2, 64), dtype=torch.int64, device="cuda")
     logprobs = torch.empty(64, device="cuda")
-    token_ops.most_likely_tokens(logits, tokens, checked, logprobs)
+    token_ops.argmax_tokens(logits, tokens, checked, logprobs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ops.most_likely_tokens(logits, tokens, checked, logprobs)
+        token_ops.argmax_tokens(logits, tokens, checked, logprobs)
 
     for seed in range(1, 4):
         logits.copy_(logits_on_gpu(64, 151936, 3.0, seed=seed))

@@ -10,7 +10,7 @@ import torch
 import kernels
 from kernels import PagedBatch
 from kernels.attention.problem import Phase
-from kernels.linear.projection import CacheSlots, rope_and_write_kv
+from kernels.rope.cache import CacheSlots, rope_and_write_kv
 from tests.gpu.attention_cases import make_problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -8,10 +8,11 @@ import torch
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantise_rows, quantise_rows
 from kernels.testing.problems import assert_no_worse_than
-from model.checkpoint.config import ModelConfig, RopeConfig
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
-from model.network.single_launch import OneSequence, why_not
+from model.network.single_launch import bind_single_launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -77,6 +78,13 @@ def build(name, dtype):
     return model
 
 
+def bind(model, cache):
+    head = model.embed_tokens if model.lm_head is None else model.lm_head
+    return bind_single_launch(
+        model.config, model.decoder_layers, model.embed_tokens, head, model.norm, cache
+    )
+
+
 def new_cache(model, kv_dtype=None):
     c = model.config
     dtype = model.embed_tokens.dtype if kv_dtype is None else getattr(torch, kv_dtype)
@@ -122,7 +130,7 @@ class Step:
         self.logits = torch.empty(1, vocabulary, dtype=model.embed_tokens.dtype, device="cuda")
         self.tokens = torch.empty(1, dtype=torch.int64, device="cuda")
         self.logprobs = torch.empty(1, device="cuda")
-        self.drawn = torch.zeros(5, dtype=torch.int64, device="cuda")
+        self.sampled = torch.zeros(5, dtype=torch.int64, device="cuda")
 
     @torch.inference_mode()
     def by_layers(self, cache):
@@ -142,7 +150,8 @@ class Step:
     @torch.inference_mode()
     def at_once(self, one):
         one(
-            self.ids, self.positions, self.slots, self.table, self.logits, self.tokens, self.logprobs, self.drawn
+            self.ids, self.positions, self.slots, self.table, self.model.rope.tables,
+            self.logits, self.tokens, self.logprobs, self.sampled,
         )  # fmt: skip
         return self.logits.clone()
 
@@ -168,7 +177,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
     one_cache = new_cache(model, kv_dtype)
-    one = OneSequence(model, one_cache)
+    one = bind(model, one_cache)
     for context in CONTEXTS:
         cache, truth_cache = new_cache(model, kv_dtype), new_cache(wide, kv_dtype)
         step = Step(model, context)
@@ -182,7 +191,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
                 *(rows_of(c, layer) for c in (one_cache, truth_cache, cache)), kv_dtype
             )
         fill(one_cache)
-        assert step.tokens.item() == step.drawn[0].item() == found.float().argmax().item()
+        assert step.tokens.item() == step.sampled[0].item() == found.float().argmax().item()
         torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
@@ -190,7 +199,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
 @pytest.mark.parametrize("name", ["qwen", "biased"])
 def test_the_same_bits_come_each_time_and_from_a_recording(name, kv_dtype):
     model = build(name, torch.bfloat16)
-    one = OneSequence(model, new_cache(model, kv_dtype))
+    one = bind(model, new_cache(model, kv_dtype))
     step = Step(model, 700)
     first = step.at_once(one)
     logprob = step.logprobs.clone()
@@ -206,12 +215,12 @@ def test_the_same_bits_come_each_time_and_from_a_recording(name, kv_dtype):
         assert torch.equal(step.logprobs, logprob)
 
 
-def test_a_token_is_found_among_those_that_were_drawn():
+def test_a_token_is_found_among_the_sampled_ones():
     model = build("qwen", torch.bfloat16)
-    one = OneSequence(model, new_cache(model))
+    one = bind(model, new_cache(model))
     step = Step(model, 40)
     expected = step.at_once(one)
-    step.drawn[3] = step.ids[0]
+    step.sampled[3] = step.ids[0]
     step.ids.fill_(-1 - 3)
 
     assert torch.equal(step.at_once(one), expected)
@@ -221,7 +230,7 @@ def test_a_token_is_found_among_those_that_were_drawn():
 def test_without_a_slot_nothing_is_written(kv_dtype):
     model = build("qwen", torch.bfloat16)
     cache, untouched = new_cache(model, kv_dtype), new_cache(model, kv_dtype)
-    Step(model, 100, write=False).at_once(OneSequence(model, cache))
+    Step(model, 100, write=False).at_once(bind(model, cache))
 
     for found, expected in zip(cache.layers, untouched.layers, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -233,8 +242,8 @@ def test_a_key_and_a_value_are_rounded_as_others_round_them():
     model = build("qwen", torch.bfloat16)
     cache, exact = new_cache(model, FP8), new_cache(model)
     step = Step(model, 1)
-    step.at_once(OneSequence(model, cache))
-    step.at_once(OneSequence(model, exact))
+    step.at_once(bind(model, cache))
+    step.at_once(bind(model, exact))
 
     # The first layer's are the same before they are rounded.
     at = divmod(int(step.slots), BLOCK)
@@ -248,26 +257,26 @@ def test_logits_that_are_no_numbers_choose_no_token(bad):
     model = build("qwen", torch.bfloat16)
     model.norm[5] = bad
     step = Step(model, 20)
-    step.at_once(OneSequence(model, new_cache(model)))
+    step.at_once(bind(model, new_cache(model)))
 
     assert step.tokens.item() == -1
-    assert 0 <= step.drawn[0].item() < model.config.vocab_size
+    assert 0 <= step.sampled[0].item() < model.config.vocab_size
 
 
 def test_equal_logits_choose_the_smallest_id():
     model = build("llama", torch.bfloat16)
     model.lm_head.zero_()
     step = Step(model, 20)
-    step.at_once(OneSequence(model, new_cache(model)))
+    step.at_once(bind(model, new_cache(model)))
 
-    assert step.tokens.item() == step.drawn[0].item() == 0
+    assert step.tokens.item() == step.sampled[0].item() == 0
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
 def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
     model = build("llama", torch.bfloat16)
     step = Step(model, 20)
-    one = OneSequence(model, new_cache(model))
+    one = bind(model, new_cache(model))
     # The logits of all but the first program are one number of the hidden state, then minus infinity.
     model.lm_head[8:] = 0.0
     model.lm_head[8:, 0] = 1.0
@@ -280,6 +289,6 @@ def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
-def test_models_of_these_shapes_have_no_objection():
+def test_models_of_these_shapes_are_supported():
     for name in MODELS:
-        assert why_not(build(name, torch.bfloat16), detect("cuda")) == ""
+        assert build(name, torch.bfloat16).single_launch_unsupported(detect("cuda")) == ()

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.link.client import EngineUnavailableError, RequestStream
-from server.engine.link.protocol import EngineInfo, EngineState, EngineStats
+from server.engine.link.client import EngineUnavailableError
+from server.engine.link.protocol import EngineState
+from server.engine.link.request_stream import RequestStream
 from tests.plans import PLAN
 
 INFO = EngineInfo(

@@ -6,7 +6,7 @@ import socket
 
 import uvicorn
 
-from server.http.serving import wrap
+from server.http.serving import with_middleware
 
 
 class Server:
@@ -14,7 +14,11 @@ class Server:
 
     def __init__(self, app, implementation, send_buffer=None):
         config = uvicorn.Config(
-            wrap(app), http=implementation, lifespan="off", log_config=None, access_log=False
+            with_middleware(app),
+            http=implementation,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
         )
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))

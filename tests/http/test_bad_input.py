@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from model.errors import TokenizerError
 from server.http.request_body import decode
 from tests.http.fakes import EOS_ID
 
@@ -59,6 +60,32 @@ BAD_PARAMETERS = [
     ({"repetition_penalty": 0}, "`repetition_penalty` must be >= 0.01. Given: 0"),
     ({"frequency_penalty": 2.5}, "`frequency_penalty` must be <= 2. Given: 2.5"),
     ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2. Given: -2.5"),
+    ({"logit_bias": {"5": 101}}, "`logit_bias.5` must be <= 100. Given: 101"),
+    ({"logit_bias": {"5": -100.5}}, "`logit_bias.5` must be >= -100. Given: -100.5"),
+    ({"logit_bias": {"5": "1"}}, "`logit_bias.5` must be a number. Given: a string"),
+    ({"logit_bias": {"5": True}}, "`logit_bias.5` must be a number. Given: true"),
+    ({"logit_bias": [5]}, "`logit_bias` must be an object. Given: a list"),
+    (
+        {"logit_bias": {"300": 1}},
+        "the keys of `logit_bias` must be token ids, 0 to 299. Given: `300`",
+    ),
+    (
+        {"logit_bias": {"-1": 1}},
+        "the keys of `logit_bias` must be token ids, 0 to 299. Given: `-1`",
+    ),
+    ({"logit_bias": {"1.0": 1}}, "must be token ids, 0 to 299. Given: `1.0`"),
+    ({"logit_bias": {"a\nb": 1}}, "must be token ids, 0 to 299. Given: `a\\nb`"),
+    ({"logit_bias": {"a\nb": 101}}, "`logit_bias.a\\nb` must be <= 100. Given: 101"),
+    ({"logit_bias": {"9" * 9000: 1}}, "Given: `" + "9" * 60 + "...`"),
+    (
+        {"logit_bias": {str(i): "x" for i in range(100_000)}},
+        "`logit_bias` supports up to 1024 entries. Given: 100000",
+    ),
+    ({"bad_words": "a"}, "`bad_words` must be a list. Given: a string"),
+    ({"bad_words": ["a", ""]}, "`bad_words.1` cannot be empty"),
+    ({"bad_words": ["a", 5]}, "`bad_words.1` must be a string. Given: 5"),
+    ({"bad_words": ["a", "x" * 101]}, "`bad_words.1` must have at most 100 characters. Given: 101"),
+    ({"bad_words": ["x"] * 65}, "`bad_words` supports up to 64 entries. Given: 65"),
     ({"max_new_tokens": 0}, "`max_new_tokens` must be >= 1. Given: 0"),
     ({"max_new_tokens": -1}, "`max_new_tokens` must be >= 1. Given: -1"),
     ({"max_new_tokens": 10**12}, "`max_new_tokens` must be <= 4294967295. Given: 1000000000000"),
@@ -104,6 +131,21 @@ async def test_a_bad_parameter_is_named_with_value_and_limit(client, engine, val
     assert error.startswith("Input validation error: ")
     assert message in error
     assert engine.requests == []
+
+
+async def test_a_bad_word_that_cannot_be_banned_is_named(client, tokenizer, monkeypatch):
+    def encode(text, add_special_tokens=True):
+        if "?" in text:
+            raise TokenizerError("no such character")
+        return [] if text.strip() == "!" else [1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "encode", encode)
+        empty = await refused(client, parameters(bad_words=["a", "!"]))
+        broken = await refused(client, parameters(bad_words=["?"]))
+
+    assert "`bad_words.1` has no tokens" in empty
+    assert "`bad_words.0` cannot be tokenized: no such character" in broken
 
 
 @pytest.mark.parametrize("path", ROUTES)

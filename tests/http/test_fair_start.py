@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from server.http.fair_start import InTurn
+from server.http.fair_start import FairStart
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ class App:
     def __init__(self):
         self.begun = []
         self.may_end = asyncio.Event()
-        self.in_turn = InTurn(self)
+        self.fair_start = FairStart(self)
 
     async def __call__(self, scope, receive, send):
         self.begun.append(receive)
@@ -32,7 +32,7 @@ class App:
 
     def arrive(self, *names, scope=HTTP):
         """Start requests in the same pass of the loop."""
-        return [asyncio.ensure_future(self.in_turn(scope, name, None)) for name in names]
+        return [asyncio.ensure_future(self.fair_start(scope, name, None)) for name in names]
 
 
 async def passes(count):

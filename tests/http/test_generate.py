@@ -264,16 +264,33 @@ async def test_every_sampling_parameter_reaches_the_engine(generate, engine):
     await generate(
         temperature=0.5, top_k=7, top_p=0.8, min_p=0.05, typical_p=0.9, repetition_penalty=1.2,
         frequency_penalty=0.3, presence_penalty=-0.4, seed=2**64 - 1, max_new_tokens=9,
-        min_new_tokens=2, stop_token_ids=[3, 4], top_n_tokens=5, details=True,
+        logit_bias={"7": 1.5, "0": -100}, min_new_tokens=2, stop_token_ids=[3, 4], top_n_tokens=5, details=True,
     )  # fmt: skip
 
     s = engine.requests[0].sampling
     assert (s.temperature, s.top_k, s.top_p, s.min_p, s.typical_p) == (0.5, 7, 0.8, 0.05, 0.9)
     assert (s.repetition_penalty, s.frequency_penalty, s.presence_penalty) == (1.2, 0.3, -0.4)
     assert (s.seed, s.max_new_tokens, s.min_new_tokens) == (2**64 - 1, 9, 2)
+    assert s.logit_bias == {7: 1.5, 0: -100.0}
     assert (s.stop_token_ids, s.eos_token_ids, s.top_logprobs) == ((3, 4), (EOS_ID,), 5)
     assert s.logprobs
     assert not s.prompt_logprobs
+
+
+async def test_bad_words_reach_the_engine_as_tokens_with_and_without_a_space(
+    generate, engine, byte
+):
+    await generate(bad_words=["i", " world!", "i", " "])
+
+    (space,) = byte(" ")
+    assert engine.requests[0].sampling.bad_words == (
+        tuple(byte("i")),
+        (space, *byte("i")),
+        tuple(byte("world!")),
+        tuple(byte(" world!")),
+        (space,),
+    )
+    assert len(byte(" world!")) == 1
 
 
 async def test_end_tokens_are_ignored_on_request(generate, engine):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from server.engine.core.request import FinishReason
-from server.http.transport import Wire, wire_of
+from server.http.transport import DirectWriter, direct_writer
 from tests.http.fakes import event, put
 from tests.http.serving import Server
 
@@ -147,11 +147,11 @@ async def test_a_stop_string_over_several_tokens_ends_the_stream_where_it_ends(
     writer.close()
 
 
-async def test_the_short_way_is_there_behind_uvicorn_s_fast_parser(fast):
+async def test_uvicorn_s_httptools_protocol_has_a_direct_writer(fast):
     found = []
 
     async def app(scope, _receive, send):
-        found.append(wire_of(scope))
+        found.append(direct_writer(scope))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -160,4 +160,4 @@ async def test_the_short_way_is_there_behind_uvicorn_s_fast_parser(fast):
         await reader.readuntil(b"\r\n\r\n")
         writer.close()
 
-    assert isinstance(found[0], Wire) is fast
+    assert isinstance(found[0], DirectWriter) is fast

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from server.engine.link.plan_report import PlanReport
+from server.engine.core.plan_report import PlanReport
 from server.engine.link.protocol import EngineState
 from server.http.dialects.tgi.replies import InfoReply
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters

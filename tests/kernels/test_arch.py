@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels import arch
-from kernels.arch import CATALOGUE, detect
+from kernels.arch import (
+    ADA,
+    AMPERE,
+    BLACKWELL,
+    CATALOGUE,
+    FP8_INSTRUCTIONS,
+    HOPPER,
+    TENSOR_CORES,
+    TURING,
+    detect,
+)
+from kernels.errors import UnsupportedDeviceError
 
 
 def test_the_catalogue_holds_the_processors_that_plans_are_shown_for():
@@ -128,3 +140,46 @@ def test_every_known_gpu_has_figures_for_its_roofline():
 
 def test_only_turing_has_no_bfloat16():
     assert [entry.key for entry in CATALOGUE.values() if not entry.has_bfloat16] == ["t4"]
+
+
+def gpu(sm):
+    return dataclasses.replace(CATALOGUE["h100"], sm=sm)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ("has_triton", TURING | TENSOR_CORES),
+        ("has_triton_tensor_cores", AMPERE | ADA | HOPPER | BLACKWELL),
+        ("has_fp8_conversion", FP8_INSTRUCTIONS),
+        ("has_dependent_launch", HOPPER | BLACKWELL),
+        ("is_tested", {0, 90}),
+    ],
+)
+def test_a_capability_holds_for_its_compute_capabilities_alone(capability, expected):
+    assert {sm for sm in range(130) if getattr(gpu(sm), capability)} == expected
+
+
+def test_what_is_for_some_gpus_gives_others_the_reason():
+    assert gpu(90).unsupported(HOPPER) == ()
+    assert gpu(80).unsupported(HOPPER, "no wgmma") == ("needs sm_90, this is sm_80 (no wgmma)",)
+    assert gpu(75).unsupported(AMPERE) == ("needs sm_80, sm_86 or sm_87, this is sm_75",)
+    assert CATALOGUE["cpu"].unsupported(AMPERE, "no wgmma") == ("needs a GPU",)
+
+
+def test_a_gpu_that_the_assembler_does_not_know_is_told_so():
+    (reason,) = gpu(110).unsupported(HOPPER, "no wgmma")
+
+    assert reason == (
+        "needs sm_90, this is sm_110, which the ptxas 12.9 bundled with Triton 3.6.0 cannot assemble"
+    )
+
+
+def test_an_amd_gpu_is_refused_by_name(driver, monkeypatch):
+    driver("AMD Instinct MI300X", 304)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+
+    with pytest.raises(UnsupportedDeviceError, match="MI300X is an AMD GPU"):
+        detect("cuda:0")
+
+    assert detect("cpu").is_cpu

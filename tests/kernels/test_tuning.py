@@ -8,15 +8,16 @@ import dataclasses
 import pytest
 
 from kernels import tuning
-from kernels.arch import CATALOGUE
-from kernels.attention.problem import DTYPES, AttentionProblem, LaunchConfig, Phase
-from kernels.attention.quantized_cache import FP8
+from kernels.arch import CATALOGUE, TENSOR_CORES
+from kernels.attention.launch import LaunchConfig
+from kernels.attention.problem import DTYPES, AttentionProblem, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.fp8 import FP8
 from kernels.tuning import table, table_for, tables, tuned_launches
-from kernels.tuning.check import mistakes, shared_memory_estimate
+from tests.kernels.tuning_check import mistakes, shared_memory_estimate
 
 TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
-EVERYWHERE = [row for row in TRITON_ROWS if row.sm == (80, 129)]
+EVERYWHERE = [row for row in TRITON_ROWS if row.sm == TENSOR_CORES]
 PREFILL = next(row for row in EVERYWHERE if row.phase is Phase.PREFILL)
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 SMALL = {"block_m": 16, "block_n": 16, "num_warps": 4, "num_stages": 1, "programs_per_sm": 2}
@@ -37,7 +38,7 @@ def test_a_committed_table_has_no_mistakes(sm):
 
 
 def test_every_gpu_of_the_catalogue_that_our_kernels_run_on_has_a_table_of_its_own():
-    wanted = {arch.sm for arch in CATALOGUE.values() if arch.sm >= 80}
+    wanted = {arch.sm for arch in CATALOGUE.values() if arch.has_triton_tensor_cores}
 
     assert wanted == set(tables())
 
@@ -48,7 +49,7 @@ def test_every_gpu_of_the_catalogue_that_our_kernels_run_on_has_a_table_of_its_o
         pytest.param(spec, arch, id=f"{spec.name}-{arch.key}")
         for spec in TRITON_ROWS
         for arch in CATALOGUE.values()
-        if spec.sm[0] <= arch.sm <= spec.sm[1]
+        if arch.sm in spec.sm
     ],
 )
 def test_every_head_dim_and_dtype_finds_a_row_for_any_length(spec, arch):
@@ -75,12 +76,12 @@ def test_every_head_dim_and_dtype_finds_a_row_for_any_length(spec, arch):
     ],
 )
 def test_an_architecture_takes_its_own_table_or_the_nearest_older_one_of_its_generation(sm, source):
-    assert table_for(sm) == source
+    assert table_for(gpu(sm)) == source
 
 
 @pytest.mark.parametrize("sm", [75, 110, 129 + 10])
 def test_a_generation_without_a_table_has_none(sm):
-    assert table_for(sm) is None
+    assert table_for(gpu(sm)) is None
 
 
 def test_a_borrowed_row_says_so_and_counts_as_not_measured(monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from deploy import healthcheck
-from server.cli import front_end_pool as fleet
+from server.cli import front_end_pool
 from server.cli.settings import Settings, environment_variable
 from server.engine.link import supervisor
 from server.http import serving
@@ -318,8 +318,8 @@ def test_a_container_may_do_and_reach_as_little_as_it_needs(name):
 def test_a_container_is_given_the_time_that_its_requests_and_its_engine_are_given(name):
     period = int(SERVICES[name]["stop_grace_period"].removesuffix("s"))
 
-    assert fleet._STOP_SECONDS > serving._SHUTDOWN_SECONDS
-    assert period > fleet._STOP_SECONDS + supervisor._STOP_SECONDS
+    assert front_end_pool._STOP_SECONDS > serving._SHUTDOWN_SECONDS
+    assert period > front_end_pool._STOP_SECONDS + supervisor._STOP_SECONDS
 
 
 def test_prometheus_waits_until_the_service_is_healthy():

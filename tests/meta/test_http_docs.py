@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from server import errors
-from server.engine.link import plan_report
+from server.engine.core import plan_report
 from server.engine.link.protocol import EngineState
+from server.http import service_routes
+from server.http.app import DIALECTS
 from server.http.dialects.tgi import replies
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
-from server.http.metrics.registry import SPECS, Endpoint, Outcome
+from server.http.metrics.registry import SPECS, Outcome
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +33,11 @@ def test_every_request_field_is_described(model):
 
 
 def test_every_reply_field_is_described():
-    values = (*vars(replies).values(), *vars(plan_report).values())
+    values = [
+        value
+        for module in (replies, plan_report, service_routes)
+        for value in vars(module).values()
+    ]
     records = [value for value in values if hasattr(value, "__struct_fields__")]
     fields = {field for record in records for field in record.__struct_fields__}
 
@@ -56,21 +62,17 @@ def test_every_metric_is_described_by_its_scraped_name():
     assert names <= NAMED
 
 
-@pytest.mark.parametrize("label", [Endpoint, Outcome, EngineState])
+@pytest.mark.parametrize("label", [Outcome, EngineState])
 def test_every_label_value_is_described(label):
     assert {member.value for member in label} <= NAMED
 
 
+def test_every_endpoint_that_requests_are_counted_under_is_described():
+    assert {endpoint for dialect in DIALECTS for endpoint in dialect.endpoints} <= NAMED
+
+
 def test_every_header_that_is_sent_is_described():
-    source = "".join(
-        (ROOT / "server/http" / name).read_text()
-        for name in (
-            "dialects/tgi/generate.py",
-            "routes/info.py",
-            "dialects/tgi/sse.py",
-            "replying.py",
-        )
-    )
+    source = "".join(file.read_text() for file in (ROOT / "server/http").rglob("*.py"))
     sent = set(re.findall(r'"(x-[a-z-]+|retry-after|allow|cache-control|connection)"', source))
 
     assert len(sent) >= 14

@@ -1,5 +1,6 @@
 """The whole surface of the service, so that no route appears or changes its methods unnoticed."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,3 +44,9 @@ def test_the_openapi_document_has_every_route_but_its_own(app):
     for path, operations in paths.items():
         assert {method.upper() for method in operations} == ROUTES[path] - {"HEAD"}
         assert all(operation["summary"] for operation in operations.values())
+
+
+def test_uvicorn_s_private_names_are_used_in_one_file():
+    files = (Path(__file__).parents[2] / "server").rglob("*.py")
+
+    assert [f.name for f in files if "uvicorn.protocols" in f.read_text()] == ["transport.py"]

@@ -1,11 +1,11 @@
-"""Decode attention of sequences that begin with the same blocks, which are read once for all of them.
+"""Cascade attention: a decode of sequences that begin with the same blocks, which are read once.
 
     prefix    every token of the batch over the shared tokens, in several parts      PrefixKernel
     rest      each sequence over its own tokens, which come last                     the decode row's kernel
     merge     the parts and the rest by their log-sum-exp, into the output           combine_parts
 
-All partial results are float32, so that only the merged one is rounded. Knows neither which kernels
-the first two are, nor when a cascade pays: `kernels.attention.cascade` does.
+All partial results are float32, so that only the merged one is rounded. `kernels.attention.cascade` decides
+when a cascade is used.
 
 Source: Juravsky et al., "Hydragen", 2024; Ye et al., "Cascade Inference", 2024.
 """
@@ -22,10 +22,11 @@ from kernels.attention.portable.tile import split_head_dim
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionKernel, AttentionProblem, PagedBatch
+    from kernels.attention.plan import AttentionKernel
+    from kernels.attention.problem import AttentionProblem, PagedBatch
 
 _ROWS = 4
-"""Rows that a program merges: few, since a decode has few and each of them several parts."""
+"""Rows that a program merges: few, since a decode has few rows and each has several parts."""
 _ELEMENTS = 8192
 """Partial results that a program holds at once: 64 registers a thread at 4 warps."""
 
@@ -48,17 +49,17 @@ class PrefixKernel(Protocol):
         *,
         kv_scale: Tensor | None = None,
     ) -> None:
-        """Write [P, L, D] and [P, L] float32, row h of token t at t * H + h; as `PortablePrefix`."""
+        """Write [P, L, D] and [P, L] float32; row h of token t is at t * H + h, as for `PortablePrefix`."""
 
 
 class CascadeDecode:
-    """One step's decode attention on a GPU; shapes as in the door's `decode_attention`.
+    """One step's decode attention on a GPU; shapes as in `kernels.decode_attention`.
 
     Args:
         problem: of the decode.
-        batch: the whole one.
-        prefix: over the batch's shared tokens.
-        rest: over the tokens behind them, with a log-sum-exp.
+        batch: all tokens, the shared ones included.
+        prefix: attends to the shared tokens.
+        rest: attends to the tokens after them, and writes the log-sum-exp.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class CascadeDecode:
         self.merge(out, lse)
 
     def merge(self, out: Tensor, lse: Tensor | None = None) -> None:
-        """Merge what the two kernels wrote."""
+        """Merge the partial results of the two kernels."""
         combine_parts[(self._tiles,)](
             self._partial_out,
             self._partial_lse,

@@ -1,7 +1,7 @@
 """Merging partial attention results by their log-sum-exp.
 
-`combine_columns` is a device function in Triton: the program that finishes last among those of one tile
-calls it. `combine_parts` is a kernel: it merges what whole kernels wrote one after the other.
+`combine_columns` is a device function in Triton: among the programs of a tile, the one that finishes last
+calls it. `combine_parts` is a kernel: it merges the results of other kernels.
 
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """
@@ -51,7 +51,7 @@ def combine_columns(
         part = start + tl.arange(0, PARTS)
         exists = part < num_parts
         line = (first_part + part * part_step).to(tl.int64)[:, None] * ROWS + rows[None, :]
-        # Other programs wrote these, so the first-level cache is passed by.
+        # Other programs wrote these, so the first-level cache must be bypassed.
         lse = tl.load(
             partial_lse + line, mask=exists[:, None], other=-float("inf"), cache_modifier=".cg"
         )

@@ -1,14 +1,14 @@
-"""The splits of a decode as the device lists them, and room for what they leave behind.
+"""The splits of a decode: their list, made on the device, and the buffers of their partial results.
 
-How a step is split is decided once per step on the device, from the lengths there, so that neither
-planning nor a captured graph needs to know them:
+The list is made once per step from the lengths on the device, so that neither planning nor a captured
+graph depends on them:
 
     split      programs of one (sequence, key-value head, row tile), neighbours in the launch
     chunk      key tiles of a split: ceil(tiles of all sequences / splits wanted), see kernels/attention/splits.py
-    order      sequences with the longest splits first, so that what is left for the end is short
+    order      sequences with the longest splits first, so that the launch ends with short ones
 
-Each program writes its partial result; the last to arrive of a (sequence, key-value head, row tile)
-merges them. Knows nothing of how a split is attended.
+Each program writes its partial result. The last program of a (sequence, key-value head, row tile) to
+finish merges them.
 
 Source: Dao et al., "Flash-Decoding", 2023; the last block merging as in Osama et al., "Stream-K", 2023.
 """
@@ -25,7 +25,8 @@ from kernels.attention.portable.tile import FEWEST_SEQUENCES, window_argument
 from kernels.attention.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
 
 if TYPE_CHECKING:
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 SPLIT_FIELDS = tl.constexpr(8)
 """A split: sequence (-1 for none), query start, query tokens, keys, first key, end, number, count."""
@@ -48,9 +49,9 @@ def list_splits(
 ):
     """List the splits of a step; one program per entry of `splits`, [entries, 8] int32.
 
-    `fixed` is the chunk in tiles, or 0 to aim at `wanted` splits; `kernels.attention.splits` says the same on
-    the host. A program writes the split that is number `entry` in the order of the sequences to its
-    place in the order of the launch. Also sets `arrivals` to 0.
+    `fixed` is the chunk in tiles, or 0 to aim at `wanted` splits. Program `entry` writes the split of that
+    number, counted in the order of the sequences, to its place in the order of the launch. Also sets
+    `arrivals` to 0.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -100,12 +101,12 @@ class SplitList:
 
     Attributes:
         splits: [entries, 8] int32, made on the device.
-        arrivals: [B, tiles] int32, 0 between launches: programs of a tile that have finished.
+        arrivals: [B, tiles] int32, the programs of a tile that have finished; 0 between launches.
         partial_out: [entries * tiles, merge_rows, D] float32.
         partial_lse: [entries * tiles, merge_rows] float32, units of log2.
         row_tiles: tiles of query rows of a key-value head.
         merge_rows: rows of a tile that can exist, rounded up to a power of two.
-        num_programs: of a launch.
+        num_programs: thread blocks of a launch.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""What the lists of a prefill's tiles have in common: the lengths they are made of and the fields they are written in.
-
-Device functions in Triton, inlined into the kernels that list. Know no order.
-"""
+"""Device functions in Triton for kernels that list a prefill's tiles: reading lengths and writing an entry."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ TILE_FIELDS = tl.constexpr(6)
 
 @triton.jit
 def load_lengths(cu_seqlens_q, seq_lens, cu_seqlens_k, b, real, PAGED: tl.constexpr):
-    """Load where sequences begin and how long they are: (query start, query tokens, key start, keys), int32 each."""
+    """Load the extents of sequences: (query start, query tokens, key start, keys), int32 each."""
     q_start = tl.load(cu_seqlens_q + b, mask=real, other=0)
     q_len = tl.load(cu_seqlens_q + b + 1, mask=real, other=0) - q_start
     if PAGED:

@@ -1,8 +1,8 @@
 """A consumer of a Hopper prefill: a warp group that attends 64 query rows of every item.
 
 It issues the scores of the next tile, then the values of this one, and computes exponentials while the
-tensor cores work. Consumers take turns at issuing, so that one's exponentials run beside another's
-products. Knows buffers and barriers from `hopper_pipeline`, nothing of where keys come from.
+tensor cores multiply. Consumers take turns at issuing (`ping_pong`), so that the exponentials of one overlap
+the products of another. `pipeline` has the buffers and barriers.
 
 Source: Shah et al., "FlashAttention-3", 2024.
 """
@@ -40,12 +40,12 @@ from kernels.attention.hopper.scores import (
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 FIELDS = gl.constexpr(5)
-"""Of an item: head, first row, first query token, query tokens, keys."""
+"""Fields of an item: head, first row, first query token, query tokens, keys."""
 
 
 @gluon.jit
 def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr, c):
-    """Attend the rows of every item that are those of consumer `INDEX`."""
+    """Attend the rows of consumer `INDEX` of every item."""
     MINE: gl.constexpr = turn(INDEX)
     NEXT: gl.constexpr = turn((INDEX + 1) % c.CONSUMERS)
     if INDEX == c.CONSUMERS - 1:
@@ -112,7 +112,7 @@ def attend_item(
         consumed += passed
     if count > 0:
         token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
-        # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
+        # Rows past the sequence's end repeat its last row, so that they need no masks.
         last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
         m, parts, p = start_item(
             q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
@@ -138,7 +138,7 @@ def attend_item(
 
 @gluon.jit
 def finish_item(pipe, p, acc, first, used, q_len, num_keys, window, c):
-    """Multiply the values of an item's last tile, number `used` of the ring, that begins at key `first`."""
+    """Multiply the values of an item's last tile, which is number `used` of the ring and begins at key `first`."""
     buffer = used % c.STAGES
     mbarrier.wait(pipe.v_full.index(buffer), (used // c.STAGES) & 1)
     if c.WINDOW:
@@ -153,10 +153,10 @@ def finish_item(pipe, p, acc, first, used, q_len, num_keys, window, c):
 
 @gluon.jit
 def pass_over(pipe, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
-    """Take part in the ring without attending to tile number `used`, which no row of this consumer sees."""
+    """Release tile number `used` of the ring, which no row of this consumer sees."""
     buffer = used % c.STAGES
     phase = (used // c.STAGES) & 1
-    # An arrival counts for the use that the barrier is at, so this use must have begun.
+    # An arrival counts for the barrier's current phase, so this tile's phase must have begun.
     mbarrier.wait(pipe.k_full.index(buffer), phase)
     take_turn(MINE)
     pass_turn(NEXT)
@@ -233,12 +233,12 @@ def consume_tile(
 def store_output(
     pipe, o_desc, out, acc, my_row, head, q_start, q_len, count, INDEX: gl.constexpr, c
 ):
-    """Write 64 rows: in one bulk copy, or one by one at the sequence's end and where some stand for no head."""
+    """Write 64 rows: in one bulk copy, or one by one if some are past the sequence's end or no head's."""
     dtype: gl.constexpr = pipe.o.dtype
-    # The room of the queries is this item's only if it had any keys; else the next item's are there.
+    # The queries' buffer is this item's only if it has keys; otherwise the next item's queries are in it.
     whole: gl.constexpr = c.BOX == c.GROUP
     if whole & (my_row + ROWS <= q_len * c.BOX) & ((count > 0) | c.OWN_OUTPUT):
-        # The copy of the item before has to be done with reading; only its issuer can wait for it.
+        # The copy of the item before must have read its source; only the thread that issued it can wait.
         tma.store_wait(0)
         gl.thread_barrier()
         staged = pipe.o.index(INDEX)

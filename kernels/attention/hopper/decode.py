@@ -1,12 +1,12 @@
 """Decode attention for Hopper in Gluon: bulk copies, all in flight at once, merged in the same launch.
 
-What bounds a decode is how soon its bytes are asked for and how many are on their way. A block has the
-tensor memory accelerator copy its first tiles of keys and values to shared memory, as many as there is
-room for, before it looks at any; its four warps then attend tile by tile, and each place is filled
-again once it is free. The 64 rows of the matrix instruction hold the query heads of one key-value head,
-of one token or of several, so that speculation reads no key twice.
+A decode is bound by how early its bytes are requested and how many are in flight. A thread block has the
+tensor memory accelerator copy its first tiles of keys and values to shared memory, as many as fit, before it
+computes. Its four warps then attend tile by tile, and each buffer is filled again once it is free. The 64 rows
+of the matrix instruction are the query heads of one key-value head, of one token or of several, so that
+speculation reads each key once.
 
-Splits and their partial results are those of `split_list`; the last to finish merges (`hopper_merge`).
+`split_list` has the splits and their partial results; the last split to finish merges them (`merge`).
 
 Source: Dao et al., "Flash-Decoding", 2023.
 """
@@ -40,11 +40,12 @@ from kernels.gpu.dependent_launch import dependent_launch, may_depend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 FEW_ROWS = gl.constexpr(8)
 PART_COLUMNS = gl.constexpr(64)
-"""Of 2-byte elements: rows of so many columns follow one another in shared memory, each 8 a pattern of banks."""
+"""Columns of 2-byte elements whose rows are consecutive in shared memory; 8 rows are one pattern of banks."""
 
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])
@@ -82,8 +83,8 @@ def decode(
 ):
     """Attend one tile of rows to one split; program (split, key-value head, row tile).
 
-    Heads are neighbours in the launch: they read neighbouring bytes of the same blocks. Where EARLY, tiles without a
-    key of the query tokens are asked for before the wait for the kernel that wrote those.
+    The heads of a split are neighbours in the launch, since they read neighbouring bytes of the same blocks. If EARLY,
+    tiles without keys of the query tokens are requested before the wait for the kernel that writes those keys.
     """
     c = DecodeConstants(
         HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
@@ -109,7 +110,7 @@ def decode(
     count = gl.load(record + 7)
     if seq >= 0:
         counter = arrivals + seq * TILES + tile
-        # An arrival that is counted in memory takes longer than one in the second-level cache.
+        # Counting an arrival in memory takes longer than in the second-level cache.
         fetch_ahead(counter)
         acc, log_sum = attend_split(
             q_desc, k_desc, v_desc, block_table + seq.to(gl.int64) * table_stride, kv_head,
@@ -119,7 +120,7 @@ def decode(
             store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c)
         else:
             store_part(partial_out, partial_lse, program, acc, log_sum, first_row, q_len, c)
-            # All of this program's stores, by all of its threads, come before its arrival is counted.
+            # The stores of all threads of this program must precede its arrival.
             gl.thread_barrier()
             if gl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 gl.store(counter, 0)  # for the next layer
@@ -133,7 +134,7 @@ def decode(
 
 @gluon.jit
 def fetch_ahead(pointer):
-    """Have a line of memory brought to the second-level cache."""
+    """Prefetch a line of memory to the second-level cache."""
     code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     address = pointer.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(code, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
@@ -144,7 +145,7 @@ def attend_split(
     q_desc, k_desc, v_desc, table, kv_head, first_row, q_start, q_len, num_keys, begin, end,
     scale, window, softcap, c, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Attend a tile of rows to keys `begin` to `end`; where EARLY, wait for the kernel before it meanwhile.
+    """Attend a tile of rows to keys `begin` to `end`; if EARLY, wait for the preceding kernel after the first requests.
 
     Returns:
         ([ROWS, D], [ROWS]): output of the split, and its log-sum-exp in units of log2.
@@ -173,7 +174,7 @@ def attend_split(
     rows = ()
     for j in gl.static_range(c.STAGES):
         rows = rows + (rows_of_tile(table, 0, begin + j * c.BLOCK_N, kept, end, c),)  # type: ignore[assignment]
-    # Tiles that hold a key of the query tokens, or more than `tiles`, are not early.
+    # Tiles with a key of the query tokens, and those past `tiles`, are not early.
     early = 0
     if EARLY:
         early = gl.minimum(gl.maximum(num_keys - q_len - begin, 0) // c.BLOCK_N, tiles)
@@ -219,9 +220,9 @@ def attend_split(
 
 @gluon.jit
 def copy_queries(q_desc, token, kv_head, full, q, c):
-    """Start copying a tile's rows, or of a lone token's those alone that lie together in shared memory.
+    """Start copying a tile's rows; of a single token, only the rows that are consecutive in shared memory.
 
-    What is in the other rows then reaches no row that exists.
+    The contents of the other rows then affect no row that exists.
     """
     dtype: gl.constexpr = q_desc.dtype
     if c.FEW:
@@ -243,7 +244,7 @@ def copy_queries(q_desc, token, kv_head, full, q, c):
 def attend_tile(
     state, q, k, v, k_full, v_full, phase, start, last_seen, kept, num_keys, scale, window, softcap, c
 ):  # fmt: skip
-    """Attend all rows to one tile of keys once it is there."""
+    """Attend all rows to one tile of keys once it has arrived."""
     dtype: gl.constexpr = q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, c.O_LAYOUT, 2)
     m, total, acc = state
@@ -270,7 +271,7 @@ def attend_tile(
 
 
 class HopperDecode:
-    """One step's decode attention on Hopper; shapes as in the door's `decode_attention`."""
+    """One step's decode attention on Hopper; shapes as in `kernels.decode_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection

@@ -1,17 +1,15 @@
 """A consumer of the FP8 Hopper prefill: a warp group that attends 64 query rows of every item.
 
-As `hopper_consumer`, with what FP8 asks for:
+It differs from `consumer` in what FP8 needs:
 
-    scales       a query row has one of its own, a tile of keys and one of values have one each
-    sums         the tensor cores keep about 14 bits of a sum, so theirs end with a tile: its product with
-                 the values is added to the rest in float32
-    weights      up to 448 instead of 1, the range of e4m3; they stay in the registers where the scores
-                 were, since values lie in the order that this makes of the keys (`hopper_fp8_quantise`)
-
-Knows nothing of where keys come from.
+    scales       each query row has a scale, and so has each tile of keys and each tile of values
+    sums         the tensor cores keep about 14 bits of a sum, so they sum over one tile only: the tile's
+                 product with the values is added to the others in float32
+    weights      up to 448 instead of 1, the range of e4m3; they stay in the registers of the scores, since
+                 the values are stored in the order that this gives the keys (`fp8_quantize`)
 
 Source: Shah et al., "FlashAttention-3", 2024, for the roles and for FP8 with block scales; the
-"DeepSeek-V3 Technical Report", 2024, section 3.3, for the bits that are kept and what to do about it.
+"DeepSeek-V3 Technical Report", 2024, section 3.3, for the bits of a sum and the remedy.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from kernels.attention.hopper.pipeline import ROWS, key_range, next_item, output
 from kernels.attention.hopper.scores import mask_scores
 
 FIELDS = gl.constexpr(6)
-"""Of an item: head, first row, first query token, query tokens, keys, first block of keys."""
+"""Fields of an item: head, first row, first query token, query tokens, keys, first block of keys."""
 _LN_2 = gl.constexpr(0.6931471805599453)
 _OFFSET = gl.constexpr(8.807354922057604)
-"""log2(448): the largest weight of a row becomes the largest number of e4m3."""
+"""log2(448): the largest weight of a row becomes the largest e4m3 number."""
 
 
 @gluon.jit
 def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.constexpr, c):
-    """Attend the rows of every item that are those of consumer `INDEX`."""
+    """Attend the rows of consumer `INDEX` of every item."""
     MINE: gl.constexpr = turn(INDEX)
     NEXT: gl.constexpr = turn((INDEX + 1) % c.CONSUMERS)
     if INDEX == c.CONSUMERS - 1:
@@ -130,7 +128,7 @@ def consume_tile(
 ):  # fmt: skip
     """Issue the scores of tile i, then the values of tile i - 1; exponentials of i meanwhile.
 
-    What is accumulated is in units of the value scale and the maximum of the tile that was added last.
+    The accumulator is in units of the value scale and the maximum of the last tile added.
     """
     m, parts, acc, packed, fade, v_scale = state
     k_buffer = (consumed + i) % c.STAGES
@@ -196,9 +194,9 @@ def add_tile(acc, fade, pv, c):
 
 @gluon.jit
 def softmax_step(s, m, factor, c):
-    """Exponentials of a tile against the new maximum, and what earlier ones fade by."""
+    """Return a tile's exponentials relative to the new maximum, and the factor that rescales earlier ones."""
     new_m = gl.maximum(m, row_maximum(s, c) * factor)
-    # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+    # A row that has seen no key has the maximum -inf, and -inf - -inf is NaN.
     base = gl.where(new_m == float("-inf"), 0.0, new_m)
     e = gl.exp2(s * factor[:, None] - (base - _OFFSET)[:, None])
     fade = gl.exp2(m - base)
@@ -207,20 +205,20 @@ def softmax_step(s, m, factor, c):
 
 @gluon.jit
 def row_maximum(s, c):
-    """Largest score of each row: first among what a thread holds, in eight chains instead of two."""
+    """Return the largest score of each row: first among a thread's own, in eight chains instead of two."""
     x = gl.max(s.reshape([ROWS, c.BLOCK_N // 8, 8]), 1)
     return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, c.S_LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
 def partial_sums(e, c):
-    """Sum what a thread holds of each row, [ROWS, 4]: other threads' parts are added at the end."""
+    """Sum a thread's own elements of each row, [ROWS, 4]; the threads' sums are added at the end."""
     return gl.sum(gl.sum(e.reshape([ROWS, c.BLOCK_N // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
 def spread(row_values, parts):
-    """Move a value of each row to where the parts of its sum are, which is where it was."""
+    """Give a value of each row the layout of its partial sums; it stays in the same thread."""
     layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     return gl.convert_layout(row_values, layout, assert_trivial=True)
 
@@ -229,9 +227,9 @@ def spread(row_values, parts):
 def pack_weights(e, c):
     """Round weights to e4m3, four to a register, [ROWS, BLOCK_N / 4] int32.
 
-    No weight moves to another thread. A thread of the scores holds columns 2 t and 2 t + 1 of every 8; of
-    an FP8 operand it holds 4 t to 4 t + 3 of every 16. So the columns of a pair of eights are called by
-    other names, those in which `hopper_fp8_quantise` has written the values.
+    No weight moves to another thread. A thread of the scores has columns 2 t and 2 t + 1 of every 8; of an FP8
+    operand it has 4 t to 4 t + 3 of every 16. So the 16 columns are renumbered, in the order in which
+    `fp8_quantize` stores the values.
     """
     x = e.reshape([ROWS, c.BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     x = gl.convert_layout(x.reshape([ROWS, c.BLOCK_N]), c.P_LAYOUT)
@@ -252,10 +250,10 @@ def pack_weights(e, c):
 
 @gluon.jit
 def to_operand(packed, c):
-    """Call packed weights an operand of the tensor cores: names change, registers stay.
+    """Give packed weights the layout of a tensor-core operand; every byte stays in its register.
 
-    The four registers that the assembly takes at a time are rows r and r + 8 of columns n and n + 4.
-    Output k has the bytes of register k where the other outputs have theirs, at the places of all four.
+    The assembly takes four registers at a time: rows r and r + 8 of columns n and n + 4. Output k takes the
+    bytes of register k, in the positions of all four.
     """
     b0, b1, b2, b3 = gl.inline_asm_elementwise(
         "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",

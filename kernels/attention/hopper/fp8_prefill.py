@@ -1,11 +1,11 @@
-"""Prefill attention on Hopper's FP8 tensor cores: queries, keys and values are quantised, then attended.
+"""Prefill attention on Hopper's FP8 tensor cores: queries, keys and values are quantized, then attended.
 
-    quantise      one pass over queries, keys and values (`hopper_fp8_quantise`)
-    producer      one warp that has tiles of them copied to shared memory, a few ahead
-    consumers     warp groups of 64 query rows that attend them
+    quantize      one pass over queries, keys and values (`fp8_quantize`)
+    producer      one warp that copies tiles of them to shared memory, a few ahead (`fp8_producer`)
+    consumers     warp groups of 64 query rows that attend them (`fp8_consumer`)
 
-Input and output are half precision; what is lost on the way is in docs/kernels.md. Roles and work list are
-those of `hopper_prefill`. This file has the launch.
+Input and output are half precision; docs/decisions/0014-fp8-prefill.md has the error. Roles and work list are
+those of `prefill`. This module has the launch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kernels.attention.hopper.fp8_consumer import consume
 from kernels.attention.hopper.fp8_producer import produce
 from kernels.attention.hopper.fp8_quantize import (
     KeyBlocks,
-    Quantised,
-    make_room,
+    Quantized,
+    make_buffers,
     plan_key_blocks,
-    quantise,
+    quantize,
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import attends_nothing, bulk_strides, plan_work
@@ -33,7 +33,8 @@ from kernels.attention.problem import PackedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_blocks", "num_scales"])
@@ -63,8 +64,8 @@ def prefill(
     CAUSAL: gl.constexpr,
     LSE: gl.constexpr,
 ):
-    """Attend all items; one program per SM. Shapes as in the door."""
-    # Blocks of keys are tiles of their own kind: no pages, and neither window nor softcap.
+    """Attend all items; one program per SM. Shapes as in `kernels.prefill_attention`."""
+    # A block of keys is a tile: there are no cache blocks, and neither window nor softcap.
     c = Constants(
         HEADS, GROUP, D, 1, BLOCK_N, BLOCK_M, BLOCK_N, STAGES, False, CAUSAL, False, False, LSE, True, 1
     )  # fmt: skip
@@ -82,7 +83,7 @@ def prefill(
 
 
 class HopperFP8Prefill:
-    """One step's prefill attention in FP8 on Hopper, over packed keys; shapes as in the door's."""
+    """One step's prefill attention in FP8 on Hopper, over packed keys; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -95,7 +96,7 @@ class HopperFP8Prefill:
         self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)
         self._block_n = launch.block_n
         self._num_keys = 0
-        self._room: tuple[KeyBlocks, Quantised] | None = None
+        self._buffers: tuple[KeyBlocks, Quantized] | None = None
         boxes = {
             "q": ([ROWS.value // group, group, problem.head_dim], gl.float8e4nv),
             "k": ([launch.block_n, problem.head_dim], gl.float8e4nv),
@@ -126,36 +127,38 @@ class HopperFP8Prefill:
         """
         if attends_nothing(q, kv, out, lse):
             return
-        keys, room = self.quantise(q, kv)
-        self.attend(keys, room, out, lse)
+        keys, buffers = self.quantize(q, kv)
+        self.attend(keys, buffers, out, lse)
 
-    def quantise(self, q: Tensor, kv: Tensor) -> tuple[KeyBlocks, Quantised]:
-        """Quantise a layer into room that all layers share."""
-        if self._room is None or self._num_keys != kv.shape[1]:
+    def quantize(self, q: Tensor, kv: Tensor) -> tuple[KeyBlocks, Quantized]:
+        """Quantize a layer into buffers that all layers share."""
+        if self._buffers is None or self._num_keys != kv.shape[1]:
             self._num_keys = kv.shape[1]
             keys = plan_key_blocks(self._batch.cu_seqlens_k, self._num_keys, self._block_n)
-            self._room = keys, make_room(q, kv, keys)
+            self._buffers = keys, make_buffers(q, kv, keys)
         factor = self._problem.softmax_scale * math.log2(math.e)
-        quantise(q, kv, *self._room, factor)
-        return self._room
+        quantize(q, kv, *self._buffers, factor)
+        return self._buffers
 
     def attend(
-        self, keys: KeyBlocks, room: Quantised, out: Tensor, lse: Tensor | None = None
+        self, keys: KeyBlocks, buffers: Quantized, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attend what is quantised; arguments as `quantise` returns them, and as in a call."""
+        """Attend quantized operands, as `quantize` returns them; other arguments as in a call."""
         out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
-        k, v = room.k.flatten(0, 2), room.v.flatten(0, 2)
+        k, v = buffers.k.flatten(0, 2), buffers.v.flatten(0, 2)
         num_blocks = keys.blocks.shape[0]
         work = self._work
         prefill[work.grid](
-            TensorDescriptor(room.q, list(room.q.shape), list(room.q.stride()), *self._boxes["q"]),
+            TensorDescriptor(
+                buffers.q, list(buffers.q.shape), list(buffers.q.stride()), *self._boxes["q"]
+            ),
             TensorDescriptor(k, list(k.shape), list(k.stride()), *self._boxes["k"]),
             TensorDescriptor(v, list(v.shape), list(v.stride()), *self._boxes["v"]),
             TensorDescriptor(out, list(out.shape), out_strides, *self._boxes["o"]),
             out,
             out if lse is None else lse,
-            room.factors,
-            room.scales,
+            buffers.factors,
+            buffers.scales,
             work.items.tiles,
             keys.first_blocks,
             work.counter,

@@ -1,8 +1,4 @@
-"""The producer of the FP8 Hopper prefill: one warp that keeps the consumers supplied.
-
-As `hopper_producer`, for keys and values that lie in blocks of a tile each. Knows nothing of what is
-computed.
-"""
+"""The producer of the FP8 Hopper prefill: as `producer`, for keys and values in blocks of a tile each."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ def produce(
 ):
     """Supply items until none is left.
 
-    `first_blocks` and `num_blocks` as in `hopper_fp8_quantise`, all else as in `hopper_producer`.
+    `first_blocks` and `num_blocks` as in `fp8_quantize`, other arguments as in `producer`.
     """
     item = gl.program_id(0)
     done = 0
@@ -40,7 +36,7 @@ def produce(
     queries = 0
     num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
     while item < num_items:
-        # Asked for now, so that the answer is there when this item is done with.
+        # Requested now, so that the reply has arrived when this item is finished.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         seq, head, first_row, q_start, q_len, _, num_keys = read_item(
             tiles, item, num_entries, late_heads, num_long, c

@@ -4,20 +4,18 @@
     keys      rotated, then divided by a scale for each block of keys and head
     values    divided by a scale for each block of keys and head; transposed
 
-The rotation is a Hadamard matrix with random signs along the head dim, the same for queries and keys, so
-scores stay what they are. It spreads an outlier over all of its row: e4m3 rounds each element by up to a
-sixteenth of itself, all of which goes into a score that one element decides, while the errors of many
-equal parts average out.
+The rotation is a Hadamard matrix with random signs along the head dim, the same for queries and keys, so that
+the scores do not change. It spreads an outlier over its row: e4m3 rounds each element by up to a sixteenth of
+itself; if one element decides a score, so does its error, while the errors of many equal parts average out.
 
 Each sequence's keys are cut into blocks of one tile, the last one padded with zeros, so that a tile is one
 contiguous block whose scale is one number:
 
     keys      [K, blocks, block_n, D]
-    values    [K, blocks, D, block_n], since FP8 products take their second operand with the keys side by side
+    values    [K, blocks, D, block_n], since FP8 products take a second operand with contiguous keys
     scales    [3, K, blocks] float32: of keys, of values, and 1 / that of values
 
-Values lie in the order in which the tensor cores find the weights of keys in registers (`key_of_slot`).
-Knows nothing of how attention is computed.
+Values are in the order in which the registers hold the weights of their keys (`key_of_slot`).
 
 Source: Shah et al., "FlashAttention-3", 2024, section 3.3, for block scales, the rotation and the order.
 """
@@ -38,11 +36,11 @@ if TYPE_CHECKING:
 LARGEST = tl.constexpr(448.0)
 """The largest number of e4m3."""
 _SMALLEST = tl.constexpr(1e-12)
-"""A block's largest element counts as at least this: no scale is 0, nor its inverse infinite."""
+"""Lower bound of a block's largest element, so that no scale is 0 and no inverse infinite."""
 _QUERY_ROWS = tl.constexpr(64)
 """Rows of a program's tile."""
 _BLOCK_FIELDS = tl.constexpr(2)
-"""A block: its first key among all, the number of its keys (0 for no block)."""
+"""Fields of a block: its first key among all keys, and the number of its keys (0 for no block)."""
 _SEED = 3
 
 
@@ -50,7 +48,7 @@ _SEED = 3
 def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a Hadamard matrix whose rows have random signs, [D, D]; D is a power of two.
 
-    Its elements are 1 and -1, exact in any dtype; x @ rotation is longer than x by sqrt(D).
+    Its elements are 1 and -1, exact in any dtype; x @ rotation is sqrt(D) times as long as x.
 
     Source: Sylvester's construction; element (i, j) is -1 to the number of common bits.
     """
@@ -64,7 +62,7 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit
 def key_of_slot(slot):
-    """Number of the key whose value lies in a slot of its block.
+    """Return the number of the key whose value is in a slot of its block.
 
     Of 16 keys, a thread of a score product has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; as weights in FP8
     it has slots 4 t to 4 t + 3.
@@ -78,7 +76,7 @@ def list_key_blocks(
 ):
     """List the key blocks of all sequences; program e writes entry e of `blocks` [entries, 2] int32.
 
-    Program b also writes where sequence b's blocks begin to `first_blocks` [B] int32.
+    Program b also writes the index of sequence b's first block to `first_blocks` [B] int32.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -97,9 +95,9 @@ def list_key_blocks(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def quantise_queries(
+def quantize_queries(
     q,
-    quantised,
+    quantized,
     factors,
     matrix,
     num_rows,
@@ -110,17 +108,17 @@ def quantise_queries(
     D: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantise queries; a program does `TILES` times 64 rows of [T * H, D].
+    """Quantize queries; a program does `TILES` times 64 rows of [T * H, D].
 
     Args:
         q: [T, H, D], dense along D.
-        quantised: [T, H, D] e4m3.
-        factors: [T, H] float32, what a product with these queries is to be multiplied by.
+        quantized: [T, H, D] e4m3.
+        factors: [T, H] float32, the factors of products with these queries.
         matrix: [D, D], `rotation`.
         num_rows: T * H.
         q_stride: elements from one token to the next.
         q_head_stride: elements from one head to the next.
-        factor: what is common to all of `factors`.
+        factor: common to all of `factors`.
     """
     column = tl.arange(0, D)
     turn = tl.load(matrix + column[:, None] * D + column[None, :])
@@ -134,16 +132,16 @@ def quantise_queries(
         inverse = 1.0 / largest * LARGEST
         x = x * inverse[:, None]
         place = row.to(tl.int64)[:, None] * D + column[None, :]
-        tl.store(quantised + place, x.to(quantised.dtype.element_ty), mask=exists[:, None])
+        tl.store(quantized + place, x.to(quantized.dtype.element_ty), mask=exists[:, None])
         tl.store(factors + row, largest / LARGEST * factor, mask=exists)
 
 
 @triton.jit
-def quantise_keys_and_values(
+def quantize_keys_and_values(
     k,
     v,
-    quantised_k,
-    quantised_v,
+    quantized_k,
+    quantized_v,
     scales,
     matrix,
     blocks,
@@ -155,18 +153,18 @@ def quantise_keys_and_values(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Quantise one block; program (block, head, 0 for keys and 1 for values).
+    """Quantize one block; program (block, head, 0 for keys and 1 for values).
 
     Args:
         k: [T_k, K, D], dense along D.
-        v: likewise.
-        quantised_k: [K, blocks, BLOCK_N, D] e4m3.
-        quantised_v: [K, blocks, D, BLOCK_N] e4m3.
+        v: [T_k, K, D], dense along D.
+        quantized_k: [K, blocks, BLOCK_N, D] e4m3.
+        quantized_v: [K, blocks, D, BLOCK_N] e4m3.
         scales: [3, K, blocks] float32.
         matrix: [D, D], `rotation`.
         blocks: as `list_key_blocks` writes them.
         num_blocks: entries of `blocks`.
-        k_stride: elements from one key to the next; the others likewise.
+        k_stride: elements from one key to the next; the other strides accordingly.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -184,15 +182,15 @@ def quantise_keys_and_values(
         turn = tl.load(matrix + column[:, None] * D + column[None, :])
         x, fitted, _ = fit(tl.dot(x, turn, input_precision="ieee"))
         tl.store(scale, fitted)
-        x = x.to(quantised_k.dtype.element_ty)
-        tl.store(quantised_k + place + slot[:, None] * D + column[None, :], x)
+        x = x.to(quantized_k.dtype.element_ty)
+        tl.store(quantized_k + place + slot[:, None] * D + column[None, :], x)
     else:
         x = load_rows(v + head * v_head_stride, first, key_of_slot(slot), count, v_stride, column)
         x, fitted, inverse = fit(x.to(tl.float32))
         tl.store(scale + num_scales, fitted)
         tl.store(scale + 2 * num_scales, inverse)
-        x = x.to(quantised_v.dtype.element_ty)
-        tl.store(quantised_v + place + column[:, None] * BLOCK_N + slot[None, :], tl.trans(x))
+        x = x.to(quantized_v.dtype.element_ty)
+        tl.store(quantized_v + place + column[:, None] * BLOCK_N + slot[None, :], tl.trans(x))
 
 
 @triton.jit
@@ -204,7 +202,7 @@ def load_rows(x, first, key, count, stride, column):
 
 @triton.jit
 def fit(x):
-    """Scale a block so that its largest element becomes that of e4m3: (block, scale, 1 / scale)."""
+    """Scale a block so that its largest element becomes 448; return (block, scale, 1 / scale)."""
     largest = tl.maximum(tl.max(tl.abs(x)), _SMALLEST)
     inverse = 1.0 / largest * LARGEST
     return x * inverse, largest / LARGEST, inverse
@@ -212,11 +210,11 @@ def fit(x):
 
 @dataclass(frozen=True, slots=True)
 class KeyBlocks:
-    """How the keys of a step's sequences are cut into blocks; made once, on the device.
+    """The blocks of the keys of a step's sequences; made once per step, on the device.
 
     Attributes:
         blocks: [entries, 2] int32, as `list_key_blocks` writes them.
-        first_blocks: [B] int32, where each sequence's blocks begin.
+        first_blocks: [B] int32, the index of each sequence's first block.
         size: keys of a block.
     """
 
@@ -230,12 +228,12 @@ def plan_key_blocks(cu_seqlens_k: Tensor, num_keys: int, size: int) -> KeyBlocks
 
     Args:
         cu_seqlens_k: [B + 1] int32; keys of sequence b start at cu_seqlens_k[b].
-        num_keys: of all sequences.
+        num_keys: keys of all sequences.
         size: keys of a block.
     """
     num_seqs = cu_seqlens_k.shape[0] - 1
     device = cu_seqlens_k.device
-    # Blocks are counted per sequence: each may end with a partial one.
+    # Blocks are counted per sequence, since each may end with a partial one.
     most = num_keys // size + num_seqs
     blocks = torch.empty((most, _BLOCK_FIELDS.value), dtype=torch.int32, device=device)
     first_blocks = torch.empty(num_seqs, dtype=torch.int32, device=device)
@@ -252,12 +250,12 @@ def plan_key_blocks(cu_seqlens_k: Tensor, num_keys: int, size: int) -> KeyBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """Room for one layer's queries, keys and values; layers may share it.
+class Quantized:
+    """Buffers for one layer's queries, keys and values; layers may share them.
 
     Attributes:
         q: [T, H, D] e4m3.
-        factors: [T, H] float32, what scores of a query are to be multiplied by beside the keys' scale.
+        factors: [T, H] float32, the factors of a query's scores, beside the keys' scale.
         k: [K, blocks, block_n, D] e4m3.
         v: [K, blocks, D, block_n] e4m3.
         scales: [3, K, blocks] float32.
@@ -270,12 +268,12 @@ class Quantised:
     scales: Tensor
 
 
-def make_room(q: Tensor, kv: Tensor, plan: KeyBlocks) -> Quantised:
-    """Allocate what `quantise` writes for queries [T, H, D] and keys and values [2, T_k, K, D]."""
+def make_buffers(q: Tensor, kv: Tensor, plan: KeyBlocks) -> Quantized:
+    """Allocate what `quantize` writes for queries [T, H, D] and keys and values [2, T_k, K, D]."""
     heads, head_dim = kv.shape[-2:]
     blocks = plan.blocks.shape[0]
     e4m3 = torch.float8_e4m3fn
-    return Quantised(
+    return Quantized(
         q=torch.empty(q.shape, dtype=e4m3, device=q.device),
         factors=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
         k=torch.empty((heads, blocks, plan.size, head_dim), dtype=e4m3, device=q.device),
@@ -284,40 +282,40 @@ def make_room(q: Tensor, kv: Tensor, plan: KeyBlocks) -> Quantised:
     )
 
 
-def quantise(q: Tensor, kv: Tensor, plan: KeyBlocks, room: Quantised, factor: float) -> None:
-    """Quantise one layer's queries, keys and values.
+def quantize(q: Tensor, kv: Tensor, plan: KeyBlocks, buffers: Quantized, factor: float) -> None:
+    """Quantize one layer's queries, keys and values.
 
     Args:
         q: [T, H, D], dense along D.
         kv: [2, T_k, K, D], dense along D.
-        plan: how the keys are cut.
-        room: is written.
-        factor: on the scores of the queries and keys as they were given.
+        plan: the blocks of the keys.
+        buffers: written to.
+        factor: on the scores of the given queries and keys.
     """
     num_rows, head_dim = q.shape[0] * q.shape[1], q.shape[2]
     keys, values = kv.unbind(0)
     matrix = rotation(head_dim, q.dtype, q.device)
     tiles = 4 if num_rows >= 1 << 16 else 1
-    quantise_queries[(triton.cdiv(num_rows, tiles * _QUERY_ROWS.value),)](
+    quantize_queries[(triton.cdiv(num_rows, tiles * _QUERY_ROWS.value),)](
         q,
-        room.q,
-        room.factors,
+        buffers.q,
+        buffers.factors,
         matrix,
         num_rows,
         q.stride(0),
         q.stride(1),
-        factor / head_dim,  # each of two rotations made its operand longer by the root
+        factor / head_dim,  # each rotation multiplies its operand's length by sqrt(head_dim)
         HEADS=q.shape[1],
         D=head_dim,
         TILES=tiles,
         num_warps=4,
     )
-    quantise_keys_and_values[(plan.blocks.shape[0], kv.shape[2], 2)](
+    quantize_keys_and_values[(plan.blocks.shape[0], kv.shape[2], 2)](
         keys,
         values,
-        room.k,
-        room.v,
-        room.scales,
+        buffers.k,
+        buffers.v,
+        buffers.scales,
         matrix,
         plan.blocks,
         plan.blocks.shape[0],

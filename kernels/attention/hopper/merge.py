@@ -1,6 +1,4 @@
-"""What a split of a Hopper decode leaves behind: its result, or a part of it and the merge of all parts.
-
-As `combine`, which says the same in Triton. Knows rows, heads and parts, nothing of keys.
+"""The results of a Hopper decode's splits: writing them, and merging the parts of a tile; `combine` in Gluon.
 
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """
@@ -20,15 +18,15 @@ from kernels.attention.hopper.pipeline import (
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _MERGE_ELEMENTS = 8192
-"""Partial results that a merge holds at once: 64 registers a thread at 4 warps."""
+"""Elements of partial results that a merge holds at once: 64 registers a thread at 4 warps."""
 
 
 @aggregate
 class DecodeConstants:
-    """What a decode is compiled for, under the names that prefill's functions ask for.
+    """The constants of a decode, with the names that the prefill's functions use.
 
-    `BOX` is `GROUP` rounded up to a power of two: the query heads of a token that a tile has rows for. `FEW` says that
-    there is one token, of at most 8 rows.
+    `BOX` is `GROUP` rounded up to a power of two: the rows of a tile for a token's query heads. `FEW` means that there
+    is one token, of at most 8 rows.
     """
 
     HEADS: gl.constexpr
@@ -116,10 +114,10 @@ def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c
 def merge_parts(
     out, lse, partial_out, partial_lse, first_part, num_parts, kv_head, first_row, q_start, q_len, c
 ):  # fmt: skip
-    """Merge the parts of one tile, which lie `KV_HEADS * ROW_TILES` apart, and write the result."""
+    """Merge the parts of one tile, whose indices are `KV_HEADS * ROW_TILES` apart, and write the result."""
     STEP: gl.constexpr = c.KV_HEADS * c.ROW_TILES
     PARTS: gl.constexpr = parts_at_once(c.MERGE_ROWS, c.D)
-    # A thread holds all parts of its elements, so that adding them up exchanges nothing.
+    # A thread holds all parts of its elements, so that their sum needs no exchange.
     cube: gl.constexpr = merge_layout(PARTS, c.MERGE_ROWS)
     plane: gl.constexpr = gl.SliceLayout(0, cube)
     lines: gl.constexpr = gl.SliceLayout(2, cube)
@@ -133,7 +131,7 @@ def merge_parts(
         exists = start + part < num_parts
         line = (first_part + (start + part) * STEP).to(gl.int64)[:, None] * c.MERGE_ROWS
         line = line + row[None, :]
-        # Other programs wrote these, so the first-level cache is passed by.
+        # Other programs wrote these, so the first-level cache must be bypassed.
         logs = gl.load(
             partial_lse + line, mask=exists[:, None], other=float("-inf"), cache_modifier=".cg"
         )
@@ -170,7 +168,7 @@ def merge_parts(
 
 @gluon.constexpr_function
 def parts_at_once(rows, columns):
-    """How many parts of so many elements a merge looks at together."""
+    """Return the number of parts of a given size that a merge holds at once."""
     return max(1, min(16, _MERGE_ELEMENTS // (rows * columns)))
 
 

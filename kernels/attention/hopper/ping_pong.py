@@ -1,7 +1,4 @@
-"""How the consumers of a Hopper kernel take turns at the tensor cores, and clear values that no key has.
-
-Knows nothing of items or rings.
-"""
+"""Ping-pong scheduling of a Hopper kernel's consumers on the tensor cores, and clearing of values without a key."""
 
 from __future__ import annotations
 
@@ -15,20 +12,20 @@ _CHUNK = gl.constexpr(16)
 
 @gluon.constexpr_function
 def turn(index):
-    """Name of the hardware barrier that a consumer waits at; the compiler takes the low ones."""
+    """Return the hardware barrier that a consumer waits at; the compiler uses the low ones."""
     return str(9 + index)
 
 
 @gluon.jit
 def take_turn(ID: gl.constexpr):
-    """Wait for the consumer before this one to be done with issuing to the tensor cores."""
+    """Wait until the consumer before this one has issued its products."""
     code: gl.constexpr = "bar.sync " + ID + ", 256; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pass_turn(ID: gl.constexpr):
-    """Let the consumer after this one issue."""
+    """Let the consumer after this one issue its products."""
     code: gl.constexpr = "bar.arrive " + ID + ", 256; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -37,7 +34,7 @@ def pass_turn(ID: gl.constexpr):
 def keep_rows(v_tile, first, stop, c):
     """Set the values outside rows `first` to `stop` to 0: their weight is 0, and 0 * NaN is NaN.
 
-    Every consumer writes the same zeros, each before it reads them.
+    Every consumer writes the same zeros before it reads them.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for chunk in gl.static_range(c.BLOCK_N // _CHUNK):

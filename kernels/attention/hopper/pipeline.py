@@ -1,12 +1,12 @@
-"""What the roles of a Hopper kernel share: constants, buffers with their barriers, and work items.
+"""The constants, buffers, barriers and work items that the roles of a Hopper kernel share.
 
-A buffer has two barriers: `full` completes when its bytes have arrived, `empty` when every consumer is done
-with it. A role counts what it has used of a ring and finds place and phase of a barrier in that count:
+A buffer has two barriers: `full` completes when its bytes have arrived, `empty` when every consumer has
+finished with it. A role counts its uses of a ring; the count gives the buffer and the barrier's phase:
 
     use n of a ring of S buffers    buffer n % S, phase (n // S) & 1
 
 The keys of an item are visited from its last tile to its first, so that the tiles that need masks come
-first. Knows nothing of how attention is computed.
+first.
 """
 # Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
 
@@ -18,13 +18,13 @@ from triton.language.core import _aggregate as aggregate
 ROWS = gl.constexpr(64)
 """Query rows of a consumer: the rows of one warp group's matrix instruction."""
 _ITEM_ROOM = gl.constexpr(8)
-"""Integers from one posted item to the next: a power of two that holds the fields."""
+"""Integers of a posted item: its fields, rounded up to a power of two."""
 _WIDEST_IN_PARTS = 128
 
 
 @gluon.constexpr_function
 def accumulator_layout(columns, operand_bytes=2):
-    """The registers in which a warp group's product with so many columns ends up."""
+    """Return the layout of a warp group's product of `columns` columns."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32 // operand_bytes]
     )
@@ -32,20 +32,20 @@ def accumulator_layout(columns, operand_bytes=2):
 
 @gluon.constexpr_function
 def rows_of_token(group):
-    """How many rows of a tile a query token takes for so many heads: boxes are powers of two."""
+    """Return the rows of a tile for a query token with `heads` heads: a power of two."""
     return 1 << (group - 1).bit_length()
 
 
 @aggregate
 class Constants:
-    """What a kernel is compiled for; sizes are elements.
+    """The constants of a kernel; sizes are in elements.
 
     Attributes:
-        BOX: `GROUP` rounded up to a power of two: the rows that a tile has for a query token.
+        BOX: `GROUP` rounded up to a power of two: the rows of a tile for a query token.
         PAGE: keys of one bulk copy.
-        OPERAND_BYTES: of an element that is multiplied; 1 for FP8, whose values lie transposed.
-        QUERY_STAGES: items whose queries may be in shared memory: what one takes in half precision.
-        OWN_RANGE: a consumer passes over tiles that none of its own rows sees; for wide heads registers lack.
+        OPERAND_BYTES: bytes of a multiplied element; 1 for FP8, whose values are transposed.
+        QUERY_STAGES: items whose queries are in shared memory at once, in the memory of one in half precision.
+        OWN_RANGE: whether a consumer skips tiles that none of its rows sees; wide heads lack the registers.
     """
 
     HEADS: gl.constexpr
@@ -110,9 +110,9 @@ class Pipeline:
         q: [QUERY_STAGES * (2 or 4), ROWS, D] ring of items' queries, a part for each consumer.
         k: [STAGES, BLOCK_N, D] ring of key tiles.
         v: [STAGES, BLOCK_N, D] ring of value tiles; [STAGES, D, BLOCK_N] in FP8.
-        o: [2 or 4, ROWS, D] outputs on their way to memory; `q` where there is no room for both.
+        o: [2 or 4, ROWS, D] outputs to be copied to memory; `q` itself if both do not fit.
         items: [2 * _ITEM_ROOM, 1] int32, ring of two posted items.
-        q_full: barrier, as the others with these endings.
+        q_full: barrier, as are the other attributes that end in _full or _empty.
     """
 
     q: gl.shared_memory_descriptor
@@ -151,7 +151,7 @@ class Pipeline:
 
 @gluon.jit
 def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
-    """Allocate all buffers and set up their barriers; the types are of what is multiplied and written."""
+    """Allocate all buffers and set up their barriers; the types are those of operands and output."""
     parts: gl.constexpr = 2 if c.CONSUMERS == 2 else 4
     q = make_tiles(operand, c.QUERY_STAGES * parts, ROWS, c.D)
     k = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
@@ -176,7 +176,7 @@ def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
 
 @gluon.jit
 def make_tiles(dtype: gl.constexpr, tiles: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Allocate tiles as the tensor cores read them and bulk copies write them."""
+    """Allocate tiles in the layout that the tensor cores read and bulk copies write."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return gl.allocate_shared_memory(dtype, [tiles, rows, columns], layout)
 
@@ -195,9 +195,9 @@ def make_barriers(buffers: gl.constexpr, c):
 
 @gluon.jit
 def post(pipe, done, fields):
-    """Tell the consumers what to attend next, the item number `done`; a head of -1 ends their work.
+    """Post item number `done` to the consumers; a head of -1 ends their work.
 
-    Fields are the head, first row, first query token, query tokens, keys, and others that a kernel has.
+    The fields are head, first row, first query token, query tokens, keys, and those that only some kernels have.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = done % 2
@@ -231,13 +231,13 @@ def _read(field):
 
 @gluon.jit
 def first_kept(q_len, num_keys, window):
-    """First key of a sequence that any query's window reaches; those before may be gone."""
+    """Return the first key of a sequence in any query's window; keys before it may be gone from the cache."""
     return gl.maximum(num_keys - q_len - window + 1, 0)
 
 
 @gluon.jit
 def key_range(first_row, q_len, num_keys, window, c):
-    """The key tiles of a row tile, counted from the last to the first.
+    """Return the key tiles of a row tile, counted from the last to the first.
 
     Returns:
         (last + 1, tiles, tiles at the end that need masks, tiles before those at the window's edge).
@@ -247,7 +247,7 @@ def key_range(first_row, q_len, num_keys, window, c):
 
 @gluon.jit
 def range_of_rows(first_row, rows: gl.constexpr, q_len, num_keys, window, c):
-    """The key tiles of some rows, as `key_range` has those of a tile's."""
+    """Return the key tiles of some rows, as `key_range` does for all rows of a tile."""
     history = num_keys - q_len
     lowest = history + first_row // c.BOX
     highest = history + gl.minimum((first_row + rows - 1) // c.BOX, q_len - 1)
@@ -270,11 +270,11 @@ def range_of_rows(first_row, rows: gl.constexpr, q_len, num_keys, window, c):
 
 @gluon.jit
 def own_tiles(tiles, my_row, q_len, num_keys, window, c):
-    """Which of an item's tiles a consumer attends to.
+    """Return the tiles of an item that a consumer attends to.
 
     Returns:
-        (tiles to pass over at the end of the keys, those at their start, and for what lies between as
-        `key_range`: last + 1, tiles, tiles that need masks, tiles before those at the window's edge).
+        (tiles to skip at the end of the keys, tiles to skip at their start, and for the tiles between them,
+        as `key_range`: last + 1, tiles, tiles that need masks, tiles before those at the window's edge).
     """
     last, count, edge, inside = tiles
     passed = 0
@@ -291,13 +291,13 @@ def own_tiles(tiles, my_row, q_len, num_keys, window, c):
 
 @gluon.jit
 def output_row(row, q_start, head, c):
-    """Where a row of a sequence lies in the output, in rows."""
+    """Return the row of the output for a row of a sequence."""
     return (q_start + row // c.BOX).to(gl.int64) * c.HEADS + head * c.GROUP + row % c.BOX
 
 
 @gluon.jit
 def row_exists(row, q_len, c):
-    """Whether a row stands for a query head of the sequence."""
+    """Whether a row is that of a query head of the sequence."""
     exists = row // c.BOX < q_len
     if c.BOX != c.GROUP:
         exists = exists & (row % c.BOX < c.GROUP)

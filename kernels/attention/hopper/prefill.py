@@ -1,19 +1,18 @@
 """Prefill attention for Hopper in Gluon: bulk copies by a producer warp, warp groups that consume them.
 
-    producer    one warp: takes the next work item, has its queries, keys and values copied to shared
-                memory by the tensor memory accelerator, always a few tiles ahead
-    consumers   two or three warp groups of 64 query rows each; they take turns at the tensor cores, so
-                that one multiplies while another computes exponentials, and each issues the scores of
-                the next tile before it multiplies the values of this one
+    producer    one warp: takes the next work item and has the tensor memory accelerator copy its queries,
+                keys and values to shared memory, always a few tiles ahead (`producer`)
+    consumers   two or three warp groups of 64 query rows each, in ping-pong on the tensor cores: one
+                multiplies while another computes exponentials; each issues the scores of the next tile
+                before it multiplies the values of this one (`consumer`)
 
-A thread block stays for the whole launch and takes items from a counter, short ones last, so ragged batches
-end together and a short item's start hides behind the item before it. Items are the tiles of
-`hopper_items`, made once per step, times the key-value heads.
+Thread blocks are persistent and take items from a counter, short ones last, so that ragged batches end evenly
+and the start of an item overlaps the item before it. Items are the tiles of `work_items`, listed once per step,
+times the key-value heads.
 
-This file has the launch; the roles are `hopper_producer` and `hopper_consumer`, and `hopper_pipeline` is
-what they share.
+This module has the launch; `pipeline` has what the roles share.
 
-Source: Shah et al., "FlashAttention-3", 2024, for the roles, the taking of turns and the overlap.
+Source: Shah et al., "FlashAttention-3", 2024, for the roles, the ping-pong and the overlap.
 """
 
 from __future__ import annotations
@@ -37,12 +36,13 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
+    from kernels.attention.select import Selection
 
 _MOST_ITEMS = 1 << 30
-"""Items are counted in 32 bits, and each thread block counts one past the end."""
+"""Most items: they are counted in 32 bits, and each thread block counts one past the end."""
 _ALIGNMENT = 16
-"""Bytes. The tensor memory accelerator takes addresses and strides that are multiples of it."""
+"""Bytes. Addresses and strides of the tensor memory accelerator are multiples of it."""
 _LARGEST_INT32 = (1 << 31) - 1
 
 
@@ -82,8 +82,8 @@ def prefill(
 ):
     """Attend all items; one program per SM.
 
-    Shapes as in the door; `scale` and `softcap` as `exponents` makes them, `tiles` as in
-    `hopper_items.list_items`, `counter` as in `hopper_producer.produce`.
+    Shapes as in `kernels.prefill_attention`; `scale` and `softcap` as `exponents` returns them, `tiles` as in
+    `work_items.list_items`, `counter` as in `producer.produce`.
     """
     c = Constants(
         HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
@@ -111,7 +111,7 @@ def prefill(
 
 
 class HopperPrefill:
-    """One step's prefill attention on Hopper; shapes as in the door's `prefill_attention`."""
+    """One step's prefill attention on Hopper; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -150,8 +150,8 @@ class HopperPrefill:
         """Write the attention of `q` over `kv` to `out`.
 
         Raises:
-            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads
-                lie too far apart.
+            ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are
+                too far apart.
         """
         if attends_nothing(q, kv, out, lse):
             return
@@ -193,10 +193,10 @@ class HopperPrefill:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """What the thread blocks of a step share out among themselves.
+    """The work that the thread blocks of a step divide among themselves.
 
     Attributes:
-        items: their list.
+        items: the list.
         counter: [2] int32, items taken and thread blocks finished; 0 before and after a launch.
         num_items: entries times key-value heads.
         grid: thread blocks.
@@ -214,7 +214,7 @@ def plan_work(
     """List a step's work in tiles of `block_m` rows, for one thread block per SM.
 
     Raises:
-        ShapeError: it is more than can be counted.
+        ShapeError: there are more items than 32 bits count.
     """
     items = plan_items(
         batch,
@@ -236,7 +236,7 @@ def plan_work(
 
 
 def attends_nothing(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None) -> bool:
-    """Whether a step needs no launch, for want of queries or keys; `out` and `lse` are written then."""
+    """Whether a step has no queries or no keys and needs no launch; if so, write `out` and `lse`."""
     if q.shape[0] and kv.numel():
         return False
     out.zero_()
@@ -251,7 +251,7 @@ def exponents(problem: AttentionProblem) -> tuple[float, float]:
         without a softcap    s * scale
         with one             softcap - 2 * softcap / (exp2(s * scale) + 1)
 
-    The second is softcap * tanh, with the exponential that the hardware has.
+    The second is softcap * tanh by the hardware's exponential, which is to base 2.
     """
     scale, softcap = problem.softmax_scale * math.log2(math.e), 0.0
     if problem.softcap is not None:
@@ -265,10 +265,10 @@ def bulk_strides(name: str, tensor: Tensor, strides: tuple[int, ...]) -> tuple[i
     Args:
         name: for the message.
         tensor: [tokens, heads, D], or blocks of such.
-        strides: of tokens and heads, elements; those of a single one may be anything.
+        strides: of tokens and heads, elements; the stride of a dimension of size 1 may be any.
 
     Returns:
-        The strides to address it with.
+        The strides for its descriptor.
 
     Raises:
         ShapeError: its address or a stride is not a multiple of 16 bytes.

@@ -1,8 +1,8 @@
-"""The producer of a Hopper prefill: one warp that keeps the consumers supplied.
+"""The producer of a Hopper prefill: one warp that copies queries, keys and values for the consumers.
 
 It takes work items from a counter that all thread blocks share, posts them, and has the tensor memory
-accelerator copy queries, keys and values to shared memory, a few tiles ahead of the consumers. Keys are
-copied a cache block at a time, or a tile at a time where they are packed. Knows nothing of what is computed.
+accelerator copy to shared memory, a few tiles ahead of the consumers. Keys are copied a cache block at a time,
+packed keys a tile at a time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def produce(
     pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, late_heads,
     num_items, k_head_stride, window, c,
 ):  # fmt: skip
-    """Supply items until none is left; `counter` is [2] int32, items taken and blocks finished."""
+    """Copy items until none is left; `counter` is [2] int32, items taken and thread blocks finished."""
     item = gl.program_id(0)
     done = 0
     loaded = 0
     queries = 0
     num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
     while item < num_items:
-        # Asked for now, so that the answer is there when this item is done with.
+        # Requested now, so that the reply has arrived when this item is finished.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         seq, head, first_row, q_start, q_len, k_start, num_keys = read_item(
             tiles, item, num_entries, late_heads, num_long, c
@@ -67,8 +67,8 @@ def produce(
 def read_item(tiles, item, num_entries, late_heads, num_long, c):
     """Look up an item: (sequence, head, first row, first query token, query tokens, first key, keys).
 
-    The order is that of `hopper_items`: the first list for all heads but the last `late_heads`, the
-    `num_long` long tiles of the second for those head by head, its short ones for those side by side.
+    The order is that of `work_items`: the first list for all heads but the last `late_heads`; for those, the
+    `num_long` long tiles of the second list head by head, then its short tiles, the heads of a tile together.
     """
     first_late = c.HEADS // c.GROUP - late_heads
     late = item - first_late * num_entries
@@ -92,7 +92,7 @@ def read_item(tiles, item, num_entries, late_heads, num_long, c):
 
 @gluon.jit
 def finish(counter):
-    """Leave the counters at 0 for the next layer, if this is the last block to finish."""
+    """Set the counters to 0 for the next layer, if this is the last thread block to finish."""
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -100,7 +100,7 @@ def finish(counter):
 
 @gluon.jit
 def copy_queries(pipe, q_desc, queries, token, head, c):
-    """Start copying an item's queries, a part for each consumer, once there is room for them."""
+    """Start copying an item's queries, a part for each consumer, once their buffer is free."""
     tokens: gl.constexpr = ROWS // c.BOX
     buffer = queries % c.QUERY_STAGES
     full = pipe.q_full.index(buffer)
@@ -116,16 +116,16 @@ def copy_queries(pipe, q_desc, queries, token, head, c):
 
 @gluon.jit
 def rows_of_tile(table, k_start, start, kept, num_keys, c):
-    """Where the parts of a tile lie, as rows of all keys.
+    """Return the first rows of a tile's parts among all keys.
 
-    All before the first copy, so that the latencies of the table's entries overlap.
+    They are looked up before the first copy, so that the latencies of the table's entries overlap.
     """
     rows = ()
     for j in gl.static_range(c.BLOCK_N // c.PAGE):
         key = start + j * c.PAGE
         row = k_start + key
         if c.PAGED:
-            # The ids of other blocks may be anything; block 0 stands in, and no row sees its keys.
+            # The ids of other blocks are undefined. Block 0 is copied instead; no row sees its keys.
             needed = (key < num_keys) & (key + c.PAGE > kept)
             block = gl.load(table + key // c.BLOCK_SIZE, mask=needed, other=0)
             row = block * c.BLOCK_SIZE + key % c.BLOCK_SIZE

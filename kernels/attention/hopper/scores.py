@@ -1,7 +1,4 @@
-"""What a Hopper kernel does with scores: softcap, masks, exponentials and their sums.
-
-All in registers, as a warp group's product leaves them. Knows nothing of barriers or memory.
-"""
+"""Softcap, masks, exponentials and their sums on a tile of scores in the registers of a warp group."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from kernels.attention.hopper.pipeline import ROWS
 
 @gluon.jit
 def cap_scores(s, scale, softcap, c):
-    """Apply the softcap; without one, scores stay as they are. Arguments as `exponents` makes them."""
+    """Apply the softcap, if there is one. Arguments as `exponents` returns them."""
     if c.SOFTCAP:
         s = softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0)
     return s
@@ -21,14 +18,14 @@ def cap_scores(s, scale, softcap, c):
 
 @gluon.jit
 def mask_scores(s, start, last_seen, num_keys, window, c):
-    """Put -inf where a row does not see a key; `start` is the tile's first key."""
+    """Set the scores of keys that a row does not see to -inf; `start` is the tile's first key."""
     key = start + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, c.S_LAYOUT))
     if c.CAUSAL:
-        # No row sees past the sequence's end, so that end needs no test of its own.
+        # No row sees past the sequence's end, so the end needs no test.
         distance = last_seen[:, None] - key[None, :]
         seen = distance >= 0
         if c.WINDOW:
-            # Keys after the row's own are negative, and as unsigned numbers further than any window.
+            # The distance of a later key is negative, which as an unsigned number exceeds any window.
             seen = distance.to(gl.uint32, bitcast=True) < window.to(gl.uint32, bitcast=True)
     else:
         seen = key[None, :] < num_keys
@@ -39,7 +36,7 @@ def mask_scores(s, start, last_seen, num_keys, window, c):
 
 @gluon.jit
 def mask_tile(s, start, last_seen, num_keys, window, c):
-    """As `mask_scores`, with fewer instructions where a row's own token is all that limits it."""
+    """As `mask_scores`, with fewer instructions if a row is limited by its own token only."""
     if c.CAUSAL and not c.WINDOW:
         # Column 8 i + 2 t + j is register (i, j) of thread t, so what a register is compared with is
         # known to the compiler, and what it is compared to is one number for each row.
@@ -64,9 +61,9 @@ def mask_tile(s, start, last_seen, num_keys, window, c):
 
 @gluon.jit
 def softmax_step(s, m, factor):
-    """Exponentials of a tile against the new maximum, and what earlier ones fade by."""
+    """Return a tile's exponentials relative to the new maximum, and the factor that rescales earlier ones."""
     new_m = gl.maximum(m, gl.max(s, 1) * factor)
-    # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+    # A row that has seen no key has the maximum -inf, and -inf - -inf is NaN.
     base = gl.where(new_m == float("-inf"), 0.0, new_m)
     p = gl.exp2(s * factor - base[:, None])
     fade = gl.exp2(m - base)
@@ -85,18 +82,18 @@ def softmax_tile(s, m, factor, c):
 
 @gluon.jit
 def row_sums(e, c):
-    """Sum what a thread holds of each row, [ROWS, 4]: threads are added up at an item's end."""
+    """Sum a thread's own elements of each row, [ROWS, 4]; the threads' sums are added at an item's end."""
     return gl.sum(gl.sum(e.reshape([ROWS, c.BLOCK_N // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
 def fade_sums(parts, fade):
-    """Let sums as of `row_sums` fade."""
+    """Rescale sums as of `row_sums`."""
     layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     return parts * gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def all_of(parts, c):
-    """Add up what `row_sums` left in parts, [ROWS]."""
+    """Add up the partial sums of `row_sums`, [ROWS]."""
     return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, c.S_LAYOUT))

@@ -1,14 +1,12 @@
-"""The work items of a Hopper prefill: tiles of query rows, in the order that ends a launch together.
+"""The work items of a Hopper prefill: tiles of query rows, in an order with which thread blocks end together.
 
-Thread blocks take items from a counter, two of them before the one they are at is done. So the end of a
-launch is even only if its last items are short, whatever sequence or head they are of. Neighbours of one
-sequence and head read the same keys, though, so most of the launch keeps them together:
+Thread blocks take items from a counter, two in advance. So they end at the same time only if the last items are
+short, of whatever sequence or head. Tiles of one sequence and head read the same keys, so most of the launch
+keeps them together:
 
     most heads       head by head, sequence by sequence, latest tile first
-    the last heads   likewise, but without the tiles that see fewest keys
-    at the end       those of the last heads, longest first, the heads of one tile side by side
-
-Knows nothing of how an item is attended.
+    the last heads   in the same order, without the tiles that see the fewest keys
+    at the end       those tiles of the last heads, longest first, the heads of a tile together
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ if TYPE_CHECKING:
     from kernels.attention.problem import PackedBatch
 
 _STEPS = tl.constexpr(16)
-"""Into so many steps the longest tile's keys are divided, to find which tiles are short."""
+"""Steps that the longest tile's keys are divided into, to find which tiles are short."""
 _SHORT_STEPS = tl.constexpr(12)
-"""As many a short tile sees at most. Where all see nearly the same, none is worth another reading of its keys."""
+"""Most steps that a short tile sees. If all tiles see nearly the same, none is worth reading its keys again."""
 _MOST_KEYS = 1 << 30
 _LATE_PER_SM = 6
-"""Items for each SM that the last heads have at least."""
+"""Fewest items per SM of the last heads."""
 _SHORT_PER_SM = 8
-"""Short items for each SM at most. A model of the launch is within 2 % of even from 5 on."""
+"""Most short items per SM. In a model of the launch, 5 or more end within 2 % of each other."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_entries", "wanted", "most_keys"])
@@ -60,10 +58,10 @@ def list_items(
 
         entries     the longest sequences first, each one's last tiles before its first
         entries     the same without the short tiles, and behind them those, longest first
-        1           how many of the second list are not short
+        1           number of tiles of the second list that are not short
 
-    At most `wanted` tiles are short, but for those that see nothing, and none that sees more than three
-    quarters of what the longest sees. No tile visits more than `most_keys` keys, whatever it sees.
+    At most `wanted` tiles are short, not counting those that see nothing, and none that sees more than three
+    quarters of the keys of the longest. No tile visits more than `most_keys` keys.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -87,7 +85,7 @@ def list_items(
     my_keys = tl.sum(tl.where(mine, k_len, 0), 0)
     my_count = tl.sum(tl.where(mine, count, 0), 0)
     my_short = tl.sum(tl.where(mine, short, 0), 0)
-    # Entries of one sequence are neighbours: this is the number of the tile among them.
+    # Entries of a sequence are neighbours; this is the index of the tile among them.
     tile = entry - tl.sum(tl.where(b < seq, count, 0), 0)
     first = (k_len > my_keys) | ((k_len == my_keys) & (b < seq))
     place = tl.sum(tl.where(first, count, 0), 0) + my_count - 1 - tile
@@ -96,7 +94,7 @@ def list_items(
         seen = my_keys
         if CAUSAL:
             last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, my_queries - 1)
-            # Below 0 where queries outnumber keys: any number does that orders tiles as the count does.
+            # Below 0 if there are more queries than keys; it only has to order tiles as the count does.
             seen = my_keys - my_queries + last + 1
         as_short = tl.where(b < seq, seen - 1, seen)
         shorter = _tiles_below(as_short, count, q_len, k_len, GROUP, CAUSAL, BLOCK_M)
@@ -120,7 +118,7 @@ def list_items(
 def _tiles_below(
     keys, count, q_len, k_len, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """How many of each sequence's tiles see at most so many keys: with causality its first ones."""
+    """Return how many of each sequence's tiles see at most a number of keys: if causal, its first ones."""
     below = tl.zeros_like(count)
     if CAUSAL:
         tokens = tl.minimum(tl.maximum(keys - (k_len - q_len), 0), q_len)
@@ -134,9 +132,9 @@ class Items:
 
     Attributes:
         tiles: [2 * entries + 1, 6] int32, as `list_items` writes them.
-        table: the batch's block table; for packed keys something in its place that is never read.
-        num_entries: of either list, in use or not.
-        late_heads: heads that the second list is for.
+        table: the batch's block table; for packed keys a tensor in its place that is never read.
+        num_entries: entries of either list, used or not.
+        late_heads: heads of the second list.
     """
 
     tiles: Tensor
@@ -163,11 +161,11 @@ def plan_items(
         block_m: query rows of a tile.
         num_heads: key-value heads.
         num_sms: thread blocks that take items.
-        causal: whether a token sees none after itself.
-        window: keys that a token sees at most, or None.
+        causal: whether a token sees no later tokens.
+        window: most keys that a token sees; None for no limit.
     """
     num_seqs = batch.num_seqs
-    # Tiles are counted per sequence: each may end with a partial one.
+    # Tiles are counted per sequence, since each may end with a partial one.
     most = batch.num_tokens * group // block_m + num_seqs
     late_heads = min(num_heads, -(-_LATE_PER_SM * num_sms // max(most, 1)))
     cu_seqlens_q = batch.cu_seqlens_q

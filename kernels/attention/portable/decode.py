@@ -1,6 +1,6 @@
 """Decode attention in Triton: split over the keys of the paged cache, merged in the same launch.
 
-Few rows and many keys: to keep every SM reading, the keys of a sequence are split over several
+A decode has few rows and many keys. To keep every SM reading, the keys of a sequence are split over several
 programs (`split_list`). Each writes its partial result; the last to finish merges them (`combine`).
 
 Source: Dao et al., "Flash-Decoding", 2023; the last block merging as in Osama et al., "Stream-K", 2023.
@@ -35,10 +35,11 @@ from kernels.gpu.dependent_launch import dependent_launch, may_depend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 _MERGE_ELEMENTS = 8192
-"""Partial results that a merge holds at once: 64 registers a thread at 4 warps."""
+"""Elements of partial results that a merge holds at once: 64 registers a thread at 4 warps."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -81,7 +82,7 @@ def decode(
 ):
     """Attend one tile of rows to one split; program (split, key-value head, row tile).
 
-    Heads are neighbours in the launch: they read neighbouring bytes of the same blocks.
+    The heads of a split are neighbours in the launch, since they read neighbouring bytes of the same blocks.
     """
     TILES: tl.constexpr = KV_HEADS * ROW_TILES
     D: tl.constexpr = D1 + D2
@@ -144,11 +145,11 @@ def decode(
             tl.store(lse + out_row, log_sum * LN_2, mask=exists)
         return
 
-    # Rows that exist are fewer than MERGE_ROWS, which is smaller than a tile where heads are few.
+    # No more than MERGE_ROWS rows exist; with few heads that is less than a tile.
     line = program.to(tl.int64) * MERGE_ROWS + tl.arange(0, BLOCK_M)
     store_rows(partial_out, line * D, exists, acc1, acc2, D1, D2)
     tl.store(partial_lse + line, log_sum, mask=exists)
-    # All of this program's stores, by all of its threads, come before its arrival is counted.
+    # The stores of all threads of this program must precede its arrival.
     tl.debug_barrier()
     counter = arrivals + seq * TILES + tile
     if tl.atomic_add(counter, 1, sem="acq_rel") != count - 1:
@@ -186,7 +187,7 @@ def decode(
 
 
 class PortableDecode:
-    """One step's decode attention on a GPU; shapes as in the door's `decode_attention`."""
+    """One step's decode attention on a GPU; shapes as in `kernels.decode_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection

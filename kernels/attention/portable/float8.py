@@ -1,7 +1,4 @@
-"""Conversions from float8_e4m3fn to what the tensor cores of the portable kernels multiply.
-
-Device functions in Triton. Know nothing of keys, values or where scales come from.
-"""
+"""Device functions in Triton that convert float8_e4m3fn to the dtypes that the portable kernels multiply."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ import triton.language as tl
 def unpack_pairs(pairs):
     """Convert pairs of e4m3 bytes in 16 bits to float16: the low bytes, the high bytes.
 
-    One permutation and two conversions for four numbers; the compiler's own code takes three times that.
+    It takes one permutation and two conversions for four numbers; the compiler's own code takes three times
+    as many.
     """
     return tl.inline_asm_elementwise(
         """
@@ -43,8 +41,8 @@ def times(number, factor):
 @triton.jit
 def rescale(tile, scale, dtype: tl.constexpr):
     """Multiply the rows of a float8 tile by their scales."""
-    # As a mapped function, because the compiler moves plain arithmetic behind the exchange through
-    # shared memory, where every warp would convert the whole tile: 2672 instructions instead of 760 for
-    # a tile of 64 keys on sm_89.
+    # A mapped function, because the compiler would move plain arithmetic after the exchange through shared
+    # memory, where every warp would convert the whole tile: 2672 instructions instead of 760 for a tile of
+    # 64 keys on sm_89.
     wide = tile.to(tl.float16).to(tl.float32)
     return tl.map_elementwise(times, wide, scale[:, None]).to(dtype)

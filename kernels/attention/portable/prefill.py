@@ -1,8 +1,7 @@
 """Prefill attention in Triton: tiles of packed query heads over paged or packed keys and values.
 
-One program attends one tile of query rows of one key-value head to all keys that the rows see. Which
-tile a program takes is looked up in a list that is made once per step on the device, so planning
-needs no round trip to the host.
+One program attends one tile of query rows of one key-value head to all keys that the rows see. It looks up
+its tile in a list that is made once per step on the device, so that planning does not wait for the device.
 
 Source: Dao, "FlashAttention-2", 2023 for the loop; packing the query heads that share a key-value head
 into one tile as in Shah et al., "FlashAttention-3", 2024.
@@ -34,7 +33,8 @@ from kernels.attention.problem import PagedBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -51,8 +51,8 @@ def list_tiles(
 ):
     """List the tiles of a step; one program per entry of `tiles`, [entries, 6] int32.
 
-    The longest sequences come first and each one's last tiles before its first, since those see
-    the most keys: what is left for the end of a launch is short.
+    The longest sequences come first, and the last tiles of a sequence before its first ones, since they see
+    the most keys: the launch ends with short tiles.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -64,7 +64,7 @@ def list_tiles(
     seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
     mine = b == seq
     num_keys = tl.sum(tl.where(mine, k_len, 0), 0)
-    # Entries of one sequence are neighbours: this is the number of the tile among them.
+    # Entries of a sequence are neighbours; this is the index of the tile among them.
     tile = entry - tl.sum(tl.where(b < seq, count, 0), 0)
     before = (k_len > num_keys) | ((k_len == num_keys) & (b < seq))
     place = tl.sum(tl.where(before, count, 0), 0)
@@ -114,7 +114,7 @@ def prefill(
     ONE_LOOP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attend one tile of rows; program (tile, key-value head). Shapes as in the door."""
+    """Attend one tile of rows; program (tile, key-value head). Shapes as in `kernels.prefill_attention`."""
     record = tiles + tl.program_id(0) * TILE_FIELDS
     seq = tl.load(record)
     if seq < 0:
@@ -137,9 +137,9 @@ def prefill(
     last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
     lowest = history + first_row // GROUP
     highest = history + last_token
-    # Rows past the sequence's end repeat its last, so that the tile has no masks on their account.
+    # Rows past the sequence's end repeat its last row, so that they need no masks.
     last_seen = tl.minimum(history + token, highest)
-    # Queries that outnumber the keys leave the first ones nothing to see.
+    # If there are more queries than keys, the first queries see nothing.
     end = tl.maximum(tl.minimum(highest + 1, num_keys), 0) if CAUSAL else num_keys
     begin = 0
     if WINDOW:
@@ -174,11 +174,11 @@ def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tup
         block_m: query rows of a tile.
 
     Returns:
-        The tiles as in `list_tiles`, and the block table; for packed keys something in its place
-        that is never read.
+        The tiles as in `list_tiles`, and the block table; for packed keys a tensor in its place that is
+        never read.
     """
     num_seqs = batch.num_seqs
-    # Tiles are counted per sequence: each may end with a partial one.
+    # Tiles are counted per sequence, since each may end with a partial one.
     most = batch.num_tokens * group // block_m + num_seqs
     cu_seqlens_q = batch.cu_seqlens_q
     tiles = torch.empty((most, TILE_FIELDS.value), dtype=torch.int32, device=cu_seqlens_q.device)
@@ -202,7 +202,7 @@ def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tup
 
 
 class PortablePrefill:
-    """One step's prefill attention on a GPU; shapes as in the door's `prefill_attention`."""
+    """One step's prefill attention on a GPU; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -249,7 +249,7 @@ class PortablePrefill:
         problem = self._problem
         token_stride, head_stride = kv.stride()[-3:-1]
         if problem.block_size is not None:
-            # A dimension of 1, as blocks of one token have, may come with any stride.
+            # A dimension of size 1, as for blocks of one token, may have any stride.
             token_stride = problem.num_kv_heads * problem.head_dim
             head_stride = problem.head_dim
         keys, values = kv.unbind(0)

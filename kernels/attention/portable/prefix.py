@@ -1,13 +1,11 @@
 """The first part of a cascade in Triton: every token of a decode over the keys that all sequences share.
 
-The tokens of the batch are the rows of one problem, so a tile of keys is read once for as many of them
-as a tile of rows holds, where a decode would read it once per sequence. The keys are split over
-programs until the GPU is full; all partial results are written, and `combine` merges them with those
-of the rest of each sequence. How many splits there are follows from numbers that the host has: nothing
-has to be listed on the device.
+The tokens of the batch are the rows of one problem, so a tile of keys is read once per tile of rows instead of
+once per sequence. The keys are split over programs until the GPU is full. All partial results are written, and
+`combine` merges them with those of each sequence's other tokens. The number of splits follows from numbers that
+the host has, so no list is made on the device.
 
-Knows nothing of the sequences' own keys, nor which token belongs to which sequence: it attends without
-causality, since the shared tokens lie before every query.
+It attends without causality, since the shared tokens come before every query.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ from kernels.attention.splits import prefix_parts, splits_wanted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PackedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PackedBatch
+    from kernels.attention.select import Selection
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_keys", "num_parts", "row_tiles", "lines"])
@@ -70,7 +69,7 @@ def prefix(
 ):
     """Attend one tile of rows to one part of the keys; program (part, key-value head, row tile).
 
-    Row tiles are neighbours in the launch: they read the same keys.
+    The row tiles of a part are neighbours in the launch, since they read the same keys.
     """
     program = tl.program_id(0)
     first_row = program % row_tiles * BLOCK_M
@@ -110,7 +109,7 @@ class PortablePrefix:
     """One step's attention to the shared tokens on a GPU.
 
     Attributes:
-        num_parts: P, results that each row gets.
+        num_parts: P, partial results of each row.
     """
 
     def __init__(
@@ -156,11 +155,11 @@ class PortablePrefix:
         """Write P partial results for every row.
 
         Args:
-            q: [T, H, D] as in the door's `decode_attention`.
-            kv: as there.
+            q: [T, H, D] as in `kernels.decode_attention`.
+            kv: as in `kernels.decode_attention`.
             out: [P, L, D] float32 contiguous, L at least T * H; row h of token t is at t * H + h.
             lse: [P, L] float32 contiguous, natural logarithm.
-            kv_scale: as there.
+            kv_scale: as in `kernels.decode_attention`.
         """
         assert lse is not None, "parts cannot be merged without their log-sum-exp"
         check_head_stride(q)

@@ -1,6 +1,6 @@
 """The inner loop of the portable kernels: one tile of query rows over a range of keys.
 
-Device functions in Triton, inlined into the kernels of `portable_prefill` and `portable_decode`.
+Device functions in Triton, inlined into the kernels of `prefill`, `decode` and `prefix`.
 
     rows      the query heads of one key-value head, packed token by token: row r is head r % G of
               token r // G, so that one read of the keys serves all heads that share them
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FEWEST_SEQUENCES = 64
-"""A step's work is listed for at least this many: every further power of two is a compilation."""
+"""Fewest sequences that a step's work list is compiled for; every further power of two is a compilation."""
 _LARGEST_INT32 = (1 << 31) - 1
 _WIDEST_WINDOW = 1 << 30
-"""Positions less this, even those before the first key, fit 32 bits; no sequence is as long."""
+"""Longer than any sequence; a position minus this fits 32 bits, also for positions before the first key."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
@@ -53,12 +53,13 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 def check_head_stride(q: Tensor) -> None:
-    """Refuse queries whose heads lie too far apart; tokens may lie at any distance.
+    """Check that the heads of a token are close enough; tokens may have any distance.
 
-    The offset of a head is computed in 32 bits: 64 cost registers that the largest tiles do not have.
+    The offset of a head is computed in 32 bits, since 64 bits need registers that the largest tiles do not
+    have.
 
     Raises:
-        ShapeError: the last head lies 2^31 elements or more behind the first.
+        ShapeError: the last head is 2^31 elements or more after the first.
     """
     if (q.shape[1] - 1) * q.stride(1) > _LARGEST_INT32:
         raise ShapeError(
@@ -70,20 +71,20 @@ def check_head_stride(q: Tensor) -> None:
 def scale_arguments(kv: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the scales of keys and of values as the kernels take them.
 
-    Without scales anything will do, for they are not read.
+    Without scales it returns tensors that the kernels do not read.
     """
     keys, values = (kv if kv_scale is None else kv_scale).unbind(0)
     return keys, values
 
 
 def window_argument(problem: AttentionProblem) -> int:
-    """Return the window as the kernels take it; 0 where there is none."""
+    """Return the window as the kernels take it; 0 for none."""
     return min(problem.sliding_window or 0, _WIDEST_WINDOW)
 
 
 @triton.jit
 def load_part(pointers, mask, MASK: tl.constexpr):
-    """Load a tile; where MASK, rows outside `mask` become 0 and are not read."""
+    """Load a tile; if MASK, rows outside `mask` become 0 and are not read."""
     if MASK:
         tile = tl.load(pointers, mask=mask, other=0.0)
     else:
@@ -114,13 +115,13 @@ def store_rows(base, offsets, mask, first, second, D1: tl.constexpr, D2: tl.cons
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent through the base-2 exponential: right at both ends, where it is +-1."""
+    """Compute the hyperbolic tangent by the base-2 exponential; it is exact at both ends, where it is +-1."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
 
 
 @triton.jit
 def load_blocks(table, key, num_keys, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr):
-    """Load the block id of each key; past the sequence's end it may be anything and is not read."""
+    """Load the block id of each key; entries past the sequence's end are not read."""
     if PAGED:
         block = tl.load(table + key // BLOCK_SIZE, mask=key < num_keys, other=0)
     else:
@@ -136,14 +137,14 @@ def keys_of_tile(
     key = start + tl.arange(0, BLOCK_N)
     exists = key < num_keys
     if WINDOW and MASK:
-        # What every row's window has left behind may be gone from the cache: it is not read.
+        # Keys before every row's window may be gone from the cache, so they are not read.
         exists = exists & (key > lowest - window)
     return key, exists
 
 
 @triton.jit
 def offsets_in_blocks(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return each key's place in its block; the same for all tiles where blocks fit into them."""
+    """Return each key's place in its block; it is the same for all tiles that whole blocks fit into."""
     offset = key % BLOCK_SIZE
     if BLOCK_N % BLOCK_SIZE == 0:
         offset = tl.arange(0, BLOCK_N) % BLOCK_SIZE
@@ -152,7 +153,7 @@ def offsets_in_blocks(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def cap_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Cap the scores where asked; also return what makes units of log2 of them."""
+    """Cap the scores if asked; also return the factor that converts them to units of log2."""
     if SOFTCAP:
         scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
         factor = 1.0
@@ -173,7 +174,7 @@ def hide_scores(scores, key, exists, last_seen, window, CAUSAL: tl.constexpr, WI
 
 
 @triton.jit
-def dequantise(
+def dequantize(
     tiles,
     scales,
     stride,
@@ -186,7 +187,7 @@ def dequantise(
     BLOCK_N: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """Give both parts of a float8 tile the scales of its keys, which lie by block, then by token."""
+    """Multiply both parts of a float8 tile by the scales of its keys, which are ordered by block, then by token."""
     first, second = tiles
     place = block.to(tl.int64) * stride + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
     scale = load_part(scales + place, exists, MASK)
@@ -225,24 +226,24 @@ def attend_tiles(
     D2: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attend to the key tiles from begin to end; unmasked, every row sees every key in them."""
+    """Attend to the key tiles from begin to end; without masks, every row sees every key in them."""
     acc1, acc2, m, total = state
     q1, q2 = q
     key = begin + tl.arange(0, BLOCK_N)
     block = load_blocks(table, key, num_keys, BLOCK_SIZE, PAGED)
     for start in tl.range(begin, end, BLOCK_N):
         key, exists = keys_of_tile(start, num_keys, lowest, window, MASK, WINDOW, BLOCK_N)
-        # Slots are 32 bits wide by the cache's contract; elements are not.
+        # By the cache's contract slots fit 32 bits; offsets of elements do not.
         slot = key
         if PAGED:
             slot = block * BLOCK_SIZE + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
         slot = slot.to(tl.int64)
         here = block
-        # Read a tile ahead: keys whose address waits for a load cannot be fetched as early.
+        # Block ids are read a tile ahead, since keys cannot be fetched before their address is known.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
         k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
         if FP8:
-            k1, k2 = dequantise(
+            k1, k2 = dequantize(
                 (k1, k2), scales[0], scales[2], here, key, exists,
                 q1.dtype, MASK, BLOCK_SIZE, BLOCK_N, D2,
             )  # fmt: skip
@@ -253,16 +254,16 @@ def attend_tiles(
         if MASK:
             scores = hide_scores(scores, key, exists, last_seen, window, CAUSAL, WINDOW)
         new_m = tl.maximum(m, tl.max(scores, 1) * factor)
-        # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+        # A row that has seen no key has the maximum -inf, and -inf - -inf is NaN.
         base = tl.where(new_m == -float("inf"), 0.0, new_m) if MASK else new_m
         p = tl.exp2(scores * factor - base[:, None])
         fade = tl.exp2(m - base)
         total = total * fade + tl.sum(p, 1)
         m = new_m
-        # The values of keys that were not read are 0, not what lies there: 0 * NaN is NaN.
+        # Values that were not read are 0 instead of the memory's contents, since 0 * NaN is NaN.
         v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
         if FP8:
-            v1, v2 = dequantise(
+            v1, v2 = dequantize(
                 (v1, v2), scales[1], scales[2], here, key, exists,
                 q1.dtype, MASK, BLOCK_SIZE, BLOCK_N, D2,
             )  # fmt: skip
@@ -305,19 +306,19 @@ def attend(
 ):
     """Attend to the keys from begin to end of one sequence, masking only the tiles that need it.
 
-    With ONE_LOOP all tiles are masked: that costs arithmetic, and saves waiting for memory again at
-    the start of a second loop.
+    With ONE_LOOP all tiles are masked, which costs arithmetic and saves the wait for memory at the start of a
+    second loop.
 
         begin      clear              full                end
           | window's  | seen by all rows | the causal edge, |
           | lower edge|    no masks      | the last tile    |
 
     Args:
-        q: ([BLOCK_M, D1], [BLOCK_M, D2]); without D2 the first twice.
-        k_base: pointer to key 0 of the head: of the cache where PAGED, else of the sequence.
-        v_base: likewise for values.
-        scales: where FP8, pointers to the scales of the head's keys and values in block 0, and the
-            elements between those of one block and the next.
+        q: ([BLOCK_M, D1], [BLOCK_M, D2]); without D2 the first part twice.
+        k_base: pointer to key 0 of the head: of the cache if PAGED, else of the sequence.
+        v_base: pointer to value 0, as `k_base`.
+        scales: if FP8, pointers to the scales of the head's keys and values in block 0, and the elements
+            between the scales of one block and the next.
         table: pointer to the sequence's block ids.
         begin: first key, a multiple of BLOCK_N.
         end: one past the last key that any row sees.
@@ -371,7 +372,7 @@ def attend(
 
 @triton.jit
 def normalise(acc1, acc2, m, total):
-    """Divide by the sums; rows that saw nothing become 0 with a log-sum-exp of -inf.
+    """Divide by the sums; rows that saw no key become 0 with a log-sum-exp of -inf.
 
     Returns:
         The two parts of the output and the log-sum-exp in units of log2.

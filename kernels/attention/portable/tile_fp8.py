@@ -1,19 +1,19 @@
 """The inner loop of the portable kernels over a float8_e4m3fn cache: as `tile`, with a scale for each key and value.
 
-    scores     (q . k) * key's scale: the dot runs over the cache's own numbers, in float16
-    weights    exp2(score - m) * value's scale / w, in float16; the sum of exponentials knows no scale
+    scores     (q . k) * key's scale: the dot multiplies the cache's own numbers, in float16
+    weights    exp2(score - m) * value's scale / w, in float16; the sum of exponentials is without scales
     values     read as pairs of bytes and converted to float16 in registers
 
-Float16 holds every e4m3 number exactly and is what the hardware converts it to; bfloat16 would take
-three more instructions for two of them. What it lacks is range, so:
+Float16 represents every e4m3 number exactly, and the hardware converts e4m3 to it; bfloat16 would take three
+more instructions for two numbers. Float16 has a smaller range, so:
 
-    q          beyond 65504 is cut there: with a key of 1 such a score is past any softmax's interest
-    weights    are kept up to 2^15, not up to 1, so that a key of a 2^29th of the largest weight still
-               has all 11 bits; w, a power of two, is at least the largest scale of a value so far
+    q          is clamped to 65504
+    weights    are kept up to 2^15 instead of 1, so that a weight of a 2^29th of the largest still has all
+               11 bits; w, a power of two, is at least the largest scale of a value so far
 
-A pair of bytes is two neighbours of a head's dimension, of one key. Loaded as one 16-bit number, a tile
-of values can be transposed for the tensor cores on the way from shared memory, which moves no single
-bytes; the even and odd columns are then two products with the same weights.
+A pair of bytes is two neighbouring dimensions of one key. Loaded as 16-bit numbers, a tile of values can be
+transposed for the tensor cores as it is read from shared memory, which cannot be done with single bytes. The
+even and the odd columns are then two products with the same weights.
 
 Source: scales outside the dot as in SageAttention, Zhang et al., 2024; larger weights as in Shah et al.,
 "FlashAttention-3", 2024.
@@ -38,21 +38,21 @@ _LARGEST_FLOAT16 = tl.constexpr(65504.0)
 _WEIGHT_BITS = tl.constexpr(15.0)
 """The largest weight is 2^15; float16 ends just below 2^16."""
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
-"""Where w starts, a power of two; scales that `write_kv` makes are larger."""
+"""Initial w, a power of two; scales that `write_kv` makes are larger."""
 
 
 def takes_pairs(first: int, second: int) -> bool:
-    """Whether `attend_pairs` is the way for a head dim of first + second.
+    """Whether to use `attend_pairs` for a head dim of first + second.
 
-    Four warps share the columns of one product, eight to each: with fewer than 32 they repeat each
-    other's work, and converting the tile before it is shared costs less.
+    Four warps share the columns of one product, eight each. With fewer than 32 columns they would repeat each
+    other's work, and converting the tile first costs less.
     """
     return min(first, second or first) >= 64
 
 
 @triton.jit
 def to_float16(q):
-    """Convert queries; what float16 cannot hold becomes its largest number."""
+    """Convert queries to float16, clamped to its largest number."""
     q = q.to(tl.float32)
     return tl.minimum(tl.maximum(q, -_LARGEST_FLOAT16), _LARGEST_FLOAT16).to(tl.float16)
 
@@ -72,7 +72,7 @@ def inverse_power_of_two(x):
 
 @triton.jit
 def larger_of_both(a0, b0, a1, b1):
-    """Reduce two tensors at once, which waits for the other warps once."""
+    """Reduce two tensors at once, with a single wait for the other warps."""
     return tl.maximum(a0, a1), tl.maximum(b0, b1)
 
 
@@ -88,7 +88,7 @@ def weigh_values(p, pairs, acc, fade):
 
 @triton.jit
 def interleave(acc, w):
-    """Join the even and the odd columns, and give the values their scale back."""
+    """Join the even and the odd columns, and multiply by the values' scale."""
     even, odd = acc
     joined = tl.join(even, odd)
     return joined.reshape(joined.shape[0], 2 * joined.shape[1]) * w[:, None]
@@ -122,12 +122,12 @@ def attend_pairs(
     """Attend to the keys from begin to end of one sequence, as `tile.attend` does in one loop.
 
     Args:
-        q: as in `attend`, as is all that is not below.
+        q: as in `attend`, as are all arguments that are not listed here.
         v_base: pointer to value 0 of the head, in pairs.
         stride: elements between one key and the next, and between values.
 
     Returns:
-        As `attend`.
+        As `attend` does.
     """
     k_scales, v_scales, stride_scale = scales
     q1, q2 = q
@@ -146,10 +146,10 @@ def attend_pairs(
     for start in tl.range(begin, end, BLOCK_N):
         key, exists = keys_of_tile(start, num_keys, lowest, window, True, WINDOW, BLOCK_N)
         offset = offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
-        # Slots are 32 bits wide by the cache's contract; elements are not.
+        # By the cache's contract slots fit 32 bits; offsets of elements do not.
         slot = (block * BLOCK_SIZE + offset).to(tl.int64)
         place = block.to(tl.int64) * stride_scale + offset
-        # Read a tile ahead: keys whose address waits for a load cannot be fetched as early.
+        # Block ids are read a tile ahead, since keys cannot be fetched before their address is known.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, True)
         k_scale = load_part(k_scales + place, exists, True)
         v_scale = load_part(v_scales + place, exists, True)
@@ -167,7 +167,7 @@ def attend_pairs(
             (scores, tl.broadcast_to(v_scale[None, :], scores.shape)), 1, larger_of_both
         )
         new_m = tl.maximum(m, largest * factor - _WEIGHT_BITS)
-        # A row that has seen nothing yet has the maximum -inf, and -inf - -inf is not a number.
+        # A row that has seen no key has the maximum -inf, and -inf - -inf is NaN.
         base = tl.where(new_m == -float("inf"), 0.0, new_m)
         p = tl.exp2(scores * factor - base[:, None])
         fade = tl.exp2(m - base)

@@ -1,7 +1,4 @@
-"""Scatter of a step's keys and values into the paged cache, in Triton.
-
-Knows slots, not blocks or sequences.
-"""
+"""Writing a step's keys and values to the paged cache, in Triton."""
 
 from __future__ import annotations
 
@@ -52,11 +49,11 @@ def scatter(
 
 @triton.jit
 def e4m3_bits(x):
-    """Round numbers of at most 448 to e4m3, to the nearest and to even if two are; as bytes.
+    """Round numbers of at most 448 to e4m3, to the nearest, ties to even; return bytes.
 
-    By hand, so that every GPU and the interpreter round as PyTorch does: the compiler knows the
-    conversion from sm_89 on only. Below 2^-6 the numbers are multiples of 2^-9, which is the distance
-    of float32 numbers around 2^14, so adding that rounds to one.
+    It computes with bits, so that every GPU and the interpreter round as PyTorch does: the compiler has the
+    conversion only from sm_89 on. Below 2^-6 e4m3 numbers are multiples of 2^-9, which is the distance of
+    float32 numbers around 2^14, so adding 2^14 rounds to a multiple.
     """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -68,11 +65,11 @@ def e4m3_bits(x):
 
 
 @triton.jit
-def quantise(rows):
-    """Divide rows [heads, D] by a 448th of their largest; return bytes of e4m3, and what divided."""
+def quantize(rows):
+    """Divide rows [heads, D] by a 448th of their largest magnitudes; return bytes of e4m3, and the divisors."""
     wide = rows.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
-    # Exact division: PyTorch's, bit by bit.
+    # Exact division, bit by bit as PyTorch divides.
     scale = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
     scale = tl.where(largest >= _SMALLEST_AMAX, scale, 1.0)
     return e4m3_bits(tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))), scale
@@ -97,7 +94,7 @@ def scatter_fp8(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Quantise one token's key and value, [HEADS, D] each, to its slot; program per token."""
+    """Quantize one token's key and value, [HEADS, D] each, to its slot; program per token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -111,8 +108,8 @@ def scatter_fp8(
     value = tl.load(
         v + token * v_stride + wide_head * v_head_stride + column, mask=exists, other=0.0
     )
-    key, key_scale = quantise(key)
-    value, value_scale = quantise(value)
+    key, key_scale = quantize(key)
+    value, value_scale = quantize(value)
     target = slot * (HEADS * D) + head[:, None] * D + column
     tl.store(keys + target, key, mask=exists)
     tl.store(values + target, value, mask=exists)
@@ -124,7 +121,7 @@ def scatter_fp8(
 def write_kv(
     k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
 ) -> None:
-    """Write each token's key and value to its slot; shapes as in the door's `write_kv`."""
+    """Write each token's key and value to its slot; shapes as in `kernels.write_kv`."""
     num_tokens, heads, head_dim = k.shape
     if num_tokens == 0:
         return
@@ -161,5 +158,5 @@ def write_kv(
 
 
 def _warps(elements: int) -> int:
-    """Eight elements a thread, which is a load of 16 bytes in half precision."""
+    """Return the warps for eight elements a thread, a load of 16 bytes in half precision."""
     return min(8, max(1, elements // 256))

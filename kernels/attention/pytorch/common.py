@@ -1,7 +1,4 @@
-"""What the PyTorch attention rows share: reading runs of slots, and attention over dense tensors.
-
-Knows neither batches nor phases.
-"""
+"""Helpers of the PyTorch kernels: reading runs of cache slots, and attention over dense tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_blocks(kv: Tensor, needed: int) -> None:
-    """Refuse a cache that ends before the blocks the plan reads.
+    """Check that a cache has all blocks that the plan reads.
 
     Raises:
         ShapeError: the cache has fewer than `needed` blocks.
@@ -32,9 +29,9 @@ def check_blocks(kv: Tensor, needed: int) -> None:
 
 
 class RunView(NamedTuple):
-    """The keys of one run as a strided view of a layer's cache; `read` makes it.
+    """Sizes and strides of the view of a layer's cache that holds the keys of one run.
 
-    Made from sizes and strides, because a view of a view of a view costs a microsecond each.
+    `read` makes the view in one step, because a chain of views costs a microsecond for each.
 
     Attributes:
         size: (1, K, length, D).
@@ -48,7 +45,7 @@ class RunView(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, problem: AttentionProblem) -> RunView:
-        """Lay the view over the slots of `run`."""
+        """Return the view of the slots of `run`."""
         heads, head_dim = problem.num_kv_heads, problem.head_dim
         row = heads * head_dim
         return cls((1, heads, run.length, head_dim), (row, head_dim, row, 1), run.slot * row)
@@ -63,7 +60,7 @@ class RunView(NamedTuple):
 
 
 def read_views(kv: Tensor, views: tuple[RunView, ...]) -> tuple[Tensor, Tensor]:
-    """Read keys and values of all views, each [1, K, n, D]: a view of one run, a copy of several."""
+    """Return keys and values of all views, each [1, K, n, D]: a view of one run, or a copy of several."""
     if len(views) == 1:
         return views[0].read(kv)
     parts = [view.read(kv) for view in views]
@@ -79,15 +76,15 @@ def dense_attention(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attend q [b, h, m, D] to k and v [b, h, n, D]; every key may be read.
+    """Attend q [b, h, m, D] to k and v [b, h, n, D].
 
     Args:
         q: queries.
-        k: keys, any strides with D contiguous.
-        v: values, likewise.
+        k: keys, any strides with D contiguous; none may be NaN.
+        v: values, as keys.
         problem: for its scale and softcap.
         mask: additive, broadcast to [b, h, m, n], 0 or -inf, in q's dtype; no row all -inf.
-        is_causal: query i sees keys 0 to i; excludes `mask` and a softcap.
+        is_causal: whether query i sees keys 0 to i only; not with `mask` or a softcap.
 
     Returns:
         [b, h, m, D] in q's dtype.

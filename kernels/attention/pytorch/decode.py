@@ -1,14 +1,15 @@
-"""Decode attention over the paged cache in PyTorch: the CPU's kernel, any GPU's fallback.
+"""Decode attention over the paged cache in PyTorch: the CPU's kernel, and the fallback for every GPU.
 
-Knows runs of slots, not blocks. Long histories are attended to where they lie; short or scattered
-ones are first gathered, many at a time, because a call costs more than copying them.
+Long histories are attended to in place. Short or scattered ones are gathered first, several sequences
+at a time, because a call costs more than copying them.
 
     blocks of a sequence     7 8 9 | 3 4        two runs of neighbouring slots
     in place                 attend(7 8 9), attend(3 4), merge by log-sum-exp
     gathered                 copy slots of several sequences to [b, n, K, D], padded; attend once
 
-Query heads of one key-value head become the rows of one small matrix: that is 7 times faster than
+The query heads of one key-value head become the rows of one small matrix, which is 7 times faster than
 one row per query head, and needs no copy of the keys.
+
 Source: docs/decisions/0003-cpu-decode-attention.md for the choice and its measurements.
 """
 
@@ -21,11 +22,13 @@ import torch
 
 from kernels.attention.pytorch.common import RunView, check_blocks, dense_attention
 from kernels.attention.pytorch.paged_host import HostSequence, blocks_needed, host_sequences
+from kernels.torch_private import cpu_attention_with_lse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 _KIB = 1024
 _CALL_COST_BYTES = 256 * _KIB
@@ -34,11 +37,11 @@ _CALL_COST_BYTES = 256 * _KIB
 Measured on an EPYC 9005 core: a call takes 11 us before it reads anything.
 """
 _CALL_COST_BYTES_THREADED = 1024 * _KIB
-"""The same with several threads, which a call must wake: 512 KiB while idle threads spin, as OpenMP
-does by default, and 2 MiB while they sleep (`OMP_WAIT_POLICY=PASSIVE`); this lies between.
+"""The same with several threads, which a call must wake: 512 KiB if idle threads spin, as OpenMP's do by
+default, and 2 MiB if they sleep (`OMP_WAIT_POLICY=PASSIVE`); this is between the two.
 """
 _GROUP_BYTES = 4096 * _KIB
-"""Most bytes gathered at once, so that they are still in the cache when they are attended to."""
+"""Most bytes gathered at once, so that they are still in the processor's cache when they are read again."""
 _GPU_CALL_COST_BYTES = 16384 * _KIB
 _GPU_GROUP_BYTES = 262144 * _KIB
 
@@ -52,13 +55,13 @@ _PADDING_COST = 3
 
 
 class Gather(NamedTuple):
-    """Sequences attended to in one call, after copying their keys and values together.
+    """Sequences that one call attends to, after copying their keys and values together.
 
     Attributes:
-        rows: [b] int64 query rows; None when they are all rows in order.
-        slots: [b * n] int64 cache slots; a shorter sequence repeats a slot of its own, so that
-            nothing outside the sequences is ever read.
-        mask: [b, 1, 1, n] additive; None when all have n tokens.
+        rows: [b] int64 query rows; None for all rows in order.
+        slots: [b * n] int64 cache slots; a shorter sequence repeats one of its own slots, so that
+            nothing outside the sequences is read.
+        mask: [b, 1, 1, n] additive; None if all sequences have n tokens.
         num_seqs: b.
     """
 
@@ -80,12 +83,12 @@ def divide(
         group_bytes: most bytes gathered at once.
 
     Returns:
-        Sequences for a call per run; and groups, each for one call that costs less than the calls
-        of its sequences would, copying and padding included.
+        Sequences with a call per run; and groups with one call each, which costs less than the calls
+        of its sequences, copying and padding included.
     """
 
     def gain(sequence: HostSequence, longest: int) -> int:
-        """Bytes that could be copied in the time that joining a group saves."""
+        """Return the bytes that can be copied in the time that joining a group saves."""
         num_runs = len(sequence.runs)
         calls = num_runs + (_MERGE_CALLS if num_runs > 1 else 0)
         padding = _PADDING_COST * (longest - sequence.num_keys)
@@ -117,10 +120,10 @@ def divide(
 
 
 class TorchDecode:
-    """One step's decode attention; shapes as in the door's `decode_attention`.
+    """One step's decode attention; shapes as in `kernels.decode_attention`.
 
-    `call_bytes` replaces the measured cost of a call: 0 reads every run in place, a large number
-    gathers everything.
+    `call_bytes` replaces the measured cost of a call: with 0 every run is read in place, with a large
+    number all are gathered.
     """
 
     def __init__(
@@ -143,8 +146,8 @@ class TorchDecode:
             call_bytes = _GPU_CALL_COST_BYTES
         group_bytes = _GROUP_BYTES if on_cpu else _GPU_GROUP_BYTES
         token_bytes = 2 * problem.num_kv_heads * problem.head_dim * dtype.itemsize
-        # Merging partial results needs their log-sum-exp, which only the CPU's call gives; and a
-        # capped score is computed by hand.
+        # Merging partial results needs their log-sum-exp. Only the CPU's call returns it, and capped
+        # scores do not use that call.
         can_merge = on_cpu and problem.softcap is None
         in_place, groups = divide(sequences, token_bytes, call_bytes, group_bytes)
         if not can_merge:
@@ -161,7 +164,7 @@ class TorchDecode:
         most = max((gather.slots.numel() for gather in self._gathers), default=0)
         row = problem.num_kv_heads * problem.head_dim
         # Allocated once per step: a buffer per layer would fault its pages in every time.
-        # A normal tensor even when planned in inference mode, so that the plan can be run outside it.
+        # A normal tensor, even if planned in inference mode, so that the plan can run outside that mode.
         with torch.inference_mode(mode=False):
             self._scratch = torch.empty((2, most, row), dtype=dtype, device=device)
 
@@ -175,8 +178,8 @@ class TorchDecode:
         kv_scale: Tensor | None = None,
     ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
-        assert lse is None, "the row refuses a problem that asks for it"
-        assert kv_scale is None, "the cache that this reads is not quantised"
+        assert lse is None, "the row does not support it"
+        assert kv_scale is None, "this kernel reads no quantized cache"
         check_blocks(kv, self._blocks_needed)
         if self._has_empty:
             out[: self._num_seqs].zero_()
@@ -215,7 +218,7 @@ class TorchDecode:
             .transpose(1, 2)
             for side in (0, 1)
         )
-        # Rows after those of the sequences only pad the step.
+        # Later rows are padding.
         queries = q[: gather.num_seqs] if gather.rows is None else q.index_select(0, gather.rows)
         queries = queries.view(gather.num_seqs, problem.num_kv_heads, problem.group_size, -1)
         result = dense_attention(queries, keys, values, problem, gather.mask)
@@ -250,7 +253,7 @@ def _gather(
 
 
 def _merge_runs(q: Tensor, kv: Tensor, views: tuple[RunView, ...], scale: float) -> Tensor:
-    """Attend q [1, K, G, D] to each run where it lies and merge by log-sum-exp.
+    """Attend q [1, K, G, D] to each run in place, and merge the results by log-sum-exp.
 
     Source: Dao et al., Flash-Decoding, 2023: partial results weighted by softmax of their lse.
     """
@@ -258,9 +261,7 @@ def _merge_runs(q: Tensor, kv: Tensor, views: tuple[RunView, ...], scale: float)
     lses: list[Tensor] = []
     for view in views:
         keys, values = view.read(kv)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-            q, keys, values, scale=scale
-        )
+        out, lse = cpu_attention_with_lse(q, keys, values, scale)
         outs.append(out)
         lses.append(lse)
     weights = torch.stack(lses).softmax(0)

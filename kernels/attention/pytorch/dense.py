@@ -1,7 +1,4 @@
-"""Dense causal attention in PyTorch, differentiable, for training.
-
-Knows no cache. Works on every device and under `torch.compile`.
-"""
+"""Dense causal attention in PyTorch for training: differentiable, on every device and under `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch.nn import functional
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sliding_window: int | None = None
 ) -> Tensor:
-    """Causal attention of whole sequences; shapes as in the door's `flash_attention`."""
+    """Compute causal attention of whole sequences; shapes as in `kernels.flash_attention`."""
     grouped = q.shape[2] != k.shape[2]
     mask = None
     if sliding_window is not None and sliding_window < q.shape[1]:

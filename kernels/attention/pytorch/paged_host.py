@@ -1,6 +1,6 @@
-"""Host-side view of a paged batch, for the PyTorch rows.
+"""A paged batch on the host, for the PyTorch kernels: block tables as runs of neighbouring cache slots.
 
-Turns block tables into runs of neighbouring cache slots, once per step. Knows no layers.
+They are computed once per step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Cache slots that lie next to each other: `length` tokens from `slot`."""
+    """Consecutive cache slots: `length` tokens from `slot`."""
 
     slot: int
     length: int
@@ -29,7 +29,7 @@ class HostSequence:
     Attributes:
         row: its first query row.
         num_queries: query tokens, at least 1.
-        history: tokens in `runs` that lie before its first query.
+        history: tokens in `runs` before its first query.
         runs: the slots of all tokens that any of its queries attends to, in order.
     """
 
@@ -56,7 +56,7 @@ def slot_runs(blocks: list[int], start: int, stop: int, block_size: int) -> tupl
     first, last = start // block_size, -(-stop // block_size)
     used = blocks[first:last]
     head = used[0]
-    # One comparison in C: 2 us for 128 blocks, where the loop below takes 15.
+    # One comparison in C takes 2 us for 128 blocks, the loop below 15.
     if used == list(range(head, head + len(used))):
         return (Run(head * block_size + start % block_size, stop - start),)
     runs: list[Run] = []
@@ -101,18 +101,18 @@ def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSeq
 
 
 def blocks_needed(sequences: list[HostSequence], problem: AttentionProblem) -> int:
-    """Count the blocks a cache must have for every run to lie inside it."""
+    """Return the number of blocks that a cache must have to contain every run."""
     stop = max((slot + length for item in sequences for slot, length in item.runs), default=0)
     return -(-stop // _block_size(problem))
 
 
 def _block_size(problem: AttentionProblem) -> int:
-    assert problem.block_size is not None, "the rows that use this refuse packed keys and values"
+    assert problem.block_size is not None, "these kernels support no packed keys and values"
     return problem.block_size
 
 
 def _check(index: int, num_queries: int, length: int, table: list[int], block_size: int) -> None:
-    # Decode rows that pad a batch have a query but no tokens.
+    # Padding rows of a decode have a query but no tokens.
     if num_queries < 0 or (num_queries > length and (length or num_queries > 1)):
         raise ShapeError(
             f"sequence {index} has {num_queries} query tokens and {length} tokens in the cache; "

@@ -1,10 +1,10 @@
-"""Causal prefill attention over the paged cache in PyTorch: the CPU's kernel, any GPU's fallback.
+"""Causal prefill attention over the paged cache in PyTorch: the CPU's kernel, and the fallback for every GPU.
 
-Knows runs of slots, not blocks. Each sequence takes one of three ways:
+Each sequence is computed in one of three ways:
 
     folded    few queries, long history: the query heads of a key-value head are rows of one matrix
     tiled     many queries on a CPU: products of whole tiles, up to the diagonal
-    shared    the rest: query heads are heads, and a key-value head's keys are shared by a stride of 0
+    shared    other sequences: query heads stay heads, and share a key-value head's keys by a stride of 0
 
 Source: docs/decisions/0003-cpu-decode-attention.md for the choice and its measurements.
 """
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PagedBatch, Selection
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 _FOLDED_QUERIES = 16
-"""Folding is 10 to 30 % faster up to here, and its mask has a row for every query head."""
+"""Up to this many queries folding is 10 to 30 % faster; its mask has a row for every query head."""
 _TILED_QUERIES = 64
-"""From here whole tiles win: by 0 to 40 % in float32, by a factor of 1.3 to 3.5 in bfloat16."""
+"""From this many queries on whole tiles are faster: by 0 to 40 % in float32, 1.3 to 3.5 times in bfloat16."""
 _TILE_ELEMENTS = 4 * 1024 * 1024
 """Most scores of a tile over all heads, 16 MiB in float32."""
 
 
 class TorchPrefill:
-    """One step's prefill attention; shapes as in the door's `prefill_attention`."""
+    """One step's prefill attention; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch, selection: Selection | None = None
@@ -64,8 +65,8 @@ class TorchPrefill:
         kv_scale: Tensor | None = None,
     ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
-        assert lse is None, "the row refuses a problem that asks for it"
-        assert kv_scale is None, "the cache that this reads is not quantised"
+        assert lse is None, "the row does not support it"
+        assert kv_scale is None, "this kernel reads no quantized cache"
         check_blocks(kv, self._blocks_needed)
         for rows, views, attend in self._work:
             keys, values = read_views(kv, views)

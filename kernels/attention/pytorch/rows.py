@@ -1,8 +1,7 @@
-"""The PyTorch rows as the registry names them, with what lets them read a quantised cache.
+"""The targets of the registry's PyTorch rows, and their reading of a quantized cache.
 
-PyTorch attends to no float8: the blocks that a step reads are copied out, converted and multiplied by
-their scales, some sequences at a time, and the row's own kernel is planned on each copy. Knows nothing of
-how that attends.
+PyTorch's attention takes no float8. So the blocks that a step reads are copied, converted and multiplied by
+their scales, some sequences at a time, and the row's kernel attends to each copy.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionKernel, AttentionProblem, PagedBatch, Selection
+    from kernels.attention.plan import AttentionKernel
+    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.select import Selection
 
 COPIED_BYTES = 64 * 1024 * 1024
-"""Most bytes of float32 copied at once, unless one sequence alone has more: a step of many sequences
-then needs no more memory beside the cache than one of a long sequence."""
+"""Most bytes of float32 copied at once, unless a single sequence has more. It bounds the memory that a step of
+many sequences needs."""
 
 
 class _Part(NamedTuple):
-    """Neighbouring sequences of a step: their rows, the blocks that are copied for them, their kernel."""
+    """Neighbouring sequences of a step: their rows, the blocks that are copied, and their kernel."""
 
     rows: slice
     blocks: Tensor
@@ -39,7 +40,7 @@ class _Part(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """A sequence's number, the block ids it reads, and the number of the first in its block table."""
+    """A sequence's index, the block ids it reads, and the index of the first of them in its block table."""
 
     seq: int
     blocks: list[int]
@@ -52,7 +53,7 @@ def make_prefill(
     """Plan one step's prefill attention."""
     if problem.kv_dtype is None:
         return TorchPrefill(problem, batch, selection)
-    return Dequantised(problem, batch, selection)
+    return Dequantized(problem, batch, selection)
 
 
 def make_decode(
@@ -61,16 +62,16 @@ def make_decode(
     """Plan one step's decode attention."""
     if problem.kv_dtype is None:
         return TorchDecode(problem, batch, selection)
-    return Dequantised(problem, batch, selection)
+    return Dequantized(problem, batch, selection)
 
 
-class Dequantised:
-    """One step's attention over a float8 cache; shapes as in the door."""
+class Dequantized:
+    """One step's attention over a float8 cache; shapes as in `kernels.attention.functional`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch, selection: Selection | None = None
     ) -> None:
-        host_sequences(problem, batch)  # refuses a batch that contradicts itself
+        host_sequences(problem, batch)  # raises for a batch that contradicts itself
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         offsets: list[int] = batch.cu_seqlens_q.tolist()
         reads = _blocks_read(problem, batch, offsets)
@@ -100,20 +101,20 @@ class Dequantised:
         kv_scale: Tensor | None = None,
     ) -> None:
         """Write the attention of `q` over `kv` to `out`."""
-        assert lse is None, "the row refuses a problem that asks for it"
-        assert kv_scale is not None, "the door refuses a float8 cache without scales"
+        assert lse is None, "the row does not support it"
+        assert kv_scale is not None, "check_scale raises for a float8 cache without scales"
         check_blocks(kv, self._needed)
         for part in self._parts:
-            # Bytes, because PyTorch copies no float8 by index.
+            # As bytes, because PyTorch cannot copy float8 by index.
             numbers = kv.view(torch.uint8).index_select(1, part.blocks).view(kv.dtype).float()
             numbers *= kv_scale.index_select(1, part.blocks).transpose(2, 3)[..., None]
             part.attend(q[part.rows], numbers.to(self._dtype), out[part.rows])
 
 
 def _blocks_read(problem: AttentionProblem, batch: PagedBatch, offsets: list[int]) -> list[_Read]:
-    """Find the blocks that hold a token which a query sees, for every sequence."""
+    """Find, for every sequence, the blocks with tokens that a query sees."""
     size, window = problem.block_size, problem.sliding_window
-    assert size is not None, "packed keys and values are not quantised"
+    assert size is not None, "packed keys and values are not quantized"
     lengths: list[int] = batch.seq_lens.tolist()
     tables: list[list[int]] = batch.block_table.tolist()
     reads = []
@@ -126,7 +127,7 @@ def _blocks_read(problem: AttentionProblem, batch: PagedBatch, offsets: list[int
 
 
 def _divide(problem: AttentionProblem, reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Put neighbouring sequences together, as many as may be copied at once."""
+    """Group neighbouring sequences, as many as may be copied at once."""
     assert problem.block_size is not None
     block_bytes = 8 * problem.block_size * problem.num_kv_heads * problem.head_dim
     part: list[_Read] = []
@@ -143,7 +144,7 @@ def _divide(problem: AttentionProblem, reads: list[_Read]) -> Iterator[list[_Rea
 
 
 def _renumbered(batch: PagedBatch, part: list[_Read], rows: slice) -> PagedBatch:
-    """Describe some of a step's sequences, with the blocks numbered in the order in which they are copied."""
+    """Return the batch of some of a step's sequences, with blocks numbered in the order of their copies."""
     begin, end = part[0].seq, part[-1].seq + 1
     width = max(read.first + len(read.blocks) for read in part)
     table = torch.zeros((len(part), width), dtype=torch.int32)

@@ -1,7 +1,4 @@
-"""Scatter of a step's keys and values into the paged cache, in PyTorch.
-
-Knows slots, not blocks or sequences.
-"""
+"""Writing a step's keys and values to the paged cache, in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from kernels.fp8 import quantise_rows
 def write_kv(
     k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
 ) -> None:
-    """Write each token's key and value to its slot; shapes as in the door's `write_kv`."""
+    """Write each token's key and value to its slot; shapes as in `kernels.write_kv`."""
     if slot_mapping.shape[0] == 0:
         return
-    # A microsecond per layer: a caller's promise that no token is skipped would save no more.
+    # This costs a microsecond per layer.
     if _smallest(slot_mapping) < 0:
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
@@ -31,7 +28,7 @@ def write_kv(
 
 
 def _write_fp8(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor, kv_scale: Tensor) -> None:
-    # Bytes, because PyTorch copies no float8 by index.
+    # As bytes, because PyTorch cannot copy float8 by index.
     cache = kv.view(torch.uint8).view(2, -1, *kv.shape[3:])
     block, offset = slots // kv.shape[2], slots % kv.shape[2]
     for side, rows in enumerate((k, v)):

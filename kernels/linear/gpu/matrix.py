@@ -3,9 +3,7 @@
 Such a step is bound by its weights, by what each kernel waits for the one before, and with many rows by what an SM gets
 from the second-level cache. A program computes 64 or 128 outputs of some rows over a part of the inner dimension. It
 asks for its weights before it waits for the kernel whose output it multiplies; only that output is still to come then.
-Parts of sums are not added up here: the norm that follows adds them to the residual (`add_parts_norm`), in their order.
-
-Knows matrices, not layers.
+Partial sums are not added up here: the norm that follows adds them to the residual stream, in their order.
 """
 
 from __future__ import annotations
@@ -29,6 +27,10 @@ from kernels.linear.matrix_tiles import ROW_COUNTS, plan_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kernels.linear.problem import LinearProblem
+    from kernels.linear.select import LinearChoice
+    from kernels.linear.weights import LinearArguments, LinearWeights
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -170,45 +172,45 @@ def store(
 
 
 class MatrixLinear:
-    """A linear layer bound to its weights, which are read where they are at each call.
+    """A projection of up to 256 rows bound to its weights, which are read where they are at each call.
 
-    Args:
-        weight: [N, K] contiguous, float16 or bfloat16; gate above up where gated. N and K are multiples of 64.
-        bias: [N] or None.
-        gated: whether the output is silu(gate) * up.
-        in_parts: whether the output is parts of sums; not with a bias or gated.
+    The weights are [N, C], float16 or bfloat16, N and C multiples of 64; [2 * N, C], gate above up, where the problem
+    is gated. A projection with a gate or for the residual stream has no bias.
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        gated: bool = False,
-        in_parts: bool = False,
-    ) -> None:
-        stacked, inputs = weight.shape
-        assert stacked % 64 == inputs % 64 == 0, weight.shape
-        assert not in_parts or (bias is None and not gated), "parts have neither bias nor gate"
-        self._weight, self._bias, self._in_parts, self._gated = weight, bias, in_parts, gated
-        self._outputs = stacked // 2 if gated else stacked
-        self._dtype = getattr(gl, str(weight.dtype).removeprefix("torch."))
+    def __init__(self, weights: LinearWeights, problem: LinearProblem) -> None:
+        self._weight, self._bias, _ = weights
+        self._gated, self._in_parts = problem.gated, problem.residual
+        stacked, inputs = self._weight.shape
+        assert stacked % 64 == inputs % 64 == 0, self._weight.shape
+        assert self._bias is None or not (self._gated or self._in_parts)
+        self._outputs = stacked // 2 if self._gated else stacked
+        self._dtype = getattr(gl, str(self._weight.dtype).removeprefix("torch."))
         self._launches = {
-            rows: plan_matrix(stacked, inputs, rows, may_split=in_parts) for rows in ROW_COUNTS
+            rows: plan_matrix(stacked, inputs, rows, may_split=self._in_parts)
+            for rows in ROW_COUNTS
         }
         shapes = {(it.outputs, it.columns) for it in self._launches.values()}
         self._boxes = {shape: self._weight_boxes(*shape) for shape in shapes}
 
-    def __call__(self, x: Tensor, *, pdl: bool) -> Tensor:
-        """Compute the layer.
+    def __call__(
+        self,
+        x: Tensor,
+        _choice: LinearChoice,
+        out: Tensor | None,
+        arguments: LinearArguments,
+    ) -> Tensor:
+        """Compute the projection.
 
         Args:
-            x: [rows, K] contiguous, 1 to 256 rows.
-            pdl: launch before the kernel before has ended.
+            x: [rows, C] contiguous, 1 to 256 rows.
+            out: None; the output is a new tensor.
+            arguments: `pdl` alone; the kernel absorbs a gate and nothing else.
 
         Returns:
-            [rows, outputs] in x's dtype; [splits, rows, outputs] float32, to be added up, where it is in parts.
+            [rows, outputs] in x's dtype; for the residual stream [splits, rows, outputs] float32, to be added up.
         """
+        assert all(it is None for it in (out, *arguments[:3])), "it absorbs a gate alone"
         rows, inputs = x.shape
         assert rows <= ROW_COUNTS[-1], f"{rows} rows; at most {ROW_COUNTS[-1]}"
         launch = self._launches[next(count for count in ROW_COUNTS if rows <= count)]
@@ -237,7 +239,7 @@ class MatrixLinear:
             GATED=self._gated,
             BIAS=self._bias is not None,
             num_warps=launch.outputs // 16,
-            **dependent_launch(pdl),
+            **dependent_launch(arguments.pdl),
         )
         return out
 

@@ -7,10 +7,14 @@ second-level cache, before it waits for the kernel whose output it multiplies.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.dependent_launch import dependent_launch
 from kernels.gpu.functions import (
     LINE_BYTES,
     LOWEST_KEY,
@@ -20,6 +24,14 @@ from kernels.gpu.functions import (
     ranking_keys,
     silu,
 )
+from kernels.linear.checks import check_linear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.linear.problem import LinearProblem
+    from kernels.linear.select import LinearChoice
+    from kernels.linear.weights import LinearArguments, LinearWeights
 
 _VECTOR = tl.constexpr(8)
 """Elements that a thread loads at once, 16 bytes; their products are added up before any are exchanged."""
@@ -52,11 +64,10 @@ def vector_linear(
     SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    STORE: tl.constexpr,
     ARGMAX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `kernels.linear.gpu.linear`.
+    """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `VectorLinear`.
 
     Args:
         scales: of the weights, float32, one for each of their rows; where SCALED.
@@ -131,8 +142,7 @@ def vector_linear(
         if RESIDUAL:
             result += before[r].to(tl.float32)
         rounded = result.to(out.dtype.element_ty)
-        if STORE:
-            tl.store(out + r * out_stride + output, rounded, mask=real)
+        tl.store(out + r * out_stride + output, rounded, mask=real)
         if ARGMAX:
             keys = tl.where(exists, ranking_keys(rounded.to(tl.float32), output), LOWEST_KEY)
             place = r * tl.num_programs(0) + tl.program_id(0)
@@ -317,3 +327,70 @@ def fetch_columns(base, first, column, N: tl.constexpr, K: tl.constexpr, ROWS: t
     row = tl.minimum(tl.arange(0, ROWS), N - 1 - first)[:, None]
     place = tl.minimum(column + tl.arange(0, LINES) * LINE, K - 1)[None, :]
     prefetch(base + row * K + place)
+
+
+class VectorLinear:
+    """A linear layer of up to four rows bound to its weights, which are read where they are at each call."""
+
+    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
+        self._weights = weights
+
+    def __call__(
+        self,
+        x: Tensor,
+        choice: LinearChoice,
+        out: Tensor | None,
+        arguments: LinearArguments,
+    ) -> Tensor:
+        """Compute norm(x) W^T * scale + bias, gated or added to the residual stream.
+
+        Args:
+            x: [rows, C], contiguous in C.
+            choice: from `kernels.linear.select.select_linear` for these shapes.
+            out: [rows, N] contiguous; None allocates it.
+            arguments: what the call absorbs.
+
+        Returns:
+            `out`.
+
+        Raises:
+            ShapeError: a shape differs from the choice's problem.
+        """
+        launch, problem = choice.launch, choice.problem
+        weight, bias, scale = self._weights
+        norm, residual, best, pdl = arguments
+        assert launch is not None, "a vector kernel has a launch"
+        check_linear(x, self._weights, choice, out, arguments)
+        if out is None:
+            out = torch.empty((problem.rows, problem.outputs), dtype=x.dtype, device=x.device)
+        vector_linear[(choice.tiles,)](
+            x,
+            weight.view(torch.uint8) if choice.unpacks else weight,
+            scale,
+            bias,
+            norm.weight if norm else None,
+            residual,
+            out,
+            None if best is None else best.keys,
+            None if best is None else best.totals,
+            problem.rows,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            out.stride(0),
+            norm.eps if norm else 0.0,
+            N=problem.outputs,
+            K=problem.inputs,
+            ROWS=choice.padded_rows,
+            BLOCK_N=launch.block_n,
+            BLOCK_K=launch.block_k,
+            AHEAD=launch.ahead,
+            GATED=problem.gated,
+            NORM=norm is not None,
+            SCALED=scale is not None,
+            BIAS=bias is not None,
+            RESIDUAL=residual is not None,
+            ARGMAX=best is not None,
+            num_warps=launch.num_warps,
+            **dependent_launch(pdl),
+        )
+        return out

@@ -1,8 +1,8 @@
-"""The most likely token of each row of logits, in two launches: the best of each tile, then the best of all.
+"""The argmax of each row of logits in two launches: the best key of each tile, then the best of all tiles.
 
-Each tile also leaves the sum of its exponentials, of which the second launch makes the log-probability of a token.
-Tiles are the same for all rows and their sums are added up in a fixed order, so no other row can change a bit. Knows no
-sampling.
+Each tile also writes the sum of its exponentials, from which the second launch computes the log-probability of a token.
+Tiles are the same for all rows and their sums are added in a fixed order, so the bits of a row's result do not depend
+on the other rows.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from kernels.gpu.functions import (
     ranked_value,
     ranking_bits,
 )
+from kernels.sampling.gpu.row_table import apply_mask, load_logits, logits_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOWEST_BITS = tl.constexpr(-(2**31))
-"""Below the `ranking_bits` of every value: what stands for none."""
+"""Below the `ranking_bits` of every value: stands for no value."""
 
 TILE_WARPS = 8
 _TILE = 8192
-"""Logits of a program: few enough to fill a GPU with one row's, and enough that it does not mostly compare threads."""
+"""Logits per program: few enough that one row fills a GPU, enough that the reduction across threads is cheap."""
 
 
 @triton.jit
 def rank_tiles(
     logits,
     table,
+    masks,
     best,
     groups,
     sums,
@@ -53,25 +55,28 @@ def rank_tiles(
     SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Leave the best key of a tile, and more of it; program (tile, row).
+    """Write the best key of a tile; program (tile, row).
 
     Args:
-        groups: [rows, groups] int32, the largest bits of each group; where COLUMNS, of the `table` that names the rows.
-        sums: [rows, tiles] float32, the sum of exp(logit - largest of the tile); where SUMS.
+        table: [rows, COLUMNS] float64, the row table; unused where COLUMNS is 0, and rows are those of `logits`.
+        masks: [masks, ceil(V / 32)] int32, the masks that the table refers to; unused where COLUMNS is 0.
+        groups: [rows, groups] int32, written with the largest bits of each group unless COLUMNS is 0.
+        sums: [rows, tiles] float32, written with the sum of exp(logit - largest of the tile) where SUMS.
     """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    source = row
-    if COLUMNS:
-        source = tl.load(table + row * COLUMNS).to(tl.int64)
     group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    # Behind the last logit are ids above all others of the tile: none of them is the first of the largest.
-    at = logits + source * row_stride + ids
-    values = tl.load(at, mask=ids < V, other=float("-inf")).to(tl.float32)
+    # Ids from V on are the largest of the tile, so none of them is the first of the largest logits.
+    if COLUMNS:
+        source = logits_of(logits, masks, table + row * COLUMNS, row_stride)
+        values = apply_mask(source, load_logits(source, ids, V), tile * BLOCK, V)
+    else:
+        at = logits + row * row_stride + ids
+        values = tl.load(at, mask=ids < V, other=float("-inf")).to(tl.float32)
     bits = ranking_bits(values)
     of_groups = tl.max(bits, 1)
     largest = tl.max(of_groups, 0)
@@ -111,7 +116,7 @@ def choose_best(
     best, sums, tokens, checked, logprobs,
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tell the most likely token of a row and its log-probability; program (row)."""
+    """Write the most likely token of a row and its log-probability; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
@@ -127,7 +132,7 @@ def score_chosen(
     logits, best, sums, tokens, logprobs, row_stride,
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tell the log-probability of a given token of a row; program (row)."""
+    """Write the log-probability of a given token of a row; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
@@ -137,7 +142,7 @@ def score_chosen(
     tl.store(logprobs + row, logit - ranked_value(ranked_bits(key)) - log_of_total(total))
 
 
-def most_likely_tokens(
+def argmax_tokens(
     logits: Tensor,
     tokens: Tensor,
     checked: Tensor,
@@ -146,15 +151,15 @@ def most_likely_tokens(
     pdl: bool = False,
     tile: int = _TILE,
 ) -> None:
-    """Choose the most likely token of each row, the smallest id among equals; NaN counts as the largest.
+    """Compute the argmax of each row, the smallest id among equals; NaN counts as the largest.
 
     Args:
         logits: [R, V], float32, bfloat16 or float16, contiguous in V. Not changed.
-        tokens: [R] int64 contiguous; valid ids, whatever the logits.
-        checked: [R] int64 contiguous; the same, but -1 where the largest logit is no finite number.
-        logprobs: [R] float32 contiguous; their log-probabilities, anything where `checked` is -1.
-        pdl: launch before the kernel before has ended.
-        tile: logits of a program, a power of two.
+        tokens: [R] int64 contiguous, written; valid ids whatever the logits.
+        checked: [R] int64 contiguous, written; the same, but -1 where the largest logit is not finite.
+        logprobs: [R] float32 contiguous, written; their log-probabilities, arbitrary where `checked` is -1.
+        pdl: use programmatic dependent launch.
+        tile: logits per program, a power of two.
     """
     best, sums = _rank(logits, pdl=pdl, tile=tile)
     choose_best[(len(logits),)](
@@ -174,11 +179,11 @@ def chosen_logprobs(
     """Compute the log-probability of one token of each row.
 
     Args:
-        logits: as for `most_likely_tokens`.
+        logits: as for `argmax_tokens`.
         tokens: [R] int64 contiguous, in [0, V).
-        logprobs: [R] float32 contiguous; anything where the row's largest logit is no finite number.
-        pdl: launch before the kernel before has ended.
-        tile: logits of a program, a power of two.
+        logprobs: [R] float32 contiguous, written; arbitrary where the row's largest logit is not finite.
+        pdl: use programmatic dependent launch.
+        tile: logits per program, a power of two.
     """
     best, sums = _rank(logits, pdl=pdl, tile=tile)
     score_chosen[(len(logits),)](
@@ -194,7 +199,7 @@ def _rank(logits: Tensor, *, pdl: bool, tile: int) -> tuple[Tensor, Tensor]:
     best = torch.empty((rows, tiles), dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
     rank_tiles[(tiles, rows)](
-        logits, best, best, best, sums, logits.stride(0),
+        logits, best, best, best, best, sums, logits.stride(0),
         V=size, BLOCK=tile, GROUP=tile, COLUMNS=0, SUMS=True, num_warps=TILE_WARPS,
         **dependent_launch(pdl),
     )  # fmt: skip

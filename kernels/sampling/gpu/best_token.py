@@ -1,7 +1,4 @@
-"""The second half of a greedy choice: the largest of the keys that the LM head's programs left behind.
-
-Of their sums of exponentials it makes the token's log-probability. Knows keys and ids, nothing of logits.
-"""
+"""The argmax of each row from the keys that the programs of the LM head wrote, and its log-probability."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from kernels.gpu.functions import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.linear.gpu.linear import TileBest
+    from kernels.linear.weights import TileBest
 
 _BLOCK = 4096
 
@@ -61,15 +58,14 @@ def best_of_tiles(
 def best_tokens(
     best: TileBest, ids: Tensor, tokens: Tensor, logprobs: Tensor, *, pdl: bool = False
 ) -> None:
-    """Choose the most likely token of each row, the smallest id among equals.
+    """Compute the argmax of each row, the smallest id among equals.
 
     Args:
         best: from a linear layer.
-        ids: [rows] int64 contiguous; may be the next step's input.
-        tokens: [rows] int64 contiguous; the ids, and -1 where the largest logit is no finite number, as where any
-            is NaN.
-        logprobs: [rows] float32 contiguous; their natural log-probabilities, anything where `tokens` is -1.
-        pdl: launch before the kernel before has ended.
+        ids: [rows] int64 contiguous, written; may be the input of the next step.
+        tokens: [rows] int64 contiguous, written; the ids, but -1 where the largest logit is not finite or any is NaN.
+        logprobs: [rows] float32 contiguous, written; natural log-probabilities, arbitrary where `tokens` is -1.
+        pdl: use programmatic dependent launch.
     """
     rows, tiles = best.keys.shape
     block = min(_BLOCK, triton.next_power_of_2(tiles))

@@ -1,7 +1,4 @@
-"""The vectors of a step's tokens, of which some are known only as rows of what the step before drew, in Triton.
-
-Knows ids and rows of a table, nothing of a model.
-"""
+"""Embedding lookup of tokens, some of which are given as positions in the tokens that the step before sampled."""
 
 from __future__ import annotations
 
@@ -20,30 +17,28 @@ _MOST_WARPS = 8
 
 
 @triton.jit
-def gather_rows(ids, drawn, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gather_rows(ids, sampled, table, out, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy the row of one token; program (token)."""
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
     row = tl.load(ids + token)
     if row < 0:
-        row = tl.load(drawn - 1 - row)
+        row = tl.load(sampled - 1 - row)
     column = tl.arange(0, BLOCK)
     exists = column < C
     values = tl.load(table + row * C + column, mask=exists)
     tl.store(out + token * C + column, values, mask=exists)
 
 
-def embed(ids: Tensor, drawn: Tensor | None, table: Tensor, *, pdl: bool = False) -> Tensor:
-    """Look up the vectors of tokens.
-
-    It waits for all that was launched before it.
+def embed(ids: Tensor, sampled: Tensor | None, table: Tensor, *, pdl: bool = False) -> Tensor:
+    """Look up the embeddings of tokens, after everything launched before has completed.
 
     Args:
-        ids: [T] int64 contiguous, rows of `table`, or -1 - i for the row that `drawn` has at i.
-        drawn: [R] int64 contiguous, rows of `table`; None where no id is below 0.
+        ids: [T] int64 contiguous, rows of `table`, or -1 - i for row `sampled[i]`.
+        sampled: [R] int64 contiguous, rows of `table`; None where no id is below 0.
         table: [V, C] contiguous.
-        pdl: let the kernel behind it begin before it has ended.
+        pdl: let the next kernel start before this one has ended.
 
     Returns:
         [T, C], a new tensor.
@@ -55,7 +50,7 @@ def embed(ids: Tensor, drawn: Tensor | None, table: Tensor, *, pdl: bool = False
     block = triton.next_power_of_2(size)
     gather_rows[(len(ids),)](
         ids,
-        ids if drawn is None else drawn,
+        ids if sampled is None else sampled,
         table,
         out,
         C=size,

@@ -1,9 +1,13 @@
-"""A filtered row's draw: weighted selection on the order by likelihood, without sorting.
+"""Samples a filtered row: weighted selection in the order of probability, without sorting.
 
-A row's tokens are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps the first
-so many. So each of them, and the draw, asks for the first key whose cumulative amount exceeds a target: the count for
-top_k, the weight for the others. It is found by dividing a window of keys, [low, high), into parts until it holds one
-token: in the list of candidates where the window lies in there, else in the logits until it is small enough for a list.
+The tokens of a row are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps a
+prefix of that order. Each filter, and the sampling, thus looks for the first key whose cumulative amount exceeds a
+target: the count of tokens for top_k, their weight for the others. It is found by dividing a window of keys, [low,
+high), into parts until one token is left: in the list of candidates where the window lies within it, else in the logits
+until the window is small enough for a list.
+
+The functions take what they read as a tuple `row`: what `load_logits` takes, the list, the peak, and the factor on
+distances.
 """
 
 from __future__ import annotations
@@ -12,73 +16,72 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.sampling.gpu.sample_tiles import (
+from kernels.sampling.gpu.row_table import (
     COLUMNS,
     FILTERED,
     INVERSE_TEMPERATURE,
-    SOURCE,
     TARGET,
     TOP_K,
     TOP_P,
     UNIFORM,
-    drawn_amount,
-    ordering_keys,
-    weights_of,
+    apply_mask,
+    load_logits,
+    logits_of,
 )
+from kernels.sampling.gpu.sample_tiles import ordering_keys, target_weight, weights_of
 
 _NOWHERE = tl.constexpr(0x7F800000)
 """Bits of an infinite distance."""
 _WEIGHTLESS = tl.constexpr(0x41E00000)
-"""Bits of 28: so far below the peak no token has a weight."""
+"""Bits of 28: at that distance below the peak no token has a weight."""
 _WIDE = tl.constexpr(256)
-"""Units of a float32's last bit: a part of so many has another first and last distance, whatever is rounded."""
+"""Units of the last bit of a float32: the ends of a part of this many are distinct distances despite rounding."""
+
+_EVERYTHING = tl.constexpr(2**62)
+"""Above the amount of all tokens of a row."""
 
 
 @triton.jit
-def load_parts(
-    logits, listed, start, size, IN_LIST: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr
-):
-    """Ask for LOADS parts of the listed candidates, or of the logits, before any of them is needed."""
+def load_parts(row, start, size, IN_LIST: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
+    """Load LOADS parts of the listed candidates, or of the logits, before any of them is used."""
+    logits, listed, _, _ = row
     parts = ()
     for i in tl.static_range(LOADS):
         at = start + i * BLOCK + tl.arange(0, BLOCK)
         if IN_LIST:
             parts = parts + (tl.load(listed + at, mask=at < size, other=0),)  # type: ignore[assignment]
         else:
-            part = tl.load(logits + at, mask=at < size, other=-float("inf"))
-            parts = parts + (part,)  # type: ignore[assignment]
+            parts = parts + (load_logits(logits, at, size),)  # type: ignore[assignment]
     return parts
 
 
 @triton.jit
 def keys_of(
+    row,
     part,
     start,
     size,
-    peak,
-    scale,
     IN_LIST: tl.constexpr,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Return keys and weights of a part that `load_parts` loaded."""
+    logits, _, peak, scale = row
     at = start + tl.arange(0, BLOCK)
     if IN_LIST:
         nowhere = tl.full([BLOCK], _NOWHERE, tl.int64) << ID_BITS
         keys = tl.where(at < size, part, nowhere)
     else:
-        keys = ordering_keys((peak - part.to(tl.float32)) * scale, at, ID_BITS)
+        values = apply_mask(logits, part, start, size)
+        keys = ordering_keys((peak - values) * scale, at, ID_BITS)
     distances = (keys >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
     return keys, weights_of(distances)
 
 
 @triton.jit
 def tighten(
-    logits,
-    listed,
+    row,
     size,
-    peak,
-    scale,
     low,
     high,
     IN_LIST: tl.constexpr,
@@ -86,15 +89,13 @@ def tighten(
     BLOCK: tl.constexpr,
     LOADS: tl.constexpr,
 ):
-    """Cut off what a window holds before its first token with a weight and behind its last."""
+    """Shrink a window to the range from its first token with a weight to its last."""
     least = tl.full([BLOCK], 0, tl.int64) + high
     most = tl.full([BLOCK], -1, tl.int64)
     for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(logits, listed, start, size, IN_LIST, BLOCK, LOADS)
+        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(
-                parts[i], start + i * BLOCK, size, peak, scale, IN_LIST, ID_BITS, BLOCK
-            )
+            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
             inside = (keys >= low) & (keys < high) & (weights > 0)
             least = tl.minimum(least, tl.where(inside, keys, high))
             most = tl.maximum(most, tl.where(inside, keys, -1))
@@ -103,9 +104,9 @@ def tighten(
 
 @triton.jit
 def split(low, high, ID_BITS: tl.constexpr, WAYS: tl.constexpr):
-    """Return the upper edges [WAYS] of a window's parts; the last is `high`.
+    """Return the upper edges [WAYS] of the parts of a window; the last is `high`.
 
-    Distances are more even than the bits of floats are, so a window is divided by them while it is wide enough.
+    Tokens are spread more evenly over distances than over the bits of floats, so a wide window is divided by distance.
     """
     part = tl.arange(0, WAYS) + 1
     low_bits, high_bits = (low >> ID_BITS).to(tl.int32), (high >> ID_BITS).to(tl.int32)
@@ -121,11 +122,8 @@ def split(low, high, ID_BITS: tl.constexpr, WAYS: tl.constexpr):
 
 @triton.jit
 def measure(
-    logits,
-    listed,
+    row,
     size,
-    peak,
-    scale,
     counting,
     edges,
     IN_LIST: tl.constexpr,
@@ -134,15 +132,13 @@ def measure(
     LOADS: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """Return the amounts and the numbers [WAYS] of the tokens with a weight below edges."""
+    """Return the amounts and the numbers [WAYS] of the tokens with a weight below each edge."""
     sums = tl.full([BLOCK, WAYS], 0, tl.int64)
     numbers = tl.full([BLOCK, WAYS], 0, tl.int32)
     for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(logits, listed, start, size, IN_LIST, BLOCK, LOADS)
+        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(
-                parts[i], start + i * BLOCK, size, peak, scale, IN_LIST, ID_BITS, BLOCK
-            )
+            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
             exists = weights > 0
             amounts = tl.where(counting, exists.to(tl.int64), weights)
             below = keys[:, None] < edges[None, :]
@@ -153,11 +149,8 @@ def measure(
 
 @triton.jit
 def narrow(
-    logits,
-    listed,
+    row,
     size,
-    peak,
-    scale,
     target,
     counting,
     enough,
@@ -171,10 +164,10 @@ def narrow(
     LOADS: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """Narrow a window around the first key whose cumulative amount exceeds `target`, to `enough` tokens at most.
+    """Narrow a window around the first key whose cumulative amount exceeds `target` to at most `enough` tokens.
 
-    Amounts at `low` and `high` are those of all keys below. A list holds the keys from its window's `low` on, and
-    logits have `size` tokens at most below `high`.
+    The amounts at `low` and `high` are those of all keys below. A list holds the keys from the `low` of its window on;
+    logits have at most `size` tokens below `high`.
     """
     base = low_amount
     below = tl.full([], 0, tl.int32)
@@ -182,9 +175,7 @@ def narrow(
     while up_to - below > enough:
         number = up_to - below
         edges = split(low, high, ID_BITS, WAYS)
-        amounts, numbers = measure(
-            logits, listed, size, peak, scale, counting, edges, IN_LIST, ID_BITS, BLOCK, LOADS, WAYS
-        )
+        amounts, numbers = measure(row, size, counting, edges, IN_LIST, ID_BITS, BLOCK, LOADS, WAYS)
         amounts += base
         beyond = amounts > target
         low_amount = tl.maximum(low_amount, tl.max(tl.where(beyond, low_amount, amounts), 0))
@@ -194,35 +185,21 @@ def narrow(
         low = tl.maximum(low, tl.max(tl.where(beyond, low, edges), 0))
         high = tl.min(tl.where(beyond, edges, high), 0)
         if 2 * (up_to - below) > number:
-            # Most of the window is empty, and dividing that finds nothing.
-            low, high = tighten(
-                logits, listed, size, peak, scale, low, high, IN_LIST, ID_BITS, BLOCK, LOADS
-            )
+            # Most of the window is empty: dividing it further finds nothing.
+            low, high = tighten(row, size, low, high, IN_LIST, ID_BITS, BLOCK, LOADS)
     return low, high, low_amount, high_amount
 
 
 @triton.jit
-def gather(
-    logits,
-    listed,
-    low,
-    high,
-    size,
-    peak,
-    scale,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-):
-    """List the tokens with a weight in [low, high); returns how many they are."""
-    tl.debug_barrier()  # what was listed before has been read
+def gather(row, size, low, high, ID_BITS: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
+    """Write the tokens with a weight in [low, high) to the list; return their number."""
+    _, listed, _, _ = row
+    tl.debug_barrier()  # all threads have read the previous list
     number = tl.full([], 0, tl.int32)
     for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(logits, listed, start, size, False, BLOCK, LOADS)
+        parts = load_parts(row, start, size, False, BLOCK, LOADS)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(
-                parts[i], start + i * BLOCK, size, peak, scale, False, ID_BITS, BLOCK
-            )
+            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, False, ID_BITS, BLOCK)
             wanted = (keys >= low) & (keys < high) & (weights > 0)
             at = number + tl.cumsum(wanted.to(tl.int32), 0) - 1
             tl.store(listed + at, keys, mask=wanted)
@@ -233,12 +210,9 @@ def gather(
 
 @triton.jit
 def weight_below(
-    logits,
-    listed,
+    row,
     size,
     edge,
-    peak,
-    scale,
     IN_LIST: tl.constexpr,
     ID_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -247,22 +221,17 @@ def weight_below(
     """Return the weight of all keys below an edge."""
     sums = tl.full([BLOCK], 0, tl.int64)
     for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(logits, listed, start, size, IN_LIST, BLOCK, LOADS)
+        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(
-                parts[i], start + i * BLOCK, size, peak, scale, IN_LIST, ID_BITS, BLOCK
-            )
+            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
             sums += tl.where(keys < edge, weights, 0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def find(
-    logits,
-    listed,
+    row,
     size,
-    peak,
-    scale,
     target,
     counting,
     low,
@@ -270,7 +239,6 @@ def find(
     low_amount,
     high_amount,
     end,
-    total,
     V: tl.constexpr,
     CAPACITY: tl.constexpr,
     ID_BITS: tl.constexpr,
@@ -279,32 +247,33 @@ def find(
     WAYS: tl.constexpr,
     ROW_WAYS: tl.constexpr,
 ):
-    """Find the first key whose cumulative amount exceeds `target`, first listing what is around it if that is not.
+    """Find the first key whose cumulative amount exceeds `target`, after listing the keys around it if they are not.
 
     Returns:
-        The key, the next one, the amount below that, and the list's size and window.
+        The key, the next one, the amount below that, and the size and window of the list.
     """
     if (target < low_amount) | (target >= high_amount):
-        low, high, low_amount, high_amount = end * 0, end, end * 0, total
-        # A loop that constants show is never entered stops Triton's compiler, which knows nothing of what is in there.
+        low, high, low_amount, high_amount = end * 0, end, end * 0, _EVERYTHING + end * 0
+        # Triton's compiler fails on a loop that it can prove is never entered.
         if V > CAPACITY:
             low, high, low_amount, high_amount = narrow(
-                logits, listed, V, peak, scale, target, counting, CAPACITY,
+                row, V, target, counting, CAPACITY,
                 low, high, low_amount, high_amount, False, ID_BITS, BLOCK, LOADS, ROW_WAYS,
             )  # fmt: skip
-        size = gather(logits, listed, low, high, V, peak, scale, ID_BITS, BLOCK, LOADS)
+        size = gather(row, V, low, high, ID_BITS, BLOCK, LOADS)
     found, edge, _, reached = narrow(
-        logits, listed, size, peak, scale, target, counting, 1,
+        row, size, target, counting, 1,
         low, high, low_amount, high_amount, True, ID_BITS, BLOCK, 1, WAYS,
     )  # fmt: skip
-    found, edge = tighten(logits, listed, size, peak, scale, found, edge, True, ID_BITS, BLOCK, 1)
+    found, edge = tighten(row, size, found, edge, True, ID_BITS, BLOCK, 1)
     return found, edge, reached, size, low, high, low_amount, high_amount
 
 
 @triton.jit
-def draw_filtered(
+def sample_filtered(
     logits,
     table,
+    masks,
     kinds,
     peaks,
     counts,
@@ -324,75 +293,66 @@ def draw_filtered(
     ID_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Apply top_k, top_p and min_p, each to what the one before has kept, and draw; program (row)."""
-    row = tl.program_id(0).to(tl.int64)
+    """Apply top_k, top_p and min_p, each to what the one before has kept, and sample; program (row)."""
+    number = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if tl.load(kinds + row) != FILTERED:
+    if tl.load(kinds + number) != FILTERED:
         return
-    entry = table + row * COLUMNS
-    logits += tl.load(entry + SOURCE).to(tl.int64) * row_stride
-    listed += row * CAPACITY
+    entry = table + number * COLUMNS
+    source = logits_of(logits, masks, entry, row_stride)
     scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
-    top_k = tl.load(entry + TOP_K).to(tl.int64)
-    top_p = tl.load(entry + TOP_P)
-    peak = tl.load(peaks + row)
-    candidates = tl.load(counts + row)
+    row = (source, listed + number * CAPACITY, tl.load(peaks + number), scale)
+    candidates = tl.load(counts + number)
     tile = tl.arange(0, TILES)
-    of_tiles = sums + row * 2 * NUM_TILES + tile
-    total = tl.sum(tl.load(of_tiles, mask=tile < NUM_TILES, other=0), 0)
-    near = tl.sum(tl.load(of_tiles + NUM_TILES, mask=tile < NUM_TILES, other=0), 0)
+    of_tiles = sums + number * 2 * NUM_TILES + tile
 
-    # The list's window, and the amounts below its ends: counts at first, weights from the second stage on. A list that
-    # overflowed holds nothing that can be relied on.
+    # The window of the list, and the amounts below its ends: counts at first, weights from the second stage on. A list
+    # that overflowed is not used.
     first = tl.full([], 0, tl.int64)
     end = tl.full([], _WEIGHTLESS, tl.int64) << ID_BITS
     size = tl.where(candidates <= CAPACITY, candidates, 0)
     low, high, low_amount, high_amount = first, end, first, size.to(tl.int64)
-    everything = tl.full([], V, tl.int64)
 
-    kept = total
+    kept = tl.sum(tl.load(of_tiles, mask=tile < NUM_TILES, other=0), 0)
     found = first
     for stage in range(3):
         counting = stage == 0
-        # Fewer candidates than top_k are all that have a weight.
+        # Where there are fewer candidates than top_k, they are all tokens with a weight.
+        top_k = tl.load(entry + TOP_K).to(tl.int32)
         needed = (top_k > 0) & (top_k <= candidates)
-        target = top_k - 1
+        target = top_k.to(tl.int64) - 1
         if stage == 1:
+            top_p = tl.load(entry + TOP_P)
             mass = top_p * kept.to(tl.float64)
             cut = mass.to(tl.int64)
             target = cut + (cut.to(tl.float64) < mass).to(tl.int64) - 1
-            kept = tl.minimum(kept, near)
+            near = tl.load(of_tiles + NUM_TILES, mask=tile < NUM_TILES, other=0)
+            kept = tl.minimum(kept, tl.sum(near, 0))
             # A mass of 1 never cuts: rounding the total to a float must not drop a token.
             needed = (top_p < 1.0) & (target < kept)
         if stage == 2:
-            target = drawn_amount(tl.load(entry + UNIFORM), kept)
+            target = target_weight(tl.load(entry + UNIFORM), kept)
             needed = kept > 0
         if needed:
             found, edge, reached, size, low, high, low_amount, high_amount = find(
-                logits, listed, size, peak, scale, target, counting,
-                low, high, low_amount, high_amount, end, tl.where(counting, everything, total),
+                row, size, target, counting,
+                low, high, low_amount, high_amount, end,
                 V, CAPACITY, ID_BITS, BLOCK, LOADS, WAYS, ROW_WAYS,
             )  # fmt: skip
             if stage == 0:
-                # Those that tie with the last one are kept, and may lie outside of the window.
+                # Tokens that tie with the last one are kept, and may lie outside of the window.
                 edge = ((found >> ID_BITS) + 1) << ID_BITS
                 if candidates <= CAPACITY:
-                    kept = weight_below(
-                        logits, listed, size, edge, peak, scale, True, ID_BITS, BLOCK, 1
-                    )
+                    kept = weight_below(row, size, edge, True, ID_BITS, BLOCK, 1)
                 else:
-                    kept = weight_below(
-                        logits, listed, V, edge, peak, scale, False, ID_BITS, BLOCK, LOADS
-                    )
+                    kept = weight_below(row, V, edge, False, ID_BITS, BLOCK, LOADS)
             if stage == 1:
                 kept = tl.minimum(kept, reached)
         if stage == 0:
             size = tl.where(candidates <= CAPACITY, size, 0)
-            high_amount = weight_below(
-                logits, listed, size, end, peak, scale, True, ID_BITS, BLOCK, 1
-            )
+            high_amount = weight_below(row, size, end, True, ID_BITS, BLOCK, 1)
             low_amount = first
     token = found & ((1 << ID_BITS) - 1)
     to = tl.load(entry + TARGET).to(tl.int64)

@@ -1,7 +1,6 @@
-"""What drawing reads whole rows for: weights, their sums by tile, and the candidates that filters look at.
+"""The sampling kernels that read whole rows: weights, their sums by tile, and the candidates of filtered rows.
 
-Weights are integers, so a sum does not depend on the order of the additions; candidates are listed in no order.
-Knows tables of numbers (`kernels.sampling.rows`), no requests.
+Weights are integers, so a sum does not depend on the order of the additions. The list of candidates has no order.
 """
 
 from __future__ import annotations
@@ -11,30 +10,30 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.functions import ranked_id, ranked_is_finite, ranked_value
-from kernels.sampling import rows as draw_rows
 from kernels.sampling.gpu.argmax import LOWEST_BITS, best_key
-from kernels.sampling.rows import DrawRow
-
-SOURCE = tl.constexpr(DrawRow._fields.index("source"))
-TARGET = tl.constexpr(DrawRow._fields.index("target"))
-KIND = tl.constexpr(DrawRow._fields.index("kind"))
-UNIFORM = tl.constexpr(DrawRow._fields.index("uniform"))
-INVERSE_TEMPERATURE = tl.constexpr(DrawRow._fields.index("inverse_temperature"))
-TOP_K = tl.constexpr(DrawRow._fields.index("top_k"))
-TOP_P = tl.constexpr(DrawRow._fields.index("top_p"))
-MIN_P_DISTANCE = tl.constexpr(DrawRow._fields.index("min_p_distance"))
-REACH = tl.constexpr(DrawRow._fields.index("reach"))
-LEAST = tl.constexpr(DrawRow._fields.index("least"))
-COLUMNS = tl.constexpr(len(DrawRow._fields))
-GREEDY = tl.constexpr(draw_rows.GREEDY)
-UNFILTERED = tl.constexpr(draw_rows.UNFILTERED)
-FILTERED = tl.constexpr(draw_rows.FILTERED)
-WEIGHT_SCALE = tl.constexpr(draw_rows.WEIGHT_SCALE)
+from kernels.sampling.gpu.row_table import (
+    COLUMNS,
+    FILTERED,
+    GREEDY,
+    INVERSE_TEMPERATURE,
+    KIND,
+    LEAST,
+    MIN_P_DISTANCE,
+    REACH,
+    TARGET,
+    TOP_K,
+    UNFILTERED,
+    UNIFORM,
+    WEIGHT_SCALE,
+    apply_mask,
+    load_logits,
+    logits_of,
+)
 
 
 @triton.jit
 def weights_of(distances):
-    """Return the weights int64 of scaled logits that lie so far, float32 >= 0, below the largest."""
+    """Return the weights, int64, of scaled logits by their distances, float32 >= 0, from the largest."""
     return (tl.exp(-distances) * WEIGHT_SCALE).to(tl.int64)
 
 
@@ -55,7 +54,10 @@ def set_limits(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Answer what is greedy or broken, and tell how far a row's candidates may lie below its peak; program (row)."""
+    """Write the argmax of a row, and the largest distance of its candidates from its peak; program (row).
+
+    The argmax is the result of rows that are greedy or have no finite peak.
+    """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
@@ -77,7 +79,7 @@ def set_limits(
         if reach > 0:
             group = tl.arange(0, GROUPS)
             place = groups + row * NUM_GROUPS + group
-            # Half of the bits are enough for a bound, and are found in half of the time.
+            # The upper half of the bits is enough for a bound, and takes half of the time.
             highs = tl.load(place, mask=group < NUM_GROUPS, other=LOWEST_BITS) >> 16
             level = tl.full([], -(2**15), tl.int32)
             for step in range(16):
@@ -86,7 +88,7 @@ def set_limits(
                 level = tl.where(enough, higher, level)
             least = ranked_value(level << 16)
             scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
-            # Bits below those of -inf are those of no number.
+            # Bits below those of -inf are not those of a number.
             limit = tl.where(least > -float("inf"), (peak - least) * scale, limit)
         if tl.load(entry + TOP_K) == 0.0:
             limit = tl.minimum(limit, tl.load(entry + MIN_P_DISTANCE).to(tl.float32))
@@ -97,6 +99,7 @@ def set_limits(
 def weigh_tiles(
     logits,
     table,
+    masks,
     kinds,
     peaks,
     limits,
@@ -116,19 +119,18 @@ def weigh_tiles(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # All is asked for before anything is waited for: most rows need it.
+    # All loads are issued before the first result is used: most rows need them.
     kind = tl.load(kinds + row)
     entry = table + row * COLUMNS
-    source = tl.load(entry + SOURCE).to(tl.int64)
     scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
     most = tl.load(entry + MIN_P_DISTANCE).to(tl.float32)
     peak = tl.load(peaks + row)
     ids = tile * BLOCK + tl.arange(0, BLOCK)
-    place = logits + source * row_stride + ids
-    values = tl.load(place, mask=ids < V, other=-float("inf")).to(tl.float32)
+    source = logits_of(logits, masks, entry, row_stride)
+    values = load_logits(source, ids, V)
     if kind == GREEDY:
         return
-    distances = (peak - values) * scale
+    distances = (peak - apply_mask(source, values, tile * BLOCK, V)) * scale
     weights = weights_of(distances)
     of_tile = sums + row * 2 * tl.num_programs(0) + tile
     total = tl.sum(weights, 0)
@@ -155,9 +157,10 @@ def ordering_keys(distances, ids, ID_BITS: tl.constexpr):
 
 
 @triton.jit
-def draw_unfiltered(
+def sample_unfiltered(
     logits,
     table,
+    masks,
     kinds,
     peaks,
     sums,
@@ -180,15 +183,14 @@ def draw_unfiltered(
     entry = table + row * COLUMNS
     tile = tl.arange(0, TILES)
     of_tiles = tl.load(sums + row * 2 * NUM_TILES + tile, mask=tile < NUM_TILES, other=0)
-    target = drawn_amount(tl.load(entry + UNIFORM), tl.sum(of_tiles, 0))
+    target = target_weight(tl.load(entry + UNIFORM), tl.sum(of_tiles, 0))
     passed = tl.cumsum(of_tiles, 0) <= target
     before = tl.sum(tl.where(passed, of_tiles, 0), 0)
     first = tl.sum((passed & (tile < NUM_TILES)).to(tl.int32), 0) * BLOCK
-    source = tl.load(entry + SOURCE).to(tl.int64)
     scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
     ids = first + tl.arange(0, BLOCK)
-    place = logits + source * row_stride + ids
-    values = tl.load(place, mask=ids < V, other=-float("inf")).to(tl.float32)
+    source = logits_of(logits, masks, entry, row_stride)
+    values = apply_mask(source, load_logits(source, ids, V), first, V)
     weights = weights_of((tl.load(peaks + row) - values) * scale)
     passed = before + tl.cumsum(weights, 0) <= target
     token = first + tl.sum(passed.to(tl.int32), 0)
@@ -198,6 +200,6 @@ def draw_unfiltered(
 
 
 @triton.jit
-def drawn_amount(uniform, total):
-    """Return the cumulative weight int64 that a number float64 in [0, 1) stands for."""
+def target_weight(uniform, total):
+    """Return the cumulative weight, int64, at the fraction `uniform`, float64 in [0, 1), of a total."""
     return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)

@@ -1,9 +1,9 @@
-"""Draws a token for each row of logits in a few launches: peaks, weights and candidates, then the draws.
+"""Samples a token for each row of logits in a few launches: peaks, weights and candidates, then the tokens.
 
-    rank_tiles > set_limits > weigh_tiles > draw_unfiltered, draw_filtered
+    rank_tiles > set_limits > weigh_tiles > sample_unfiltered, sample_filtered
 
-Neither logits nor host decide how often something is launched, and sums are of integers: a row's token depends on
-that row alone, bit for bit. Knows tables of numbers (`kernels.sampling.rows`), no requests.
+Neither the logits nor the host decide how often a kernel is launched, and sums are of integers: the bits of a row's
+token do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import triton
 
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.sampling.gpu.argmax import TILE_WARPS, rank_tiles
-from kernels.sampling.gpu.sample_filtered import draw_filtered
-from kernels.sampling.gpu.sample_tiles import draw_unfiltered, set_limits, weigh_tiles
-from kernels.sampling.rows import DRAW_SIZES, FILTERED, GREEDY, UNFILTERED, DrawRow, DrawSizes
+from kernels.sampling.gpu.sample_filtered import sample_filtered
+from kernels.sampling.gpu.sample_tiles import sample_unfiltered, set_limits, weigh_tiles
+from kernels.sampling.rows import FILTERED, GREEDY, SAMPLE_SIZES, UNFILTERED, SampleRow, SampleSizes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROW_WARPS = 8
+_ROW_REGISTERS = 192
+"""Registers per thread that ptxas may use: without a bound it spills some to get by with 128."""
 
 
 class _Scratch(NamedTuple):
-    """What the kernels leave each other.
+    """Intermediate results of the kernels.
 
     Attributes:
         best: [R, tiles] int64 keys.
-        groups: [R, groups] int32, the largest logit of each as an integer.
-        kinds: [R] int32, `GREEDY` where nothing is left to do.
+        groups: [R, groups] int32, the `ranking_bits` of each group's largest logit.
+        kinds: [R] int32, `GREEDY` where the token is known.
         peaks: [R] float32, the largest logit.
-        limits: [R] float32, the largest distance of a candidate.
-        counts: [R] int32, candidates.
-        sums: [R, 2, tiles] int64, weights: all, and those that min_p keeps.
-        listed: [R, capacity] int64 keys of candidates.
+        limits: [R] float32, the largest distance of a candidate from the peak.
+        counts: [R] int32, number of candidates.
+        sums: [R, 2, tiles] int64, sums of weights: of all tokens, and of those that min_p keeps.
+        listed: [R, capacity] int64, keys of candidates.
     """
 
     best: Tensor
@@ -51,7 +53,7 @@ class _Scratch(NamedTuple):
     listed: Tensor
 
 
-def _scratch(rows: int, size: int, sizes: DrawSizes, device: torch.device) -> _Scratch:
+def _scratch(rows: int, size: int, sizes: SampleSizes, device: torch.device) -> _Scratch:
     tiles, groups = triton.cdiv(size, sizes.tile), triton.cdiv(size, sizes.group)
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -69,26 +71,28 @@ def _scratch(rows: int, size: int, sizes: DrawSizes, device: torch.device) -> _S
     )
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor,
     table: Tensor,
+    masks: Tensor,
     kinds: Collection[int],
     tokens: Tensor,
     checked: Tensor,
     *,
     pdl: bool = False,
-    sizes: DrawSizes = DRAW_SIZES,
+    sizes: SampleSizes = SAMPLE_SIZES,
 ) -> None:
-    """Draw a token for each row of a table.
+    """Sample a token for each row of a table.
 
     Args:
         logits: [M, V], float32, bfloat16 or float16, contiguous in V. Not changed.
-        table: [R, fields of `DrawRow`] float64 contiguous.
+        table: [R, fields of `SampleRow`] float64 contiguous.
+        masks: [K, ceil(V / 32)] int32 contiguous, K >= 0: bit i % 32 of word i // 32 is 1 where token i may be sampled.
         kinds: of the table's rows.
-        tokens: [N] int64 contiguous; valid ids at the rows' targets, whatever the logits.
-        checked: [N] int64 contiguous; the same, but -1 where the largest logit is no finite number.
-        pdl: launch before the kernel before has ended.
-        sizes: how rows are cut, which changes no token.
+        tokens: [N] int64 contiguous, written at the rows' targets; valid ids whatever the logits.
+        checked: [N] int64 contiguous, likewise; the same, but -1 where the largest logit is not finite.
+        pdl: use programmatic dependent launch.
+        sizes: tile sizes.
     """
     size, device = logits.shape[1], logits.device
     rows = len(table)
@@ -101,8 +105,8 @@ def draw_tokens(
     id_bits = max(1, (size - 1).bit_length())
 
     rank_tiles[(num_tiles, rows)](
-        logits, table, it.best, it.groups, it.best, stride,
-        V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=len(DrawRow._fields), SUMS=False, **wide,
+        logits, table, masks, it.best, it.groups, it.best, stride,
+        V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=len(SampleRow._fields), SUMS=False, **wide,
     )  # fmt: skip
     set_limits[(rows,)](
         table, it.best, it.groups, it.kinds, it.peaks, it.limits, it.counts, tokens, checked,
@@ -111,17 +115,17 @@ def draw_tokens(
     if set(kinds) == {GREEDY}:
         return
     weigh_tiles[(num_tiles, rows)](
-        logits, table, it.kinds, it.peaks, it.limits, it.counts, it.sums, it.listed, stride,
+        logits, table, masks, it.kinds, it.peaks, it.limits, it.counts, it.sums, it.listed, stride,
         V=size, BLOCK=sizes.tile, CAPACITY=sizes.capacity, ID_BITS=id_bits, **wide,
     )  # fmt: skip
     if UNFILTERED in kinds:
-        draw_unfiltered[(rows,)](
-            logits, table, it.kinds, it.peaks, it.sums, tokens, checked, stride,
+        sample_unfiltered[(rows,)](
+            logits, table, masks, it.kinds, it.peaks, it.sums, tokens, checked, stride,
             V=size, BLOCK=sizes.tile, **tiles, **narrow,
         )  # fmt: skip
     if FILTERED in kinds:
-        draw_filtered[(rows,)](
-            logits, table, it.kinds, it.peaks, it.counts, it.sums, it.listed, tokens, checked, stride,
+        sample_filtered[(rows,)](
+            logits, table, masks, it.kinds, it.peaks, it.counts, it.sums, it.listed, tokens, checked, stride,
             V=size, CAPACITY=sizes.capacity, BLOCK=sizes.chunk, LOADS=sizes.loads, WAYS=sizes.ways,
-            ROW_WAYS=sizes.row_ways, ID_BITS=id_bits, **tiles, **narrow,
+            ROW_WAYS=sizes.row_ways, ID_BITS=id_bits, maxnreg=_ROW_REGISTERS, **tiles, **narrow,
         )  # fmt: skip

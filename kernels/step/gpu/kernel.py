@@ -31,7 +31,7 @@ from kernels.step.gpu.ring import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.step.single_launch import StepWeights
+    from kernels.step.weights import StepWeights
 
 _PARTS: Final = 4
 _STAGES: Final = 12

@@ -1,1 +1,1 @@
-"""`tessera bench`: measures a server over HTTP, and the engine without it. The service imports nothing of it."""
+"""`tessera bench`: measures a server over HTTP, or the engine without HTTP. The service imports none of it."""

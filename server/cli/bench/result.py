@@ -1,10 +1,11 @@
-"""The result file of a benchmark: what was measured, on what, with which code. Knows nothing of what the rows mean."""
+"""The result file of a benchmark: what was measured, on which machine, with which code."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 _CODE = ("benchmarks/*.py", "kernels", "model", "server")
+_NOT_SHOWN = ("--commit", "--header", "--json", "--out")
+"""Flags that do not change a result, or whose values may be secret; each takes a value."""
 
 
 def processor_name() -> str:
-    """The host processor as its vendor calls it."""
+    """Return the vendor's name of the host processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -27,8 +30,13 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def host_name(threads: int, cores: int | None) -> str:
+    """Return the host processor's name with the number of threads that computed and of its cores."""
+    return f"{processor_name()}, {threads} of {cores} cores"
+
+
 def code_commit() -> str:
-    """Short hash of the checkout; "-dirty" follows where its code is not what was committed.
+    """Return the short hash of the checkout, with "-dirty" where its code differs from the commit.
 
     "unknown" for a copy of the tree without its history.
     """
@@ -53,14 +61,14 @@ def record(
     commit: str | None = None,
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Put a result together.
+    """Build a result.
 
     Args:
-        topic: names the question.
+        topic: what was measured, in a word.
         rows: one flat record per measurement.
         machine: that was measured.
-        versions: of the libraries the result depends on, beside Python's.
-        command: that measures it again.
+        versions: of the libraries that the result depends on, without Python's.
+        command: that repeats the measurement.
         commit: of the code; None asks git.
         extra: further entries before the rows.
     """
@@ -81,10 +89,10 @@ def write(result: dict[str, Any], path: Path, kind: str, model: str | None = Non
 
     Args:
         result: from `record`.
-        path: of the file; in a folder, there or without a suffix, it gets the name `<kind>-<topic>-<commit>.json`, or
-            with a model `<kind>-<topic>-<model>-<commit>.json`.
+        path: of the file. An existing folder, or a path without a suffix, is a folder for a file with the name
+            `<kind>-<topic>-<commit>.json`, or with a model `<kind>-<topic>-<model>-<commit>.json`.
         kind: "cpu", or the GPU's short name.
-        model: that the result is of, where there is one for each.
+        model: for topics with one result for each model.
 
     Returns:
         The file written.
@@ -98,25 +106,30 @@ def write(result: dict[str, Any], path: Path, kind: str, model: str | None = Non
 
 
 def model_label(model_id: str) -> str:
-    """A model's name in the rows: the last part of its path or id, in lower case."""
+    """Return a model's name for the rows: the last part of its path or id, in lower case."""
     return Path(model_id).name.lower()
 
 
 def number(value: float) -> float:
-    """Round to four digits that mean something."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
-def without(arguments: Sequence[str], hidden: Sequence[str]) -> list[str]:
-    """Leave out some flags and their values, as those that say where a result goes or that are secret."""
-    words: list[str] = []
+def shown_command(command: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return a command line for a result, without flags that do not change it and without secrets.
+
+    Args:
+        command: the program's words.
+        arguments: of the program.
+    """
+    words = list(command)
     skip = False
     for word in arguments:
         name, equals, _ = word.partition("=")
         if skip:
             skip = False
-        elif name in hidden:
+        elif name in _NOT_SHOWN:
             skip = not equals
         else:
             words.append(word)
-    return words
+    return shlex.join(words)

@@ -1,6 +1,6 @@
-"""Times functions of other modules while they run, each without what it calls of the others.
+"""Times functions of other modules: the time of each without the timed functions that it calls.
 
-They are replaced for the length of a `with` statement, so that nothing is paid for it otherwise.
+The functions are replaced for the duration of a `with` statement, so that they cost nothing otherwise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Timed: TypeAlias = tuple[str, Any, str]
 
 
 class Stopwatch:
-    """Adds up seconds by phase. For one thread.
+    """Sums seconds by phase, in one thread.
 
     Attributes:
-        seconds: of each phase, without the phases called from within.
+        seconds: of each phase, without nested phases.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which requests a run sends, and when: lengths and arrivals, drawn from a seed. Knows no server and no text."""
+"""Random lengths and arrival times of requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read `256` or `100-1024`.
+        """Parse `256` or `100-1024`.
 
         Raises:
-            ValueError: neither of them, or with a length below 1, or with the longer one first.
+            ValueError: the text is neither of them, has a length below 1, or begins with the longer length.
         """
         first, _, last = text.partition("-")
         try:
@@ -33,35 +33,35 @@ class Lengths:
             longest = int(last) if last else shortest
         except ValueError:
             raise ValueError(
-                f"{text!r} is neither a number of tokens nor a range as 100-1024"
+                f"{text!r} is neither a number of tokens nor a range such as 100-1024"
             ) from None
         if not 1 <= shortest <= longest:
             raise ValueError(f"{text!r}: lengths begin at 1, and the shorter one comes first")
         return cls(shortest, longest)
 
-    def draw(self, count: int, generator: Generator) -> list[int]:
-        """Draw `count` lengths."""
+    def sample(self, count: int, generator: Generator) -> list[int]:
+        """Return `count` random lengths."""
         lengths: list[int] = generator.integers(self.shortest, self.longest + 1, count).tolist()
         return lengths
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Format as `parse` reads it."""
         one = self.shortest == self.longest
         return str(self.shortest) if one else f"{self.shortest}-{self.longest}"
 
 
 def arrivals(count: int, rate: float, burstiness: float, generator: Generator) -> list[float]:
-    """Draw the times of arrival of requests.
+    """Return random arrival times of requests.
 
     Args:
         count: requests.
         rate: requests per second, on average.
-        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less comes in bursts, more
-            is more even.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less than 1 is burstier,
+            more than 1 more regular.
         generator: source of randomness.
 
     Returns:
-        Seconds, rising; the first request comes at 0.
+        Seconds in ascending order; the first request arrives at 0.
     """
     gaps = generator.gamma(burstiness, 1.0 / (rate * burstiness), count - 1)
     times: list[float] = np.concatenate(([0.0], np.cumsum(gaps))).tolist()
@@ -69,6 +69,6 @@ def arrivals(count: int, rate: float, burstiness: float, generator: Generator) -
 
 
 def share(count: int, parts: int) -> list[int]:
-    """Split a number into so many parts that differ by one at most, the larger ones first."""
+    """Split a number into parts that differ by at most one, larger ones first."""
     whole, rest = divmod(count, parts)
     return [whole + (i < rest) for i in range(parts)]

@@ -15,9 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from server.engine.core.admission import AdmissionError
-from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
-from server.engine.core.sequence import Sequence
-from server.engine.link.protocol import (
+from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
     EngineMessage,
@@ -27,14 +25,20 @@ from server.engine.link.protocol import (
     Shutdown,
     StepMessage,
 )
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from server.engine.core.scheduler import Scheduler
-    from server.engine.core.step import SchedulerOutput
-    from server.engine.runner.model_runner import ModelRunner
-    from server.engine.runner.step_result import PendingStep, PromptLogprobs, StepResult
+    from server.engine.core.step import (
+        PendingStep,
+        PromptLogprobs,
+        SchedulerOutput,
+        StepResult,
+        StepRunner,
+    )
 
 log = logging.getLogger("tessera.engine")
 
@@ -90,7 +94,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: ModelRunner,
+        runner: StepRunner,
         channel: EngineChannel,
         info: EngineInfo,
         *,
@@ -252,7 +256,7 @@ class Engine:
         return {
             s.sequence.request_id: self._prompt_logprobs.pop(s.sequence.request_id)
             for s in (*output.decode, *output.prefill)
-            if s.samples and s.sequence.request_id in self._prompt_logprobs
+            if s.num_logits and s.sequence.request_id in self._prompt_logprobs
         }
 
     def _publish(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
@@ -19,7 +19,7 @@ from server.engine.core.sequence import Sequence, SequenceStatus
 from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Scheduler:
                 break
             budget -= num_tokens
             rows = decode if num_tokens == 1 else prefill
-            rows.append(ScheduledSequence(sequence, start, num_tokens, stop == num_known))
+            rows.append(ScheduledSequence(sequence, start, num_tokens, int(stop == num_known)))
         if not preempted:
             self._admit(budget, decode, prefill, first_scheduled)
         output = SchedulerOutput(
@@ -198,25 +198,26 @@ class Scheduler:
             sequence = row.sequence
             if sequence.status is SequenceStatus.RUNNING:
                 sequence.num_computed_tokens = row.start + row.num_tokens
-                sequence.num_tokens_in_flight += row.samples
+                sequence.num_tokens_in_flight += row.num_logits
 
     def commit(
-        self, output: SchedulerOutput, results: TypingSequence[SampledResult]
+        self, output: SchedulerOutput, results: TypingSequence[TypingSequence[SampledResult]]
     ) -> list[tuple[int, TokenEvent]]:
-        """Book the results of a step.
+        """Enter the results of a step.
 
         Args:
             output: the earliest one that was started and has not ended.
-            results: one for each row that samples, decode rows first, then prefill rows.
+            results: a list for each row, decode rows first: the tokens that continue its sequence, at most as many as
+                it has rows of logits; fewer where proposed tokens were rejected, which then count as not computed.
 
         Returns:
-            (request id, event) for every sequence that got a token or ended, in the order of rows.
+            (request id, event) for every token and every sequence that ended, in the order of rows.
             A result with an error ends its sequence; none of its blocks serves another one again.
         """
-        num_samples = sum(row.samples for row in chain(output.decode, output.prefill))
-        assert num_samples == len(results), f"{len(results)} results of {num_samples} rows"
-        remaining = iter(results)
-        return self._end(output, lambda row: next(remaining) if row.samples else None)
+        counts = [row.num_logits for row in chain(output.decode, output.prefill)]
+        assert len(counts) == len(results), f"{len(results)} results of {len(counts)} rows"
+        assert all(bool(n) >= bool(r) and n >= len(r) for n, r in zip(counts, results, strict=True))
+        return self._end(output, results)
 
     def fail(self, output: SchedulerOutput, error: str) -> list[tuple[int, TokenEvent]]:
         """End the sequences of a step that could not be computed; what it left in their blocks serves nobody.
@@ -228,27 +229,21 @@ class Scheduler:
         Returns:
             As `commit`.
         """
-        failed = _Failed(error)
-        return self._end(output, lambda _row: failed)
+        return self._end(output, repeat([_Failed(error)]))
 
     def _end(
-        self,
-        output: SchedulerOutput,
-        result_of: Callable[[ScheduledSequence], SampledResult | None],
+        self, output: SchedulerOutput, results: Iterable[TypingSequence[SampledResult]]
     ) -> list[tuple[int, TokenEvent]]:
         assert self._started, "a step ends once, and after it was started"
         assert output is self._started[0], "steps end in the order in which they were started"
         self._started.popleft()
         events: list[tuple[int, TokenEvent]] = []
         num_live = len(self._live)
-        for row in chain(output.decode, output.prefill):
+        for row, sampled in zip(chain(output.decode, output.prefill), results, strict=False):
             sequence = row.sequence
-            result = result_of(row)
             if sequence.status is SequenceStatus.FINISHED:
                 continue
-            event = self._book(row, result)
-            if event is not None:
-                events.append((sequence.request_id, event))
+            events += [(sequence.request_id, event) for event in self._enter(row, sampled)]
         if len(self._live) < num_live:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
@@ -266,14 +261,13 @@ class Scheduler:
             assert not sequence.block_table, f"{sequence} waits and owns blocks"
         assert self._live == {sequence.request_id: sequence for sequence in running + waiting}
         for sequence in running + waiting:
-            drawing = [
-                any(
-                    row.sequence is sequence and row.samples
-                    for row in (*step.decode, *step.prefill)
-                )
+            sampling = [
+                row.num_logits
                 for step in self._started
+                for row in (*step.decode, *step.prefill)
+                if row.sequence is sequence
             ]
-            assert sequence.num_tokens_in_flight == sum(drawing)
+            assert sequence.num_tokens_in_flight == sum(sampling)
         num_remaining = [
             sequence.num_known_tokens - sequence.num_computed_tokens
             for sequence in running
@@ -314,35 +308,48 @@ class Scheduler:
             num_tokens = min(num_remaining, budget)
             budget -= num_tokens
             rows = decode if num_tokens == 1 else prefill
-            rows.append(ScheduledSequence(sequence, start, num_tokens, num_tokens == num_remaining))
+            num_logits = int(num_tokens == num_remaining)
+            rows.append(ScheduledSequence(sequence, start, num_tokens, num_logits))
 
-    def _book(self, row: ScheduledSequence, result: SampledResult | None) -> TokenEvent | None:
-        """Enter one computed row and the token drawn from it; returns what to tell the client."""
+    def _enter(
+        self, row: ScheduledSequence, sampled: TypingSequence[SampledResult]
+    ) -> list[TokenEvent]:
+        """Enter one computed row and the tokens sampled from it; returns what to tell the client."""
         sequence = row.sequence
-        sequence.num_tokens_in_flight -= row.samples
-        if result is not None and result.error is not None:
-            sequence.error = result.error
-            self._finish(sequence, FinishReason.ERROR)
-            return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=sequence.error)
-        # One that lost its blocks meanwhile still gets its token.
+        sequence.num_tokens_in_flight -= row.num_logits
+        events: list[TokenEvent] = []
+        reason: FinishReason | None = None
+        for result in sampled:
+            if result.error is not None:
+                sequence.error = result.error
+                self._finish(sequence, FinishReason.ERROR)
+                error = TokenEvent(
+                    token_id=None, finish_reason=FinishReason.ERROR, error=result.error
+                )
+                return [*events, error]
+            assert result.token_id is not None, "a result has a token or an error"
+            self.num_generated_tokens += 1
+            reason = sequence.append(result.token_id)
+            events.append(
+                TokenEvent(
+                    token_id=result.token_id,
+                    logprob=result.logprob,
+                    top_tokens=result.top,
+                    finish_reason=reason,
+                )
+            )
+            if reason is not None:
+                break
+        # A sequence that lost its blocks meanwhile still gets its tokens.
         if sequence.status is SequenceStatus.RUNNING:
-            stop = row.start + row.num_tokens
+            num_rejected = row.num_logits - len(sampled)
+            stop = row.start + row.num_tokens - num_rejected
+            sequence.num_computed_tokens -= num_rejected
             if stop // self.block_manager.block_size > sequence.num_linked_blocks:
                 self.block_manager.cache_full_blocks(sequence, stop)
-        if result is None:
-            return None
-        token_id = result.token_id
-        assert token_id is not None, "a result has a token or an error"
-        self.num_generated_tokens += 1
-        reason = sequence.append(token_id)
         if reason is not None:
             self._finish(sequence, reason)
-        return TokenEvent(
-            token_id=token_id,
-            logprob=result.logprob,
-            top_tokens=result.top,
-            finish_reason=reason,
-        )
+        return events
 
     def _num_growing(self) -> int:
         """Running sequences that may need a further block before they end."""

@@ -43,7 +43,6 @@ class Sequence:
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends when it has so many.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
-        takes_most_likely: as in `SamplingParams`, kept because every step asks.
         cache_salt: sequences share cached blocks only with sequences of an equal salt.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
@@ -75,7 +74,6 @@ class Sequence:
         "request_id",
         "sampling",
         "status",
-        "takes_most_likely",
         "token_ids",
     )
 
@@ -89,7 +87,6 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
         self.block_table: list[int] = []
         self.sampling = sampling
-        self.takes_most_likely = sampling.takes_most_likely
         self.cache_salt = cache_salt
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -100,7 +97,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_linked_blocks = 0
         self.prefix_link: int | str | None = cache_salt
-        self._end_token_ids = frozenset(sampling.eos_token_ids + sampling.stop_token_ids)
+        self._end_token_ids = frozenset(sampling.end_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -128,11 +125,9 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def banned_token_ids(self) -> frozenset[int]:
-        """Ids that must not be drawn next: all that would end it while it is below its minimum."""
-        if self.num_known_output_tokens < self.sampling.min_new_tokens:
-            return self._end_token_ids
-        return frozenset()
+    def is_argmax(self) -> bool:
+        """Whether its next token needs no sampler, as in `SamplingParams.argmax_from`."""
+        return self.num_known_output_tokens >= self.sampling.argmax_from
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token and say whether it ends the sequence.

@@ -1,10 +1,8 @@
-"""The records between scheduler, model runner and sampler: what a step computes and what it drew.
-
-They hold no tensors and decide nothing.
-"""
+"""The records between scheduler, model runner and sampler: what a step computes, and what it sampled."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as TypingSequence
 from typing import Protocol
 
 import msgspec
@@ -17,7 +15,7 @@ class SampledResult(Protocol):
 
     @property
     def token_id(self) -> int | None:
-        """The token drawn; without meaning where `error` is set."""
+        """The token; without meaning where `error` is set."""
 
     @property
     def logprob(self) -> float | None:
@@ -29,7 +27,7 @@ class SampledResult(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why no token could be drawn; None where one was."""
+        """Why no token could be sampled; None where one was."""
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
@@ -39,13 +37,14 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         sequence: whose tokens.
         start: the first token's position; equals `sequence.num_computed_tokens`.
         num_tokens: at least 1.
-        samples: whether this step reaches the end of the known tokens, so that one is drawn.
+        num_logits: rows of logits, those of its last tokens: 0 where the step ends before the last known token, 1 to
+            sample the next one, more to verify proposed tokens.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool
+    num_logits: int
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
@@ -66,3 +65,54 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     num_tokens: int
     first_scheduled: tuple[Sequence, ...]
     preempted: tuple[int, ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of the prompt tokens that follow a chunk's tokens.
+
+    Attributes:
+        start: position of the chunk's first token.
+        logprobs: natural, of tokens `start + 1 ...`.
+    """
+
+    start: int
+    logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step computed.
+
+    Attributes:
+        sampled: a list for each scheduled sequence, decode rows first: a token for each row of its logits.
+        prompt_logprobs: by request id, for sequences that ask for them.
+    """
+
+    sampled: TypingSequence[TypingSequence[SampledResult]]
+    prompt_logprobs: dict[int, PromptLogprobs]
+
+
+class PendingStep(Protocol):
+    """A step that the device has been given."""
+
+    @property
+    def feeds_next(self) -> bool:
+        """Whether the step behind it can be launched before its results are there."""
+
+    def result(self) -> StepResult:
+        """Wait for what it computes."""
+
+
+class StepRunner(Protocol):
+    """Computes steps; `server.engine.runner.model_runner.ModelRunner` is the one that does so on a device."""
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Have a step computed, without waiting for it."""
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept for a sequence that ended; an unknown id is ignored."""
+
+    def recover(self, error: Exception) -> bool:
+        """Return whether later steps can succeed after one that raised."""
+
+    def use_idle_time(self) -> bool:
+        """Work ahead for a while; return whether there was anything to do."""

@@ -1,56 +1,200 @@
-"""The engine as a lone front end sees it: a process of its own, and the streams of its requests."""
+"""The engine as a front end uses it: submits requests and distributes the events of each step to their streams.
+
+Imports no PyTorch.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from server.engine.core.messages import AbortRequests, EngineStats, StepMessage
+from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.link.protocol import Attached, EngineState, EngineStatus, HubMessage
 from server.engine.link.request_stream import RequestStream
-from server.engine.link.spawn import ENGINE_COMMAND, EngineStartError
-from server.engine.link.submission import EngineUnavailableError, Submitter
+from server.engine.link.sockets import Connection
 from server.engine.link.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Sequence
-
-    from server.engine.link.protocol import EngineConfig, StepMessage
-
-__all__ = [
-    "ENGINE_COMMAND",
-    "EngineClient",
-    "EngineStartError",
-    "EngineUnavailableError",
-    "RequestStream",
-]
+    from server.engine.core.messages import EngineInfo
+    from server.engine.core.request import GenerateRequest
 
 
-class EngineClient(EngineSupervisor, Submitter):
-    """Owns the engine process and every request in flight.
+class EngineUnavailableError(Exception):
+    """The engine accepts no requests at the moment; the text says why."""
 
-    Requests in flight when the engine dies end with an error event each.
+
+class EngineHandle:
+    """Owns the streams of a front end's requests in flight; the interface that the HTTP layer uses.
+
+    Attributes:
+        state, phase: the engine's state; the phase describes it for people.
+        info: properties of the newest engine that became ready; None before the first.
+        stats: its newest statistics.
+        past: sum of the counters of earlier engine processes.
+        restarts: number of those processes.
 
     Args:
-        config: as for `EngineSupervisor`.
-        hang_seconds: likewise.
-        command: likewise.
-        spawned: likewise.
+        first_id: first request id.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        hang_seconds: float = 300.0,
-        command: Sequence[str] = ENGINE_COMMAND,
-        spawned: subprocess.Popen[bytes] | None = None,
-    ) -> None:
-        EngineSupervisor.__init__(self, config, hang_seconds, command, spawned)
-        Submitter.__init__(self, first_id=1)
+    state: EngineState
+    phase: str
+    info: EngineInfo | None
+    stats: EngineStats
+    past: EngineStats
+    restarts: int
+
+    def __init__(self, first_id: int = 1) -> None:
+        self._ids = itertools.count(first_id)
+        self._streams: dict[int, RequestStream] = {}
+
+    def next_request_id(self) -> int:
+        """Return an id that no other request has."""
+        return next(self._ids)
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Send a request to the engine.
+
+        Raises:
+            EngineUnavailableError: the engine is not ready.
+        """
+        if self.state is not EngineState.READY:
+            raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
+        self._send(request)
+        stream = RequestStream(request.request_id, self.abort)
+        self._streams[request.request_id] = stream
+        return stream
+
+    def abort(self, request_id: int) -> None:
+        """Make the engine drop a request; unknown ids are ignored."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(AbortRequests([request_id]))
+
+    def _send(self, message: GenerateRequest | AbortRequests) -> None:
+        raise NotImplementedError
+
+    def _deliver(self, steps: list[StepMessage]) -> None:
+        """Distribute the events of steps; a reader gets its events of all steps in one call."""
+        touched: list[RequestStream] = []
+        for step in steps:
+            self._distribute(step, touched)
+        for stream in touched:
+            stream.deliver()
+
+    def _distribute(self, step: StepMessage, touched: list[RequestStream]) -> None:
+        streams = self._streams
+        for started in step.started:
+            if stream := streams.get(started.request_id):
+                stream.queue_seconds = started.queue_seconds
+                stream.num_cached_tokens = started.num_cached_tokens
+        for request_id, prompt_logprobs in step.prompt_logprobs.items():
+            if stream := streams.get(request_id):
+                stream.prompt_logprobs = prompt_logprobs
+        token_ids, finish_reasons, logprobs = step.token_ids, step.finish_reasons, step.logprobs
+        unusual = step.top_tokens or step.errors
+        for i, request_id in enumerate(step.request_ids):
+            stream = streams.get(request_id)
+            if stream is None:
+                continue
+            if unusual or finish_reasons[i]:
+                stream.push(step.event(i))
+            else:  # the usual case, without the lookups of `event`
+                stream.push(TokenEvent(token_id=token_ids[i], logprob=logprobs.get(i)))
+            touched.append(stream)
+            if finish_reasons[i]:
+                del streams[request_id]
+
+    def _fail(self, error: str) -> list[int]:
+        """End all requests in flight with an error; returns their ids."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
+            stream.deliver()
+        return list(streams)
+
+
+class EngineClient(EngineSupervisor, EngineHandle):
+    """The engine of a single front end, which owns the engine process. For the arguments see `EngineSupervisor`.
+
+    If the engine process ends, the requests in flight end with an error event.
+    """
 
     def _has_requests(self) -> bool:
         return bool(self._streams)
 
     def _on_steps(self, steps: list[tuple[bytes, StepMessage]]) -> None:
-        self._streams.take(step for _, step in steps)
+        self._deliver([step for _, step in steps])
 
     def _on_loss(self, error: str) -> None:
-        self._streams.fail(error)
+        self._fail(error)
+
+
+class RemoteEngine(EngineHandle):
+    """The engine of one of several front ends, which reaches it through the hub. Not thread-safe.
+
+    Args:
+        address: of the connection to the hub.
+        first_id: first request id; no other front end has one of the next 2**40.
+    """
+
+    def __init__(self, address: str, first_id: int) -> None:
+        super().__init__(first_id)
+        self.state = EngineState.STARTING
+        self.phase = "starting a front end"
+        self.info = None
+        self.stats = EngineStats()
+        self.past = EngineStats()
+        self.restarts = 0
+        self._connection = Connection(address, bind=False)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(HubMessage)
+        self._attached: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Attach to the running event loop and wait for the hub's first status."""
+        loop = asyncio.get_running_loop()
+        self._attached = loop.create_future()
+        self._connection.attach(loop, self._on_messages)
+        self._connection.send(self._encoder.encode(Attached()))
+        await self._attached
+
+    def stop(self) -> None:
+        """End all requests in flight and close the connection."""
+        self.state = EngineState.STOPPED
+        self.phase = "shutting down"
+        self._lose("the server is shutting down")
+        self._connection.close(linger_ms=100)  # for the aborts
+
+    def _send(self, message: GenerateRequest | AbortRequests) -> None:
+        self._connection.send(self._encoder.encode(message))
+
+    def _on_messages(self, batch: list[bytes]) -> None:
+        """Handle messages of the hub in order; a stream gets its events of successive steps together."""
+        messages = map(self._decoder.decode, batch)
+        for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
+            if is_step:
+                steps = list(group)
+                self.stats = steps[-1].stats
+                self._deliver(steps)
+            else:
+                for status in group:
+                    self._update(status)
+
+    def _update(self, status: EngineStatus) -> None:
+        self.state, self.phase = status.state, status.phase
+        if self.info != status.info:
+            self.info = status.info
+        self.stats, self.past, self.restarts = status.stats, status.past, status.restarts
+        if self._attached is not None and not self._attached.done():
+            self._attached.set_result(None)
+        if status.lost is not None:
+            self._lose(status.lost)
+
+    def _lose(self, error: str) -> None:
+        # The hub may read a request only after the engine has restarted; nobody would read its tokens.
+        if ended := self._fail(error):
+            self._send(AbortRequests(ended))

@@ -1,38 +1,47 @@
-"""What a process does before and after its start, so that nothing disturbs the steps or the streams."""
+"""Setup of the service's processes: garbage collection, library threads, and a child's tie to its parent."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-from typing import TYPE_CHECKING
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ConfigT = TypeVar("ConfigT")
 
-def quiet_idle_threads() -> None:
-    """Let OpenMP's idle threads sleep; to be called before PyTorch is imported.
 
-    They spin by default; beside any other load they then take the core that the working thread
-    needs: 30 ms a token instead of 4 on two cores with two busy neighbours.
+def set_passive_openmp_wait() -> None:
+    """Make OpenMP's idle threads sleep instead of spin. Call it before PyTorch is imported.
+
+    A spinning thread takes the core that the working thread needs if other processes are busy: 30 ms per token instead
+    of 4 on two cores with two busy neighbours.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def tokenize_in_our_threads() -> None:
-    """Have the tokenizer's library work in the thread that calls it; to be called before any text is tokenized.
+def disable_tokenizer_threads() -> None:
+    """Make the tokenizers library work in the calling thread. Call it before the first text is tokenized.
 
-    It hands even a lone text to a pool of its own, and the caller waits for two threads to wake up.
+    By default it hands even a single text to its own thread pool, and the caller waits until two threads wake up.
+    Child processes inherit the setting.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Spare the garbage collector what is imported inside, and the import the collector.
+def garbage_collection_paused() -> Iterator[None]:
+    """Import modules without garbage collection, and exclude them from later collections.
 
-    It would pass over all of that again and again and find nothing: a sixth of the time that PyTorch takes.
+    The collector would scan the growing set of objects again and again without result, which takes a sixth of the time
+    of importing PyTorch.
     """
     gc.disable()
     try:
@@ -42,7 +51,37 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def keep_what_is_there() -> None:
-    """Spare the garbage collector what start-up made, which lives for ever."""
+def freeze_startup_objects() -> None:
+    """Exclude the existing objects from garbage collection: they live until the process ends."""
     gc.collect()
     gc.freeze()
+
+
+def read_config(kind: type[ConfigT]) -> ConfigT | None:
+    """Read the first line of standard input, which may be longer than a pipe's buffer, as JSON.
+
+    Args:
+        kind: type of the configuration.
+
+    Returns:
+        None if the input ends before the line does: the parent has gone.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if not (part := os.read(sys.stdin.fileno(), 65536)):
+            return None
+        line += part
+    return msgspec.json.decode(line, type=kind)
+
+
+def exit_with_parent(address: str) -> None:
+    """Block until standard input ends, which means that the parent has gone, then end this process.
+
+    Args:
+        address: of the connection to the parent. Its directory is removed: a parent that was killed has not done it.
+    """
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+    shutil.rmtree(Path(address).parent, ignore_errors=True)
+    os._exit(0)

@@ -1,4 +1,4 @@
-"""The front end's view of one request in the engine: its events, as they come."""
+"""The events of a request in flight, from the callback that receives them to the task that reads them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ if TYPE_CHECKING:
 
 
 class RequestStream:
-    """The events of one request, in order; made by `EngineClient.submit`, read by one task.
+    """The events of one request, in order; created by `EngineHandle.submit`, read by one task.
 
-    The reader is a function that is called with everything that is there, within the engine client's own callback: no
-    task is woken up for a token. A slow reader gets longer lists, not a longer wait. The last list ends with an event
-    that has a `finish_reason`.
+    The reader is a function. It is called from the callback that receives the engine's messages, with all events that
+    are available: no task is woken up for a token. A slow reader gets longer lists, not a longer delay. The last event
+    has a `finish_reason`.
 
     Attributes:
-        num_cached_tokens: prompt tokens taken from the prefix cache; valid from the first event on.
+        num_cached_tokens: prompt tokens found in the prefix cache; valid from the first event on.
         queue_seconds: time in the engine before the first step; valid from the first event on.
-        prompt_logprobs: of prompt tokens 1.., if the request asked; valid from the first event on.
+        prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
+
+    Args:
+        request_id: of the request.
+        abort: called with the request id when the reader ends the request.
     """
 
     __slots__ = (
@@ -48,11 +52,11 @@ class RequestStream:
         self._finished = False
 
     async def follow(self, take: Callable[[list[TokenEvent]], bool]) -> None:
-        """Hand over events as they come, until `take` wants no more or has had the last one.
+        """Pass events to `take` as they arrive, until it returns False or has received the last one.
 
         Args:
-            take: called with the events that came since it was called last, at least one, from any callback of the
-                event loop; returns whether it wants more. What it raises is raised here.
+            take: called from callbacks of the event loop with the events since its last call, at least one; returns
+                whether it accepts more. `follow` raises what it raises.
         """
         self._take = take
         self._waiter = asyncio.get_running_loop().create_future()
@@ -66,7 +70,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> list[TokenEvent]:
-        """Wait for events; all that are queued come at once."""
+        """Wait for events; returns all that are available."""
         taken: list[TokenEvent] = []
 
         def take(events: list[TokenEvent]) -> bool:
@@ -79,32 +83,31 @@ class RequestStream:
         return taken
 
     def abort(self) -> None:
-        """Stop the request if it still runs; its blocks are freed. Calling it again does nothing."""
+        """Stop the request if it still runs, which frees its blocks. Calling it again does nothing."""
         if not self._finished:
             self._abort(self.request_id)
             self.push(TokenEvent(token_id=None, finish_reason=FinishReason.ABORT))
             self.deliver()
 
     def push(self, event: TokenEvent) -> None:
-        """Add an event, to be delivered; for the client alone."""
+        """Add an event without delivering it; only for the engine's side."""
         self._events.append(event)
         if event.finish_reason is not None:
             self._finished = True
 
     def deliver(self) -> None:
-        """Hand what was pushed to the reader; without one it is kept. For the client alone."""
+        """Pass the added events to the reader, or keep them while there is none; only for the engine's side."""
         take, waiter = self._take, self._waiter
-        if (
-            take is None or waiter is None or waiter.done()
-        ):  # done: the reader's task is about to run
+        # A waiter that is done means that the reader's task is about to run.
+        if take is None or waiter is None or waiter.done():
             return
-        self._take = None  # what `take` does may end the stream, which delivers
+        self._take = None  # `take` may end the stream, which calls `deliver`
         more = True
         try:
             while more and self._events:
                 events, self._events = self._events, []
                 more = take(events)
-        except Exception as error:  # noqa: BLE001 - it is the reader's
+        except Exception as error:  # noqa: BLE001 - raised by `follow`
             waiter.set_exception(error)
             return
         if more and not self._finished:

@@ -1,45 +1,46 @@
-"""Starts the process that is to be an engine, before anybody knows which engine it will be.
+"""Starts processes that read their configuration from standard input later.
 
-It imports PyTorch at once, which takes longer than all that a command does until it has read its settings, and learns
-the rest on its standard input. Imports next to nothing, so that a command can do this first of all.
+A command starts the engine process before it imports anything else: the process imports PyTorch meanwhile, which takes
+longer than reading the settings. For this reason the module has almost no imports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 ENGINE_COMMAND = (sys.executable, "-m", "server.engine.link.process")
 """Starts an engine process."""
 
 
-class EngineStartError(Exception):
-    """The engine could not start; the text says why."""
+def spawn(
+    command: Sequence[str] = ENGINE_COMMAND, pass_fds: Iterable[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a process with a pipe as its standard input.
 
-
-def spawn(command: Sequence[str] = ENGINE_COMMAND) -> subprocess.Popen[bytes]:
-    """Start a process that waits for a `server.engine.link.protocol.EngineLaunch` on its standard input.
-
-    It ends by itself when that input ends, before it was told anything or later.
+    The process reads its configuration, one line of JSON, from the pipe. It ends when the pipe is closed, before or
+    after the configuration, and therefore does not outlive this process.
 
     Args:
-        command: what to run.
+        command: program and arguments.
+        pass_fds: file descriptors that the process inherits.
 
     Raises:
-        EngineStartError: the operating system refuses.
+        OSError: the operating system refuses.
     """
-    try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603 - our own command
-    except OSError as error:
-        raise EngineStartError(f"the engine process cannot be started: {error}") from error
+    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process at once if it still runs."""
+    """Kill a process if it still runs, wait for its end and close its standard input."""
     if process.poll() is None:
         process.kill()
         process.wait()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the configuration was still in the buffer
+        process.stdin.close()

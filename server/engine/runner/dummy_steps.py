@@ -1,7 +1,7 @@
-"""The steps that are computed before the first request: what compiles every kernel, and what needs the most memory.
+"""Dummy steps: what compiles every kernel, and what needs the most memory.
 
-They are made of invented sequences whose positions all lie in block 0, so that any cache is large enough for them:
-what they read is meaningless and what they write is overwritten. Knows no tensors.
+All positions of their sequences lie in block 0, so that any cache is large enough for them: what they read is
+meaningless and what they write is overwritten.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Final
 
-from server.engine.core.request import GenerateRequest, SamplingParams
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import GenerateRequest
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import ScheduledSequence, SchedulerOutput
 from server.engine.runner.shared_prefix import ALIGNMENT
@@ -39,15 +40,15 @@ def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterat
     yield _output((_chunk(sequence, 1),), ())
 
 
-def undrawn_token(length: int, block_size: int) -> SchedulerOutput:
-    """One token that draws none: it is computed layer by layer even where a step that decodes one is not.
+def unsampled_token(length: int, block_size: int) -> SchedulerOutput:
+    """One token that samples none: it is computed layer by layer even where a decode step is a single launch.
 
     Args:
         length: tokens of the sequence.
         block_size: tokens per block.
     """
     sequence = _sequence(length, block_size, _GREEDY)
-    return _output((ScheduledSequence(sequence, length - 1, 1, samples=False),), ())
+    return _output((ScheduledSequence(sequence, length - 1, 1, num_logits=0),), ())
 
 
 def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
@@ -88,8 +89,8 @@ def few_rows(
             yield _output((), (_chunk(_sequence(count, block_size, _GREEDY), count),))
 
 
-def draws(block_size: int) -> Iterator[SchedulerOutput]:
-    """Decode steps of one sequence, sampled in each way that has kernels of its own; a penalty has them read float32.
+def sampling_ways(block_size: int) -> Iterator[SchedulerOutput]:
+    """Decode steps of one sequence, sampled in each way that has kernels of its own; with a penalty these read float32.
 
     Args:
         block_size: tokens per block.
@@ -165,7 +166,7 @@ def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequenc
 
 def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     """The last tokens of a sequence."""
-    return ScheduledSequence(sequence, sequence.num_tokens - num_tokens, num_tokens, samples=True)
+    return ScheduledSequence(sequence, sequence.num_tokens - num_tokens, num_tokens, num_logits=1)
 
 
 def _output(

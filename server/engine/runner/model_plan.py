@@ -1,38 +1,82 @@
-"""Asks the kernels how they would attend for a model. Knows the model's shape, not its weights."""
+"""Makes the attention plan of a model on a processor: what `kernels.select` chooses, as records."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.explain.plan import Explanation, explain
-from model.network.single_launch import why_not
+from kernels import select
+from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
 
 if TYPE_CHECKING:
-    from kernels import GPUArch
+    from kernels import AttentionProblem, GPUArch
     from model.network.decoder import DecoderLM
 
 
 def explain_model(
     model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None = None
-) -> Explanation:
-    """Explain the attention of every phase and kind of layer, and how one sequence is decoded.
+) -> PlanReport:
+    """Plan the attention of every phase and kind of layer, and how one sequence is decoded.
 
     Args:
-        model: on any device; a model on `meta` has no weights and will do.
+        model: on any device, "meta" included: no weight is read.
         block_size: tokens of a block of the KV cache.
-        arch: where it would run.
-        kv_dtype: of a quantised KV cache; None for one of the model's dtype.
+        arch: the processor, which may be absent.
+        kv_dtype: of a quantized KV cache; None for one of the model's dtype.
 
     Raises:
-        NoKernelError: no kernel takes the model's attention there; lists every reason.
+        NoKernelError: no kernel supports the model's attention there; lists every reason.
     """
     problems = model.attention_problems(block_size, kv_dtype)
-    weights = model.weight_dtype
-    reason = why_not(model, arch)
-    return explain(
-        problems,
-        arch,
-        model.config.max_context,
-        weight_dtype=None if weights is None else str(weights).removeprefix("torch."),
-        one_sequence=f"layer by layer; {reason}" if reason else "in one launch",
+    shape, weight_dtype, reasons = (
+        problems[0],
+        model.weight_dtype,
+        model.single_launch_unsupported(arch),
+    )
+    return PlanReport(
+        arch=arch.key,
+        arch_name=arch.name,
+        sm=arch.sm,
+        num_sms=arch.num_sms,
+        shared_memory_bytes=arch.shared_memory_bytes,
+        memory_bandwidth_gbs=arch.memory_bandwidth_gbs,
+        peak_tflops=arch.peak_tflops(shape.dtype),
+        dtype=shape.dtype,
+        weight_dtype=str(weight_dtype or shape.dtype).removeprefix("torch."),
+        kv_dtype=shape.cache_dtype,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=shape.block_size,
+        one_sequence=f"layer by layer: {'; '.join(reasons)}" if reasons else "in one launch",
+        phases=[_plan_phase(problem, arch) for problem in problems],
+    )
+
+
+def _plan_phase(problem: AttentionProblem, arch: GPUArch) -> PhasePlan:
+    selection = select(problem, arch)
+    return PhasePlan(
+        phase=problem.phase.value,
+        sliding_window=problem.sliding_window,
+        kernel=selection.spec.name,
+        flash_attention=selection.spec.flash_attention,
+        tested=arch.is_tested,
+        why=selection.why,
+        refused=[
+            RefusedRow(kernel=refusal.kernel, reasons=list(refusal.reasons))
+            for refusal in selection.refusals
+        ],
+        launches=[
+            LaunchPlan(
+                min_num_seqs=tuned.min_num_seqs,
+                max_seqlen_k=tuned.max_seqlen_k,
+                block_m=tuned.launch.block_m,
+                block_n=tuned.launch.block_n,
+                num_warps=tuned.launch.num_warps,
+                num_stages=tuned.launch.num_stages,
+                programs_per_sm=tuned.launch.programs_per_sm,
+                provenance=tuned.provenance,
+                measured=tuned.measured,
+            )
+            for tuned in selection.launches
+        ],
     )

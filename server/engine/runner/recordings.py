@@ -1,79 +1,120 @@
-"""Which kinds of step are recorded, and when the others will be.
+"""Steps that are recorded once and replayed: one launch for the host instead of hundreds.
 
-A step takes the recording of its own kind, or of a larger one until that has been made. Recordings are made when there
-is nothing else to do, those that were missed first, then in the order given; or after so many steps without that it
-pays to wait for one. Knows nothing of what is recorded.
+A recording is for a bucket; a step takes the smallest recorded one that it fits in:
+
+    host arrays  -- one copy -->  device arrays  -- replay -->  logits, argmax tokens
+
+Recordings are made when there is nothing else to do, those that steps missed first, then in the order of the grid; or
+after `_PATIENCE` steps without the one that they need.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
-from typing import Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from model.device.replay import Replay
+import torch
+
+from model.network.step import StepOutput
+from server.engine.runner.buckets import BucketGrid
+from server.engine.runner.shared_prefix import shared_blocks
+from server.engine.runner.step_input import PackedStep, exact_bucket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from model.device.kv_cache import KVCache
+    from model.device.replay import Recorder, Replay
+    from model.network.decoder import DecoderLM
+    from model.network.step import Bucket
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.step import ScheduledSequence
+    from server.engine.runner.sampled_tokens import SampledTokens
+    from server.engine.runner.shared_prefix import SharingPays
 
 log = logging.getLogger("tessera.engine")
 
 _PATIENCE: Final = 3
-"""Steps of a kind that are launched kernel by kernel before its recording makes one wait, which takes as long as they
+"""Steps of a bucket that are launched kernel by kernel before its recording makes one wait, which takes as long as they
 lose.
 """
 _PATIENCE_WITH_A_LARGER: Final = 64
-"""The same for steps that a larger kind's recording serves meanwhile."""
+"""The same for steps that a larger bucket's recording serves meanwhile."""
 
 
-class Recorded(Protocol):
-    """A kind of step: its arrays and, once made, its recording."""
+class _Recording:
+    """A bucket's arrays and its replay.
 
-    replay: Replay | None
-
-    def record(self) -> Replay:
-        """Record a step in which no sequence has a token: the same kernels run, and write to no block."""
-
-
-K = TypeVar("K", bound=Hashable)
-R = TypeVar("R", bound=Recorded)
-
-
-class Recordings(Generic[K, R]):
-    """The kinds of step that have been met or are waited for.
-
-    Args:
-        make: makes a kind of step, without its recording.
-        first: kinds to record before any has been met.
+    Attributes:
+        step: its input; the arrays must outlive the replay.
+        out: where the replay leaves its results.
+        replay: what computes it.
     """
 
-    def __init__(self, make: Callable[[K], R], first: Iterable[K]) -> None:
-        self._make = make
-        self._kinds: dict[K, R] = {}
-        self._num_missed: dict[K, int] = {}
-        self._waiting = list(first)
+    def __init__(self, step: PackedStep, out: StepOutput, replay: Replay) -> None:
+        self.step, self.out, self.replay = step, out, replay
+
+
+class RecordedSteps:
+    """The recordings of a model's steps. Used by the engine's thread alone.
+
+    Args:
+        model: its `step` is recorded.
+        kv_cache: must stay where it is.
+        recorder: makes the recordings, on the cache's device.
+        sampled: where steps leave their tokens; with room for a step's rows and one more.
+        limits: of a step.
+        sharing_pays: whether a step should read once what its sequences share; None where no kernel can.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        kv_cache: KVCache,
+        recorder: Recorder,
+        sampled: SampledTokens,
+        limits: SchedulerConfig,
+        sharing_pays: SharingPays | None = None,
+    ) -> None:
+        self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
+        self._sampled, self._sharing_pays = sampled, sharing_pays
+        self._device = kv_cache.layer(0).device
+        self._grid = BucketGrid(limits, kv_cache.block_size)
+        # Decode rows and prompts of one step may come from two recordings: their results must not overlap.
+        most = limits.max_num_seqs
+        self._decode_out, self._prompt_out = self._allocate(most), self._allocate(most)
+        self._recordings: dict[Bucket, _Recording] = {}
+        self._num_missed: dict[Bucket, int] = {}
+        self._waiting = list(self._grid.ahead())
         self._closed = False
 
     @property
-    def recorded(self) -> dict[K, R]:
-        """The kinds that have a recording."""
-        return {key: kind for key, kind in self._kinds.items() if kind.replay is not None}
+    def recorded(self) -> list[Bucket]:
+        """The buckets that have a recording, in the order in which they were made."""
+        return list(self._recordings)
 
-    def find(self, keys: Iterable[K], *, waits: bool = True) -> R | None:
-        """Return the first kind that is recorded; the first of all is recorded next if it is another one.
+    def compute(
+        self, decode: Sequence[ScheduledSequence], prefill: Sequence[ScheduledSequence]
+    ) -> list[StepOutput] | None:
+        """Compute a step by one recording; where decode rows and prompts have none together, by one for each.
+
+        Two read the weights twice, which costs less than to launch hundreds of kernels one by one.
 
         Args:
-            keys: kinds that a step fits in, at least one, its own first.
-            waits: whether a step waits for its own recording in the end, where there is never idle time.
+            decode: sequences with one token each.
+            prefill: the others.
+
+        Returns:
+            The rows that the step scores, decode rows first, valid until the next step; None where it has to be
+            launched kernel by kernel.
         """
-        own = None
-        for key in keys:
-            own = key if own is None else own
-            kind = self._kinds.get(key)
-            if kind is not None and kind.replay is not None:
-                if key != own:
-                    self._miss(own, _PATIENCE_WITH_A_LARGER if waits else None)
-                return kind
-        assert own is not None
-        self._miss(own, _PATIENCE if waits else None)
-        return None
+        if decode and prefill:
+            # No step waits for a recording of both to be made.
+            found = [self._find(decode, prefill, waits=False)]
+            if found[0] is not None:
+                return self._run(found, [(decode, prefill)])
+        parts = [part for part in ((decode, ()), ((), prefill)) if any(part)]
+        return self._run([self._find(*part, waits=True) for part in parts], parts)
 
     def record_next(self) -> bool:
         """Make the next recording that is waited for; return whether there was one."""
@@ -82,31 +123,93 @@ class Recordings(Generic[K, R]):
         self._record(self._waiting.pop(0))
         return True
 
-    def _miss(self, key: K, patience: int | None) -> None:
-        """Count a step without its own recording; the last of so many waits for it to be made, of None no step."""
+    def _run(
+        self,
+        recordings: list[_Recording | None],
+        parts: Sequence[tuple[Sequence[ScheduledSequence], Sequence[ScheduledSequence]]],
+    ) -> list[StepOutput] | None:
+        found = [recording for recording in recordings if recording is not None]
+        if len(found) < len(recordings):
+            return None
+        outputs = []
+        num_sampled = 0
+        for recording, (decode, prefill) in zip(found, parts, strict=True):
+            recording.step.pack(decode, prefill, self._sampled, num_sampled)
+            recording.replay()
+            count = sum(s.num_logits for s in (*decode, *prefill))
+            outputs.append(recording.out.first(count))
+            num_sampled += count
+        return outputs
+
+    def _find(
+        self,
+        decode: Sequence[ScheduledSequence],
+        prefill: Sequence[ScheduledSequence],
+        *,
+        waits: bool,
+    ) -> _Recording | None:
+        """Return the first recording that a step fits in; its own is recorded next if that is another one."""
+        block_size = self._kv_cache.block_size
+        shared = shared_blocks(decode, block_size, self._sharing_pays)
+        step = exact_bucket(decode, prefill, block_size, shared)
+        return self._first(self._grid.fitting(step), waits=waits)
+
+    def _first(self, buckets: Iterable[Bucket], *, waits: bool) -> _Recording | None:
+        own = None
+        for bucket in buckets:
+            own = bucket if own is None else own
+            recording = self._recordings.get(bucket)
+            if recording is not None:
+                if bucket != own:
+                    self._miss(own, _PATIENCE_WITH_A_LARGER if waits else None)
+                return recording
+        if own is not None:
+            self._miss(own, _PATIENCE if waits else None)
+        return None
+
+    def _miss(self, bucket: Bucket, patience: int | None) -> None:
+        """Count a step without its own recording; the last of `patience` makes it, None waits for idle time."""
         if self._closed:
             return
-        if key in self._waiting:
-            self._waiting.remove(key)
-        self._waiting.insert(0, key)
+        if bucket in self._waiting:
+            self._waiting.remove(bucket)
+        self._waiting.insert(0, bucket)
         if patience is None:
             return
-        self._num_missed[key] = self._num_missed.get(key, 0) + 1
-        if self._num_missed[key] >= patience:
+        self._num_missed[bucket] = self._num_missed.get(bucket, 0) + 1
+        if self._num_missed[bucket] >= patience:
             self.record_next()
 
-    def _record(self, key: K) -> None:
-        if key not in self._kinds:
-            self._kinds[key] = self._make(key)
-        kind = self._kinds[key]
-        if kind.replay is not None:
+    def _record(self, bucket: Bucket) -> None:
+        if bucket in self._recordings:
             return
+        out = self._prompt_out if bucket.prompt_seqs else self._decode_out
         try:
-            kind.replay = kind.record()
+            self._recordings[bucket] = self._make(bucket, out.first(bucket.num_logits))
         except RuntimeError as error:
             # What cannot be recorded can be launched: the service goes on as it is.
             self._waiting.clear()
             self._closed = True
-            log.warning("no more steps are recorded: %s failed: %s", key, error)
+            log.warning("no more steps are recorded: %s failed: %s", bucket, error)
         else:
-            log.debug("recorded %s", key)
+            log.debug("recorded %s", bucket)
+
+    @torch.inference_mode()
+    def _make(self, bucket: Bucket, out: StepOutput) -> _Recording:
+        """Record a step in which no sequence has a token: the same kernels run, and write to no block."""
+        step = PackedStep(bucket, self._kv_cache.block_size, self._device)
+        step.pack((), (), self._sampled)
+        ids = self._sampled.ids
+        kept = ids.clone()  # the next step may continue from what the last one sampled
+        replay = self._recorder.record(
+            lambda: self._model.step(step.input, self._kv_cache, ids, out)
+        )
+        ids.copy_(kept)
+        return _Recording(step, out, replay)
+
+    def _allocate(self, num_rows: int) -> StepOutput:
+        """Allocate the results of steps of that many rows."""
+        table = self._model.embed_tokens
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=self._device)
+        logits = torch.empty(num_rows, len(table), dtype=table.dtype, device=self._device)
+        return StepOutput(logits, tokens, torch.empty_like(tokens, dtype=torch.float32))

@@ -22,13 +22,14 @@ from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
 from server.engine.runner.kv_memory import KVCacheDemand, NotEnoughMemoryError, allocate_kv_cache
 from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.warm_up import compute_largest_step, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from model.network.decoder import DecoderLM
     from server.engine.core.limits import SchedulerConfig
-    from server.engine.link.protocol import EngineConfig
+    from server.engine.core.messages import EngineConfig
     from server.engine.runner.startup_progress import Phases
 
 log = logging.getLogger("tessera.engine")
@@ -63,7 +64,8 @@ def start_runner(
         runner = _allocate(model, config, limits)
         max_total_tokens = _max_total_tokens(runner, limits)
     with phases("warming up"):
-        runner.warm_up(dataclasses.replace(limits, max_model_len=max_total_tokens), phases.say)
+        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
+        warm_up(runner, served, phases.say)
     return runner, max_total_tokens
 
 
@@ -72,18 +74,16 @@ def _start_on_gpu(
 ) -> tuple[ModelRunner, int]:
     device = model.embed_tokens.device
     with phases("warming up"):
-        if reason := model.fuse():
-            log.warning("layers are computed operation by operation, which is slower: %s", reason)
         model.reserve_positions(limits.max_model_len)
         with peak_memory(device) as peak_bytes:
-            _runner(model, config, num_blocks=1).warm_up(limits, phases.say)
+            warm_up(_runner(model, config, num_blocks=1), limits, phases.say)
             step_bytes = peak_bytes()
         release_cached(device)
         log.info("the largest step takes %.2f GiB beside weights and cache", step_bytes / 2**30)
     with phases("allocating the KV cache"):
 
         def hold_step(runner: ModelRunner) -> None:
-            runner.compute_largest_step(limits)
+            compute_largest_step(runner, limits)
             torch.cuda.synchronize(device)
 
         kept_bytes = step_bytes + _GPU_HEADROOM_BYTES

@@ -1,6 +1,6 @@
 """The last step's tokens, kept on the device so that the next step can be computed before the host has seen them.
 
-A step names such a token by its row: -1 - row stands where its id would. Knows no sampling.
+A step names such a token by its row: -1 - row stands where its id would.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from server.engine.core.step import ScheduledSequence
 
 
-class DrawnTokens:
+class SampledTokens:
     """Where each step leaves its tokens and the next finds them.
 
     Attributes:
-        ids: [capacity] int64, valid token ids; the first so many are the last step's.
+        ids: [capacity] int64, valid token ids; the leading ones are the last step's.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -36,18 +36,13 @@ class DrawnTokens:
             return token_ids[position]
         return -1 - self._rows[sequence]
 
-    def note(self, sampled: TypingSequence[ScheduledSequence]) -> None:
-        """Remember whose tokens a step draws, in the order of its rows."""
-        self._rows = {s.sequence: row for row, s in enumerate(sampled)}
-
-    def grow(self, capacity: int) -> None:
-        """Make room for more rows; the tokens that are there get lost."""
-        self.ids = torch.zeros(capacity, dtype=torch.int64, device=self.ids.device)
-
-    def put_at(self, places: Tensor, tokens: Tensor) -> None:
-        """Leave tokens, [M] int64, at places, [M] int64, of which several may be the same; both on the device."""
-        self.ids.index_copy_(0, places, tokens)
+    def note(self, scheduled: TypingSequence[ScheduledSequence]) -> None:
+        """Remember whose tokens a step samples, in the order of its rows."""
+        sampling = (s.sequence for s in scheduled if s.num_logits)
+        self._rows = {sequence: row for row, sequence in enumerate(sampling)}
 
     def put(self, tokens: Tensor) -> None:
         """Leave a step's tokens, [M] int64, on the device."""
+        if len(tokens) > len(self.ids):
+            self.ids = torch.zeros(len(tokens), dtype=torch.int64, device=self.ids.device)
         self.ids[: len(tokens)].copy_(tokens)

@@ -1,63 +1,58 @@
-"""How many blocks the sequences of a step have in common, from their block tables.
-
-Sequences share a block where the prefix cache gave it to them. Knows numbers of blocks only: whether
-reading them once pays is the kernels' to say.
-"""
+"""Counts the blocks that the sequences of a step have in common: the prefix cache gave them to each."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import TypeAlias
 
-    from numpy.typing import NDArray
+    from server.engine.core.step import ScheduledSequence
 
     SharingPays: TypeAlias = Callable[[int, int], bool]
-    """Whether to read once what so many sequences share, given as a number of tokens."""
+    """(sequences, tokens that they share) -> whether to read these once for all."""
 
-_FIRST_COLUMNS: Final = 8
 ALIGNMENT: Final = 4
 """Blocks: the rest of a table's row then begins at a multiple of 16 bytes, as whole rows do, so that the
 kernels compiled for these serve it too."""
+_FIRST_COLUMNS: Final = 8
 
 
-def shared_tokens(
-    table: NDArray[np.int32], num_computed: int, block_size: int, pays: SharingPays
+def shared_blocks(
+    decode: Sequence[ScheduledSequence], block_size: int, pays: SharingPays | None
 ) -> int:
-    """Count the tokens at the start of all sequences that should be read once.
+    """Count the blocks at the start of all sequences that should be read once.
 
     Args:
-        table: [B, M] block ids, a row for each sequence, its own as far as `num_computed` tokens.
-        num_computed: tokens that every sequence has before its first query.
+        decode: sequences with one token each.
         block_size: tokens per block.
-        pays: asked once, with what they share.
+        pays: asked once, with what they share; None where no kernel reads a prefix once.
 
     Returns:
-        A multiple of `block_size`, at most `num_computed`; 0 where it does not pay.
+        A multiple of `ALIGNMENT`, before the first token of every sequence; 0 where it does not pay.
     """
-    if len(table) < 2:
+    if pays is None or len(decode) < 2:
         return 0
-    blocks = shared_blocks(table, num_computed // block_size) // ALIGNMENT * ALIGNMENT
-    tokens = blocks * block_size
-    return tokens if tokens and pays(len(table), tokens) else 0
+    tables = [s.sequence.block_table for s in decode]
+    computed = min(s.start for s in decode) // block_size
+    blocks = common_blocks(tables, computed) // ALIGNMENT * ALIGNMENT
+    return blocks if blocks and pays(len(decode), blocks * block_size) else 0
 
 
-def shared_blocks(table: NDArray[np.int32], most: int) -> int:
-    """Count the leading columns, at most `most`, in which all rows are equal.
+def common_blocks(tables: Sequence[list[int]], most: int) -> int:
+    """Count the leading entries, at most `most`, in which all tables are equal.
 
-    Columns are compared in stretches that grow, so it takes time in proportion to what is shared.
+    Entries are compared in stretches that grow, so it takes time in proportion to what is shared.
     """
-    most = min(most, table.shape[1])
+    first = tables[0]
+    most = min(most, *map(len, tables))
     done, step = 0, _FIRST_COLUMNS
     while done < most:
-        stretch = table[:, done : min(done + step, most)]
-        equal = (stretch == stretch[0]).all(axis=0)
-        if not equal.all():
-            return done + int(np.argmin(equal))
-        done += stretch.shape[1]
+        stop = min(done + step, most)
+        stretch = first[done:stop]
+        if not all(table[done:stop] == stretch for table in tables):
+            return next(i for i in range(done, stop) if any(t[i] != first[i] for t in tables))
+        done = stop
         step *= 4
     return done

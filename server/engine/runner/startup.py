@@ -21,8 +21,8 @@ from model.errors import ModelError
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
-from server.engine.link.protocol import EngineConfig, EngineInfo
 from server.engine.runner.device_errors import explain
 from server.engine.runner.kv_memory import NotEnoughMemoryError
 from server.engine.runner.runner_start import start_runner

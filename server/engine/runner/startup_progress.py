@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from server.engine.link.protocol import StartupPhase
+from server.engine.core.messages import StartupPhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,186 +1,157 @@
-"""Turns what the scheduler chose into the tensors of one forward pass.
-
-Tokens lie packed, decode rows first, then the prefill chunks one after the other:
-
-    row     0 .. B-1                B ..                        T-1
-            one token per sequence  chunk of p0 | chunk of p1 | ...
-"""
+"""Packs scheduled sequences into the arrays of a step: the only place that lays out ids, slots and block tables."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels import PagedBatch
-from model.device.transfer import upload
-from server.engine.runner.shared_prefix import shared_tokens
+from model.network.step import Bucket, StepInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
-    from model.device.transfer import HostArray
-    from server.engine.core.step import ScheduledSequence, SchedulerOutput
-    from server.engine.runner.sampled_tokens import DrawnTokens
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.core.step import ScheduledSequence
+    from server.engine.runner.sampled_tokens import SampledTokens
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInput:
-    """One step's tokens on the device.
+def exact_bucket(
+    decode: Sequence[ScheduledSequence],
+    prefill: Sequence[ScheduledSequence],
+    block_size: int,
+    shared_blocks: int = 0,
+) -> Bucket:
+    """Return the bucket that a step fills completely.
+
+    Args:
+        decode: sequences with one token each.
+        prefill: the others; at least one sequence in all.
+        block_size: tokens per block.
+        shared_blocks: as in `Bucket`.
+    """
+    scheduled = (*decode, *prefill)
+    return Bucket(
+        rows=len(decode),
+        prompt_tokens=sum(s.num_tokens for s in prefill),
+        prompt_seqs=len(prefill),
+        columns=-(-max(s.start + s.num_tokens for s in scheduled) // block_size),
+        num_logits=sum(s.num_logits for s in scheduled),
+        shared_blocks=shared_blocks,
+    )
+
+
+class PackedStep:
+    """The input of a step, written again for each step of its bucket.
 
     Attributes:
-        input_ids: [T] int64; below 0 for tokens that the step before drew, see `DrawnTokens.id_or_row`.
-        positions: [T] int64, of each token in its sequence.
-        slot_mapping: [T] int32, where each token's keys and values go.
-        decode: the one-token sequences, in order of their rows; None without any.
-        prefill: the other sequences; None without any.
-        last_rows: [M] int64, the row of each sequence that samples, in the scheduler's order.
-        drawn: [R] int64, what those tokens are; None where there is none of them.
+        input: the arrays.
+        reads_sampled: whether the step names tokens that the host did not know when it was packed.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    decode: PagedBatch | None
-    prefill: PagedBatch | None
-    last_rows: torch.Tensor
-    drawn: torch.Tensor | None
+    def __init__(self, bucket: Bucket, block_size: int, device: torch.device) -> None:
+        self.input = StepInput(bucket, block_size, device)
+        self.reads_sampled = False
+        # Which list of blocks each decode row's part of the table holds, and how many of its entries.
+        self._held: list[tuple[list[int] | None, int]] = [(None, 0)] * bucket.rows
 
+    def pack(
+        self,
+        decode: Sequence[ScheduledSequence],
+        prefill: Sequence[ScheduledSequence],
+        sampled: SampledTokens,
+        first_sampled: int = 0,
+    ) -> None:
+        """Write a step and queue its copy to the device.
 
-def build_batch(
-    output: SchedulerOutput,
-    block_size: int,
-    device: torch.device,
-    drawn: DrawnTokens,
-    sharing_pays: SharingPays | None = None,
-) -> ModelInput:
-    """Lay out one step.
+        Args:
+            decode: sequences with one token each; their blocks are reserved, and they fit in the bucket.
+            prefill: sequences whose tokens the host knows, likewise.
+            sampled: has the tokens that the host does not know yet.
+            first_sampled: where the tokens of this step go among the sampled ones.
+        """
+        self.input.wait()
+        if self.input.bucket.rows:
+            self._pack_decode(decode, sampled)
+        if self.input.bucket.prompt_seqs:
+            self._pack_prompts(prefill)
+        self._pack_logits(decode, prefill, first_sampled, len(sampled.ids) - 1)
+        self.input.send()
 
-    Args:
-        output: at least one scheduled sequence; its blocks are reserved.
-        block_size: S, tokens per block.
-        device: where the tensors go.
-        drawn: has the tokens that the host does not know yet.
-        sharing_pays: asked whether to read once what the one-token sequences share; None where no
-            kernel can.
-    """
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    last_rows: list[int] = []
-    for s in output.decode:
-        start, table = s.start, s.sequence.block_table
-        if s.samples:
-            last_rows.append(len(ids))
-        ids.append(drawn.id_or_row(s.sequence, start))
-        positions.append(start)
-        slots.append(table[start // block_size] * block_size + start % block_size)
-    prompts = [prompt_rows(s, block_size) for s in output.prefill]
-    end = len(ids)
-    for s in output.prefill:
-        end += s.num_tokens
-        if s.samples:
-            last_rows.append(end - 1)
-    groups = [
-        _host_batch(output.decode, block_size, sharing_pays),
-        _host_batch(output.prefill, block_size, None),
-    ]
-    tensors = iter(
-        upload(
-            [
-                np.concatenate([np.array(ids, np.int64), *(rows.ids for rows in prompts)]),
-                np.concatenate(
-                    [np.array(positions, np.int64), *(rows.positions for rows in prompts)]
-                ),
-                np.array(last_rows, np.int64),
-                np.concatenate([np.array(slots, np.int32), *(rows.slots for rows in prompts)]),
-                *(array for group in groups if group is not None for array in group.arrays),
-            ],
-            device,
-        )
-    )
-    input_ids, position_ids, last, slot_mapping = itertools.islice(tensors, 4)
-    decode, prefill = (None if group is None else group.on_device(tensors) for group in groups)
-    known = drawn.ids if ids and min(ids) < 0 else None
-    return ModelInput(input_ids, position_ids, slot_mapping, decode, prefill, last, known)
+    def _pack_decode(self, decode: Sequence[ScheduledSequence], sampled: SampledTokens) -> None:
+        """Write the decode rows. Of a block table only what is new to its row is written.
 
+        Lists of blocks only ever grow, and a list that was given back is another one afterwards.
+        """
+        host, count, rows = self.input.host, len(decode), self.input.bucket.rows
+        block_size, columns = self.input.block_size, self.input.bucket.columns
+        starts = [s.start for s in decode]
+        ids = [sampled.id_or_row(s.sequence, s.start) for s in decode]
+        self.reads_sampled = count > 0 and min(ids) < 0
+        host.token_ids[:count] = ids
+        host.positions[:count] = starts
+        host.seq_lens[:count] = starts
+        host.seq_lens[:count] += 1
+        host.slot_mapping[:count] = [
+            s.sequence.block_table[start // block_size] * block_size + start % block_size
+            for s, start in zip(decode, starts, strict=True)
+        ]
+        if count < rows:
+            host.token_ids[count:rows] = 0
+            host.positions[count:rows] = 0
+            host.seq_lens[count:] = 0
+            host.slot_mapping[count:rows] = -1
+        for row, s in enumerate(decode):
+            blocks = s.sequence.block_table
+            held, known = self._held[row]
+            known = known if held is blocks else 0
+            # Blocks reserved for later tokens may be more than there are columns.
+            stop = min(len(blocks), columns)
+            if known < stop:
+                host.block_table[row, known:stop] = blocks[known:stop]
+                self._held[row] = blocks, stop
 
-class PromptRows(NamedTuple):
-    """The tokens of one chunk of a prompt: ids [n] int64, positions [n] int64, slots [n] int32."""
+    def _pack_prompts(self, prefill: Sequence[ScheduledSequence]) -> None:
+        """Write the chunks of prompts."""
+        host, rows, block_size = self.input.host, self.input.bucket.rows, self.input.block_size
+        ids, positions, slots = (array[rows:] for array in host[:3])
+        end = 0
+        for row, s in enumerate(prefill):
+            first, end = end, end + s.num_tokens
+            stop = s.start + s.num_tokens
+            blocks = np.array(s.sequence.block_table[: -(-stop // block_size)], np.int32)
+            at = np.arange(s.start, stop)
+            ids[first:end] = s.sequence.token_ids[s.start : stop]
+            positions[first:end] = at
+            slots[first:end] = blocks[at // block_size] * block_size + at % block_size
+            host.prompt_seq_lens[row] = stop
+            host.prompt_block_table[row, : len(blocks)] = blocks
+            host.prompt_cu_seqlens[row + 1] = end
+        ids[end:] = 0
+        positions[end:] = 0
+        slots[end:] = -1
+        host.prompt_seq_lens[len(prefill) :] = 0
+        host.prompt_cu_seqlens[len(prefill) + 1 :] = end
 
-    ids: HostArray
-    positions: HostArray
-    slots: HostArray
-
-
-def prompt_rows(scheduled: ScheduledSequence, block_size: int) -> PromptRows:
-    """Lay out a chunk whose tokens the host knows.
-
-    Args:
-        scheduled: its blocks are reserved.
-        block_size: tokens per block.
-    """
-    start, end = scheduled.start, scheduled.start + scheduled.num_tokens
-    first = start // block_size
-    blocks = np.array(scheduled.sequence.block_table[first : -(-end // block_size)], np.int32)
-    positions = np.arange(start, end)
-    slots = blocks[positions // block_size - first] * block_size + positions % block_size
-    ids = np.array(scheduled.sequence.token_ids[start:end], np.int64)
-    return PromptRows(ids, positions, slots.astype(np.int32))
-
-
-class _HostBatch(NamedTuple):
-    """A `PagedBatch` whose tensors, cu_seqlens_q, seq_lens and block_table, are still arrays."""
-
-    arrays: tuple[HostArray, HostArray, HostArray]
-    num_tokens: int
-    max_seqlen_q: int
-    max_seqlen_k: int
-    shared_prefix: int
-
-    def on_device(self, tensors: Iterator[torch.Tensor]) -> PagedBatch:
-        """Take the three tensors that `arrays` became."""
-        cu_seqlens_q, seq_lens, block_table = itertools.islice(tensors, 3)
-        return PagedBatch(
-            cu_seqlens_q,
-            seq_lens,
-            block_table,
-            num_tokens=self.num_tokens,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_k=self.max_seqlen_k,
-            shared_prefix=self.shared_prefix,
-            keys_settled=True,
-        )
-
-
-def _host_batch(
-    scheduled: Sequence[ScheduledSequence], block_size: int, sharing_pays: SharingPays | None
-) -> _HostBatch | None:
-    if not scheduled:
-        return None
-    lengths = [s.start + s.num_tokens for s in scheduled]
-    max_seqlen_k = max(lengths)
-    # Tables hold blocks reserved for later tokens too; the kernel reads those of `lengths` alone.
-    width = -(-max_seqlen_k // block_size)
-    table = np.zeros((len(scheduled), width), np.int32)
-    cu_seqlens = [0]
-    for row, s in zip(table, scheduled, strict=True):
-        blocks = s.sequence.block_table[:width]
-        row[: len(blocks)] = blocks
-        cu_seqlens.append(cu_seqlens[-1] + s.num_tokens)
-    shared = 0
-    if sharing_pays is not None:
-        num_computed = min(s.start for s in scheduled)
-        shared = shared_tokens(table, num_computed, block_size, sharing_pays)
-    return _HostBatch(
-        (np.array(cu_seqlens, np.int32), np.array(lengths, np.int32), table),
-        num_tokens=cu_seqlens[-1],
-        max_seqlen_q=max(s.num_tokens for s in scheduled),
-        max_seqlen_k=max_seqlen_k,
-        shared_prefix=shared,
-    )
+    def _pack_logits(
+        self,
+        decode: Sequence[ScheduledSequence],
+        prefill: Sequence[ScheduledSequence],
+        first_sampled: int,
+        unused: int,
+    ) -> None:
+        """Write which rows are scored, the last ones of each sequence, and where their tokens go."""
+        host = self.input.host
+        rows = [row for row, s in enumerate(decode) if s.num_logits]
+        ends = itertools.accumulate((s.num_tokens for s in prefill), initial=0)
+        next(ends)
+        for end, s in zip(ends, prefill, strict=True):
+            stop = self.input.bucket.rows + end
+            rows += range(stop - s.num_logits, stop)
+        count = len(rows)
+        host.logits_rows[:count] = rows
+        host.logits_rows[count:] = 0
+        host.sampled_rows[:count] = range(first_sampled, first_sampled + count)
+        host.sampled_rows[count:] = unused

@@ -1,100 +1,88 @@
-"""What a step leaves, and how the host waits for it: tokens that the sampler draws or that a recording has chosen.
-
-Knows tokens on their way to the host, nothing of how they are computed.
-"""
+"""What a step leaves, and how the host waits for it."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+import torch
 
 from model.device.transfer import Download
 from model.sampling.parameters import NOT_FINITE, SampledToken
+from server.engine.core.step import StepResult
 
 if TYPE_CHECKING:
-    from model.sampling.sampler import Draw
-    from server.engine.runner.step_graph import Computed
+    from collections.abc import Sequence
+
+    from model.network.step import StepOutput
+    from model.sampling.sampler import PendingTokens
+    from server.engine.core.step import PromptLogprobs, ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens `start + 1 ...`, computed by one chunk."""
-
-    start: int
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step computed.
+class SampledStep:
+    """A step whose tokens the sampler chooses, or that has none.
 
     Attributes:
-        sampled: one for each scheduled sequence that samples, in the scheduler's order.
-        prompt_logprobs: by request id, for sequences that ask for them.
+        tokens: None where no row is scored.
+        num_logits: rows of each scheduled sequence.
+        prompt_logprobs: as in `StepResult`.
+        feeds_next: see `PendingStep`.
     """
 
-    sampled: list[SampledToken]
-    prompt_logprobs: dict[int, PromptLogprobs]
-
-
-class PendingStep(Protocol):
-    """A step that the device has been given."""
-
-    @property
-    def feeds_next(self) -> bool:
-        """Whether the step behind it can be launched before its results are there."""
-
-    def result(self) -> StepResult:
-        """Wait for what it computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A step whose tokens the sampler draws."""
-
-    draw: Draw | None
+    tokens: PendingTokens | None
+    num_logits: list[int]
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
 
+    @torch.inference_mode()
     def result(self) -> StepResult:
-        """Wait for the draw."""
-        return StepResult([] if self.draw is None else self.draw.result(), self.prompt_logprobs)
+        """Wait for the tokens; where candidates ran out, the sampler chooses again."""
+        tokens = [] if self.tokens is None else self.tokens.result()
+        return StepResult(_split(tokens, self.num_logits), self.prompt_logprobs)
 
 
-@dataclass(frozen=True, slots=True)
-class MostLikely:
-    """A step whose recording has chosen the tokens.
+class GreedyStep:
+    """A step that has chosen its tokens itself, the argmax of each row.
 
-    Attributes:
-        tokens: of its recordings.
-        logprobs: theirs, where any row asks.
-        wanted: whether each row asks.
+    Args:
+        outputs: of its parts, with tokens.
+        scheduled: its sequences, in the order of their rows.
     """
 
-    tokens: list[Download]
-    logprobs: list[Download]
-    wanted: list[bool]
-    feeds_next: bool = True
+    feeds_next = True
+
+    def __init__(
+        self, outputs: Sequence[StepOutput], scheduled: Sequence[ScheduledSequence]
+    ) -> None:
+        self._num_logits = [s.num_logits for s in scheduled]
+        self._wanted = [
+            s.sequence.sampling.logprobs for s in scheduled for _ in range(s.num_logits)
+        ]
+        self._tokens = [Download(part.tokens) for part in outputs if part.tokens is not None]
+        self._logprobs: list[Download] = []
+        if any(self._wanted):
+            found = (part.logprobs for part in outputs)
+            self._logprobs = [Download(logprobs) for logprobs in found if logprobs is not None]
 
     def result(self) -> StepResult:
         """Wait for the tokens."""
-        tokens: list[int] = [token for part in self.tokens for token in part.read().tolist()]
+        tokens: list[int] = [token for part in self._tokens for token in part.read().tolist()]
         logprobs: list[float | None] = [None] * len(tokens)
-        if self.logprobs:
-            found = [value for part in self.logprobs for value in part.read().tolist()]
+        if self._logprobs:
+            found = [value for part in self._logprobs for value in part.read().tolist()]
             logprobs = [
-                value if wanted else None for value, wanted in zip(found, self.wanted, strict=True)
+                value if wanted else None for value, wanted in zip(found, self._wanted, strict=True)
             ]
         sampled = [
             SampledToken(token, logprob) if token >= 0 else SampledToken(error=NOT_FINITE)
             for token, logprob in zip(tokens, logprobs, strict=True)
         ]
-        return StepResult(sampled, {})
+        return StepResult(_split(sampled, self._num_logits), {})
 
 
-def most_likely(computed: list[Computed], wanted: list[bool]) -> MostLikely:
-    """Send the host what recordings have chosen, with log-probabilities where a row wants its own."""
-    logprobs = []
-    if any(wanted):
-        logprobs = [Download(part.logprobs) for part in computed]
-    return MostLikely([Download(part.tokens) for part in computed], logprobs, wanted)
+def _split(tokens: list[SampledToken], counts: list[int]) -> list[list[SampledToken]]:
+    """Give each sequence the tokens of its rows."""
+    remaining = iter(tokens)
+    return [list(itertools.islice(remaining, count)) for count in counts]

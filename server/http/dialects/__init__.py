@@ -1,1 +1,1 @@
-"""Wire formats, one folder each."""
+"""Wire formats, one package each. `server.http.app` registers them; no other module of the HTTP layer imports them."""

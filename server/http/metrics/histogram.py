@@ -1,8 +1,7 @@
-"""A histogram cheap enough for every token. Knows no metric names."""
+"""A histogram that is cheap enough to be updated for every token."""
 
 from __future__ import annotations
 
-import array
 import bisect
 from typing import TYPE_CHECKING
 
@@ -11,46 +10,42 @@ if TYPE_CHECKING:
 
 
 def num_cells(bounds: Sequence[float]) -> int:
-    """How many numbers a histogram consists of: a count for each bucket, then the sum of all values."""
+    """Return the size of a histogram: a count for each bucket, including the one above all bounds, and the sum."""
     return len(bounds) + 2
 
 
 class Histogram:
-    """Counts observations by bucket; not thread-safe, it lives on the event loop.
+    """Counts observations by bucket. Not thread-safe.
 
     `prometheus_client.Histogram` takes a lock and walks its buckets in Python for each observation;
-    this is about ten times cheaper, and it is called for every token.
+    this is about ten times cheaper.
 
     Args:
-        bounds: of the buckets, upper and inclusive, ascending.
-        cells: `num_cells` numbers that it counts in, as they are; None makes its own, of zeros.
+        bounds: upper bounds of the buckets, inclusive, ascending.
+        cells: `num_cells` numbers to count in; they keep their values.
     """
 
     __slots__ = ("_bounds", "_cells", "_sum")
 
-    def __init__(self, bounds: Sequence[float], cells: memoryview[float] | None = None) -> None:
+    def __init__(self, bounds: Sequence[float], cells: memoryview[float]) -> None:
         self._bounds = tuple(bounds)
         self._sum = num_cells(bounds) - 1
-        self._cells = array.array("d", bytes(8 * num_cells(bounds))) if cells is None else cells
+        self._cells = cells
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` as often as `times`."""
+        """Count `value` `times` times."""
         self._cells[bisect.bisect_left(self._bounds, value)] += times
         self._cells[self._sum] += value * times
-
-    def buckets(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound, and the sum of all values."""
-        return cumulative(self._bounds, list(self._cells))
 
 
 def cumulative(
     bounds: Sequence[float], cells: Sequence[float]
 ) -> tuple[list[tuple[str, float]], float]:
-    """Cumulative counts by upper bound, and the sum of all values.
+    """Return cumulative counts by upper bound, and the sum of all values.
 
     Args:
         bounds: of a histogram.
-        cells: its numbers, or those of several with these bounds, added up.
+        cells: its numbers, or the sums of the numbers of several histograms with these bounds.
     """
     *counts, total = cells
     so_far = 0.0

@@ -1,7 +1,4 @@
-"""Processor time, memory and files of all processes that answer requests, under Prometheus' usual names.
-
-Knows nothing of what they do.
-"""
+"""Processor time, memory and open files of all processes of the service, under Prometheus' usual names."""
 
 from __future__ import annotations
 
@@ -21,11 +18,13 @@ _START, _LIMIT = "process_start_time_seconds", "process_max_fds"
 
 
 class ProcessesCollector(Collector):
-    """Adds up over processes; the start is that of the first, the limit of open files that of one.
+    """Sums `prometheus_client.ProcessCollector` over processes.
+
+    The start time is that of the first process, the limit of open files that of one.
 
     Args:
-        registry: where it enters itself.
-        pids: tells the processes that there are now; 0 and the ids of dead ones are passed over.
+        registry: to register with.
+        pids: returns the ids of the current processes; 0 and the ids of dead processes are ignored.
     """
 
     def __init__(self, registry: CollectorRegistry, pids: Callable[[], Iterable[float]]) -> None:
@@ -33,7 +32,7 @@ class ProcessesCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of one process, with the values of all."""
+        """Return the metrics of one process, with the values of all."""
         families: dict[str, Metric] = {}
         for pid in {int(pid) for pid in self._pids()} - {0}:
             for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
@@ -41,12 +40,12 @@ class ProcessesCollector(Collector):
                 if (first := families.setdefault(family.name, family)) is not family:
                     (so_far,) = first.samples
                     first.samples = [
-                        so_far._replace(value=_join(sample.name, so_far.value, sample.value))
+                        so_far._replace(value=_combine(sample.name, so_far.value, sample.value))
                     ]
         return families.values()
 
 
-def _join(name: str, a: float, b: float) -> float:
+def _combine(name: str, a: float, b: float) -> float:
     if name == _START:
         return min(a, b)
     return a if name == _LIMIT else a + b

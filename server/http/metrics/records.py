@@ -1,16 +1,36 @@
-"""What is measured about one request while it is answered. Knows no metric names."""
+"""Measures one request while it is answered, and counts it once, by its outcome."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from server.engine.core.request import FinishReason
+from server.errors import ClientError, OverloadedError, UnavailableError
+from server.http.metrics.registry import Outcome
+from server.http.request_body import ClientDisconnectedError
+
 if TYPE_CHECKING:
-    from server.http.metrics.registry import Endpoint, Metrics, Outcome
+    from types import TracebackType
+    from typing import Self
+
+    from server.http.metrics.registry import Metrics
+
+_SUCCESSES = {
+    FinishReason.LENGTH: Outcome.LENGTH,
+    FinishReason.EOS: Outcome.EOS_TOKEN,
+    FinishReason.STOP: Outcome.STOP_SEQUENCE,
+}
 
 
 class TokenClock:
-    """Measures the waits between the tokens of one sequence."""
+    """Measures the waits between the tokens of one sequence.
+
+    Args:
+        metrics: observes them.
+        started: when the request was received, `time.perf_counter` seconds.
+    """
 
     __slots__ = ("_last", "_metrics", "_started")
 
@@ -20,7 +40,7 @@ class TokenClock:
         self._last = 0.0
 
     def tokens(self, count: int) -> None:
-        """`count` tokens arrived together."""
+        """Observe `count` tokens that arrived together."""
         now = time.perf_counter()
         if self._last:
             self._metrics.itl.observe((now - self._last) / count, count)
@@ -30,38 +50,80 @@ class TokenClock:
 
 
 class RequestRecord:
-    """What is measured about one request; `finish` or `succeed` counts it, once.
+    """Measures one request. As a context manager, counts it when an exception ends it.
+
+    Only the first call of `finish` or `succeed` counts.
+
+    Args:
+        metrics: of the service.
+        endpoint: label of the route.
 
     Attributes:
-        started: when its first byte was seen, `time.perf_counter` seconds.
+        started: when the request was received, `time.perf_counter` seconds.
     """
 
     __slots__ = ("_endpoint", "_finished", "_metrics", "started")
 
-    def __init__(self, metrics: Metrics, endpoint: Endpoint) -> None:
+    def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self.started = time.perf_counter()
         self._metrics = metrics
         self._endpoint = endpoint
         self._finished = False
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.finish(_outcome_of(error))
+
     def clock(self) -> TokenClock:
-        """For one of the request's sequences."""
+        """Make the clock of one of the request's sequences."""
         return TokenClock(self._metrics, self.started)
 
     def finish(self, outcome: Outcome) -> None:
-        """Count the request; further calls do nothing."""
+        """Count the request."""
         if not self._finished:
             self._finished = True
             self._metrics.count_request(self._endpoint, outcome)
 
     def succeed(
-        self, outcome: Outcome, *, queue_seconds: float, prompt_tokens: int, generated_tokens: int
+        self,
+        reason: FinishReason | None,
+        *,
+        queue_seconds: float,
+        prompt_tokens: int,
+        completion_tokens: int,
     ) -> None:
-        """Count a request that was answered in full."""
-        if not self._finished:
-            metrics = self._metrics
-            metrics.duration.observe(time.perf_counter() - self.started)
-            metrics.queue.observe(queue_seconds)
-            metrics.prompt_length.observe(prompt_tokens)
-            metrics.output_length.observe(generated_tokens)
-        self.finish(outcome)
+        """Count a generation request that was answered in full, and observe its sizes and times.
+
+        Args:
+            reason: of its first completion's end; None only if `finish` was called.
+            queue_seconds: time that completion waited in the engine.
+            prompt_tokens: of the request.
+            completion_tokens: of its answer.
+        """
+        if self._finished:
+            return
+        assert reason is not None
+        metrics = self._metrics
+        metrics.duration.observe(time.perf_counter() - self.started)
+        metrics.queue.observe(queue_seconds)
+        metrics.prompt_length.observe(prompt_tokens)
+        metrics.output_length.observe(completion_tokens)
+        self.finish(_SUCCESSES[reason])
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, ClientDisconnectedError | asyncio.CancelledError):
+        return Outcome.ABORT
+    if isinstance(error, ClientError):
+        return Outcome.VALIDATION
+    if isinstance(error, OverloadedError):
+        return Outcome.OVERLOADED
+    return Outcome.UNAVAILABLE if isinstance(error, UnavailableError) else Outcome.ERROR

@@ -1,8 +1,7 @@
-"""Every metric of the service: one table of names, and what counts them.
+"""Every metric of the service: a table of names, and the collector that Prometheus scrapes.
 
-The front end counts what it sees of requests, on a board that all front ends share; gauges and counters
-of the engine are read from the client when the metrics are scraped. Text
-from a client never becomes a label. Knows no routes.
+A front end counts its requests, in counters that all front ends share. Gauges and counters of the engine are read from
+the engine client when the metrics are scraped. Text from a client never becomes a label.
 """
 
 from __future__ import annotations
@@ -25,31 +24,20 @@ from prometheus_client.registry import Collector
 from server.engine.link.protocol import EngineState
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.process import ProcessesCollector
-from server.http.metrics.records import RequestRecord
-from server.http.metrics.shared_counters import Board
+from server.http.metrics.shared_counters import SharedCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from prometheus_client.metrics_core import Metric
 
-    from server.engine.link.handle import EngineHandle
-    from server.engine.link.plan_report import PlanReport
-    from server.engine.link.protocol import EngineStats
+    from server.engine.core.plan_report import PlanReport
+    from server.engine.link.client import EngineHandle
     from server.http.config import HTTPConfig
 
 
-class Endpoint(enum.Enum):
-    """Routes that are counted, by their label."""
-
-    GENERATE = "generate"
-    GENERATE_STREAM = "generate_stream"
-    COMPAT = "compat"
-    TOKENIZE = "tokenize"
-
-
 class Outcome(enum.Enum):
-    """How a request ended; the first three are successes, named like the wire's finish reasons."""
+    """How a request ended. The first three are successes of generation requests, `OK` is that of other requests."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"  # noqa: S105 - not a secret
@@ -64,7 +52,7 @@ class Outcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
-    """One metric: its name as scraped, without the suffix that its kind adds."""
+    """A metric; its name is the scraped one without the suffix that its kind adds."""
 
     name: str
     kind: Callable[..., Any]
@@ -73,8 +61,11 @@ class Spec:
     buckets: tuple[float, ...] = ()
 
 
-# Upper bounds in seconds. The vLLM bounds are kept, so that its dashboards draw the same lines; those
-# below are ours: a small model answers within a millisecond.
+_COUNTER, _GAUGE, _HISTOGRAM, _INFO = (
+    CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily,
+)  # fmt: skip
+# Upper bounds in seconds. They include those of vLLM, so that its dashboards show the same percentiles, and smaller
+# ones, since a small model answers within a millisecond.
 # Source: vllm/v1/metrics/loggers.py@005a810b
 _TTFT_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
@@ -90,136 +81,74 @@ _DURATION_BUCKETS = (
 )  # fmt: skip
 _TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
-REQUESTS = Spec(
-    "tessera_requests", CounterMetricFamily, "Requests answered, by outcome.", ("endpoint", "outcome")
-)  # fmt: skip
-IN_FLIGHT = Spec(
-    "tessera_requests_in_flight", GaugeMetricFamily, "Sequences admitted and not yet answered."
-)
-TTFT = Spec(
-    "tessera_time_to_first_token_seconds",
-    HistogramMetricFamily,
-    "From the first byte of a request to its first token.",
-    buckets=_TTFT_BUCKETS,
-)
-ITL = Spec(
-    "tessera_inter_token_latency_seconds",
-    HistogramMetricFamily,
-    "Between the tokens of a sequence; tokens that come together share the wait evenly.",
-    buckets=_ITL_BUCKETS,
-)
-DURATION = Spec(
-    "tessera_request_duration_seconds",
-    HistogramMetricFamily,
-    "From the first byte of a successful request to the last byte of its answer.",
-    buckets=_DURATION_BUCKETS,
-)
-QUEUE = Spec(
-    "tessera_request_queue_seconds",
-    HistogramMetricFamily,
-    "Time a sequence waited in the engine before its first step.",
-    buckets=_DURATION_BUCKETS,
-)
-PROMPT_LENGTH = Spec(
-    "tessera_request_prompt_tokens",
-    HistogramMetricFamily,
-    "Prompt tokens of successful requests.",
-    buckets=_TOKEN_BUCKETS,
-)
-OUTPUT_LENGTH = Spec(
-    "tessera_request_generated_tokens",
-    HistogramMetricFamily,
-    "Generated tokens of successful requests.",
-    buckets=_TOKEN_BUCKETS,
-)
-RESTARTS = Spec(
-    "tessera_engine_restarts", CounterMetricFamily, "Times the engine process was started again."
-)
-ENGINE_UP = Spec("tessera_engine_up", GaugeMetricFamily, "1 while the engine takes requests.")
-ENGINE_STATE = Spec(
-    "tessera_engine_state", GaugeMetricFamily, "1 for the state the engine is in.", ("state",)
-)
-BUILD = Spec("tessera_build", InfoMetricFamily, "What is served, and by which version.")
-CACHE_CONFIG = Spec("tessera_cache_config", InfoMetricFamily, "Size and dtype of the KV cache.")
+# fmt: off
+REQUESTS = Spec("tessera_requests", _COUNTER, "Requests answered, by outcome.", ("endpoint", "outcome"))
+IN_FLIGHT = Spec("tessera_requests_in_flight", _GAUGE, "Sequences admitted and not yet answered.")
+RESTARTS = Spec("tessera_engine_restarts", _COUNTER, "Times the engine process was started again.")
+ENGINE_UP = Spec("tessera_engine_up", _GAUGE, "1 while the engine takes requests.")
+ENGINE_STATE = Spec("tessera_engine_state", _GAUGE, "1 for the state the engine is in.", ("state",))
+BUILD = Spec("tessera_build", _INFO, "What is served, and by which version.")
+CACHE_CONFIG = Spec("tessera_cache_config", _INFO, "Size and dtype of the KV cache.")
 ATTENTION_PLAN = Spec(
-    "tessera_attention_plan",
-    InfoMetricFamily,
-    "Attention kernel of each phase; GET /plan says why.",
+    "tessera_attention_plan", _INFO, "Attention kernel of each phase; GET /plan says why.",
     ("phase", "sliding_window", "kernel", "arch"),
 )
-
-_ENGINE_GAUGES: tuple[tuple[Spec, Callable[[EngineStats], float]], ...] = (
-    (
-        Spec("tessera_requests_running", GaugeMetricFamily, "Sequences in the engine's batch."),
-        lambda stats: stats.num_running,
+_HISTOGRAMS = (
+    Spec(
+        "tessera_time_to_first_token_seconds", _HISTOGRAM,
+        "From the first byte of a request to its first token.", buckets=_TTFT_BUCKETS,
     ),
-    (
-        Spec("tessera_requests_waiting", GaugeMetricFamily, "Sequences in the engine's queue."),
-        lambda stats: stats.num_waiting,
+    Spec(
+        "tessera_inter_token_latency_seconds", _HISTOGRAM,
+        "Between the tokens of a sequence; tokens that come together share the wait evenly.", buckets=_ITL_BUCKETS,
     ),
-    (
-        Spec(
-            "tessera_kv_cache_usage_ratio",
-            GaugeMetricFamily,
-            "Share of the KV cache's blocks that running sequences hold, 0 to 1.",
-        ),
-        lambda stats: stats.kv_usage,
+    Spec(
+        "tessera_request_duration_seconds", _HISTOGRAM,
+        "From the first byte of a successful request to the last byte of its answer.", buckets=_DURATION_BUCKETS,
     ),
-    (
-        Spec("tessera_kv_blocks", GaugeMetricFamily, "Blocks of the KV cache."),
-        lambda stats: stats.num_blocks,
+    Spec(
+        "tessera_request_queue_seconds", _HISTOGRAM,
+        "Time a sequence waited in the engine before its first step.", buckets=_DURATION_BUCKETS,
     ),
-    (
-        Spec("tessera_kv_blocks_free", GaugeMetricFamily, "Blocks that no running sequence holds."),
-        lambda stats: stats.num_free_blocks,
+    Spec(
+        "tessera_request_prompt_tokens", _HISTOGRAM, "Prompt tokens of successful requests.", buckets=_TOKEN_BUCKETS,
+    ),
+    Spec(
+        "tessera_request_generated_tokens", _HISTOGRAM, "Generated tokens of successful requests.",
+        buckets=_TOKEN_BUCKETS,
     ),
 )
-# Counters of the engine; they start at 0 with each engine process.
-_ENGINE_COUNTERS: tuple[tuple[Spec, str], ...] = (
-    (
-        Spec("tessera_prompt_tokens", CounterMetricFamily, "Prompt tokens of admitted sequences."),
-        "prompt_tokens",
+# By field of `EngineStats`. The counters start at 0 with each engine process.
+_ENGINE_GAUGES = {
+    "num_running": Spec("tessera_requests_running", _GAUGE, "Sequences in the engine's batch."),
+    "num_waiting": Spec("tessera_requests_waiting", _GAUGE, "Sequences in the engine's queue."),
+    "kv_usage": Spec(
+        "tessera_kv_cache_usage_ratio", _GAUGE, "Share of the KV cache's blocks that running sequences hold, 0 to 1.",
     ),
-    (
-        Spec("tessera_generation_tokens", CounterMetricFamily, "Tokens generated."),
-        "generation_tokens",
+    "num_blocks": Spec("tessera_kv_blocks", _GAUGE, "Blocks of the KV cache."),
+    "num_free_blocks": Spec("tessera_kv_blocks_free", _GAUGE, "Blocks that no running sequence holds."),
+}
+_ENGINE_COUNTERS = {
+    "prompt_tokens": Spec("tessera_prompt_tokens", _COUNTER, "Prompt tokens of admitted sequences."),
+    "generation_tokens": Spec("tessera_generation_tokens", _COUNTER, "Tokens generated."),
+    "prefix_cache_query_tokens": Spec(
+        "tessera_prefix_cache_query_tokens", _COUNTER, "Prompt tokens looked up in the prefix cache.",
     ),
-    (
-        Spec(
-            "tessera_prefix_cache_query_tokens",
-            CounterMetricFamily,
-            "Prompt tokens looked up in the prefix cache.",
-        ),
-        "prefix_cache_query_tokens",
+    "prefix_cache_hit_tokens": Spec(
+        "tessera_prefix_cache_hit_tokens", _COUNTER, "Prompt tokens found in the prefix cache.",
     ),
-    (
-        Spec(
-            "tessera_prefix_cache_hit_tokens",
-            CounterMetricFamily,
-            "Prompt tokens found in the prefix cache.",
-        ),
-        "prefix_cache_hit_tokens",
+    "num_preemptions": Spec(
+        "tessera_preemptions", _COUNTER, "Sequences put back into the queue for want of KV blocks.",
     ),
-    (
-        Spec(
-            "tessera_preemptions",
-            CounterMetricFamily,
-            "Sequences put back into the queue for want of KV blocks.",
-        ),
-        "num_preemptions",
-    ),
-    (
-        Spec("tessera_engine_steps", CounterMetricFamily, "Forward passes of the engine."),
-        "num_steps",
-    ),
-)
-_HISTOGRAMS = (TTFT, ITL, DURATION, QUEUE, PROMPT_LENGTH, OUTPUT_LENGTH)
+    "num_steps": Spec("tessera_engine_steps", _COUNTER, "Forward passes of the engine."),
+}
+# fmt: on
 SPECS: tuple[Spec, ...] = (
     REQUESTS,
     IN_FLIGHT,
     *_HISTOGRAMS,
-    *(spec for spec, _ in _ENGINE_GAUGES),
-    *(spec for spec, _ in _ENGINE_COUNTERS),
+    *_ENGINE_GAUGES.values(),
+    *_ENGINE_COUNTERS.values(),
     RESTARTS,
     ENGINE_UP,
     ENGINE_STATE,
@@ -229,35 +158,48 @@ SPECS: tuple[Spec, ...] = (
 )
 
 
-# Where each number stands in a row of the board.
-_REQUEST_CELLS = {pair: i for i, pair in enumerate(itertools.product(Endpoint, Outcome))}
-_IN_FLIGHT_CELL = len(_REQUEST_CELLS)
+# Position of each number in a row of the shared counters. Every process needs the size of a row, also one that has no
+# routes: there is a place for this many endpoints, in the order of registration.
+_MAX_ENDPOINTS = 16
+_IN_FLIGHT_CELL = _MAX_ENDPOINTS * len(Outcome)
 _PID_CELL = _IN_FLIGHT_CELL + 1
 _STARTS = itertools.accumulate(
     (num_cells(spec.buckets) for spec in _HISTOGRAMS), initial=_PID_CELL + 1
 )
 _HISTOGRAM_CELLS = [slice(a, b) for a, b in itertools.pairwise(_STARTS)]
 NUM_CELLS = _HISTOGRAM_CELLS[-1].stop
-"""Numbers in a row of a service's `Board`."""
+"""Numbers in a row of a service's `SharedCounters`."""
 
 
 class Metrics(Collector):
-    """Owns the counts of one process, and the registry that tells those of the service; lives on the event loop.
+    """Owns this process's row of the counters, and the registry with the metrics of the service.
+
+    Used on the event loop alone.
 
     Args:
-        client: where the engine's state and numbers are read.
+        client: has the engine's state and numbers.
         config: names the model.
         version: of this service.
-        board: of `NUM_CELLS`, where the service has several processes.
+        endpoints: labels that requests are counted under; the same in all processes of the service.
+        counters: of `NUM_CELLS`; None if the service is this process alone.
     """
 
     def __init__(
-        self, client: EngineHandle, config: HTTPConfig, version: str, board: Board | None = None
+        self,
+        client: EngineHandle,
+        config: HTTPConfig,
+        version: str,
+        endpoints: Sequence[str],
+        counters: SharedCounters | None = None,
     ) -> None:
-        self._board = board or Board.private(NUM_CELLS)
-        mine = self._board.mine
-        mine[_IN_FLIGHT_CELL] = 0  # those of a process that was here before us are gone
-        mark_process(self._board)
+        assert len(endpoints) <= _MAX_ENDPOINTS, endpoints
+        self._request_cells = {
+            pair: cell for cell, pair in enumerate(itertools.product(endpoints, Outcome))
+        }
+        self._counters = counters or SharedCounters.private(NUM_CELLS)
+        mine = self._counters.mine
+        mine[_IN_FLIGHT_CELL] = 0  # the requests of a process that wrote this row before are gone
+        mark_process(self._counters)
         self.ttft, self.itl, self.duration, self.queue, self.prompt_length, self.output_length = (
             Histogram(spec.buckets, mine[cells])
             for spec, cells in zip(_HISTOGRAMS, _HISTOGRAM_CELLS, strict=True)
@@ -267,36 +209,32 @@ class Metrics(Collector):
         self._config = config
         self._version = version
         self.registry.register(self)
-        ProcessesCollector(self.registry, lambda: [row[_PID_CELL] for row in self._board.rows])
+        ProcessesCollector(self.registry, lambda: [row[_PID_CELL] for row in self._counters.rows])
 
-    def begin(self, endpoint: Endpoint) -> RequestRecord:
-        """Start to measure a request."""
-        return RequestRecord(self, endpoint)
-
-    def count_request(self, endpoint: Endpoint, outcome: Outcome) -> None:
+    def count_request(self, endpoint: str, outcome: Outcome) -> None:
         """Count a request that has ended."""
-        self._board.mine[_REQUEST_CELLS[endpoint, outcome]] += 1
+        self._counters.mine[self._request_cells[endpoint, outcome]] += 1
 
     @property
     def in_flight(self) -> int:
-        """Sequences that the service admitted and did not yet answer, in all of its processes."""
-        return int(self._board.total(_IN_FLIGHT_CELL))
+        """Sequences that all processes of the service admitted and have not answered yet."""
+        return int(self._counters.total(_IN_FLIGHT_CELL))
 
     def add_in_flight(self, sequences: int) -> None:
-        """Admit sequences; a negative number answers them."""
-        self._board.mine[_IN_FLIGHT_CELL] += sequences
+        """Count admitted sequences; a negative number takes answered ones off."""
+        self._counters.mine[_IN_FLIGHT_CELL] += sequences
 
     def describe(self) -> Iterable[Metric]:
-        """The names, without reading anything."""
+        """Return all metrics without values."""
         return [_family(spec) for spec in SPECS]
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics as they are now."""
-        totals = self._board.totals()
+        """Return all metrics with their current values."""
+        totals = self._counters.totals()
         requests = _family(REQUESTS)
-        for (endpoint, outcome), cell in _REQUEST_CELLS.items():
+        for (endpoint, outcome), cell in self._request_cells.items():
             if totals[cell]:
-                requests.add_metric([endpoint.value, outcome.value], totals[cell])
+                requests.add_metric([endpoint, outcome.value], totals[cell])
         yield requests
         yield _single(IN_FLIGHT, totals[_IN_FLIGHT_CELL])
         for spec, cells in zip(_HISTOGRAMS, _HISTOGRAM_CELLS, strict=True):
@@ -307,9 +245,9 @@ class Metrics(Collector):
 
     def _engine(self) -> Iterable[Metric]:
         client = self._client
-        for spec, value in _ENGINE_GAUGES:
-            yield _single(spec, value(client.stats))
-        for spec, field in _ENGINE_COUNTERS:
+        for field, spec in _ENGINE_GAUGES.items():
+            yield _single(spec, getattr(client.stats, field))
+        for field, spec in _ENGINE_COUNTERS.items():
             yield _single(spec, getattr(client.past, field) + getattr(client.stats, field))
         yield _single(RESTARTS, client.restarts)
         yield _single(ENGINE_UP, client.state is EngineState.READY)
@@ -328,9 +266,9 @@ class Metrics(Collector):
         yield _family(BUILD, build)
 
 
-def mark_process(board: Board) -> None:
-    """Let the metrics of a service have the processor time and memory of this process too."""
-    board.mine[_PID_CELL] = os.getpid()
+def mark_process(counters: SharedCounters) -> None:
+    """Include this process in the processor time and memory that the service reports."""
+    counters.mine[_PID_CELL] = os.getpid()
 
 
 def _attention_plan(plan: PlanReport) -> Metric:

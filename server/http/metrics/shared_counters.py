@@ -1,7 +1,7 @@
-"""What a service counts, in memory that all of its front ends see: a row of numbers for each process.
+"""Counters in memory that all front ends of a service share: a row of numbers for each process.
 
-A process writes its own row and reads them all, so that any of them can tell the sums, and a front end that is started
-again goes on where it was. Aligned doubles are read whole, so there is no lock. Knows nothing of what a number means.
+A process writes its own row and reads all of them, so that each can report the sums. A restarted front end continues
+its row. Aligned doubles are read whole, so there is no lock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 _BYTES = 8
 
 
-class Board:
-    """Owns the rows; `mine` is this process's.
+class SharedCounters:
+    """Owns the rows; only `mine` may be written.
 
     Args:
         rows: of equal length.
-        mine: index of the row to write.
+        mine: index of this process's row.
     """
 
     def __init__(self, rows: list[memoryview[float]], mine: int) -> None:
@@ -29,19 +29,19 @@ class Board:
         self.mine = rows[mine]
 
     @classmethod
-    def private(cls, cells: int) -> Board:
-        """Make the board of a lone process: one row of zeros."""
+    def private(cls, cells: int) -> SharedCounters:
+        """Make the counters of a service of one process: one row of zeros."""
         return cls([memoryview(array.array("d", bytes(_BYTES * cells)))], 0)
 
     @classmethod
-    def shared(cls, path: Path, rows: int, cells: int, mine: int) -> Board:
-        """Open the board of several processes, and make it, of zeros, where there is none.
+    def shared(cls, path: Path, rows: int, cells: int, mine: int) -> SharedCounters:
+        """Open the counters of several processes; creates the file, of zeros, if it does not exist.
 
         Args:
-            path: of its file.
+            path: of the file.
             rows: number of processes.
             cells: numbers in a row.
-            mine: which of the rows is this process's.
+            mine: index of this process's row.
         """
         with path.open("a+b") as file:
             file.truncate(_BYTES * rows * cells)
@@ -49,9 +49,9 @@ class Board:
         return cls([memory[i * cells : (i + 1) * cells] for i in range(rows)], mine)
 
     def total(self, cell: int) -> float:
-        """One number, over all processes."""
+        """Sum one number over all processes."""
         return sum(row[cell] for row in self.rows)
 
     def totals(self) -> list[float]:
-        """All numbers, over all processes."""
+        """Sum each number over all processes."""
         return [sum(column) for column in zip(*self.rows, strict=True)]

@@ -39,11 +39,11 @@ def test_a_step_goes_on_from_the_tokens_of_the_one_before():
     cache = decode_steps._cache(model, 3, 33, "auto")
     compute = decode_steps.step(model, cache, 3, 33, decode_steps.TABLE)
 
-    (drawn,) = compute()
-    first = drawn.clone()
-    drawn += decode_steps.torch.arange(1, 4)
+    sampled = compute()
+    first = sampled.clone()
+    sampled += decode_steps.torch.arange(1, 4)
     compute()
 
-    assert len(drawn) == 3
-    assert ((drawn >= 0) & (drawn < model.config.vocab_size)).all()
-    assert not drawn.equal(first)
+    assert len(sampled) == 3
+    assert ((sampled >= 0) & (sampled < model.config.vocab_size)).all()
+    assert not sampled.equal(first)

@@ -5,7 +5,7 @@ import pytest
 from model.checkpoint.config import ModelConfig
 from server.cli.bench.engine.options import SHAPES, adapt, make_plan, read_options, shapes
 from server.cli.bench.engine.workloads import Workload, parse
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
 
 
 def plan(*flags):

@@ -2,9 +2,10 @@
 
 import pytest
 
+from model.sampling.parameters import SamplingParams
 from server.cli.bench.engine.run import EngineRunError, read_trace
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.protocol import EngineStats, StepMessage
+from server.engine.core.messages import EngineStats, StepMessage
+from server.engine.core.request import FinishReason, GenerateRequest
 
 
 def step(*ids, ending=(), reason=FinishReason.LENGTH, errors=None):

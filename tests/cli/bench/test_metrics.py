@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.cli.bench.serve.metrics import Distribution, Limits, RequestRecord, summarise
+from server.cli.bench.serve.metrics import Distribution, Limits, RequestRecord, summarize
 
 
 def record(started=10.0, times=(10.5, 10.6, 10.8), **fields):
@@ -36,7 +36,7 @@ def test_end_to_end_is_until_the_last_token():
 
 
 def test_the_gaps_are_all_gaps_of_all_requests_and_0_for_tokens_that_came_together():
-    summary = summarise(
+    summary = summarize(
         [record(0.0, (1.0, 1.5, 1.5)), record(0.0, (2.0, 3.0)), record(0.0, (7.0,))]
     )
 
@@ -56,7 +56,7 @@ def test_percentiles_are_interpolated_linearly_between_the_sorted_values():
 
 
 def test_rates_are_over_the_time_from_the_first_request_to_the_last_token():
-    summary = summarise([record(10.0, (11.0, 12.0)), record(11.0, (13.0, 13.5, 14.0))])
+    summary = summarize([record(10.0, (11.0, 12.0)), record(11.0, (13.0, 13.5, 14.0))])
 
     assert summary.seconds == 4.0
     assert summary.requests_per_second == 0.5
@@ -65,7 +65,7 @@ def test_rates_are_over_the_time_from_the_first_request_to_the_last_token():
 
 
 def test_failures_are_counted_by_kind_with_an_example_and_add_nothing_else():
-    summary = summarise(
+    summary = summarize(
         [
             failed("HTTP 429", "first", started=9.0),
             record(10.0, (11.0, 12.0)),
@@ -84,7 +84,7 @@ def test_failures_are_counted_by_kind_with_an_example_and_add_nothing_else():
 
 
 def test_a_run_without_a_whole_answer_has_no_latencies_and_rates_of_0():
-    summary = summarise([failed("cannot connect")])
+    summary = summarize([failed("cannot connect")])
 
     assert (summary.completed, summary.failed) == (0, 1)
     assert summary.ttft_ms is None
@@ -93,20 +93,20 @@ def test_a_run_without_a_whole_answer_has_no_latencies_and_rates_of_0():
 
 
 def test_answers_that_are_too_short_or_not_counted_are_told():
-    summary = summarise([record(asked_tokens=9), record(counted=False)])
+    summary = summarize([record(asked_tokens=9), record(counted=False)])
 
     assert (summary.short, summary.uncounted) == (1, 1)
 
 
 def test_tokens_that_came_together_show_in_tokens_per_read():
-    assert summarise([record(times=(1.0, 1.0, 2.0, 2.0), reads=2)]).tokens_per_read == 2.0
+    assert summarize([record(times=(1.0, 1.0, 2.0, 2.0), reads=2)]).tokens_per_read == 2.0
 
 
 def test_how_late_requests_were_sent_is_told_where_they_had_a_time():
     records = [record(lag=0.001), record(lag=0.003)]
 
-    assert summarise(records).lag_ms is None
-    assert summarise(records, planned=True).lag_ms.mean == 2.0
+    assert summarize(records).lag_ms is None
+    assert summarize(records, planned=True).lag_ms.mean == 2.0
 
 
 def test_goodput_counts_requests_within_every_limit():
@@ -117,14 +117,14 @@ def test_goodput_counts_requests_within_every_limit():
         failed("timeout", started=0.0),
     ]
 
-    assert summarise(records, Limits(ttft=250, tpot=250)).goodput == 1 / 2
-    assert summarise(records, Limits(ttft=500)).goodput == 3 / 2
-    assert summarise(records, Limits(e2e=1000)).goodput == 2 / 2
-    assert summarise(records).goodput is None
+    assert summarize(records, Limits(ttft=250, tpot=250)).goodput == 1 / 2
+    assert summarize(records, Limits(ttft=500)).goodput == 3 / 2
+    assert summarize(records, Limits(e2e=1000)).goodput == 2 / 2
+    assert summarize(records).goodput is None
 
 
 def test_a_single_token_meets_any_limit_on_the_time_per_token():
-    assert summarise([record(0.0, (1.0,))], Limits(tpot=1)).goodput == 1.0
+    assert summarize([record(0.0, (1.0,))], Limits(tpot=1)).goodput == 1.0
 
 
 def test_limits_are_read_as_they_are_written():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.explain.roofline import Work
+from kernels.roofline import Work
 from model.checkpoint.config import ModelConfig
 from server.cli.bench.engine.work import ModelWork, Rows
 

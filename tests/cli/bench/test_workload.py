@@ -1,4 +1,4 @@
-"""Lengths and arrivals: what is drawn, and that a seed draws it again."""
+"""Random lengths and arrivals, and that a seed repeats them."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,11 @@ def rng(seed=0):
 
 
 def test_a_single_length_is_always_that_length():
-    assert Lengths.parse("256").draw(5, rng()) == [256] * 5
+    assert Lengths.parse("256").sample(5, rng()) == [256] * 5
 
 
 def test_a_range_has_both_its_ends_and_nothing_outside():
-    drawn = Lengths.parse("3-5").draw(500, rng())
+    drawn = Lengths.parse("3-5").sample(500, rng())
 
     assert set(drawn) == {3, 4, 5}
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
+from model.sampling.parameters import SamplingParams
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
 
@@ -52,9 +53,9 @@ def make_scheduler(
 
 
 def rows_of(output):
-    """(request id, start, number of tokens, samples) of every row, in order."""
+    """(request id, start, number of tokens, rows of logits) of every row, in order."""
     return [
-        (row.sequence.request_id, row.start, row.num_tokens, row.samples)
+        (row.sequence.request_id, row.start, row.num_tokens, row.num_logits)
         for row in (*output.decode, *output.prefill)
     ]
 
@@ -69,8 +70,8 @@ def begin(scheduler: Scheduler):
 def step(scheduler: Scheduler, token_id: int = 7):
     """A step from its beginning to its end, drawing the same token everywhere; returns the output and the events."""
     output = begin(scheduler)
-    num_results = sum(row.samples for row in (*output.decode, *output.prefill))
-    events = scheduler.commit(output, [Token(token_id)] * num_results)
+    rows = (*output.decode, *output.prefill)
+    events = scheduler.commit(output, [[Token(token_id)] * row.num_logits for row in rows])
     scheduler.check_invariants()
     return output, events
 
@@ -87,7 +88,7 @@ class NumberModel:
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.last_drawn: dict[Sequence, int] = {}
 
-    def execute(self, output) -> list[Token]:
+    def execute(self, output) -> list[list[Token]]:
         """Compute a step, given before the tokens of the one before it are in the books."""
         rows = (*output.decode, *output.prefill)
         drawn = {}
@@ -101,11 +102,11 @@ class NumberModel:
                     assert position == sequence.num_tokens
                     token_id = self.last_drawn[sequence]
                 self.slots[self.slot(sequence, position)] = hash((before, token_id))
-            if row.samples:
+            if row.num_logits:
                 numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
-                drawn[sequence] = draw(numbers, sequence.banned_token_ids)
+                drawn[sequence] = draw(numbers, banned_ids(sequence))
         self.last_drawn = drawn
-        return [Token(drawn[row.sequence]) for row in rows if row.samples]
+        return [[Token(drawn[row.sequence])] if row.num_logits else [] for row in rows]
 
     def poison_empty_blocks(self, manager: BlockManager) -> None:
         for start, stop in manager._empty.stretches:
@@ -120,6 +121,10 @@ class NumberModel:
         number = self.slots[self.slot(sequence, position)]
         assert number is not None, f"{sequence} reads position {position}, which nobody wrote"
         return number
+
+
+def banned_ids(sequence: Sequence) -> tuple[int, ...]:
+    return sequence.sampling.banned_ids(sequence.token_ids, sequence.num_known_output_tokens)
 
 
 def draw(numbers: list[int], banned) -> int:

@@ -208,9 +208,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_one_row(self, data):
         def execute(output):
             results = self.model.execute(output)
-            if results:
-                index = data.draw(st.integers(0, len(results) - 1))
-                results[index] = Token(None, error="not a number")
+            sampling = [index for index, tokens in enumerate(results) if tokens]
+            if sampling:
+                results[data.draw(st.sampled_from(sampling))] = [Token(None, error="not a number")]
             return results
 
         self.serve(execute)
@@ -257,7 +257,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert min(self.live) in {row[0] for row in rows} | ending
         for row in (*output.decode, *output.prefill):
             assert (row.num_tokens == 1) == (row in output.decode)
-            assert row.samples == (row.start + row.num_tokens == row.sequence.num_known_tokens)
+            assert bool(row.num_logits) == (
+                row.start + row.num_tokens == row.sequence.num_known_tokens
+            )
         return output
 
     def end(self, output, results):

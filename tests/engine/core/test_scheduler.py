@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from server.engine.core.admission import (
@@ -550,7 +551,7 @@ def test_the_result_of_a_sequence_aborted_during_the_step_is_ignored():
     output = begin(scheduler)
 
     check_aborted(scheduler, output.prefill[1].sequence)
-    events = scheduler.commit(output, [Token(20), Token(21), Token(22)])
+    events = scheduler.commit(output, [[Token(20)], [Token(21)], [Token(22)]])
 
     assert events == [(0, TokenEvent(token_id=20)), (2, TokenEvent(token_id=22))]
     scheduler.check_invariants()
@@ -563,7 +564,7 @@ def test_an_id_may_be_used_again_while_the_aborted_sequences_step_is_still_under
     scheduler.abort(0)
     again = add(scheduler, 0, 5)
 
-    assert scheduler.commit(output, [Token(20)]) == []
+    assert scheduler.commit(output, [[Token(20)]]) == []
     assert aborted.output_token_ids == again.output_token_ids == []
     assert rows_of(step(scheduler)[0]) == [(0, 0, 5, True)]
 
@@ -580,7 +581,7 @@ def test_results_belong_to_the_rows_that_sample_decode_first():
     output = begin(scheduler)
     assert rows_of(output) == [(0, 3, 1, True), (2, 0, 1, True), (1, 0, 3, True), (3, 0, 4, False)]
 
-    events = scheduler.commit(output, [Token(20), Token(21), Token(22)])
+    events = scheduler.commit(output, [[Token(20)], [Token(21)], [Token(22)], []])
 
     assert [(request_id, event.token_id) for request_id, event in events] == [
         (0, 20),
@@ -593,7 +594,7 @@ def test_an_event_carries_the_log_probabilities_of_its_token():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3)
 
-    events = scheduler.commit(begin(scheduler), [Token(5, -0.25, ((5, -0.25), (6, -2.0)))])
+    events = scheduler.commit(begin(scheduler), [[Token(5, -0.25, ((5, -0.25), (6, -2.0)))]])
 
     expected = TokenEvent(token_id=5, logprob=-0.25, top_tokens=((5, -0.25), (6, -2.0)))
     assert events == [(0, expected)]
@@ -623,7 +624,7 @@ def test_a_result_with_an_error_ends_its_sequence_alone_and_leaves_nothing_cache
     scheduler = make_scheduler(16, 4)
     good, bad = add(scheduler, 0, 5), add(scheduler, 1, 9)
 
-    events = scheduler.commit(begin(scheduler), [Token(20), Token(None, error="not a number")])
+    events = scheduler.commit(begin(scheduler), [[Token(20)], [Token(None, error="not a number")]])
 
     error = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error="not a number")
     assert events == [(0, TokenEvent(token_id=20)), (1, error)]
@@ -642,7 +643,7 @@ def test_blocks_of_earlier_chunks_are_dropped_too_when_the_last_one_fails():
     step(scheduler)
     assert sequence.num_linked_blocks == 1
 
-    scheduler.commit(begin(scheduler), [Token(None, error="not a number")])
+    scheduler.commit(begin(scheduler), [[Token(None, error="not a number")]])
 
     assert scheduler.block_manager.num_idle_blocks == 0
     scheduler.check_invariants()
@@ -689,9 +690,9 @@ def test_a_step_that_was_not_computed_can_be_scheduled_again():
     with pytest.raises(AssertionError, match="only the latest one"):
         scheduler.start(first)
     scheduler.start(second)
-    assert [event.token_id for _, event in scheduler.commit(second, [Token(20)])] == [20]
+    assert [event.token_id for _, event in scheduler.commit(second, [[Token(20)], []])] == [20]
     with pytest.raises(AssertionError, match="ends once"):
-        scheduler.commit(second, [Token(20)])
+        scheduler.commit(second, [[Token(20)], []])
 
 
 def test_a_result_too_many_is_noticed():
@@ -699,7 +700,7 @@ def test_a_result_too_many_is_noticed():
     add(scheduler, 0, 3)
 
     with pytest.raises(AssertionError, match="2 results of 1 rows"):
-        scheduler.commit(begin(scheduler), [Token(20), Token(21)])
+        scheduler.commit(begin(scheduler), [[Token(20)], [Token(21)]])
 
 
 def test_a_result_with_neither_token_nor_error_is_noticed():
@@ -707,7 +708,55 @@ def test_a_result_with_neither_token_nor_error_is_noticed():
     add(scheduler, 0, 3)
 
     with pytest.raises(AssertionError, match="a token or an error"):
-        scheduler.commit(begin(scheduler), [Token(None)])
+        scheduler.commit(begin(scheduler), [[Token(None)]])
+
+
+# Several rows of logits: a step that verifies proposed tokens
+
+
+def verify(scheduler, output, num_proposed):
+    """The same step, its one sequence with some proposed tokens behind its last one."""
+    (row,) = output.decode
+    more = msgspec.structs.replace(row, num_tokens=1 + num_proposed, num_logits=1 + num_proposed)
+    verifying = msgspec.structs.replace(
+        output, decode=(), prefill=(more,), num_tokens=more.num_tokens
+    )
+    assert scheduler.block_manager.grow(row.sequence, row.start + more.num_tokens)
+    scheduler._scheduled = verifying
+    scheduler.start(verifying)
+    return verifying
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_a_sequence_takes_the_tokens_that_a_step_verified_and_computes_the_rejected_ones_again(
+    accepted,
+):
+    scheduler = make_scheduler(16)
+    sequence = add(scheduler, 0, 3, max_new_tokens=20)
+    step(scheduler)
+    output = verify(scheduler, scheduler.schedule(), num_proposed=3)
+    assert sequence.num_tokens_in_flight == 4
+
+    events = scheduler.commit(output, [[Token(30 + i) for i in range(accepted)]])
+
+    assert [event.token_id for _, event in events] == [30 + i for i in range(accepted)]
+    assert sequence.output_token_ids == [7, *(30 + i for i in range(accepted))]
+    assert sequence.num_tokens_in_flight == 0
+    scheduler.check_invariants()
+    assert rows_of(begin(scheduler)) == [(0, 3 + accepted, 1, 1)]
+
+
+def test_tokens_behind_the_one_that_ends_a_sequence_are_dropped():
+    scheduler = make_scheduler(16)
+    add(scheduler, 0, 3, max_new_tokens=3)
+    step(scheduler)
+    output = verify(scheduler, scheduler.schedule(), num_proposed=3)
+
+    events = scheduler.commit(output, [[Token(30), Token(31), Token(32), Token(33)]])
+
+    assert [event.token_id for _, event in events] == [30, 31]
+    assert events[-1][1].finish_reason is FinishReason.LENGTH
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
 # A step ahead of the results
@@ -723,8 +772,8 @@ def test_the_next_step_can_be_scheduled_before_the_tokens_of_the_last_are_known(
 
     assert rows_of(second) == [(0, 3, 1, True)]
     scheduler.check_invariants()
-    assert scheduler.commit(first, [Token(20)]) == [(0, TokenEvent(token_id=20))]
-    assert scheduler.commit(second, [Token(21)]) == [(0, TokenEvent(token_id=21))]
+    assert scheduler.commit(first, [[Token(20)]]) == [(0, TokenEvent(token_id=20))]
+    assert scheduler.commit(second, [[Token(21)]]) == [(0, TokenEvent(token_id=21))]
     assert sequence.token_ids[3:] == [20, 21]
     scheduler.check_invariants()
 
@@ -738,7 +787,7 @@ def test_a_sequence_whose_last_token_is_in_flight_is_not_scheduled_again():
 
     assert second.num_tokens == 0
     assert scheduler.has_work
-    [(_, event)] = scheduler.commit(first, [Token(20)])
+    [(_, event)] = scheduler.commit(first, [[Token(20)]])
     assert event.finish_reason is FinishReason.LENGTH
     assert not scheduler.has_work
 
@@ -750,10 +799,10 @@ def test_the_row_of_a_sequence_that_ended_one_step_earlier_is_ignored():
     first = begin(scheduler)
     second = begin(scheduler)
 
-    scheduler.commit(first, [Token(0), Token(20)])
+    scheduler.commit(first, [[Token(0)], [Token(20)]])
     assert ended.finish_reason is FinishReason.EOS
     assert not ended.block_table
-    events = scheduler.commit(second, [Token(30), Token(21)])
+    events = scheduler.commit(second, [[Token(30)], [Token(21)]])
 
     assert events == [(1, TokenEvent(token_id=21))]
     assert ended.output_token_ids == [0]
@@ -775,12 +824,12 @@ def test_a_sequence_that_loses_its_blocks_still_gets_its_token(token_id, reason)
     assert second.preempted == (1,)
     assert younger.num_tokens_in_flight == 1
     scheduler.check_invariants()
-    events = dict(scheduler.commit(first, [Token(21), Token(token_id)]))
+    events = dict(scheduler.commit(first, [[Token(21)], [Token(token_id)]]))
     assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason)
     assert younger.output_token_ids == [20, 20, token_id]
     assert scheduler.num_waiting == (reason is None)
     scheduler.check_invariants()
-    scheduler.commit(second, [Token(23)])
+    scheduler.commit(second, [[Token(23)]])
     finish_everything(scheduler)
 
 
@@ -791,7 +840,7 @@ def test_steps_end_in_the_order_in_which_they_were_started():
     second = begin(scheduler)
 
     with pytest.raises(AssertionError, match="in the order"):
-        scheduler.commit(second, [Token(21)])
+        scheduler.commit(second, [[Token(21)]])
 
 
 def test_a_step_that_fails_ends_its_sequences_after_the_results_of_the_one_before_it():
@@ -800,7 +849,7 @@ def test_a_step_that_fails_ends_its_sequences_after_the_results_of_the_one_befor
     first = begin(scheduler)
     second = begin(scheduler)
 
-    events = scheduler.commit(first, [Token(20)]) + scheduler.fail(second, "out of memory")
+    events = scheduler.commit(first, [[Token(20)]]) + scheduler.fail(second, "out of memory")
 
     assert [event.token_id for _, event in events] == [20, None]
     assert sequence.error == "out of memory"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from server.engine.core.request import FinishReason
-from tests.engine.core.bookkeeping import make_sequence
+from tests.engine.core.bookkeeping import banned_ids, make_sequence
 
 
 def test_a_new_sequence_knows_its_prompt_and_owns_nothing():
@@ -50,11 +50,11 @@ def test_the_reason_to_finish_is_the_most_specific_one(token_id, max_new_tokens,
 def test_end_tokens_are_banned_and_do_not_end_it_before_the_minimum_is_reached():
     sequence = make_sequence(0, [5], 9, min_new_tokens=2, eos_token_ids=(0,), stop_token_ids=(1,))
 
-    assert sequence.banned_token_ids == {0, 1}
+    assert banned_ids(sequence) == (0, 1)
     assert sequence.append(0) is None
-    assert sequence.banned_token_ids == {0, 1}
+    assert banned_ids(sequence) == (0, 1)
     assert sequence.append(1) is None
-    assert sequence.banned_token_ids == frozenset()
+    assert banned_ids(sequence) == ()
     assert sequence.append(1) is FinishReason.STOP
 
 
@@ -74,10 +74,22 @@ def test_the_length_ends_it_even_below_the_minimum():
         ({"temperature": 0.0, "repetition_penalty": 1.1}, False),
         ({"temperature": 0.0, "presence_penalty": 0.1}, False),
         ({"temperature": 0.0, "frequency_penalty": 0.1}, False),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, False),
+        ({"temperature": 0.0, "bad_words": ((3,),)}, False),
         ({"temperature": 0.0, "logprobs": True}, True),
         ({"temperature": 0.0, "top_logprobs": 2}, False),
         ({"temperature": 0.0, "min_new_tokens": 1}, False),
     ],
 )
-def test_only_what_asks_for_no_more_takes_the_most_likely_tokens_as_they_are(sampling, expected):
-    assert make_sequence(0, 3, **sampling).takes_most_likely is expected
+def test_only_the_argmax_of_unmodified_logits_needs_no_sampler(sampling, expected):
+    assert make_sequence(0, 3, **sampling).is_argmax is expected
+
+
+def test_a_greedy_sequence_needs_a_sampler_up_to_its_minimum_of_tokens():
+    sequence = make_sequence(0, 3, temperature=0.0, min_new_tokens=2, eos_token_ids=(1,))
+    needed = []
+    for _ in range(3):
+        needed.append(not sequence.is_argmax)
+        sequence.num_tokens_in_flight += 1
+
+    assert needed == [True, True, False]

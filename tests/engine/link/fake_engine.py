@@ -1,9 +1,8 @@
-"""An engine process with the real loop, scheduler and channel, and a model that is plain arithmetic.
+"""An engine process with the real loop, scheduler and channel, and an arithmetic model.
 
-It starts in a fraction of a second, so that what the front end does with engine processes can be
-tested closely. `EngineConfig.model_path`, or an argument, chooses its behaviour: "ok", "fail"
-(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops answering at
-the first step), "slow" (50 ms a step), "garbage" (cannot be read).
+It starts in a fraction of a second. `EngineConfig.model_path`, or an argument, selects its behaviour: "ok", "fail"
+(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops at the first step), "slow"
+(50 ms per step), "garbage" (sends a message that cannot be decoded).
 """
 
 import gc
@@ -19,16 +18,11 @@ import msgspec
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.messages import EngineInfo, EngineReady, StartupFailed, StartupPhase
 from server.engine.core.scheduler import Scheduler
 from server.engine.link.process import Channel
-from server.engine.link.protocol import (
-    EngineInfo,
-    EngineLaunch,
-    EngineReady,
-    StartupFailed,
-    StartupPhase,
-)
-from server.engine.link.standard_input import end_with_parent
+from server.engine.link.process_setup import exit_with_parent, read_config
+from server.engine.link.protocol import EngineLaunch
 from tests.plans import PLAN
 
 VOCAB_SIZE = 1000
@@ -48,7 +42,7 @@ def next_token(token_ids):
 
 
 class ArithmeticRunner:
-    """Draws `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
+    """Samples `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
 
     def __init__(self, behaviour="ok"):
         self.behaviour = behaviour
@@ -66,7 +60,7 @@ class ArithmeticRunner:
             raise RuntimeError("token 666")
         if any(667 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
             raise RuntimeError("fatal")
-        sampled = [Sampled(next_token(s.sequence.token_ids)) for s in scheduled if s.samples]
+        sampled = [[Sampled(next_token(s.sequence.token_ids))] * s.num_logits for s in scheduled]
         result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
         return SimpleNamespace(feeds_next=False, result=lambda: result)
 
@@ -113,12 +107,12 @@ def make_engine(config, channel, num_blocks=256):
 
 
 def main():
-    launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
-    config, folder = launch.config, launch.directory
+    launch = read_config(EngineLaunch)
+    config = launch.config
     if behaviour := sys.argv[1:]:
         config = msgspec.structs.replace(config, model_path=behaviour[0])
-    channel = Channel(folder)
-    threading.Thread(target=end_with_parent, args=(folder,), daemon=True).start()
+    channel = Channel(launch.address)
+    threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
     channel.send(StartupPhase("pretending to load"))
     if config.model_path == "fail":
         channel.send(StartupFailed("shard 2 is truncated"))
@@ -126,7 +120,7 @@ def main():
     if config.model_path == "sleep":
         time.sleep(3600)
     if config.model_path == "garbage":
-        channel._steps.send(b"\xc1")
+        channel.connection.send(b"\xc1")
     if config.model_path == "crash":
         os._exit(7)
     engine = make_engine(config, channel)

@@ -5,11 +5,11 @@ import pytest
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.dummy_steps import (
     crowds,
-    draws,
     few_rows,
     first_steps,
     largest_step,
-    undrawn_token,
+    sampling_ways,
+    unsampled_token,
 )
 
 S = 16
@@ -54,10 +54,10 @@ def test_a_prompt_and_a_token_reach_the_given_length(length, tokens):
 
 @pytest.mark.parametrize("length", [2, 65, 256])
 def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
-    output = undrawn_token(length, S)
+    output = unsampled_token(length, S)
 
     assert_sound(output, limits(), length)
-    assert [(s.start, s.num_tokens, s.samples) for s in output.decode] == [(length - 1, 1, False)]
+    assert [(s.start, s.num_tokens, s.num_logits) for s in output.decode] == [(length - 1, 1, 0)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_steps_of_few_tokens_are_decoded_or_else_one_prompt(
 
 
 def test_a_token_is_drawn_with_filters_and_without_from_logits_as_they_are_and_changed():
-    outputs = list(draws(S))
+    outputs = list(sampling_ways(S))
 
     for output in outputs:
         assert_sound(output, limits(seqs=1, tokens=1), 2)
@@ -120,7 +120,7 @@ def test_the_largest_step_has_all_sequences_and_all_tokens_that_they_can_have(se
     assert_sound(output, config, length)
     assert len(members(output)) == seqs
     assert output.num_tokens == min(tokens, seqs * length)
-    assert all(s.samples and s.sequence.sampling.top_k == 4096 for s in members(output))
+    assert all(s.num_logits and s.sequence.sampling.top_k == 4096 for s in members(output))
     assert all(s.num_tokens == 1 for s in output.decode)
     assert all(s.num_tokens > 1 for s in output.prefill)
     # PyTorch's rows copy the keys of every sequence that decodes.

@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import AbortRequests, EngineConfig
+from benchmarks.local_engine import LocalEngine
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import AbortRequests, EngineConfig
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.runner.startup import StartupError
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
@@ -176,7 +177,7 @@ def test_logprobs_of_the_prompt_are_those_of_one_forward_pass(checkpoint):
 
     assert len(results[0]) == len(prompt) - 1
     assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-4)
-    model = engine.engine._runner._model
+    model = engine.engine._runner.model
     with torch.inference_mode():
         hidden = model(torch.tensor([prompt]), torch.arange(len(prompt)), None, None)
         logprobs = torch.log_softmax(model.logits(hidden)[0].float(), -1)
@@ -231,7 +232,7 @@ def test_a_float8_cache_serves_the_same_requests_in_about_a_third_of_the_memory(
     assert info.kv_cache_dtype == info.plan.kv_dtype == "float8_e4m3fn"
     assert exact.engine.info.kv_cache_dtype == exact.engine.info.plan.kv_dtype == "float32"
     # 16 bytes and a scale of 4 for 16 numbers of 4 bytes.
-    caches = (e.engine._runner._kv_cache.bytes_per_token for e in (engine, exact))
+    caches = (e.engine._runner.kv_cache.bytes_per_token for e in (engine, exact))
     assert next(caches) * 64 == next(caches) * 20
     assert_all_free(engine)
 
@@ -254,5 +255,5 @@ def test_a_cache_dtype_that_is_none_is_refused(checkpoint):
 
 
 def test_weights_in_float8_are_refused_on_a_cpu(checkpoint):
-    with pytest.raises(StartupError, match=r"quantization fp8: .* a CPU has no kernels of ours"):
+    with pytest.raises(StartupError, match=r"quantization fp8: .* has none: needs a GPU"):
         make_engine(checkpoint, quantization="fp8")

@@ -5,13 +5,14 @@ import random
 
 import pytest
 
-import kernels
 import model.network.attention
 import server.engine.runner.model_runner
+from benchmarks.local_engine import LocalEngine
 from kernels.arch import CATALOGUE
+from kernels.attention import functional
 from server.engine.core.limits import SchedulerConfig
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
+from server.engine.runner import warm_up
 from server.engine.runner.dummy_steps import crowds
 from tests.engine.runner.test_engine_model import greedy, random_prompt, tokens
 from tests.kernels.triton_interpreter import interpreted, is_loaded
@@ -29,8 +30,9 @@ def as_on_a_gpu(monkeypatch):
     from kernels.attention.portable.write_kv import write_kv
 
     gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # a decode has as many splits
-    monkeypatch.setattr(kernels, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
+    monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(model.network.attention, "write_kv", write_kv)
 
 
@@ -74,10 +76,10 @@ def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(
     assert [tokens(events) for events in engine.generate(asked)] == expected
 
     runner = engine.engine._runner
-    assert runner._distinct_lengths(128)[-1] == 128
+    assert warm_up._distinct_lengths(runner, 128)[-1] == 128
     for output in crowds(128, LIMITS, 16):
-        runner._plan(output)
-    runner.compute_largest_step(LIMITS)
+        warm_up._plan(runner, output)
+    warm_up.compute_largest_step(runner, LIMITS)
 
 
 def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
@@ -108,4 +110,4 @@ def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
 
     # Twice, once for each layer, for the one length at which a decode's tiles change.
     assert prefixes == [64, 64]
-    assert engine.engine._runner._sharing_pays is not None
+    assert engine.engine._runner.sharing_pays is not None

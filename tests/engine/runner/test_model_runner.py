@@ -1,8 +1,6 @@
-"""The runner before the first request and after a failed step; its batches, laid out as for a GPU."""
+"""The runner before the first request and after a failed step."""
 
 import contextlib
-import itertools
-import random
 
 import pytest
 import torch
@@ -11,12 +9,11 @@ from kernels.gpu.compile_ahead import NotCompiledError
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
-from model.device.transfer import pack, unpack
 from server.engine.core.limits import SchedulerConfig
-from server.engine.runner import step_input as batch
 from server.engine.runner.dummy_steps import crowds, first_steps, largest_step
 from server.engine.runner.model_runner import ModelRunner
-from tests.engine.runner.test_engine_model import greedy, make_engine, random_prompt, tokens
+from server.engine.runner.warm_up import compute_largest_step, warm_up
+from tests.engine.runner.test_engine_model import greedy, make_engine
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)
@@ -53,27 +50,20 @@ def make_runner(model, num_blocks=1):
 
 @pytest.mark.parametrize("budget", [1, 3, 64])
 @pytest.mark.parametrize("scored", [False, True], ids=["plain", "scored"])
-def test_only_a_step_that_draws_one_token_is_one_launch(checkpoint, budget, scored, monkeypatch):
+def test_only_a_step_that_samples_one_token_is_one_launch(checkpoint, budget, scored, monkeypatch):
     requests = [greedy(0, [5, 6, 7, 8], 6, prompt_logprobs=scored)]
     changes = {"max_num_seqs": 1, "max_num_batched_tokens": budget}
     expected = make_engine(checkpoint, **changes).generate(requests)
     engine = make_engine(checkpoint, **changes)
-    runner, model, launches = engine.engine._runner, engine.engine._runner._model, []
-    prepare, last = runner._prepare, {}
+    model, launches = engine.engine._runner.model, []
 
-    def prepared(output, sharing_pays):
-        last["batch"], last["metadata"] = prepare(output, sharing_pays)
-        return last["batch"], last["metadata"]
+    def launch_once(kernel, step, sampled, out):
+        launches.append(kernel)
+        hidden = model.hidden_states(step, engine.engine._runner.kv_cache, sampled)
+        return model.score(step, hidden, sampled, out)
 
-    def compute_one(one_sequence, batch):
-        launches.append(one_sequence)
-        cache = runner._kv_cache
-        hidden = model(batch.input_ids, batch.positions, cache, last["metadata"])
-        return model.logits(hidden)
-
-    monkeypatch.setattr(runner, "_prepare", prepared)
-    monkeypatch.setattr(runner, "_compute_one", compute_one)
-    monkeypatch.setattr(runner, "_one_sequence", object())
+    monkeypatch.setattr(model, "_step_kernel", lambda _cache: "kernel")
+    monkeypatch.setattr(model, "_launch_once", launch_once)
 
     assert engine.generate(requests) == expected
     assert len(launches) == (6 if budget < 4 and not scored else 5)
@@ -82,7 +72,7 @@ def test_only_a_step_that_draws_one_token_is_one_launch(checkpoint, budget, scor
 # --- before the first request -----------------------------------------------------------------------------------
 
 
-def test_every_invented_step_can_be_computed_with_a_cache_of_one_block(model):
+def test_every_dummy_step_can_be_computed_with_a_cache_of_one_block(model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
     outputs = [
@@ -94,7 +84,7 @@ def test_every_invented_step_can_be_computed_with_a_cache_of_one_block(model):
     for output in outputs:
         result = runner.execute(output)
         runner.forget(-1)
-        assert all(token.error is None for token in result.sampled)
+        assert all(token.error is None for tokens in result.sampled for token in tokens)
         assert len(result.sampled) == len(output.decode) + len(output.prefill)
 
 
@@ -102,9 +92,9 @@ def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
 
-    runner.compute_largest_step(LIMITS)
+    compute_largest_step(runner, LIMITS)
 
-    assert runner._rows == {}
+    assert runner._histories == {}
 
 
 class PretendedWarmUp:
@@ -113,13 +103,13 @@ class PretendedWarmUp:
     def __init__(self, monkeypatch, model, cached):
         self.seen = []
         self.runner = make_runner(model)
-        self.runner._device = torch.device("cuda")
+        self.runner.device = torch.device("cuda")
         self.cached, self.compiling = cached, False
-        module = "server.engine.runner.model_runner."
+        module = "server.engine.runner.warm_up."
         monkeypatch.setattr(module + "compile_ahead", self.compile_ahead)
-        monkeypatch.setattr(self.runner, "_compute_first_steps", self.compute)
+        monkeypatch.setattr(module + "_compute_first_steps", self.compute)
         monkeypatch.setattr(
-            self.runner, "compute_largest_step", lambda _limits: self.seen.append("largest step")
+            module + "compute_largest_step", lambda *_: self.seen.append("largest step")
         )
 
     @contextlib.contextmanager
@@ -128,7 +118,7 @@ class PretendedWarmUp:
         yield
         self.cached, self.compiling = True, False
 
-    def compute(self, limits, say):
+    def compute(self, _runner, _limits, _say):
         self.seen.append("compiled" if self.compiling else "computed")
         if not (self.compiling or self.cached):
             raise NotCompiledError
@@ -137,7 +127,7 @@ class PretendedWarmUp:
 def test_kernels_that_are_all_compiled_are_launched_at_once(monkeypatch, model):
     start = PretendedWarmUp(monkeypatch, model, cached=True)
 
-    start.runner.warm_up(LIMITS, lambda _: None)
+    warm_up(start.runner, LIMITS, lambda _: None)
 
     assert start.seen == ["computed", "largest step"]
 
@@ -145,25 +135,24 @@ def test_kernels_that_are_all_compiled_are_launched_at_once(monkeypatch, model):
 def test_kernels_are_compiled_ahead_where_one_is_not(monkeypatch, model):
     start, said = PretendedWarmUp(monkeypatch, model, cached=False), []
 
-    start.runner.warm_up(LIMITS, said.append)
+    warm_up(start.runner, LIMITS, said.append)
 
     assert start.seen == ["computed", "compiled", "computed", "largest step"]
     assert said == ["compiling kernels"]
 
 
-def test_an_invented_step_that_is_broken_off_leaves_nothing_behind(monkeypatch, model):
-    model.reserve_positions(64)
+def test_a_dummy_step_that_is_broken_off_leaves_nothing_behind(monkeypatch, model):
+    model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
-    (step,) = itertools.islice(first_steps(60, LIMITS, 8), 1)
 
     def broken_off(logits, rows):
         raise NotCompiledError
 
     monkeypatch.setattr(runner._sampler, "begin", broken_off)
     with pytest.raises(NotCompiledError):
-        runner._compute_invented(step)
+        warm_up(runner, LIMITS, lambda _: None)
 
-    assert runner._rows == {}
+    assert runner._histories == {}
 
 
 def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache(model):
@@ -195,7 +184,7 @@ def test_a_failed_step_on_a_cpu_ends_no_engine(model):
 )
 def test_a_gpu_is_asked_whether_its_context_still_works(monkeypatch, model, error):
     runner = make_runner(model)
-    runner._device = torch.device("cuda")
+    runner.device = torch.device("cuda")
     monkeypatch.setattr("server.engine.runner.model_runner.release_cached", lambda _device: None)
 
     def broken(_device):
@@ -232,21 +221,3 @@ def test_what_a_step_held_when_memory_ran_out_is_let_go(monkeypatch, model):
         make_runner(model).recover(error)
 
     assert released == ["freed", "released"]
-
-
-# --- the batch --------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_in_one_buffer_gives_the_tokens_of_separate_tensors(monkeypatch, checkpoint):
-    rng = random.Random(1)
-    requests = [greedy(i, random_prompt(rng, 1, 60), 20) for i in range(8)]
-    expected = [tokens(events) for events in make_engine(checkpoint).generate(requests)]
-
-    def through_one_buffer(arrays, _device):
-        buffer = torch.full((1 << 20,), 255, dtype=torch.uint8)
-        pack(arrays, buffer)
-        return unpack(arrays, buffer)
-
-    monkeypatch.setattr(batch, "upload", through_one_buffer)
-
-    assert [tokens(e) for e in make_engine(checkpoint).generate(requests)] == expected

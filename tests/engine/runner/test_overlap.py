@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.protocol import AbortRequests
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import AbortRequests
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.runner.model_runner import ModelRunner
-from tests.engine.runner.test_decode_graphs import Again
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     greedy,
@@ -17,6 +17,7 @@ from tests.engine.runner.test_engine_model import (
     random_prompt,
     tokens,
 )
+from tests.engine.runner.test_recordings import Again
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 DRAWN = {"temperature": 1.2, "seed": 7}
@@ -28,6 +29,9 @@ SAMPLINGS = [
     DRAWN | {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
     {"temperature": 0.0, "presence_penalty": 0.9},
     {"temperature": 0.0, "prompt_logprobs": True},
+    {"temperature": 0.0, "logit_bias": {3: 4.0, 5: -100.0}},
+    {"temperature": 0.0, "bad_words": tuple((i,) for i in range(0, VOCAB_SIZE, 2))},
+    DRAWN | {"bad_words": tuple((i, j) for i in range(1, 64) for j in range(0, VOCAB_SIZE, 5))},
     {"temperature": 0.0, "min_new_tokens": 12, "eos_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
     {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
 ]

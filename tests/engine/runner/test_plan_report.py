@@ -1,31 +1,21 @@
-"""The plan on its way from the kernels to the front end."""
+"""The attention plan as the engine reports it."""
 
 import dataclasses
-import typing
+import logging
 
 import msgspec
 import pytest
 import torch
 
 from kernels.arch import CATALOGUE, detect
-from kernels.explain import plan as explain
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
-from server.engine.link import plan_report
-from server.engine.link.plan_report import PlanReport
+from server.engine.core.plan_report import PlanReport
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.model_runner import ModelRunner
 from tests.plans import PLAN
-
-RECORDS = {
-    explain.RefusedRow: plan_report.RefusedRow,
-    explain.LaunchPlan: plan_report.LaunchPlan,
-    explain.StepPlan: plan_report.StepPlan,
-    explain.PhasePlan: plan_report.PhasePlan,
-    explain.Explanation: plan_report.PlanReport,
-}
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +23,51 @@ def config():
     return ModelConfig.from_folder(resolve("bundled"))
 
 
-@pytest.mark.parametrize("ours", RECORDS, ids=lambda record: record.__name__)
-def test_the_wire_has_every_field_of_the_explanation_in_its_order(ours):
-    names = [field.name for field in dataclasses.fields(ours)]
-
-    assert list(RECORDS[ours].__struct_fields__) == names
-    assert list(typing.get_type_hints(RECORDS[ours])) == names
+def planned(config, arch, dtype=torch.bfloat16):
+    return explain_model(DecoderLM(config, dtype, "meta"), 16, CATALOGUE[arch])
 
 
-@pytest.mark.parametrize("arch", CATALOGUE.values(), ids=lambda arch: arch.key)
-def test_a_plan_survives_the_way_to_the_front_end(config, arch):
-    plan = explain_model(DecoderLM(config, torch.bfloat16, "meta"), 16, arch)
+@pytest.mark.parametrize("arch", CATALOGUE)
+def test_every_known_processor_has_a_plan_with_reasons_that_the_front_end_can_read(config, arch):
+    plan = planned(config, arch)
 
-    report = msgspec.convert(plan, PlanReport, from_attributes=True)
-    received = msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=PlanReport)
+    assert [phase.phase for phase in plan.phases] == ["prefill", "decode"]
+    for phase in plan.phases:
+        assert phase.kernel in phase.why
+        assert all(row.reasons for row in phase.refused)
+        assert all(launch.provenance for launch in phase.launches)
+        assert bool(phase.launches) == (phase.flash_attention is not None)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=PlanReport) == plan
 
-    assert received == report
-    assert msgspec.json.encode(plan) == msgspec.json.encode(received)
+
+@pytest.mark.parametrize(
+    ("arch", "kernels", "generations", "tested"),
+    [
+        ("cpu", ["torch_prefill", "torch_decode"], [None, None], True),
+        ("t4", ["torch_prefill", "torch_decode"], [None, None], False),
+        ("a100", ["portable_prefill", "portable_decode"], [2, 2], False),
+        ("h100", ["portable_prefill", "hopper_decode"], [2, 3], True),
+        ("h200", ["portable_prefill", "hopper_decode"], [2, 3], True),
+        ("b200", ["portable_prefill", "portable_decode"], [2, 2], False),
+    ],
+)
+def test_a_phase_names_its_flash_attention_generation_and_whether_such_a_gpu_ever_ran_it(
+    config, arch, kernels, generations, tested
+):
+    phases = planned(config, arch).phases
+
+    assert [phase.kernel for phase in phases] == kernels
+    assert [phase.flash_attention for phase in phases] == generations
+    assert {phase.tested for phase in phases} == {tested}
+
+
+def test_launches_come_in_the_order_in_which_a_step_takes_them(config):
+    wide = dataclasses.replace(config, head_dim=128)
+    launches = planned(wide, "h100").phases[1].launches
+
+    steps = [(launch.min_num_seqs, launch.max_seqlen_k) for launch in launches]
+    assert steps == [(132, None), (66, None), (0, 2048), (0, None)]
+    assert all(launch.measured for launch in launches)
 
 
 def test_a_runner_describes_the_plan_of_its_own_device_and_cache(config):
@@ -61,7 +79,6 @@ def test_a_runner_describes_the_plan_of_its_own_device_and_cache(config):
     assert (report.arch, report.dtype, report.block_size) == ("cpu", "float32", 32)
     assert report.arch_name == detect("cpu").name
     assert [phase.kernel for phase in report.phases] == ["torch_prefill", "torch_decode"]
-    assert max(step.context for phase in report.phases for step in phase.steps) == 2048
 
 
 def test_a_model_with_two_kinds_of_layer_has_a_plan_for_each(config):
@@ -71,15 +88,29 @@ def test_a_model_with_two_kinds_of_layer_has_a_plan_for_each(config):
         layer_types=("full_attention", "sliding_attention") * (config.num_layers // 2),
     )
 
-    plan = explain_model(DecoderLM(mixed, torch.bfloat16, "meta"), 16, CATALOGUE["h100"])
+    plan = planned(mixed, "h100")
 
     assert [(phase.phase, phase.sliding_window) for phase in plan.phases] == [
         ("prefill", None), ("decode", None), ("prefill", 100), ("decode", 100),
     ]  # fmt: skip
 
 
+def test_planning_logs_nothing(config, caplog):
+    caplog.set_level(logging.DEBUG)
+
+    planned(config, "t4", torch.float16)
+
+    assert not caplog.records
+
+
 def test_one_line_of_the_log_names_the_kernels():
     assert str(PLAN) == (
         "attention on NVIDIA H100: prefill by torch_prefill, decode by portable_decode, "
         "decode by portable_decode (window 4096)"
+    )
+
+
+def test_the_line_of_the_log_says_that_no_such_gpu_ever_ran_the_kernels(config):
+    assert str(planned(config, "a100")).endswith(
+        "; never run here: no GPU of this architecture (sm_80) has ever run it"
     )

@@ -1,90 +1,207 @@
-"""Which recordings are made, when, and which one a step takes."""
+"""Recorded steps: the tokens of steps without recordings, whatever comes, goes and is preempted."""
+
+import logging
+import math
+import random
 
 import pytest
 
-from server.engine.runner.recordings import Recordings
+from benchmarks.local_engine import LocalEngine
+from server.engine.core.messages import Shutdown
+from server.engine.runner.buckets import row_counts, token_counts
+from tests.engine.runner.test_engine_model import (
+    assert_all_free,
+    greedy,
+    make_engine,
+    random_prompt,
+    tokens,
+)
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
-class Kind:
-    def __init__(self, key, made):
-        self.key, self.replay, self._made = key, None, made
+class Again:
+    """Records on a CPU: computes again on the same memory, and poisons what the last replay left."""
 
-    def record(self):
-        if self.key < 0:
-            raise RuntimeError("out of memory")
-        self._made.append(self.key)
-        return object()
+    def __init__(self):
+        self.runs = 0
 
+    def record(self, compute):
+        results = compute()
 
-@pytest.fixture
-def made():
-    return []
+        def run():
+            self.runs += 1
+            for result in results:
+                result.fill_(float("nan") if result.is_floating_point() else -7)
+            compute()
 
-
-def recordings(made, first=()):
-    return Recordings(lambda key: Kind(key, made), first)
+        return run
 
 
-def test_they_are_made_in_the_order_given_and_one_that_was_missed_before_the_others(made):
-    kinds = recordings(made, [1, 2, 3])
-    assert kinds.record_next()
+class Broken:
+    def record(self, compute):
+        raise RuntimeError("operation not permitted when stream is capturing")
 
-    assert kinds.find([3]) is None
-    while kinds.record_next():
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def recording_engine(checkpoint, recorder, *, ahead=100, **changes) -> LocalEngine:
+    engine = make_engine(checkpoint, max_num_seqs=20, **changes)
+    runner = engine.engine._runner
+    runner.record_steps(engine.engine._scheduler.config, recorder)
+    for _ in range(ahead):
+        runner.use_idle_time()
+    return engine
+
+
+def answers(engine, prompts, **sampling):
+    requests = [greedy(i, prompt, 30 + i, **sampling) for i, prompt in enumerate(prompts)]
+    return [tokens(events) for events in engine.generate(requests)]
+
+
+def test_tokens_are_those_of_steps_without_recordings(checkpoint):
+    rng = random.Random(1)
+    prompts = [random_prompt(rng, 1, 60) for _ in range(19)]
+    recorder = Again()
+    expected = answers(make_engine(checkpoint, max_num_seqs=20), prompts)
+
+    engine = recording_engine(checkpoint, recorder)
+
+    assert answers(engine, prompts) == expected
+    assert recorder.runs > 20
+    assert_all_free(engine)
+
+
+def test_log_probabilities_of_the_most_likely_tokens_need_no_sampler(checkpoint, monkeypatch):
+    prompts = [[5, 6, 7, 8], [9], [10, 11]]
+
+    def found(engine):
+        requests = [greedy(i, prompt, 20, logprobs=i != 1) for i, prompt in enumerate(prompts)]
+        return [
+            [(event.token_id, event.logprob) for event in events]
+            for events in engine.generate(requests)
+        ]
+
+    expected = found(make_engine(checkpoint))
+    engine = recording_engine(checkpoint, Again())
+    # Drawing row by row would be right too, and slower.
+    monkeypatch.setattr(engine.engine._runner, "_sampler", None)
+
+    assert found(engine) == expected
+    assert [all(p is None for _, p in events) for events in expected] == [False, True, False]
+
+
+def test_preempted_sequences_find_their_new_blocks_in_the_recording(checkpoint):
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, 20, 40) for _ in range(8)]
+    expected = answers(make_engine(checkpoint, max_num_seqs=20), prompts)
+    recorder = Again()
+
+    engine = recording_engine(checkpoint, recorder, kv_cache_tokens=272)
+
+    assert answers(engine, prompts) == expected
+    assert engine.engine.stats().num_preemptions > 0
+    assert recorder.runs > 20
+
+
+def test_a_step_that_was_never_recorded_is_after_some_time(checkpoint):
+    recorder = Again()
+    engine = recording_engine(checkpoint, recorder, ahead=0)
+    expected = answers(make_engine(checkpoint), [[1, 2, 3]])
+
+    assert answers(engine, [[1, 2, 3]]) == expected
+    assert 20 < recorder.runs < 29
+    before = recorder.runs
+    assert answers(engine, [[1, 2, 3]]) == expected
+    assert recorder.runs - before == 29
+
+
+def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, monkeypatch):
+    engine = recording_engine(checkpoint, Again(), ahead=0)
+    asked = []
+
+    def receive(*, wait):
+        asked.append(wait)
+        return [Shutdown()] if math.isinf(wait) else []
+
+    monkeypatch.setattr(engine.channel, "receive", receive)
+    engine.engine.run()
+
+    made = engine.engine._runner.recorded.recorded
+    decode = [bucket for bucket in made if not bucket.prompt_seqs]
+    prefill = [bucket for bucket in made if bucket.prompt_seqs]
+    assert [bucket.rows for bucket in decode] == row_counts(20)
+    alone = [bucket.prompt_tokens for bucket in prefill if bucket.prompt_seqs == 1]
+    assert alone == token_counts(256)
+    assert {bucket.prompt_seqs for bucket in prefill if not bucket.rows} == {1, 8}
+    assert {bucket.rows for bucket in prefill} == {0, 16, 20}
+    idle, *between, last = asked
+    assert 0 < idle < 1
+    assert between == [0] * (len(made) + 1)
+    assert last == math.inf
+
+
+def test_nothing_is_recorded_while_requests_follow_each_other_closely(checkpoint, monkeypatch):
+    engine = recording_engine(checkpoint, Again(), ahead=0)
+    messages = [greedy(1, [1, 2, 3], 2), greedy(2, [4], 2), Shutdown()]
+
+    def receive(*, wait):
+        return [messages.pop(0)] if wait else []
+
+    monkeypatch.setattr(engine.channel, "receive", receive)
+    engine.engine.run()
+
+    assert not messages
+    assert sum(bool(reason) for s in engine.channel.steps for reason in s.finish_reasons) == 2
+    made = engine.engine._runner.recorded.recorded
+    assert not [bucket for bucket in made if bucket.prompt_seqs]
+
+
+def test_log_probabilities_of_a_prompt_are_computed_without_a_recording(checkpoint):
+    prompts = [[5, 6, 7, 8], [9]]
+    plain = make_engine(checkpoint)
+    engine = recording_engine(checkpoint, Again())
+    expected = answers(plain, prompts, prompt_logprobs=True)
+
+    assert answers(engine, prompts, prompt_logprobs=True) == expected
+
+
+def test_what_cannot_be_recorded_is_launched_and_said_once(checkpoint, caplog):
+    with caplog.at_level(logging.WARNING, "tessera.engine"):
+        engine = recording_engine(checkpoint, Broken())
+        found = answers(engine, [[1, 2, 3], [4, 5]])
+
+    assert found == answers(make_engine(checkpoint), [[1, 2, 3], [4, 5]])
+    reason = "failed: operation not permitted when stream is capturing"
+    assert [r.getMessage() for r in caplog.records if "recorded" in r.getMessage()] == [
+        "no more steps are recorded: Bucket(rows=1, prompt_tokens=0, prompt_seqs=0, columns=32, "
+        f"num_logits=1, shared_blocks=0) {reason}",
+    ]
+
+
+@pytest.mark.parametrize("budget", [20, 64])
+def test_chunks_prefix_hits_and_crowds_of_prompts_give_the_tokens_of_steps_without_recordings(
+    checkpoint, budget
+):
+    rng = random.Random(3)
+    common = random_prompt(rng, 40, 40)
+    prompts = [common + random_prompt(rng, 1, 40) for _ in range(12)] + [common[:9]]
+    limits = {"max_num_batched_tokens": budget}
+    expected = answers(make_engine(checkpoint, max_num_seqs=20, **limits), prompts)
+    recorder = Again()
+    engine = recording_engine(checkpoint, recorder, **limits)
+    while engine.engine._runner.use_idle_time():
         pass
 
-    assert made == [1, 3, 2]
-    assert kinds.find([3]).key == 3
-    assert not kinds.record_next()
+    for _ in range(3):  # what was missed is recorded in between
+        assert answers(engine, prompts) == expected
+        while engine.engine._runner.use_idle_time():
+            pass
+    before = recorder.runs
+    assert answers(engine, prompts) == expected
 
-
-def test_the_third_step_that_is_launched_without_any_makes_its_own(made):
-    kinds = recordings(made, [1])
-
-    assert [kinds.find([5]) for _ in range(3)] == [None] * 3
-
-    assert made == [5]
-    assert kinds.find([5]).key == 5
-
-
-def test_a_step_takes_a_larger_one_until_its_own_is_made(made):
-    kinds = recordings(made, [8])
-    kinds.record_next()
-
-    found = [kinds.find(iter([5, 6, 8, 9])).key for _ in range(64)]
-
-    assert found == [8] * 64
-    assert made == [8, 5]
-    assert kinds.find([5, 6, 8, 9]).key == 5
-
-
-def test_steps_that_never_wait_have_theirs_made_next_in_idle_time(made):
-    kinds = recordings(made, [1, 2])
-
-    assert [kinds.find([5, 8], waits=False) for _ in range(100)] == [None] * 100
-    assert made == []
-    kinds.record_next()
-
-    assert made == [5]
-
-
-def test_what_a_larger_one_serves_is_made_next_in_idle_time(made):
-    kinds = recordings(made, [8, 1, 2])
-    kinds.record_next()
-
-    kinds.find([5, 8])
-    kinds.record_next()
-
-    assert made == [8, 5]
-
-
-def test_after_one_that_cannot_be_made_no_more_are_tried_and_those_there_are_stay(made):
-    kinds = recordings(made, [1, -1, 2])
-
-    while kinds.record_next():
-        pass
-
-    assert made == [1]
-    assert [kinds.find([4]) for _ in range(5)] == [None] * 5
-    assert kinds.find([4, 1]).key == 1
-    assert list(kinds.recorded) == [1]
+    assert engine.engine.stats().prefix_cache_hit_tokens > 0
+    assert recorder.runs - before > 30
+    assert_all_free(engine)

@@ -5,15 +5,14 @@ import contextlib
 import pytest
 import torch
 
+from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from server.engine.core.limits import SchedulerConfig
-from server.engine.link.local import LocalEngine
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
 from server.engine.runner import kv_memory as memory
 from server.engine.runner import runner_start
 from server.engine.runner.kv_memory import NotEnoughMemoryError
-from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.startup import StartupError
 from server.engine.runner.startup_progress import Phases
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -65,7 +64,7 @@ class PretendedGPU:
         monkeypatch.setattr(memory, "free_bytes", lambda _device: self.free)
         monkeypatch.setattr(memory, "release_cached", lambda _device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
-        monkeypatch.setattr(ModelRunner, "warm_up", lambda *_: self.seen.append("warm up"))
+        monkeypatch.setattr(runner_start, "warm_up", lambda *_: self.seen.append("warm up"))
         monkeypatch.setitem(memory._SHARE, "cpu", memory._SHARE["cuda"])
         self.failures = 0
 
@@ -75,7 +74,7 @@ class PretendedGPU:
                 self.failures -= 1
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-        monkeypatch.setattr(ModelRunner, "compute_largest_step", compute_largest_step)
+        monkeypatch.setattr(runner_start, "compute_largest_step", compute_largest_step)
 
     @contextlib.contextmanager
     def peak_memory(self, _device):
@@ -133,7 +132,7 @@ def test_an_error_of_the_kernels_compiler_ends_the_start_with_what_to_install(
     def fail(*_):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(ModelRunner, "warm_up", fail)
+    monkeypatch.setattr(runner_start, "warm_up", fail)
 
     with pytest.raises(StartupError, match=r"warming up failed.*apt-get install gcc"):
         LocalEngine(config_for(checkpoint, kv_cache_tokens=64))

@@ -1,33 +1,33 @@
 """What sequences of a step have in common is found from their block tables, and changes no token."""
 
 import random
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import server.engine.runner.model_runner
 from kernels.arch import CATALOGUE
 from server.engine.runner.dummy_steps import sharing
-from server.engine.runner.sampled_tokens import DrawnTokens
-from server.engine.runner.shared_prefix import shared_blocks, shared_tokens
-from server.engine.runner.step_input import build_batch
+from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.shared_prefix import common_blocks, shared_blocks
+from server.engine.runner.step_input import exact_bucket
 from tests.engine.runner.test_dummy_steps import S, assert_sound, limits
 from tests.engine.runner.test_engine_model import assert_all_free, greedy, make_engine, tokens
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
-
-CPU = torch.device("cpu")
 
 
 def always(_num_seqs, _num_tokens):
     return True
 
 
-def table(*rows):
-    width = max(map(len, rows))
-    return np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+def rows(num_computed, *tables):
+    """One-token sequences with these block tables, each behind that many tokens."""
+    return [
+        SimpleNamespace(start=num_computed, sequence=SimpleNamespace(block_table=table))
+        for table in tables
+    ]
 
 
 # --- counting ---------------------------------------------------------------------------------------------------
@@ -39,34 +39,37 @@ def table(*rows):
     st.lists(st.integers(0, 70), max_size=3),
     st.integers(0, 70),
 )
-def test_the_leading_columns_in_which_all_rows_are_equal_are_counted(rows, width, changed, most):
-    most = min(most, width)
-    drawn = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
+def test_the_leading_entries_in_which_all_tables_are_equal_are_counted(rows, width, changed, most):
+    tables = [list(range(width)) for _ in range(rows)]
     for index, column in enumerate(changed):
         if column < width:
-            drawn[(index + 1) % rows, column] += 1000
+            tables[(index + 1) % rows][column] += 1000
     expected = 0
-    while expected < most and len(set(drawn[:, expected].tolist())) == 1:
+    while expected < min(most, width) and len({table[expected] for table in tables}) == 1:
         expected += 1
 
-    assert shared_blocks(drawn, most) == expected
+    assert common_blocks(tables, most) == expected
 
 
 def test_blocks_that_are_equal_again_after_a_difference_are_not_shared():
-    assert shared_blocks(table([1, 2, 3, 4], [1, 9, 3, 4]), 4) == 1
+    assert common_blocks([[1, 2, 3, 4], [1, 9, 3, 4]], 4) == 1
+
+
+def test_the_shortest_table_ends_the_count():
+    assert common_blocks([[1, 2, 3, 4], [1, 2]], 4) == 2
 
 
 @pytest.mark.parametrize(
-    ("num_computed", "expected"), [(0, 0), (31, 0), (32, 32), (63, 32), (64, 64), (80, 64)]
+    ("num_computed", "expected"), [(0, 0), (31, 0), (32, 4), (63, 4), (64, 8), (80, 8)]
 )
-def test_shared_tokens_lie_before_every_query_and_end_at_four_blocks(num_computed, expected):
+def test_shared_blocks_lie_before_every_query_and_come_in_fours(num_computed, expected):
     same = list(range(10))
 
-    assert shared_tokens(table(same, same, same), num_computed, 8, always) == expected
+    assert shared_blocks(rows(num_computed, same, same, same), 8, always) == expected
 
 
 def test_one_sequence_shares_nothing():
-    assert shared_tokens(table([1, 2, 3, 4, 5]), 40, 8, always) == 0
+    assert shared_blocks(rows(40, [1, 2, 3, 4, 5]), 8, always) == 0
 
 
 def test_sharing_is_asked_for_once_with_what_is_shared():
@@ -76,8 +79,8 @@ def test_sharing_is_asked_for_once_with_what_is_shared():
         asked.append((num_seqs, num_tokens))
         return False
 
-    assert shared_tokens(table([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), 40, 8, never) == 0
-    assert shared_tokens(table([1, 2, 3, 4, 5], [1, 2, 3, 9, 5]), 40, 8, never) == 0
+    assert shared_blocks(rows(40, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), 8, never) == 0
+    assert shared_blocks(rows(40, [1, 2, 3, 4, 5], [1, 2, 3, 9, 5]), 8, never) == 0
     assert asked == [(2, 32)]
 
 
@@ -91,16 +94,17 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Makes sharing pay always, and keeps every step with its batch and its block tables."""
+    """Makes sharing pay always, and keeps every step with its input and its block tables."""
     seen = []
+    pack = ModelRunner.pack
 
-    def build(output, block_size, device, drawn, sharing_pays):
+    def packed(self, output, sharing_pays):
         assert sharing_pays is None
-        batch = build_batch(output, block_size, device, drawn, always)
-        seen.append((output, batch, [tuple(s.sequence.block_table) for s in output.decode]))
-        return batch
+        step = pack(self, output, always)
+        seen.append((output, step.input, [tuple(s.sequence.block_table) for s in output.decode]))
+        return step
 
-    monkeypatch.setattr(server.engine.runner.model_runner, "build_batch", build)
+    monkeypatch.setattr(ModelRunner, "pack", packed)
     return seen
 
 
@@ -195,15 +199,16 @@ def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
 
 
 @pytest.mark.parametrize("length", [2, 65, 256])
-def test_the_invented_sequences_share_the_least_that_can_be(length):
+def test_the_dummy_sequences_share_the_least_that_can_be(length):
     (output,) = sharing(length, limits(), S)
 
     assert_sound(output, limits(), 256)
-    batch = build_batch(output, S, CPU, DrawnTokens(1, CPU), always).decode
-    assert batch.shared_prefix == 4 * S
-    assert batch.max_seqlen_k == min(4 * S + length, 256)
+    shared = shared_blocks(output.decode, S, always)
+    assert shared == 4
+    bucket = exact_bucket(output.decode, output.prefill, S, shared)
+    assert bucket.columns == -(-min(4 * S + length, 256) // S)
 
 
-def test_no_shared_step_is_invented_where_none_can_come():
+def test_there_is_no_dummy_step_that_shares_where_none_can_come():
     assert list(sharing(2, limits(model_len=64), S)) == []
     assert list(sharing(2, limits(seqs=1), S)) == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.checkpoint.config import ModelConfig
-from server.engine.link.protocol import EngineConfig
+from server.engine.core.messages import EngineConfig
 from server.engine.runner.startup import _limits
 
 MODEL = ModelConfig(

@@ -1,4 +1,4 @@
-"""Counts that several processes share: rows of one board, read together."""
+"""Counts that several processes share: one row each, read together."""
 
 import os
 import subprocess
@@ -9,51 +9,54 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.process import ProcessesCollector
-from server.http.metrics.shared_counters import Board
+from server.http.metrics.shared_counters import SharedCounters
 
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "board"
+    return tmp_path / "counters"
 
 
-def test_a_private_board_begins_with_zeros():
-    board = Board.private(3)
+def test_private_counters_begin_with_zeros():
+    counters = SharedCounters.private(3)
 
-    board.mine[1] += 2
+    counters.mine[1] += 2
 
-    assert board.totals() == [0, 2, 0]
+    assert counters.totals() == [0, 2, 0]
 
 
 def test_every_process_writes_its_row_and_sees_the_sums(path):
-    boards = [Board.shared(path, 3, 4, mine=row) for row in range(3)]
+    processes = [SharedCounters.shared(path, 3, 4, mine=row) for row in range(3)]
 
-    for row, board in enumerate(boards):
-        board.mine[0] += 1
-        board.mine[3] += row
+    for row, counters in enumerate(processes):
+        counters.mine[0] += 1
+        counters.mine[3] += row
 
-    assert [board.totals() for board in boards] == [[3, 0, 0, 3]] * 3
-    assert boards[0].total(3) == 3
+    assert [counters.totals() for counters in processes] == [[3, 0, 0, 3]] * 3
+    assert processes[0].total(3) == 3
 
 
 def test_a_process_that_is_started_again_goes_on_with_its_row(path):
-    Board.shared(path, 2, 1, mine=1).mine[0] = 5
+    SharedCounters.shared(path, 2, 1, mine=1).mine[0] = 5
 
-    again = Board.shared(path, 2, 1, mine=1)
+    again = SharedCounters.shared(path, 2, 1, mine=1)
     again.mine[0] += 1
 
-    assert Board.shared(path, 2, 1, mine=0).totals() == [6]
+    assert SharedCounters.shared(path, 2, 1, mine=0).totals() == [6]
 
 
 def test_the_histogram_of_several_rows_is_that_of_all_their_values(path):
     bounds = (1.0, 2.0)
-    boards = [Board.shared(path, 2, num_cells(bounds), mine=row) for row in range(2)]
-    for board, values in zip(boards, ((0.5, 1.5), (1.5, 9.0)), strict=True):
-        histogram = Histogram(bounds, board.mine)
+    processes = [SharedCounters.shared(path, 2, num_cells(bounds), mine=row) for row in range(2)]
+    for counters, values in zip(processes, ((0.5, 1.5), (1.5, 9.0)), strict=True):
+        histogram = Histogram(bounds, counters.mine)
         for value in values:
             histogram.observe(value)
 
-    assert cumulative(bounds, boards[0].totals()) == ([("1.0", 1), ("2.0", 3), ("+Inf", 4)], 12.5)
+    assert cumulative(bounds, processes[0].totals()) == (
+        [("1.0", 1), ("2.0", 3), ("+Inf", 4)],
+        12.5,
+    )
 
 
 def test_processes_are_added_up_and_dead_ones_passed_over():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 import kernels
 from kernels.attention import cascade
-from kernels.attention.problem import LaunchConfig, PagedBatch, Phase, TunedLaunch
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import PagedBatch, Phase
 from kernels.errors import ShapeError
 from kernels.testing.problems import UNUSED_BLOCK, Layout, make_case
 from tests.kernels import triton_interpreter
@@ -34,7 +36,7 @@ def _small_tiles(monkeypatch):
     def tuned(*_arguments):
         return (TunedLaunch(LAUNCH, None, "for the test", measured=False),)
 
-    monkeypatch.setattr(cascade, "tuned_launches", tuned)
+    monkeypatch.setattr(cascade, "select", partial(kernels.select, launches=tuned))
     cascade.prefix_selection.cache_clear()
     yield
     cascade.prefix_selection.cache_clear()
@@ -136,7 +138,7 @@ def test_softcap_and_scale_agree_with_the_reference(prefixes, dtype):
 def test_a_prefix_that_ends_inside_a_tile_agrees_with_the_reference(monkeypatch, one_loop):
     launch = dataclasses.replace(LAUNCH, block_n=64, one_loop=one_loop)
     tuned = (TunedLaunch(launch, None, "for the test", measured=False),)
-    monkeypatch.setattr(cascade, "tuned_launches", lambda *_: tuned)
+    monkeypatch.setattr(cascade, "select", partial(kernels.select, launches=lambda *_: tuned))
 
     check(shared_case(problem(DECODE), [1] * 3, [130, 113, 120], 112))
 

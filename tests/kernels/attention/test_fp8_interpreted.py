@@ -9,7 +9,7 @@ import torch
 
 import kernels
 from kernels.attention.problem import Phase
-from kernels.attention.quantized_cache import FP8
+from kernels.fp8 import FP8
 from kernels.testing.problems import Layout, make_case
 from tests.kernels import triton_interpreter
 from tests.kernels.attention.test_portable_interpreted import (

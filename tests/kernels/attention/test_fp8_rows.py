@@ -11,8 +11,8 @@ import kernels
 from kernels.arch import CATALOGUE
 from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.pytorch import rows as torch_rows
-from kernels.attention.quantized_cache import FP8
 from kernels.attention.registry import REGISTRY
+from kernels.fp8 import FP8
 from kernels.testing import reference
 from kernels.testing.problems import Layout, make_case
 
@@ -282,7 +282,7 @@ def test_a_problem_with_a_cache_that_cannot_be_is_refused(changes, message):
     [
         ("h100", "bfloat16", "portable", None),
         ("l4", "float16", "portable", None),
-        ("a100", "bfloat16", "torch", "reads a float8_e4m3fn cache from sm_89 on (older ones"),
+        ("a100", "bfloat16", "torch", "this is sm_80 (older GPUs have no instruction"),
         ("h100", "float32", "torch", "no float32 queries over a float8_e4m3fn cache"),
     ],
 )

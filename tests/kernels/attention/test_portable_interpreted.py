@@ -9,8 +9,10 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import AttentionProblem, LaunchConfig, Phase, Selection, TunedLaunch
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import AttentionProblem, Phase
 from kernels.attention.registry import REGISTRY
+from kernels.attention.select import Selection
 from kernels.testing.problems import Layout, make_case, make_packed_case
 from tests.kernels import triton_interpreter
 

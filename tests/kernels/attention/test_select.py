@@ -11,16 +11,11 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE, CPU
-from kernels.attention.problem import (
-    DTYPES,
-    AttentionProblem,
-    LaunchConfig,
-    PagedBatch,
-    Phase,
-    TunedLaunch,
-    select,
-)
+from kernels.attention import functional
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import DTYPES, AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import REGISTRY
+from kernels.attention.select import select
 from kernels.attention.spec import KernelSpec
 from kernels.errors import NoKernelError, ShapeError
 
@@ -33,7 +28,7 @@ HOPPER = KernelSpec(
     Phase.PREFILL,
     "kernels.attention.pytorch.prefill:TorchPrefill",
     HALF,
-    sm=(90, 90),
+    sm=frozenset({90}),
     head_dims=frozenset({64, 128}),
     block_sizes=(16, 64),
     sliding_window=False,
@@ -66,7 +61,7 @@ def test_every_known_processor_has_a_kernel_and_a_reason(arch, phase, dtype, mor
     selection = kernels.select(problem(phase, dtype, **more), arch)
 
     assert selection.spec.phase is phase
-    assert not selection.spec.refuse(problem(phase, dtype, **more), arch)
+    assert not selection.spec.unsupported(problem(phase, dtype, **more), arch)
     assert selection.spec.name in selection.why
     assert str(arch) in selection.why
     assert all(refusal.reasons for refusal in selection.refusals)
@@ -160,11 +155,12 @@ def test_turing_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
 
     assert selection.spec.name == f"torch_{phase.value}"
     assert selection.launches == ()
-    assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+    assert "for the CPU, and the fallback for every GPU" in selection.why
     refused = [str(refusal) for refusal in selection.refusals]
     assert all(f"_{phase.value}: needs sm_" in text for text in refused)
     assert refused[-1] == (
-        f"portable_{phase.value}: needs sm_80 to sm_129, this is sm_75 ({NO_TENSOR_CORES})"
+        f"portable_{phase.value}: needs sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_120 or sm_121, "
+        f"this is sm_75 ({NO_TENSOR_CORES})"
     )
 
 
@@ -174,7 +170,7 @@ def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
     selection = kernels.select(problem(phase, dtype), CPU)
 
     assert selection.spec.name == f"torch_{phase.value}"
-    assert "the kernel of the CPU, the fallback of every GPU" in selection.why
+    assert "for the CPU, and the fallback for every GPU" in selection.why
     refused = [str(refusal) for refusal in selection.refusals]
     assert all(f"_{phase.value}: needs a GPU" in text for text in refused)
     assert refused[-1] == f"portable_{phase.value}: needs a GPU"
@@ -230,17 +226,16 @@ def test_the_launch_of_the_shortest_length_that_fits_is_taken():
 
     assert selection.launch_for(512, 1) is SHORT.launch
     assert selection.launch_for(513, 1) is LONG.launch
-    assert selection.tuned_for(513, 1) is LONG
 
 
 def test_tile_sizes_for_many_sequences_come_before_those_for_any():
-    crowd = dataclasses.replace(LONG, min_num_seqs=33)
+    crowd = dataclasses.replace(TILES, min_num_seqs=33)
     rows = (crowd, SHORT, LONG)
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: rows)
 
-    assert selection.tuned_for(512, 32) is SHORT
-    assert selection.tuned_for(512, 33) is crowd
-    assert selection.tuned_for(1 << 20, 2048) is crowd
+    assert selection.launch_for(512, 32) is SHORT.launch
+    assert selection.launch_for(512, 33) is crowd.launch
+    assert selection.launch_for(1 << 20, 2048) is crowd.launch
 
 
 @pytest.mark.parametrize(
@@ -271,7 +266,7 @@ def test_tile_sizes_for_many_sequences_come_before_those_for_any():
 )  # fmt: skip
 def test_a_row_that_is_passed_over_says_why(asked, arch, reason):
     anything = KernelSpec(
-        "anything", asked.phase, "m:f", frozenset(DTYPES), cpu=True, sm=(0, 999), packed=True,
+        "anything", asked.phase, "m:f", frozenset(DTYPES), cpu=True, sm=None, packed=True,
         non_causal=True, several_queries=True, lse=True, batch_invariant=True,
     )  # fmt: skip
     row = HOPPER if asked.phase is Phase.PREFILL else HOPPER_DECODE
@@ -285,7 +280,7 @@ def test_a_row_that_is_passed_over_says_why(asked, arch, reason):
 def test_a_row_without_a_gpu_says_so():
     host_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
 
-    assert host_only.refuse(problem(), CATALOGUE["h100"]) == ("runs on the CPU only",)
+    assert host_only.unsupported(problem(), CATALOGUE["h100"]) == ("runs on the CPU only",)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +300,7 @@ def test_what_our_kernels_do_not_take_falls_to_the_pytorch_rows_with_the_limit(p
 
 
 def test_a_row_names_all_of_its_reasons():
-    reasons = HOPPER.refuse(problem(Phase.DECODE, "float32", head_dim=80), CATALOGUE["t4"])
+    reasons = HOPPER.unsupported(problem(Phase.DECODE, "float32", head_dim=80), CATALOGUE["t4"])
 
     assert reasons == (
         "solves prefill only",
@@ -313,6 +308,27 @@ def test_a_row_names_all_of_its_reasons():
         "no float32",
         "head_dim 80 is not one of [64, 128]",
     )
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_gpu_that_the_assembler_does_not_know_gets_the_pytorch_rows_and_is_told_why(phase):
+    thor = dataclasses.replace(CATALOGUE["b200"], key="thor", name="NVIDIA Thor", sm=110)
+
+    selection = kernels.select(problem(phase), thor)
+
+    assert selection.spec.name == f"torch_{phase.value}"
+    for refusal in selection.refusals:
+        (reason, *_) = refusal.reasons
+        assert "this is sm_110, which the ptxas 12.9 bundled with Triton 3.6.0 cannot" in reason
+
+
+def test_rows_name_the_generation_of_flash_attention_that_they_follow():
+    generations = {row.name: row.flash_attention for row in REGISTRY}
+
+    assert generations == {
+        "hopper_fp8_prefill": 3, "hopper_prefill": 3, "portable_prefill": 2, "hopper_decode": 3,
+        "portable_decode": 2, "torch_prefill": None, "torch_decode": None,
+    }  # fmt: skip
 
 
 def test_rows_of_the_other_phase_are_not_reported_as_passed_over():
@@ -365,7 +381,7 @@ def test_names_in_the_registry_are_unique_and_their_targets_exist():
     names = [row.name for row in REGISTRY]
 
     assert len(set(names)) == len(names)
-    assert all(callable(kernels._factory(row.target)) for row in REGISTRY if row.cpu)
+    assert all(callable(functional._factory(row.target)) for row in REGISTRY if row.cpu)
 
 
 def decode_batch():
@@ -384,7 +400,7 @@ def decode_batch():
 )
 def test_the_choice_is_logged_once_and_a_gpu_fallback_is_a_warning(caplog, arch, level):
     caplog.set_level(logging.DEBUG, logger="kernels")
-    kernels._select_once.cache_clear()
+    functional._select_once.cache_clear()
 
     for _ in range(3):
         kernels.plan_attention(problem(Phase.DECODE), decode_batch(), CATALOGUE[arch])

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.attention.splits import (
-    BATCH_INVARIANT_SPLIT_TOKENS,
-    KVSplit,
-    plan_splits,
-    split_bound,
-    splits_wanted,
-)
+from kernels.attention.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
+from tests.kernels.attention.reference_splits import KVSplit, plan_splits
 
 BLOCK_NS = st.sampled_from([16, 32, 64, 128])
 WANTED = st.integers(1, 600)

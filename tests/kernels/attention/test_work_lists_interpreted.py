@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import (
-    AttentionProblem,
-    LaunchConfig,
-    PackedBatch,
-    PagedBatch,
-    Phase,
-    Selection,
-    TunedLaunch,
-)
+from kernels.attention.launch import LaunchConfig, TunedLaunch
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import REGISTRY
-from kernels.attention.splits import plan_splits, splits_wanted
+from kernels.attention.select import Selection
+from kernels.attention.splits import splits_wanted
 from kernels.testing import reference
 from tests.kernels import triton_interpreter
+from tests.kernels.attention.reference_splits import plan_splits
 
 pytestmark = triton_interpreter.interpreted
 

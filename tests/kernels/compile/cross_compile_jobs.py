@@ -6,19 +6,20 @@ import dataclasses
 from typing import Any
 
 from kernels.arch import CATALOGUE
-from kernels.attention.problem import DTYPES, AttentionProblem, LaunchConfig, Phase
-from kernels.attention.quantized_cache import FP8
+from kernels.attention.launch import LaunchConfig
+from kernels.attention.problem import DTYPES, AttentionProblem, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.attention.spec import KernelSpec
+from kernels.fp8 import FP8
 from kernels.tuning import tuned_launches
 
-ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.sm >= 80}
+ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.has_triton}
 SAMPLED_HEAD_DIMS = frozenset({64, 80, 256})
 """Of float16, whose code differs from bfloat16's in the type of the instructions only, and of float32."""
 _HEADS = 32, 8
-_FIRST_TO_LAST = (90, 89, 80, 100, 120, 86)
-_TENSOR_CORES = (90, 89, 100)
-"""One for each kind of tensor cores: wgmma, mma.sync, tcgen05."""
+_FIRST_TO_LAST = (90, 89, 80, 100, 120, 86, 75)
+_KINDS = (90, 89, 100, 75)
+"""One for each kind of tensor cores, wgmma, mma.sync and tcgen05, and one whose tensor cores Triton does not use."""
 _READ_FP8 = (89, 90)
 """Compute capabilities that all head dims over an FP8 cache are compiled for; the others convert as they do."""
 _RELATIVES = {86: 89, 120: 89}
@@ -109,28 +110,32 @@ def problem(
 
 def jobs_for(sm: int) -> list[Job]:
     """List what is compiled for a compute capability, each code once."""
+    if not ARCHES[sm].has_triton_tensor_cores:
+        return _writing(sm)
     jobs = [
         job
         for spec in compiled_rows(sm)
-        for job in (*_tabled(spec, sm), *_variants(spec, sm), *_quantised(spec, sm))
+        for job in (*_tabled(spec, sm), *_variants(spec, sm), *_quantized(spec, sm))
     ]
-    jobs += _planning(sm)
+    jobs += _planning(sm) + _writing(sm)
     return list({dataclasses.replace(job, name=""): job for job in reversed(jobs)}.values())[::-1]
 
 
 def distinct_jobs() -> list[Job]:
     """List what is compiled for all architectures, without what is known from another one.
 
-    What is special about a problem, and float16, are compiled once for each kind of tensor cores; float32, which uses
-    none, once. A launch that sm_89 has too is as good on its relatives: they have its registers and shared memory.
+    What is special about a problem, and float16, are compiled once for each of `_KINDS`; float32, which uses no tensor
+    cores, once. A launch that sm_89 has too is as good on its relatives: they have its registers and shared memory.
     """
     found: dict[Job, Job] = {}
     for sm in _FIRST_TO_LAST:
         for job in jobs_for(sm):
             special = job.name not in ("", "safe default") or job.problem.dtype == "float16"
-            if special and sm not in _TENSOR_CORES:
+            if special and sm not in _KINDS:
                 continue
-            kind = 0 if job.problem.dtype == "float32" else _RELATIVES.get(sm, sm)
+            kind = _RELATIVES.get(sm, sm)
+            if job.problem.dtype == "float32" and ARCHES[sm].has_triton_tensor_cores:
+                kind = 0
             found.setdefault(dataclasses.replace(job, sm=kind, name=""), job)
     return list(found.values())
 
@@ -139,7 +144,7 @@ def representative_jobs() -> set[Job]:
     """Choose one job of each function for each kind of tensor cores, the commonest dtype and head dim first."""
     found: dict[tuple[Any, ...], Job] = {}
     for job in sorted(distinct_jobs(), key=_is_uncommon):
-        if job.sm in _TENSOR_CORES and (job.problem.kv_dtype is None or job.sm in _READ_FP8):
+        if job.sm in _KINDS and (job.problem.kv_dtype is None or job.sm in _READ_FP8):
             key = (job.sm, job.kernel, job.stage, job.function, job.problem.kv_dtype)
             found.setdefault(key, job)
     return set(found.values())
@@ -152,7 +157,7 @@ def _is_uncommon(job: Job) -> bool:
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the rows of the registry that launch kernels of ours on a compute capability."""
     ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
-    return [row for row in ours if row.sm and row.sm[0] <= sm <= row.sm[1]]
+    return [row for row in ours if row.sm and sm in row.sm]
 
 
 def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
@@ -207,19 +212,19 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     return [
         dataclasses.replace(_job(sm, spec, it, launch, name), float32_out=name == rest)
         for name, it in asked
-        if not spec.refuse(it, ARCHES[sm])
+        if not spec.unsupported(it, ARCHES[sm])
         for launch in _launches(spec, it, sm)[-1:]
     ]
 
 
-def _quantised(spec: KernelSpec, sm: int) -> list[Job]:
+def _quantized(spec: KernelSpec, sm: int) -> list[Job]:
     """List every launch over an FP8 cache, and variants on the commonest head dim."""
-    if spec.quantised is None or sm < spec.quantised.first_sm:
+    if spec.quantized is None or sm not in (spec.quantized.sm or ()):
         return []
     asked = [
         (problem(spec.phase, dtype, head_dim, kv_dtype=FP8), "")
         for head_dim in sorted(spec.head_dims or ())
-        for dtype in sorted(spec.quantised.dtypes)
+        for dtype in sorted(spec.quantized.dtypes)
         if head_dim in SAMPLED_HEAD_DIMS or (dtype == "bfloat16" and sm in _READ_FP8)
     ]
     fields = {"sliding_window": 1000, "softcap": 30.0, "lse": True, "num_heads": 24}
@@ -233,7 +238,7 @@ def _quantised(spec: KernelSpec, sm: int) -> list[Job]:
 
 
 def _planning(sm: int) -> list[Job]:
-    """List the functions that plan a step, the scatter, and the merge of a cascade."""
+    """List the functions that plan a step, and the merge of a cascade."""
     prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
     packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
     launch = LaunchConfig(64, 64, 4, 2)
@@ -243,21 +248,27 @@ def _planning(sm: int) -> list[Job]:
             Job(sm, row.name, "plan", prefill, LaunchConfig(192, 64, 4, 2), 1, "192 rows")
             for row in hopper
         ),
-        *_quantising(sm),
+        *_quantizing(sm),
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
         Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
         Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
         Job(sm, "portable_decode", "plan", decode, launch, 300, "window, 300 sequences"),
-        Job(sm, "write_kv", "run", prefill, launch),
-        Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80), launch),
         Job(sm, "combine_parts", "run", problem(Phase.DECODE, head_dim=192, lse=True), launch),
         Job(sm, "combine_parts", "run", problem(Phase.DECODE, "float16", 256), launch),
-        Job(sm, "write_kv", "run", problem(Phase.PREFILL, kv_dtype=FP8), launch),
-        Job(sm, "write_kv", "run", problem(Phase.PREFILL, "float32", 80, kv_dtype=FP8), launch),
     ]
 
 
-def _quantising(sm: int) -> list[Job]:
+def _writing(sm: int) -> list[Job]:
+    """List the kernels that write the cache."""
+    launch = LaunchConfig(64, 64, 4, 2)
+    return [
+        Job(sm, "write_kv", "run", problem(Phase.PREFILL, dtype, head_dim, kv_dtype=kv), launch)
+        for dtype, head_dim in (("bfloat16", 128), ("float16", 128), ("float32", 80))
+        for kv in (None, FP8)
+    ]
+
+
+def _quantizing(sm: int) -> list[Job]:
     """List the functions that write what the FP8 prefill attends."""
     launch = LaunchConfig(128, 128, 4, 1)
     asked = [
@@ -269,7 +280,7 @@ def _quantising(sm: int) -> list[Job]:
         for row in compiled_rows(sm)
         if row.fp8
         for num_seqs, it in zip((1, 300), asked, strict=True)
-        for function in ("list_key_blocks", "quantise_queries", "quantise_keys_and_values")
+        for function in ("list_key_blocks", "quantize_queries", "quantize_keys_and_values")
     ]
 
 

@@ -40,18 +40,11 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.attention.gpu.cascade_decode import CascadeDecode
+from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.portable.write_kv import write_kv
-from kernels.attention.problem import (
-    AttentionProblem,
-    LaunchConfig,
-    PackedBatch,
-    PagedBatch,
-    Phase,
-    Selection,
-    TunedLaunch,
-)
-from kernels.attention.quantized_cache import KV_DTYPES
+from kernels.attention.problem import KV_DTYPES, AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.select import Selection
 from tests.kernels.compile.cross_compile_jobs import ARCHES, Job, problem
 
 if TYPE_CHECKING:

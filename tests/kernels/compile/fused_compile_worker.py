@@ -14,19 +14,22 @@ import torch
 
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.elementwise.gpu.quantize_rows import quantise_rows
-from kernels.linear.gpu.linear import LinearArguments, Norm, TileBest, linear
 from kernels.linear.gpu.matrix import MatrixLinear
-from kernels.linear.select import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import VECTOR
+from kernels.linear.select import LinearChoice, LinearLaunch
+from kernels.linear.weights import LinearArguments, LinearWeights, Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
-from kernels.sampling.gpu.argmax import chosen_logprobs, most_likely_tokens
+from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
 from kernels.sampling.gpu.best_token import best_tokens
 from kernels.sampling.gpu.embed import embed
-from kernels.sampling.gpu.sample_tokens import draw_tokens
-from kernels.sampling.rows import FILTERED, UNFILTERED, DrawRow
+from kernels.sampling.gpu.sample_tokens import sample_tokens
+from kernels.sampling.rows import FILTERED, UNFILTERED, SampleRow
 from kernels.step.gpu.kernel import StepKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
+from tests.kernels.linear.layer import linear
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
 VOCABULARY = 151936
@@ -57,15 +60,15 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "most_likely",
-            "chosen", "draw" or "step".
+        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "argmax",
+            "chosen", "sample" or "step".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best", "both" (logits too); of
+        around: what surrounds the layer: some of "norm", "residual", "bias", "best"; of
             "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
         tokens: of a step, where that matters.
         head_dim: likewise.
-        function: of the kernels that "most_likely", "chosen" and "draw" launch, the one to compile.
+        function: of the kernels that "argmax", "chosen" and "sample" launch, the one to compile.
         vocabulary: tokens of a row, for these three.
     """
 
@@ -80,10 +83,8 @@ class FusedJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
-        fields = dataclasses.asdict(self)
-        if self.choice is not None:
-            fields["choice"]["kernel"] = self.choice.kernel.value
-        return fields
+        plain = self.choice and dataclasses.replace(self.choice, spec=None, refusals=())  # type: ignore[arg-type]
+        return dataclasses.asdict(dataclasses.replace(self, choice=plain))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> FusedJob:
@@ -92,7 +93,7 @@ class FusedJob:
         if choice is not None:
             choice = LinearChoice(
                 LinearProblem(**choice["problem"]),
-                LinearKernel(choice["kernel"]),
+                VECTOR,
                 LinearLaunch(**choice["launch"]),
                 choice["why"],
                 unpacks=choice["unpacks"],
@@ -109,7 +110,7 @@ class FusedJob:
         it = self.choice.launch
         assert it is not None
         return (
-            f"{text} {self.choice.kernel.value} {self.choice.problem}: {it.block_n}x{it.block_k} "
+            f"{text} {VECTOR.name} {self.choice.problem}: {it.block_n}x{it.block_k} "
             f"w{it.num_warps} a{it.ahead}"
         )
 
@@ -146,7 +147,7 @@ class FusedCompiler(Compiler):
 
         x, out = empty(problem.rows, problem.inputs), empty(problem.rows, problem.outputs)
         best = None
-        if {"best", "both"} & set(job.around):
+        if "best" in job.around:
             best = TileBest.empty(problem.rows, choice.tiles, "cpu")
         norm = None
         if "norm" in job.around:
@@ -154,7 +155,11 @@ class FusedCompiler(Compiler):
         scale, weight_dtype = None, dtype
         if problem.weight_dtype is not None:
             scale, weight_dtype = torch.empty(weights), getattr(torch, problem.weight_dtype)
-        arguments = LinearArguments(
+        linear(
+            x,
+            torch.empty((weights, problem.inputs), dtype=weight_dtype),
+            choice,
+            out,
             scale=scale,
             bias=empty(weights) if "bias" in job.around else None,
             norm=norm,
@@ -162,20 +167,17 @@ class FusedCompiler(Compiler):
             best=best,
             pdl=pdl,
         )
-        stored = None if "best" in job.around else out
-        weight = torch.empty((weights, problem.inputs), dtype=weight_dtype)
-        linear(x, weight, choice, stored, arguments)
 
     def _matrix(self, job: FusedJob, pdl: bool) -> None:
         outputs, inputs = MATRICES[job.around]
         weight = torch.empty((outputs, inputs), dtype=torch.bfloat16)
-        layer = MatrixLinear(
-            weight,
-            weight[:, 0] if "bias" in job.around else None,
-            gated="gated" in job.around,
-            in_parts="parts" in job.around,
+        gated = "gated" in job.around
+        problem = LinearProblem(
+            job.tokens, outputs // (1 + gated), inputs, gated=gated, residual="parts" in job.around
         )
-        layer(torch.empty((job.tokens, inputs), dtype=torch.bfloat16), pdl=pdl)
+        weights = LinearWeights(weight, weight[:, 0] if "bias" in job.around else None)
+        x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
+        MatrixLinear(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
 
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
         x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
@@ -245,21 +247,22 @@ class FusedCompiler(Compiler):
         self.compiled = []
         step(one, one, slot, table, rope, empty(1, vocabulary), one, torch.empty(1), one)
 
-    def _most_likely(self, job: FusedJob, pdl: bool) -> None:
+    def _argmax(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
-        most_likely_tokens(logits, tokens, tokens, torch.empty(2), pdl=pdl)
+        argmax_tokens(logits, tokens, tokens, torch.empty(2), pdl=pdl)
 
     def _chosen(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
         chosen_logprobs(logits, tokens, torch.empty(2), pdl=pdl)
 
-    def _draw(self, job: FusedJob, pdl: bool) -> None:
+    def _sample(self, job: FusedJob, pdl: bool) -> None:
         tokens = torch.empty(2, dtype=torch.int64)
-        table = torch.empty((2, len(DrawRow._fields)), dtype=torch.float64)
+        table = torch.empty((2, len(SampleRow._fields)), dtype=torch.float64)
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
-        draw_tokens(logits, table, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
+        masks = torch.empty((1, -(-job.vocabulary // 32)), dtype=torch.int32)
+        sample_tokens(logits, table, masks, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
 
 
 if __name__ == "__main__":

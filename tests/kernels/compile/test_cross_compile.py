@@ -66,7 +66,7 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
     if used != ([wanted] if wanted else []):
         found.append(f"multiplies with {used or 'no tensor cores'}, wanted {wanted}")
     pipelined = wanted is not None and job.launch.num_stages > 1
-    bulk = job.kernel in BULK_COPIES and not job.function.startswith("quantise")
+    bulk = job.kernel in BULK_COPIES and not job.function.startswith("quantize")
     if pipelined and not bulk and not facts["ptx"].get("cp.async.cg"):
         found.append("loads nothing ahead with cp.async")
     if wanted is not None and bulk:

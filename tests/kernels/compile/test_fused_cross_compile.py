@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from kernels.attention.quantized_cache import FP8
-from kernels.linear.select import LinearChoice, LinearKernel, LinearProblem, select_linear
-from kernels.sampling.rows import DRAW_SIZES
+from kernels.fp8 import FP8
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import VECTOR as VECTOR_ROW
+from kernels.linear.select import LinearChoice, select_linear
+from kernels.sampling.rows import SAMPLE_SIZES
 from kernels.tuning.linear import find, linear_table
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.fused_compile_worker import MATRICES, STEPS, FusedJob
@@ -34,10 +36,10 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
     ((151936, 1024, False), ("norm", "best")),
 )
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
-DRAWING = ("rank_tiles", "set_limits", "weigh_tiles", "draw_unfiltered", "draw_filtered")
-SMALL_VOCABULARIES = (512, DRAW_SIZES.capacity, DRAW_SIZES.capacity + 1)
+SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_unfiltered", "sample_filtered")
+SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
 """Rows that a list of candidates holds, just holds and just does not."""
-ODD = (((1001, 576, False), ("bias", "both")), ((1536, 576, True), ("bias", "norm")))
+ODD = (((1001, 576, False), ("bias", "best")), ((1536, 576, True), ("bias", "norm")))
 
 
 def layer(
@@ -51,7 +53,7 @@ def layer(
     outputs, inputs, gated = shape
     problem = LinearProblem(rows, outputs, inputs, dtype, gated, weight_dtype)
     choice = select_linear(problem, ARCHES[sm])
-    assert choice.kernel is LinearKernel.VECTOR
+    assert choice.spec is VECTOR_ROW
     return FusedJob(sm, "linear", choice, around)
 
 
@@ -61,7 +63,9 @@ def timed(sm: int) -> list[FusedJob]:
     found = []
     for row in rows:
         shape = (row["max_rows"], row["outputs"], row["inputs"])
-        choice = find(LinearProblem(*shape, gated=row["gated"]), rows)
+        problem = LinearProblem(*shape, gated=row["gated"])
+        choice = select_linear(problem, ARCHES[sm], lambda asked, _arch: find(asked, rows))
+        assert choice.measured
         found.append(FusedJob(sm, "linear", choice, ("norm",) if row["gated"] else ("residual",)))
     return found
 
@@ -101,10 +105,13 @@ def jobs_for(sm: int) -> list[FusedJob]:
         ),
         FusedJob(sm, "embed", tokens=64),
         FusedJob(sm, "best"),
-        *(FusedJob(sm, "most_likely", function=name) for name in ("rank_tiles", "choose_best")),
+        *(FusedJob(sm, "argmax", function=name) for name in ("rank_tiles", "choose_best")),
         FusedJob(sm, "chosen", function="score_chosen"),
-        *(FusedJob(sm, "draw", function=name) for name in DRAWING),
-        *(FusedJob(sm, "draw", function="draw_filtered", vocabulary=n) for n in SMALL_VOCABULARIES),
+        *(FusedJob(sm, "sample", function=name) for name in SAMPLING),
+        *(
+            FusedJob(sm, "sample", function="sample_filtered", vocabulary=n)
+            for n in SMALL_VOCABULARIES
+        ),
         FusedJob(sm, "rope", around=("norm",)),
         FusedJob(sm, "rope", around=("norm", "ahead")),
         FusedJob(sm, "rope", around=("norm",), tokens=256),

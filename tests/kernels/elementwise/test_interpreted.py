@@ -9,8 +9,10 @@ import torch
 
 import kernels
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
-from kernels.linear.gpu.linear import LinearArguments, TileBest, linear
-from kernels.linear.select import LinearChoice, LinearKernel, LinearLaunch, LinearProblem
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import VECTOR
+from kernels.linear.select import LinearChoice, LinearLaunch
+from kernels.linear.weights import TileBest
 from kernels.rope.gpu import rope_cache
 from kernels.rope.gpu.rope_cache import RotationLaunch, rope_and_write_kv, rotation_launch
 from kernels.sampling.gpu.best_token import best_tokens
@@ -19,6 +21,7 @@ from kernels.sampling.tokens import embed_tokens
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import triton_interpreter
+from tests.kernels.linear.layer import linear
 
 pytestmark = triton_interpreter.interpreted
 
@@ -34,13 +37,12 @@ def _poison():
         yield
 
 
-def head(x, weight, *, logits):
+def head(x, weight):
     """Multiply by the LM head; returns ids, whether their logits are finite, log-probabilities and logits."""
     problem = LinearProblem(len(x), len(weight), x.shape[1], "float16")
-    choice = LinearChoice(problem, LinearKernel.VECTOR, LAUNCH, "for the test")
+    choice = LinearChoice(problem, VECTOR, LAUNCH, "for the test")
     best = TileBest.empty(len(x), choice.tiles, "cpu")
-    out = torch.empty((len(x), len(weight)), dtype=x.dtype) if logits else None
-    linear(x, weight, choice, out, LinearArguments(best=best))
+    out = linear(x, weight, choice, best=best)
     ids, tokens = torch.empty((2, len(x)), dtype=torch.int64)
     logprobs = torch.empty(len(x))
     best_tokens(best, ids, tokens, logprobs)
@@ -54,17 +56,13 @@ def head(x, weight, *, logits):
 def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
     x, weight = torch.randn(rows, INPUTS).half(), torch.randn(vocabulary, INPUTS).half()
 
-    token, finite, logprobs, logits = head(x, weight, logits=True)
-    alone, _, the_same, nothing = head(x, weight, logits=False)
+    token, finite, logprobs, logits = head(x, weight)
 
     assert torch.equal(token, logits.float().argmax(-1))
-    assert torch.equal(token, alone)
     assert finite.all()
-    assert nothing is None
     # Of the logits that were stored, not of those before they were rounded.
     truth = torch.log_softmax(logits.double(), -1).amax(-1)
     torch.testing.assert_close(logprobs.double(), truth, rtol=1e-5, atol=1e-5)
-    assert torch.equal(the_same, logprobs)
 
 
 def test_a_log_probability_does_not_depend_on_the_other_rows():
@@ -72,9 +70,9 @@ def test_a_log_probability_does_not_depend_on_the_other_rows():
     other = torch.full_like(x, float("nan"))
     other[2] = x[2]
 
-    found = head(x, weight, logits=False)[2]
+    found = head(x, weight)[2]
 
-    assert torch.equal(head(other, weight, logits=False)[2][2], found[2])
+    assert torch.equal(head(other, weight)[2][2], found[2])
 
 
 @pytest.mark.parametrize("equals", [(5, 9), (3, 150), (298, 299)])
@@ -83,7 +81,7 @@ def test_the_smallest_id_wins_among_equals(equals):
     weight[list(equals)] = 0.0
     weight[equals[1], 0] = -0.0
 
-    token, _, logprobs, _ = head(x, weight, logits=False)
+    token, _, logprobs, _ = head(x, weight)
 
     assert token.tolist() == [equals[0]] * 2
     torch.testing.assert_close(logprobs, torch.full((2,), 2.0).log().neg(), rtol=1e-5, atol=1e-5)
@@ -97,7 +95,7 @@ def test_a_row_without_a_finite_largest_logit_is_told(value, finite):
     x, weight = torch.zeros(2, INPUTS).half(), torch.zeros(40, INPUTS).half()
     x[1, 0], weight[17, 0] = 1.0, float(value)
 
-    token, is_finite, logprobs, _ = head(x, weight, logits=False)
+    token, is_finite, logprobs, _ = head(x, weight)
 
     # A product of 0 and infinity is no number either.
     assert is_finite.tolist() == [value == "60000", finite]
@@ -110,7 +108,7 @@ def test_a_row_without_a_finite_largest_logit_is_told(value, finite):
 def test_logits_of_minus_infinity_everywhere_have_no_token():
     x, weight = torch.ones(1, INPUTS).half(), torch.full((40, INPUTS), float("-inf")).half()
 
-    _, finite, _, _ = head(x, weight, logits=False)
+    _, finite, _, _ = head(x, weight)
 
     assert not finite.any()
 

@@ -8,27 +8,22 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.attention.quantized_cache import FP8
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.errors import ShapeError
-from kernels.fp8 import dequantise_rows, quantise_rows
-from kernels.linear.gpu.linear import LinearArguments, Norm, linear
-from kernels.linear.select import (
-    LinearChoice,
-    LinearKernel,
-    LinearLaunch,
-    LinearProblem,
-    launch_mistakes,
-    select_linear,
-)
+from kernels.fp8 import FP8, dequantise_rows, quantise_rows
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
+from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
+from kernels.linear.weights import Norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import float8_library, triton_interpreter
+from tests.kernels.linear.layer import linear
 
 pytestmark = triton_interpreter.interpreted
 
-VECTOR = LinearLaunch(4, 256, 1, ahead=2)
-KERNELS = [pytest.param(kernel, id=kernel.value) for kernel in LinearKernel]
+LAUNCH = LinearLaunch(4, 256, 1, ahead=2)
+KERNELS = [pytest.param(spec, id=spec.name) for spec in (VECTOR, LIBRARY_FP8, LIBRARY)]
 DTYPES = ["float16", "bfloat16"]
 EPS = 1e-5
 
@@ -43,7 +38,7 @@ def _poison(monkeypatch):
 
 def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, unpacks=False, **launch):
     problem = LinearProblem(rows, outputs, inputs, dtype, gated, FP8)
-    config = dataclasses.replace(VECTOR, **launch) if kernel is LinearKernel.VECTOR else None
+    config = dataclasses.replace(LAUNCH, **launch) if kernel is VECTOR else None
     choice = LinearChoice(problem, kernel, config, "for the test", unpacks=unpacks)
     assert launch_mistakes(choice) == []
     return choice
@@ -65,7 +60,7 @@ def expected(choice, x, weight, scale, dtype, *, bias=None, norm=None, residual=
     """Compute the layer by the formulas, in `dtype` throughout but for the rows' rounding to FP8."""
     if norm is not None:
         x = reference.rms_norm(x, *norm, torch.float32)
-    if choice.kernel is LinearKernel.LIBRARY_FP8:
+    if choice.spec is LIBRARY_FP8:
         x = reference.dequantise(*reference.quantise(x))
     result = x.to(dtype) @ reference.dequantise(weight, scale).to(dtype).T
     if bias is not None:
@@ -77,7 +72,7 @@ def expected(choice, x, weight, scale, dtype, *, bias=None, norm=None, residual=
 
 def run(choice, x, weight, scale, **arguments):
     out = torch.full((len(x), choice.problem.outputs), float("nan"), dtype=x.dtype)
-    linear(x, weight, choice, out, LinearArguments(scale=scale, **arguments))
+    linear(x, weight, choice, out, scale=scale, **arguments)
     return out
 
 
@@ -88,7 +83,7 @@ def check(choice, *operands, **arguments):
         for dtype in (torch.float32, operands[0].dtype)
     )
     # A number of a row that lies between two of FP8 may fall to either side after a norm.
-    factor = 2.0 if choice.kernel is LinearKernel.VECTOR else 3.0
+    factor = 2.0 if choice.spec is VECTOR else 3.0
     assert_no_worse_than(out, truth, plain, factor=factor)
 
 
@@ -125,7 +120,7 @@ def test_a_residual_is_added_in_place(kernel, biased):
     )
 
     x, weight, scale = operands
-    linear(x, weight, choice, residual, LinearArguments(scale=scale, **around))
+    linear(x, weight, choice, residual, scale=scale, **around)
 
     assert_no_worse_than(residual, truth, plain)
 
@@ -134,7 +129,7 @@ def test_a_residual_is_added_in_place(kernel, biased):
 @pytest.mark.parametrize(("inputs", "block_k"), [(264, 256), (1000, 512)])
 @pytest.mark.parametrize("unpacks", [False, True], ids=["", "by hand"])
 def test_what_fills_no_tile_agrees_with_the_formula(outputs, inputs, block_k, unpacks):
-    choice = choose(LinearKernel.VECTOR, 2, outputs, inputs, unpacks=unpacks, block_k=block_k)
+    choice = choose(VECTOR, 2, outputs, inputs, unpacks=unpacks, block_k=block_k)
 
     check(choice, *tensors(choice))
 
@@ -148,13 +143,13 @@ def test_every_number_of_float8_is_converted_by_hand_as_by_the_instruction():
 
     for first in range(0, 256, 4):
         x = torch.eye(256)[first : first + 4]
-        choice = choose(LinearKernel.VECTOR, 4, 256, 256, "float32", unpacks=True, block_n=256)
+        choice = choose(VECTOR, 4, 256, 256, "float32", unpacks=True, block_n=256)
         found = run(choice, x, weight, scale)
         assert torch.equal(found[:, 0], weight[0, first : first + 4].float())
 
 
 def test_few_rows_are_not_quantised_and_do_not_change_each_other():
-    choice = choose(LinearKernel.VECTOR, 4, 48, 320)
+    choice = choose(VECTOR, 4, 48, 320)
     x, weight, scale = tensors(choice)
     x[1:, 0] = 1000.0
     out = run(choice, x, weight, scale)
@@ -165,7 +160,7 @@ def test_few_rows_are_not_quantised_and_do_not_change_each_other():
 
 
 def test_a_row_that_is_quantised_does_not_depend_on_its_neighbours():
-    choice = choose(LinearKernel.LIBRARY_FP8, 8, 48, 320)
+    choice = choose(LIBRARY_FP8, 8, 48, 320)
     x, weight, scale = tensors(choice)
     out = run(choice, x, weight, scale)
 
@@ -191,7 +186,7 @@ def test_rows_are_quantised_as_pytorch_does(dtype, size):
 
 
 def test_a_row_with_what_is_no_number_has_a_product_that_is_none():
-    choice = choose(LinearKernel.LIBRARY_FP8, 2, 48, 320)
+    choice = choose(LIBRARY_FP8, 2, 48, 320)
     x, weight, scale = tensors(choice)
     for bad in (float("nan"), float("inf")):
         x[1, 3] = bad
@@ -213,17 +208,17 @@ def test_a_row_with_what_is_no_number_has_a_product_that_is_none():
 def test_what_selection_gives_computes_the_layer(rows, sm, kernel):
     choice = select_linear(LinearProblem(rows, 80, 384, "float16", weight_dtype=FP8), CATALOGUE[sm])
 
-    assert choice.kernel.value == kernel
+    assert choice.spec.name == kernel
     check(choice, *tensors(choice))
 
 
 def test_scales_that_do_not_fit_are_refused():
-    choice = choose(LinearKernel.VECTOR, 2, 48, 320)
+    choice = choose(VECTOR, 2, 48, 320)
     x, weight, scale = tensors(choice)
     out = torch.empty(2, 48, dtype=x.dtype)
 
     for wrong in (None, scale[:-1]):
         with pytest.raises(ShapeError, match="its scale is"):
-            linear(x, weight, choice, out, LinearArguments(scale=wrong))
+            linear(x, weight, choice, out, scale=wrong)
     with pytest.raises(ShapeError, match=r"weight is .* torch\.float16"):
-        linear(x, weight.half(), choice, out, LinearArguments(scale=scale))
+        linear(x, weight.half(), choice, out, scale=scale)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-import torch
 
-from kernels.arch import CATALOGUE, CPU
-from kernels.linear.matrix import objection
 from kernels.linear.matrix_tiles import ROW_COUNTS, estimate, most_rows, plan_matrix
-from kernels.linear.projection import FusedLinear
 
 HOPPER_SHARED_BYTES = 227 << 10
 LAYERS = {
@@ -61,39 +55,3 @@ def test_large_layers_are_the_library_s_beyond_128_rows():
 
     assert most_rows(weights["qwen3-0.6b"]) == 256
     assert most_rows(weights["llama-3.2-1b"]) == most_rows(weights["llama-3.1-8b"]) == 128
-
-
-def layer(dtype=torch.bfloat16, sizes=((192, 64), (64, 64), (128, 64), (64, 64))):
-    return [FusedLinear(torch.empty(size, dtype=dtype), None, CATALOGUE["h100"]) for size in sizes]
-
-
-def test_nothing_is_held_against_a_layer_of_common_shape():
-    assert objection(tuple(layer()), CATALOGUE["h100"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "change", "reason"),
-    [
-        (1, {"bias": torch.zeros(64)}, "a bias behind attention or in the MLP"),
-        (2, {"scale": torch.ones(128)}, "weights are quantised"),
-        (3, {"weight": torch.empty(64, 96).bfloat16()}, "a size of 96, which is no multiple of 64"),
-        (0, {"weight": torch.empty(192, 64)}, "no float32"),
-    ],
-)
-def test_what_is_held_against_another_is_named(number, change, reason):
-    layers = layer()
-    layers[number] = dataclasses.replace(layers[number], **change)
-
-    assert objection(tuple(layers), CATALOGUE["h100"]) == reason
-
-
-def test_a_bias_of_queries_keys_and_values_is_no_reason():
-    layers = layer()
-    layers[0] = dataclasses.replace(layers[0], bias=torch.zeros(192))
-
-    assert objection(tuple(layers), CATALOGUE["h100"]) == ""
-
-
-@pytest.mark.parametrize(("arch", "said"), [(CATALOGUE["a100"], "sm_80"), (CPU, "a CPU")])
-def test_other_processors_are_named(arch, said):
-    assert objection(tuple(layer()), arch) == f"they need sm_90, this is {said}"

@@ -7,14 +7,10 @@ import dataclasses
 import pytest
 
 from kernels.arch import CATALOGUE, CPU
-from kernels.attention.quantized_cache import FP8
-from kernels.linear.select import (
-    LinearKernel,
-    LinearLaunch,
-    LinearProblem,
-    launch_mistakes,
-    select_linear,
-)
+from kernels.fp8 import FP8
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import MATRIX
+from kernels.linear.select import LinearLaunch, launch_mistakes, select_linear
 from kernels.tuning.linear import find, linear_mistakes, linear_table, tuned_linear
 
 H100 = CATALOGUE["h100"]
@@ -31,8 +27,8 @@ ROW = {
 }  # fmt: skip
 
 
-def problem(rows=1, outputs=1024, inputs=2048, dtype="bfloat16", *, gated=False):
-    return LinearProblem(rows, outputs, inputs, dtype, gated)
+def problem(rows=1, outputs=1024, inputs=2048, dtype="bfloat16", *, gated=False, **more):
+    return LinearProblem(rows, outputs, inputs, dtype, gated, **more)
 
 
 @pytest.mark.parametrize("arch", [a for a in CATALOGUE.values() if a.sm >= 80], ids=lambda a: a.key)
@@ -50,27 +46,61 @@ def test_every_choice_fits_its_kernel(arch, rows):
     [(1, "vector"), (4, "vector"), (5, "library"), (512, "library")],
 )
 def test_the_number_of_rows_decides_the_kernel(rows, kernel):
-    assert select_linear(problem(rows), H100).kernel.value == kernel
+    assert select_linear(problem(rows), H100).spec.name == kernel
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "chosen", "why"),
+    [
+        (problem(dtype="float32"), CPU, "packed", "needs a GPU"),
+        (problem(), CATALOGUE["t4"], "pytorch", "this is sm_75"),
+        (problem(dtype="float64"), H100, "pytorch", "no float64"),
+        (problem(trainable=True), H100, "pytorch", "not differentiable"),
+        (problem(5), H100, "library", "5 rows: others are faster from 5 on"),
+        (problem(inputs=1020), H100, "library", "1020 inputs are not a multiple of 8"),
+        (problem(3, 8192, gated=True), H100, "library", "3 rows of a wide gate"),
+    ],
+    ids=str,
+)
+def test_what_the_vector_kernel_does_not_take_goes_on_with_a_reason(asked, arch, chosen, why):
+    choice = select_linear(asked, arch)
+
+    assert choice.spec.name == chosen
+    assert choice.launch is None
+    assert why in "; ".join(dict(choice.refusals)["vector"])
+
+
+LAYER = 15_000_000
 
 
 @pytest.mark.parametrize(
     ("asked", "arch", "why"),
     [
-        (problem(), CPU, "a CPU"),
-        (problem(), CATALOGUE["t4"], "needs sm_80, this is sm_75"),
-        (problem(dtype="float64"), H100, "no float64"),
-        (problem(5), H100, "5 rows: the library is faster from 5 on"),
-        (problem(inputs=1020), H100, "1020 inputs are not a multiple of 8"),
-        (problem(3, 8192, gated=True), H100, "3 rows of a wide gate"),
+        (problem(5, layer_weights=LAYER), "h100", None),
+        (problem(256, layer_weights=LAYER), "h200", None),
+        (problem(16, layer_weights=LAYER, bias=True), "h100", None),
+        (problem(16, layer_weights=LAYER, bias=True, residual=True), "h100", "no bias with a gate or a residual"),
+        (problem(16, layer_weights=LAYER, bias=True, gated=True), "h100", "no bias with a gate or a residual"),
+        (problem(16, layer_weights=LAYER, weight_dtype=FP8), "h100", "weights are quantized"),
+        (problem(16, inputs=96, layer_weights=LAYER), "h100", "a size of 96 is not a multiple of 64"),
+        (problem(16, dtype="float32", layer_weights=LAYER), "h100", "no float32"),
+        (problem(16, layer_weights=LAYER, trainable=True), "h100", "not differentiable"),
+        (problem(16), "h100", "for the projections of a decoder layer only"),
+        (problem(257, layer_weights=LAYER), "h100", "257 rows: others are faster outside 5 to 256"),
+        (problem(129, layer_weights=4 * LAYER), "h100", "129 rows: others are faster outside 5 to 128"),
+        (problem(16, layer_weights=LAYER), "a100", "needs sm_90, this is sm_80"),
+        (problem(16, layer_weights=LAYER), "cpu", "needs a GPU"),
     ],
     ids=str,
-)
-def test_what_our_kernels_do_not_take_goes_to_the_library_with_a_reason(asked, arch, why):
-    choice = select_linear(asked, arch)
+)  # fmt: skip
+def test_projections_of_a_few_rows_more_take_the_matrix_kernel_or_say_why_not(asked, arch, why):
+    choice = select_linear(asked, CATALOGUE[arch])
 
-    assert choice.kernel is LinearKernel.LIBRARY
-    assert choice.launch is None
-    assert why in choice.why
+    if why is None:
+        assert choice.spec is MATRIX
+    else:
+        assert choice.spec is not MATRIX
+        assert why in "; ".join(dict(choice.refusals)["matrix"])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +109,7 @@ def test_what_our_kernels_do_not_take_goes_to_the_library_with_a_reason(asked, a
         (4, "h100", {}, "vector", "enough programs"),
         (5, "h100", {}, "library_fp8", "5 rows"),
         (256, "l4", {"dtype": "float16"}, "library_fp8", "256 rows"),
-        (5, "a100", {}, "library", "converted each time: a product in FP8 needs sm_89, this is sm_80"),
+        (5, "a100", {}, "library", "needs sm_89, "),
         (5, "h100", {"dtype": "float32"}, "library", "no product in FP8 with float32"),
         (5, "h100", {"inputs": 2056}, "library", "multiples of 16"),
         (5, "h100", {"outputs": 1001}, "library", "multiples of 16"),
@@ -93,8 +123,8 @@ def test_weights_in_fp8_go_to_the_product_in_fp8_where_it_takes_them(
     asked = dataclasses.replace(problem(rows), weight_dtype=FP8, **changes)
     choice = select_linear(asked, CATALOGUE[arch], tuned_linear)
 
-    assert choice.kernel.value == kernel
-    assert why in choice.why
+    assert choice.spec.name == kernel
+    assert why in "; ".join([choice.why, *(r for _, reasons in choice.refusals for r in reasons)])
     assert launch_mistakes(choice) == []
     assert asked.weight_bytes == asked.matrices * asked.outputs * asked.inputs
 
@@ -140,8 +170,8 @@ def test_a_row_of_a_table_comes_before_the_default():
 def test_the_row_for_the_fewest_rows_that_are_enough_is_taken():
     library = ROW | {"max_rows": 32, "kernel": "library", "launch": None}
 
-    assert find(problem(2), [library, ROW]).kernel is LinearKernel.VECTOR
-    assert find(problem(3), [library, ROW]).kernel is LinearKernel.LIBRARY
+    assert find(problem(2), [library, ROW]).kernel == "vector"
+    assert find(problem(3), [library, ROW]).kernel == "library"
     assert find(problem(33), [library, ROW]) is None
     assert find(problem(gated=True), [library, ROW]) is None
 
@@ -182,5 +212,5 @@ def test_what_no_table_knows_is_not_found():
 
 
 def test_float32_is_not_taken_from_what_was_timed_with_half_as_many_bytes():
-    assert tuned_linear(problem(), H100).measured
+    assert tuned_linear(problem(), H100) is not None
     assert tuned_linear(problem(dtype="float32"), H100) is None

@@ -9,24 +9,19 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.errors import ShapeError
-from kernels.linear.gpu.linear import LinearArguments, Norm, linear
-from kernels.linear.select import (
-    LinearChoice,
-    LinearKernel,
-    LinearLaunch,
-    LinearProblem,
-    launch_mistakes,
-    select_linear,
-)
+from kernels.linear.problem import LinearProblem
+from kernels.linear.registry import LIBRARY, VECTOR
+from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
+from kernels.linear.weights import Norm
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from tests.kernels import triton_interpreter
+from tests.kernels.linear.layer import linear
 
 pytestmark = triton_interpreter.interpreted
 
-VECTOR = LinearLaunch(4, 256, 1, ahead=2)
-LAUNCHES = {LinearKernel.VECTOR: VECTOR, LinearKernel.LIBRARY: None}
-KERNELS = [pytest.param(kernel, id=kernel.value) for kernel in LAUNCHES]
+LAUNCH = LinearLaunch(4, 256, 1, ahead=2)
+KERNELS = [pytest.param(spec, id=spec.name) for spec in (VECTOR, LIBRARY)]
 DTYPES = ["float16", "bfloat16"]
 EPS = 1e-5
 
@@ -41,7 +36,7 @@ def _poison():
 def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, **launch):
     """Make a choice that a table could hold."""
     problem = LinearProblem(rows, outputs, inputs, dtype, gated)
-    config = LAUNCHES[kernel] and dataclasses.replace(LAUNCHES[kernel], **launch)
+    config = dataclasses.replace(LAUNCH, **launch) if kernel is VECTOR else None
     choice = LinearChoice(problem, kernel, config, "for the test")
     assert launch_mistakes(choice) == []
     return choice
@@ -62,7 +57,7 @@ def tensors(choice, *, seed=0):
 
 def run(choice, x, weight, **arguments):
     out = torch.full((len(x), choice.problem.outputs), float("nan"), dtype=x.dtype)
-    linear(x, weight, choice, out, LinearArguments(**arguments))
+    linear(x, weight, choice, out, **arguments)
     return out
 
 
@@ -83,7 +78,7 @@ def check(choice, x, weight, **arguments):
     rules = {**arguments, "gated": choice.problem.gated}
     truth = expected(x, weight, torch.float32, **rules)
     # PyTorch's own operations, in another order than the formula, need more than twice its error.
-    factor = 3.0 if choice.kernel is LinearKernel.LIBRARY else 2.0
+    factor = 3.0 if choice.spec is LIBRARY else 2.0
     assert_no_worse_than(out, truth, expected(x, weight, x.dtype, **rules), factor=factor)
 
 
@@ -99,7 +94,7 @@ def test_a_linear_layer_of_a_few_rows_agrees_with_pytorch(kernel, dtype, rows):
 @pytest.mark.parametrize("outputs", [1, 15, 33])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_outputs_that_fill_no_tile_agree_with_pytorch(outputs, rows):
-    choice = choose(LinearKernel.VECTOR, rows, outputs, 320)
+    choice = choose(VECTOR, rows, outputs, 320)
 
     check(choice, *tensors(choice))
 
@@ -111,7 +106,7 @@ def test_outputs_that_fill_no_tile_agree_with_pytorch(outputs, rows):
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_inputs_that_fill_no_chunk_agree_with_pytorch(inputs, block_k, warps, ahead, gated):
     launch = {"block_k": block_k, "num_warps": warps, "ahead": ahead}
-    choice = choose(LinearKernel.VECTOR, 2, 12, inputs, gated=gated, **launch)
+    choice = choose(VECTOR, 2, 12, inputs, gated=gated, **launch)
 
     check(choice, *tensors(choice))
 
@@ -138,7 +133,7 @@ def test_a_residual_is_added_in_place(kernel, rows):
     truth = expected(x, weight, torch.float32, residual=residual)
     plain = expected(x, weight, torch.float16, residual=residual)
 
-    linear(x, weight, choice, residual, LinearArguments(residual=residual))
+    linear(x, weight, choice, residual, residual=residual)
 
     assert_no_worse_than(residual, truth, plain)
 
@@ -153,7 +148,7 @@ def test_a_residual_and_a_bias_are_both_added(kernel, rows):
 
 
 def test_rows_do_not_change_each_other():
-    choice = choose(LinearKernel.VECTOR, 4, 40, 320)
+    choice = choose(VECTOR, 4, 40, 320)
     x, weight = tensors(choice)
     out = run(choice, x, weight)
 
@@ -164,7 +159,7 @@ def test_rows_do_not_change_each_other():
 
 def test_float32_agrees_with_pytorch_to_its_last_digits():
     problem = LinearProblem(2, 24, 320, "float32")
-    choice = LinearChoice(problem, LinearKernel.VECTOR, VECTOR, "for the test")
+    choice = LinearChoice(problem, VECTOR, LAUNCH, "for the test")
     x, weight = tensors(choice)
 
     torch.testing.assert_close(run(choice, x, weight), x @ weight.T, rtol=1e-5, atol=1e-5)
@@ -173,10 +168,10 @@ def test_float32_agrees_with_pytorch_to_its_last_digits():
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sm", ["a100", "h100"])
 def test_what_selection_gives_computes_the_layer(kernel, sm):
-    rows = {"vector": 2, "library": 5}[kernel.value]
+    rows = {VECTOR.name: 2, LIBRARY.name: 5}[kernel.name]
     choice = select_linear(LinearProblem(rows, 72, 384, "float16"), CATALOGUE[sm])
 
-    assert choice.kernel is kernel
+    assert choice.spec is kernel
     check(choice, *tensors(choice))
 
 
@@ -186,7 +181,7 @@ def test_what_selection_gives_computes_the_layer(kernel, sm):
     ids=lambda change: next(iter(change)),
 )
 def test_tensors_that_do_not_fit_the_choice_are_refused(change):
-    choice = choose(LinearKernel.VECTOR, 2, 40, 320)
+    choice = choose(VECTOR, 2, 40, 320)
     x, weight = tensors(choice)
     other = dataclasses.replace(choice, problem=dataclasses.replace(choice.problem, **change))
 

@@ -1,6 +1,7 @@
-"""The drawing kernels asked by sampling rows, with sizes of a test's choice; and what they should answer.
+"""The tokens of sampling rows by the kernels, with tile sizes of a test's choice, and the expected ones.
 
-A GPU rounds exponentials otherwise than NumPy does. `by_rule` takes its weights, so that the rest is held to the bit.
+A GPU rounds exponentials differently from NumPy. `by_rule` takes the weights of the GPU, so that everything else is
+compared bit for bit.
 """
 
 from __future__ import annotations
@@ -13,38 +14,42 @@ import triton
 import triton.language as tl
 
 from kernels.sampling.gpu.sample_tiles import weights_of
-from kernels.sampling.gpu.sample_tokens import draw_tokens
+from kernels.sampling.gpu.sample_tokens import sample_tokens
 from kernels.sampling.rows import (
-    DRAW_SIZES,
     FILTERED,
+    SAMPLE_SIZES,
     WEIGHT_SCALE,
-    DrawRow,
-    DrawSizes,
+    SampleRow,
+    SampleSizes,
     candidate_bounds,
 )
-from model.sampling.device import draw_row
+from model.sampling.device import kernel_row
 from model.sampling.host import HostSampler
-from model.sampling.parameters import SamplingRow, uniform
+from model.sampling.mask import build_masks
+from model.sampling.rows import SamplingRow, uniform
 
 UNTOUCHED = -7
 
 
 def by_kernel(
-    logits: torch.Tensor, rows: list[SamplingRow], sizes: DrawSizes = DRAW_SIZES, *, pdl=False
+    logits: torch.Tensor, rows: list[SamplingRow], sizes: SampleSizes = SAMPLE_SIZES, *, pdl=False
 ) -> list[int | None]:
-    """Draw by the kernels; None for a row that is not finite."""
-    size = logits.shape[1]
-    draws: list[DrawRow] = []
+    """Sample by the kernels; None for a row that is not finite."""
+    size, device = logits.shape[1], logits.device
+    masks = build_masks(rows, size)
+    kernel_rows: list[SampleRow] = []
     for i, row in enumerate(rows):
-        draw = draw_row(row, i, i, size)
-        if draw.kind == FILTERED:
-            reach, least = candidate_bounds(size, draw.top_k, draw.top_p, sizes)
-            draw = draw._replace(reach=reach, least=least)
-        draws.append(draw)
-    table = torch.tensor(draws, dtype=torch.float64, device=logits.device)
-    tokens = torch.full((len(rows),), UNTOUCHED, device=logits.device)
+        entry = kernel_row(row, i, i, masks.of_rows[i], size)
+        if entry.kind == FILTERED:
+            reach, least = candidate_bounds(size, entry.top_k, entry.top_p, sizes)
+            entry = entry._replace(reach=reach, least=least)
+        kernel_rows.append(entry)
+    table = torch.tensor(kernel_rows, dtype=torch.float64, device=device)
+    bits = torch.from_numpy(masks.bits).to(device)
+    kinds = {entry.kind for entry in kernel_rows}
+    tokens = torch.full((len(rows),), UNTOUCHED, device=device)
     checked = tokens.clone()
-    draw_tokens(logits, table, {draw.kind for draw in draws}, tokens, checked, pdl=pdl, sizes=sizes)
+    sample_tokens(logits, table, bits, kinds, tokens, checked, pdl=pdl, sizes=sizes)
     told, ids = checked.tolist(), tokens.tolist()
     assert all(0 <= token < size for token in ids)
     assert all(answer in (token, -1) for answer, token in zip(told, ids, strict=True))
@@ -73,30 +78,34 @@ def weights_on(device: torch.device, distances: np.ndarray) -> np.ndarray:
 
 
 def by_rule(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
-    """Draw as the rules say, in the plainest way, from the weights of the logits' device."""
-    values = logits.float().cpu().numpy()
+    """Sample as the rules say, in the plainest way, from the weights of the logits' device."""
+    values = logits.float().cpu().numpy().copy()
     return [_by_rule(line, row, logits.device) for line, row in zip(values, rows, strict=True)]
 
 
 def _by_rule(values: np.ndarray, row: SamplingRow, device: torch.device) -> int | None:
+    parameters = row.parameters
+    for banned in row.banned_ids():
+        if banned < len(values) and values[banned] < math.inf:
+            values[banned] = -math.inf
     peak = values.max()
     if not math.isfinite(peak):
         return None
-    if row.temperature == 0.0:
+    if parameters.temperature == 0.0:
         return int(values.argmax())
     with np.errstate(over="ignore"):
-        distances = (peak - values) * np.float32(row.inverse_temperature)
+        distances = (peak - values) * np.float32(parameters.inverse_temperature)
     weights = weights_on(device, distances)
     order = np.arange(len(values))
-    if row.is_filtered:
+    if parameters.is_filtered:
         order = np.lexsort((order, distances))
-        if 0 < row.top_k < len(order):
-            order = order[distances[order] <= distances[order[row.top_k - 1]]]
-        if row.top_p < 1.0:
+        if 0 < parameters.top_k < len(order):
+            order = order[distances[order] <= distances[order[parameters.top_k - 1]]]
+        if parameters.top_p < 1.0:
             above = np.cumsum(weights[order]) - weights[order]
-            order = order[above < math.ceil(row.top_p * int(weights[order].sum()))]
-        order = order[distances[order] <= np.float32(row.min_p_distance)]
+            order = order[above < math.ceil(parameters.top_p * int(weights[order].sum()))]
+        order = order[distances[order] <= np.float32(parameters.min_p_distance)]
     sums = np.cumsum(weights[order])
     total = int(sums[-1])
-    target = min(int(uniform(row.seed, row.position) * total), total - 1)
+    target = min(int(uniform(parameters.seed, row.position) * total), total - 1)
     return int(order[np.searchsorted(sums, target, side="right")])

@@ -1,4 +1,4 @@
-"""The drawing kernels in Triton's interpreter: bit for bit the tokens of the host's sampler."""
+"""The sampling kernels in Triton's interpreter: bit for bit the tokens of the host's sampler."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.sampling import rows as draw_rows
 from kernels.sampling import tokens as token_ops
-from kernels.sampling.rows import DrawSizes, candidate_bounds
-from model.sampling import parameters as sampling
-from model.sampling.device import DeviceDraw
-from model.sampling.sampler import Sampler, SamplingRow
+from kernels.sampling.rows import SampleSizes, candidate_bounds
+from model.sampling.device import DeviceTokens
+from model.sampling.sampler import Sampler
 from tests.kernels import triton_interpreter
-from tests.model.sampling.sampling_rows import logits_of, varied_rows
+from tests.model.sampling.sampling_rows import NUM_KINDS, logits_of, sampling_row, varied_rows
 
 pytestmark = triton_interpreter.interpreted
 if triton_interpreter.HAS_TRITON:
-    from kernels.sampling.gpu.argmax import chosen_logprobs, most_likely_tokens
+    from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
     from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
 
 # Lists that hold everything, some of it, and hardly anything; rows of several tiles.
 SIZES = [
-    DrawSizes(tile=64, group=4, capacity=512, chunk=64, loads=2),
-    DrawSizes(tile=32, group=4, capacity=24, chunk=32, loads=2, row_ways=16),
-    DrawSizes(tile=64, group=8, capacity=3, chunk=32, loads=1, ways=2, row_ways=2),
+    SampleSizes(tile=64, group=4, capacity=512, chunk=64, loads=2),
+    SampleSizes(tile=32, group=4, capacity=24, chunk=32, loads=2, row_ways=16),
+    SampleSizes(tile=64, group=8, capacity=3, chunk=32, loads=1, ways=2, row_ways=2),
 ]
 KINDS = ("normal", "half", "flat", "steep", "tiny", "equal", "few", "sparse")
 INF = math.inf
@@ -57,13 +55,14 @@ def row_of_kind(kind: str, vocab: int, seed: int) -> torch.Tensor:
 
 def sampling_rows(vocab: int):
     return st.builds(
-        SamplingRow,
+        sampling_row,
         seed=st.integers(0, 2**64 - 1),
         position=st.integers(0, 10**6),
         temperature=st.sampled_from([0.0, 1e-300, 1e-3, 0.3, 1.0, 1.0, 2.5, 1e6, 1e300]),
         top_k=st.sampled_from([0, 0, 1, 2, 5, 20, vocab - 1, vocab, 10**12]),
         top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1 - 2**-53]),
         min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.05, 0.5, 1.0]),
+        banned=st.sampled_from([(), (), (0,), (1, 31, 32, 63, 64, 100), tuple(range(2, 159, 2))]),
     )
 
 
@@ -85,7 +84,7 @@ def test_tokens_are_bit_for_bit_those_of_the_host(data):
 def test_no_size_of_list_changes_a_token(kind, sizes):
     vocab = 101
     rows = [
-        SamplingRow(seed=3, position=k, temperature=t, top_k=k, top_p=p, min_p=m)
+        sampling_row(seed=3, position=k, temperature=t, top_k=k, top_p=p, min_p=m)
         for k, p, m, t in (
             (7, 1.0, 0.0, 1.0),
             (0, 0.9, 0.0, 1.5),
@@ -94,6 +93,10 @@ def test_no_size_of_list_changes_a_token(kind, sizes):
             (30, 0.9, 0.01, 0.7),
             (0, 0.999, 0.0, 50.0),
         )
+    ]
+    rows += [
+        sampling_row(seed=3, position=k, top_k=k, top_p=0.9, banned=range(0, vocab, 3))
+        for k in (0, 9, 90)
     ]
     logits = torch.cat([row_of_kind(kind, vocab, 9)] * len(rows))
 
@@ -104,11 +107,13 @@ def test_no_size_of_list_changes_a_token(kind, sizes):
 
 
 @pytest.mark.parametrize("value", [math.nan, INF], ids=str)
-@pytest.mark.parametrize("row", [SamplingRow(temperature=0.0), SamplingRow(), SamplingRow(top_k=3)])
+@pytest.mark.parametrize(
+    "row", [sampling_row(temperature=0.0), sampling_row(), sampling_row(top_k=3)]
+)
 def test_a_row_that_is_not_finite_is_told_and_changes_no_other(value, row):
     logits = logits_of(4, 3)
     logits[1, 77] = value
-    rows = [SamplingRow(seed=1, top_p=0.9), row, SamplingRow(seed=2)]
+    rows = [sampling_row(seed=1, top_p=0.9), row, sampling_row(seed=2)]
 
     tokens = by_kernel(logits, rows, SIZES[0])
 
@@ -121,14 +126,18 @@ def test_a_row_of_nothing_but_minus_infinity_is_told():
 
     assert (
         by_kernel(
-            logits, [SamplingRow(), SamplingRow(top_p=0.5), SamplingRow(temperature=0)], SIZES[0]
+            logits, [sampling_row(), sampling_row(top_p=0.5), sampling_row(temperature=0)], SIZES[0]
         )
         == [None] * 3
     )
 
 
 def test_a_rows_token_is_the_same_alone_and_among_others():
-    rows = [row for row in varied_rows(22) if row.typical_p == 1 and not row.has_penalties]
+    rows = [
+        row
+        for row in varied_rows(2 * NUM_KINDS)
+        if row.parameters.typical_p == 1 and not row.parameters.changes_logits
+    ]
     logits = logits_of(8, len(rows))
 
     alone = [by_kernel(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
@@ -139,22 +148,22 @@ def test_a_rows_token_is_the_same_alone_and_among_others():
 def test_rows_may_lie_apart_and_stay_as_they_are():
     wide = logits_of(5, 4, 150)
     logits, before = wide[:, :101], wide.clone()
-    rows = [SamplingRow(seed=i, top_k=9 * i) for i in range(4)]
+    rows = [sampling_row(seed=i, top_k=9 * i) for i in range(4)]
 
     assert by_kernel(logits, rows, SIZES[0]) == by_host(logits, rows)
     assert torch.equal(wide, before)
 
 
 @pytest.mark.parametrize("by_kernel", [True, False], ids=["kernels", "torch"])
-def test_a_draw_of_every_kind_of_row_is_that_of_the_host(by_kernel):
-    logits, rows = logits_of(6, 22), varied_rows(22)
+def test_the_token_of_every_kind_of_row_is_that_of_the_host(by_kernel):
+    logits, rows = logits_of(6, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     before = logits.clone()
 
-    draw = DeviceDraw(logits, rows, by_kernel=by_kernel)
+    pending = DeviceTokens(logits, rows, by_kernel=by_kernel)
 
-    assert draw.result() == Sampler().forward(logits, rows)
+    assert pending.result() == Sampler().forward(logits, rows)
     assert torch.equal(logits, before)
-    assert not draw.feeds_next
+    assert not pending.feeds_next
 
 
 @pytest.mark.parametrize(
@@ -163,6 +172,9 @@ def test_a_draw_of_every_kind_of_row_is_that_of_the_host(by_kernel):
         ({}, True, True),
         ({"temperature": 0.0, "top_k": 5}, True, True),
         ({"banned": (3,)}, True, True),
+        ({"logit_bias": {3: 50.0}}, True, True),
+        ({"bad_words": ((3,),)}, True, True),
+        ({"bad_words": ((3,), (4, 5))}, False, False),
         ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, False, True),
         ({"top_p": 0.5, "logprobs": True}, False, True),
         ({"typical_p": 0.5}, False, False),
@@ -170,21 +182,21 @@ def test_a_draw_of_every_kind_of_row_is_that_of_the_host(by_kernel):
     ],
     ids=str,
 )
-def test_a_draw_says_whether_the_next_can_follow_unseen(changes, by_torch, by_kernel):
-    rows = [SamplingRow(temperature=0.0), SamplingRow(**changes)]
+def test_pending_tokens_say_whether_the_next_step_can_follow_unseen(changes, by_torch, by_kernel):
+    rows = [sampling_row(temperature=0.0), sampling_row(**changes)]
 
     for kernels, expected in ((False, by_torch), (True, by_kernel)):
-        draw = DeviceDraw(logits_of(7, 2), rows, by_kernel=kernels)
-        assert draw.feeds_next == expected
+        pending = DeviceTokens(logits_of(7, 2), rows, by_kernel=kernels)
+        assert pending.feeds_next == expected
         if expected:
-            assert draw.tokens.tolist() == [token.token_id for token in draw.result()]
+            assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
 
 
 def test_what_is_not_finite_behind_a_ban_is_told_by_the_kernels_too():
     logits = logits_of(19, 2)
     logits[0, 9] = math.nan
 
-    broken, sound = DeviceDraw(logits, [SamplingRow(banned=(9,))] * 2, by_kernel=True).result()
+    broken, sound = DeviceTokens(logits, [sampling_row(banned=(9,))] * 2, by_kernel=True).result()
 
     assert broken.error
     assert not sound.error
@@ -200,12 +212,12 @@ def test_the_most_likely_token_is_the_first_among_equals(dtype, vocab):
     tokens, checked = torch.full((2, 6), -7)
     logprobs = torch.full((6,), -7.0)
 
-    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
+    argmax_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
 
     expected = logits.float().argmax(-1).tolist()
     assert tokens.tolist() == expected
     assert checked.tolist() == [expected[0], -1, -1, expected[3], -1, 0]
-    by_torch = token_ops.most_likely_tokens(logits)
+    by_torch = token_ops.argmax_tokens(logits)
     assert [part.tolist() for part in by_torch[:2]] == [expected, checked.tolist()]
     truth = torch.log_softmax(logits.double(), -1).amax(-1)
     for found in (logprobs, by_torch[2]):
@@ -221,7 +233,7 @@ def test_a_log_probability_is_that_of_all_logits_of_its_row(kind, vocab):
     logprobs, given = torch.full((2, 3), -7.0)
     ids = torch.tensor([0, vocab // 2, vocab - 1])
 
-    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
+    argmax_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
     chosen_logprobs(logits, ids, given, tile=SIZES[0].tile)
 
     truth = torch.log_softmax(logits.double(), -1)
@@ -235,11 +247,11 @@ def test_a_log_probability_has_the_same_bits_alone_and_among_others():
     logits[4, 64:] = -INF
     tokens, checked = torch.full((2, 5), -7)
     logprobs = torch.full((5,), -7.0)
-    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
+    argmax_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
 
     for i in (0, 2, 4):
         alone = torch.full((1,), -7.0)
-        most_likely_tokens(logits[i : i + 1], tokens[:1], checked[:1], alone, tile=SIZES[0].tile)
+        argmax_tokens(logits[i : i + 1], tokens[:1], checked[:1], alone, tile=SIZES[0].tile)
         assert torch.equal(alone, logprobs[i : i + 1])
 
 
@@ -249,20 +261,16 @@ def test_a_certain_token_has_a_log_probability_of_zero_and_no_sign():
     tokens, checked = torch.full((2, 1), -7)
     logprobs = torch.full((1,), -7.0)
 
-    most_likely_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
+    argmax_tokens(logits, tokens, checked, logprobs, tile=SIZES[0].tile)
 
     assert str(logprobs.item()) == "0.0"
 
 
 def test_candidates_reach_as_far_as_the_filters_ask():
-    sizes = DrawSizes(group=10, capacity=100)
+    sizes = SampleSizes(group=10, capacity=100)
 
     assert candidate_bounds(100, 7, 0.5, sizes) == (0, 1)  # all fit
     assert candidate_bounds(1000, 7, 0.5, sizes) == (7, 1)
     assert candidate_bounds(1000, 101, 0.5, sizes) == (0, 1)  # more than groups
     assert candidate_bounds(1000, 0, 0.5, sizes) == (50, 2**40 // 2000)
     assert candidate_bounds(1000, 0, 1.0, sizes) == (50, 1)
-
-
-def test_kernels_and_host_weigh_in_the_same_units():
-    assert draw_rows.WEIGHT_SCALE == sampling.WEIGHT_SCALE

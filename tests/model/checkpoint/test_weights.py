@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model, resolve_dtype, save_checkpoint
-from model.errors import ModelError, WeightsError
+from model.checkpoint.weights import load_model, save_checkpoint
+from model.errors import WeightsError
 from tests.model.checkpoint.hf_checkpoints import CASES
 
 INDEX = "model.safetensors.index.json"
@@ -317,76 +317,6 @@ def test_dummy_weights_need_a_configuration_alone(single):
     logits = first.logits(first(torch.tensor([[1, 2, 3]]), torch.arange(3)))
     assert torch.isfinite(logits).all()
     assert logits.std() > 0
-
-
-def config_of(num_layers, dtype):
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_layers=num_layers,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=64,
-        max_position_embeddings=2048,
-        dtype=dtype,
-    )
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "dtype", "has_instructions", "chosen"),
-    [
-        (24, "bfloat16", True, torch.bfloat16),
-        (24, "bfloat16", False, torch.float32),
-        (24, "float16", True, torch.float32),
-        (24, "float32", True, torch.float32),
-        (2, "bfloat16", True, torch.float32),
-    ],
-)
-def test_a_cpu_serves_in_bfloat16_only_large_checkpoints_of_that_dtype(
-    monkeypatch, num_layers, dtype, has_instructions, chosen
-):
-    monkeypatch.setattr("model.device.dtypes._has_bfloat16_instructions", lambda: has_instructions)
-
-    assert resolve_dtype("auto", config_of(num_layers, dtype), "cpu") is chosen
-
-
-@pytest.mark.parametrize(
-    ("dtype", "has_bfloat16", "chosen"),
-    [
-        ("bfloat16", True, torch.bfloat16),
-        ("float32", True, torch.bfloat16),
-        ("float16", True, torch.float16),
-        ("bfloat16", False, torch.float16),
-    ],
-)
-def test_a_gpu_serves_in_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
-    monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: has_bfloat16 or including_emulation,
-    )
-
-    assert resolve_dtype("auto", config_of(2, dtype), "cuda") is chosen
-
-
-def test_bfloat16_on_a_gpu_that_only_emulates_it_is_taken_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-
-    assert resolve_dtype("bfloat16", config_of(2, "bfloat16"), "cuda") is torch.bfloat16
-    assert "float16 is faster" in caplog.text
-
-
-def test_an_explicit_dtype_is_taken_as_it_is():
-    assert resolve_dtype("float16", config_of(2, "bfloat16"), "cpu") is torch.float16
-
-
-def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ModelError, match="'int8' is none of auto, float32"):
-        resolve_dtype("int8", config_of(2, "bfloat16"), "cpu")
 
 
 def test_float16_on_the_cpu_gives_the_logits_of_transformers(single):

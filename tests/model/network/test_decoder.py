@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from kernels import Phase
-from model.checkpoint.config import ModelConfig, RopeConfig
+from kernels.linear.cpu import unsupported as packing_unsupported
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.network.decoder import DecoderLM
-from model.network.linear import can_pack
 from tests.model.network.paged import PagedDriver, logits_in_chunks
 
 CONFIG = ModelConfig(
@@ -87,12 +88,12 @@ def test_packing_changes_only_the_speed(tied, round_to):
         build(dataclasses.replace(CONFIG, tie_word_embeddings=tied)).to(round_to).float()
         for _ in range(2)
     )
-    packed.requires_grad_(requires_grad=False).pack()
+    packed.requires_grad_(requires_grad=False).optimize()
     ids = tokens(30)
 
     exact = dense_logits(model, ids)
 
-    assert packed.is_packed == can_pack(torch.float32, torch.device("cpu"))
+    assert packed.is_packed == (not packing_unsupported("float32"))
     for ours in (logits_in_chunks(packed, ids, 7), dense_logits(packed, ids)):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
@@ -100,7 +101,7 @@ def test_packing_changes_only_the_speed(tied, round_to):
 def test_packing_gives_up_the_original_matrices():
     model = build().requires_grad_(requires_grad=False)
 
-    model.pack()
+    model.optimize()
 
     left = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert left == (64 * 32 if model.is_packed else CONFIG.num_parameters)
@@ -111,7 +112,7 @@ def test_half_precision_follows_single(model, dtype):
     half = build(dtype=dtype).requires_grad_(requires_grad=False)
     # What a seed draws in another dtype differs between PyTorch's versions.
     half.load_state_dict(model.state_dict())
-    half.pack()
+    half.optimize()
     ids = tokens(30)
 
     ours, exact = logits_in_chunks(half, ids, 7).float(), dense_logits(model, ids)

@@ -11,12 +11,12 @@ from torch.nn import functional
 import model as package
 from kernels.arch import CATALOGUE, CPU
 from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.linear.pytorch import PyTorchLinear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.tensor_names import named_scales, named_slices
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.device.dtypes import resolve_weight_dtype
 from model.errors import ModelError, WeightsError
-from model.network import layers
 from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.network.paged import logits_in_chunks
 
@@ -106,8 +106,8 @@ def test_a_quantised_model_is_not_saved(tmp_path):
     ("requested", "arch", "dtype", "words"),
     [
         ("int8", CATALOGUE["h100"], torch.bfloat16, "'int8' is none of none, fp8"),
-        ("fp8", CPU, torch.float32, "a CPU has no kernels .* set quantization to none"),
-        ("fp8", CATALOGUE["t4"], torch.float16, "need sm_80, this is sm_75"),
+        ("fp8", CPU, torch.float32, "has none: needs a GPU; set quantization to none"),
+        ("fp8", CATALOGUE["t4"], torch.float16, "needs sm_80, .* this is sm_75"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_with_the_reason(requested, arch, dtype, words):
@@ -121,21 +121,20 @@ def test_gpus_with_our_kernels_take_weights_in_float8(arch):
     assert resolve_weight_dtype("none", torch.bfloat16, CATALOGUE[arch]) is None
 
 
-def both_in_float8(weight, bias, scale):
-    """A layer as the product in FP8 computes it: the rows that are multiplied are rounded too."""
-
-    def multiply(x):
-        rounded = dequantise_rows(*quantise_rows(x), x.dtype)
-        return functional.linear(rounded, dequantise_rows(weight, scale, x.dtype), bias)
-
-    return multiply
+def both_in_float8(self, x):
+    """A linear layer as the product in FP8 computes it: the rows that are multiplied are rounded too."""
+    if self._scale is None:
+        return functional.linear(x, self._weight, self._bias)
+    rounded = dequantise_rows(*quantise_rows(x), x.dtype)
+    weight = dequantise_rows(self._weight, self._scale, x.dtype)
+    return functional.linear(rounded, weight, self._bias)
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["weights alone", "rows too"])
 def test_float8_changes_what_the_model_expects_next_but_little(code, both, monkeypatch):
     exact = logits_in_chunks(load(FOLDER, weight_dtype=None), code, 300)
     if both:
-        monkeypatch.setattr(layers, "quantised_linear", both_in_float8)
+        monkeypatch.setattr(PyTorchLinear, "__call__", both_in_float8)
 
     rounded = logits_in_chunks(load(FOLDER), code, 300)
 

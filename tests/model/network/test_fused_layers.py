@@ -8,13 +8,17 @@ import torch
 
 import kernels
 import kernels.linear.projection
+import kernels.linear.registry
+import kernels.linear.select
+import model.network.attention
 import model.network.decoder
-import model.network.layers
 from kernels.arch import CATALOGUE, CPU
-from kernels.linear.matrix import MatrixLayer
-from kernels.linear.projection import objection
-from kernels.linear.select import LinearChoice, LinearKernel, LinearLaunch
-from model.checkpoint.config import ModelConfig, RopeConfig
+from kernels.linear.pytorch import PyTorchLinear
+from kernels.linear.registry import MATRIX
+from kernels.linear.select import LinearLaunch, TunedLinear
+from kernels.rope.cache import unsupported
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
 from tests.kernels import float8_library, triton_interpreter
 from tests.model.network.paged import PagedDriver
@@ -51,6 +55,7 @@ FAMILIES = {
     "sizes that no vector divides": {"hidden_size": 36, "intermediate_size": 18, "vocab_size": 23},
 }
 H100 = CATALOGUE["h100"]
+LOAD = kernels.linear.projection._load
 FP8 = torch.float8_e4m3fn
 
 
@@ -74,33 +79,37 @@ def build(weight_dtype=None, dtype=torch.float32, **changes):
 def on_a_gpu(monkeypatch):
     """Choose the kernels of a GPU, with tensors of the CPU; in few programs, which is what takes the time here."""
 
-    def wide(problem, _arch):
-        launch = LinearLaunch(32, 256, 1)
-        return LinearChoice(problem, LinearKernel.VECTOR, launch, "for the test")
+    def wide(_problem, _arch):
+        return TunedLinear("vector", LinearLaunch(32, 256, 1), "for the test")
 
     def detect(_device=None):
         return dataclasses.replace(H100, num_sms=8)  # a decode has as many splits
 
     def switch():
-        monkeypatch.setattr(kernels, "detect", detect)
+        monkeypatch.setattr(kernels.attention.functional, "detect", detect)
         monkeypatch.setattr(model.network.decoder, "detect", detect)
         monkeypatch.setattr(kernels.linear.projection, "tuned_linear", wide)
 
-    kernels.linear.projection._choose.cache_clear()
-    yield switch
-    kernels.linear.projection._choose.cache_clear()
+    return switch
+
+
+def optimized(*arguments, **changes):
+    made = build(*arguments, **changes).requires_grad_(requires_grad=False)
+    made.optimize()
+    assert made._bound.fused
+    return made
 
 
 def drive(made, decoded, cache_dtype=None):
     """Feed prompts, then tokens of as many sequences as `decoded` says; returns all logits."""
     driver, rng = PagedDriver(made, cache_dtype=cache_dtype), random.Random(3)
 
-    def draw(count):
+    def tokens(count):
         return [rng.randrange(23) for _ in range(count)]
 
-    found = [driver.step({name: draw(1 + name) for name in range(3)})]
-    found += [driver.step({name: draw(1) for name in range(count)}) for count in decoded]
-    found.append(driver.step({0: draw(1), 1: draw(3)}))
+    found = [driver.step({name: tokens(1 + name) for name in range(3)})]
+    found += [driver.step({name: tokens(1) for name in range(count)}) for count in decoded]
+    found.append(driver.step({0: tokens(1), 1: tokens(3)}))
     return [step[name] for step in found for name in sorted(step)]
 
 
@@ -110,9 +119,8 @@ def test_a_family_has_the_logits_and_tokens_of_its_operations(family, on_a_gpu):
     plain = build(**FAMILIES[family])
     expected = drive(plain, (1, 3))
     on_a_gpu()
-    fused = build(**FAMILIES[family])
+    fused = optimized(**FAMILIES[family])
 
-    assert fused.fuse() == ""
     with triton_interpreter.poisoned_memory():
         found = drive(fused, (1, 3))
 
@@ -122,64 +130,83 @@ def test_a_family_has_the_logits_and_tokens_of_its_operations(family, on_a_gpu):
 
 
 class Product:
-    """Stands in for a product on the tensor cores, which no interpreter has."""
+    """Stands in for a product on the tensor cores, which no interpreter has; output and down leave partial sums."""
 
-    def __init__(self, linear, splits=0):
-        self.linear, self.splits = linear, splits
+    def __init__(self, weights, problem):
+        self.weights, self.problem = weights, problem
 
-    def __call__(self, x, *, pdl):
-        assert not pdl
-        weight, bias = self.linear.weight, self.linear.bias
-        if self.splits:
-            pairs = zip(x.chunk(self.splits, -1), weight.chunk(self.splits, -1), strict=True)
+    def __call__(self, x, choice, out, arguments):
+        weight, bias, _ = self.weights
+        assert out is None
+        assert set(arguments[:3]) == {None}
+        assert len(x) <= 64
+        if self.problem.residual:
+            pairs = zip(x.chunk(2, -1), weight.chunk(2, -1), strict=True)
             return torch.stack([part @ columns.T for part, columns in pairs])
-        out = x @ weight.T if bias is None else x @ weight.T + bias
-        return kernels.silu_and_mul(out) if self.linear.gated else out
+        y = x @ weight.T if bias is None else x @ weight.T + bias
+        return kernels.silu_and_mul(y) if self.problem.gated else y
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias"])
-def test_layers_on_the_tensor_cores_are_chained_as_their_operations(family, on_a_gpu):
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases"])
+def test_layers_on_the_tensor_cores_are_chained_as_their_operations(family, on_a_gpu, monkeypatch):
+    """A bias behind attention or in the MLP leaves those projections to the library, beside the others."""
     changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
     expected = drive(build(**changes), (3,))
     on_a_gpu()
-    fused = build(**changes)
-    fused.fuse()
+    products = []
 
-    layers = fused._fused
-    layers._matrix_rows = 64
-    layers._matrix = [
-        MatrixLayer(
-            Product(ops.qkv), Product(ops.output, 2), Product(ops.gate_up), Product(ops.down, 4)
-        )
-        for ops in layers._ops
-    ]
-    assert layers.row_counts == (2, 4, 16, 32, 64)
+    def unsupported(problem, _arch):
+        odd = problem.bias and (problem.gated or problem.residual)
+        return ("for the test",) * bool(odd or problem.trainable or not problem.layer_weights)
+
+    def load(target):
+        products.append(target)
+        return Product if target == "matrix" else LOAD(target)
+
+    matrix = dataclasses.replace(MATRIX, target="matrix", unsupported=unsupported)
+    rows = (matrix, *(row for row in kernels.linear.registry.REGISTRY if row is not MATRIX))
+    monkeypatch.setattr(kernels.linear.select, "REGISTRY", rows)
+    monkeypatch.setattr(kernels.linear.projection, "REGISTRY", rows)
+    monkeypatch.setattr(kernels.linear.projection, "_load", load)
+    fused = optimized(**changes)
+
     found = drive(fused, (3,))
 
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    layers = SHAPE["num_layers"] if "num_layers" not in changes else changes["num_layers"]
+    assert products.count("matrix") == layers * (1 if family == "llama biases" else 4)
+    assert fused.row_counts == (1, 2, 4, 16, 32, 64, 128, 256)
 
 
 @triton_interpreter.interpreted
-def test_weights_that_are_fetched_ahead_change_nothing(on_a_gpu):
+def test_weights_that_are_fetched_ahead_change_nothing(on_a_gpu, monkeypatch):
     on_a_gpu()
-    fused = build(num_layers=2)
-    fused.fuse()
+    fused = optimized(num_layers=2)
     expected = drive(fused, (1,))
+    rope_and_write_kv, fetched = model.network.attention.rope_and_write_kv, []
 
-    fused._fused._fetches = True
+    def fetching(*arguments, ahead, **more):
+        assert (
+            ahead is None
+        )  # only kernels that are launched early fetch ahead, and the interpreter launches none
+        fetched.append(fused.layers[0].output)
+        weights = fused._bound.layers[0].next_weights
+        return rope_and_write_kv(*arguments, ahead=weights, **more)
+
+    monkeypatch.setattr(model.network.attention, "rope_and_write_kv", fetching)
 
     for ours, theirs in zip(drive(fused, (1,)), expected, strict=True):
         assert torch.equal(ours, theirs)
+    assert fetched
 
 
 @triton_interpreter.interpreted
 def test_a_cache_in_float8_takes_the_keys_and_values_of_the_operations(on_a_gpu):
     expected = drive(build(qk_norm=True), (3,), torch.float8_e4m3fn)
     on_a_gpu()
-    fused = build(qk_norm=True)
-    fused.fuse()
+    fused = optimized(qk_norm=True)
 
     for ours, theirs in zip(drive(fused, (3,), torch.float8_e4m3fn), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
@@ -190,9 +217,8 @@ def test_a_cache_in_float8_takes_the_keys_and_values_of_the_operations(on_a_gpu)
 def test_weights_in_float8_have_the_logits_of_their_operations(family, on_a_gpu):
     expected = drive(build(FP8, **FAMILIES[family]), (1, 3))
     on_a_gpu()
-    fused = build(FP8, **FAMILIES[family])
+    fused = optimized(FP8, **FAMILIES[family])
 
-    assert fused.fuse() == ""
     with triton_interpreter.poisoned_memory():
         found = drive(fused, (1, 3))
 
@@ -204,12 +230,12 @@ def test_weights_in_float8_have_the_logits_of_their_operations(family, on_a_gpu)
 def test_many_rows_are_rounded_to_float8_as_the_weights_are(on_a_gpu, monkeypatch):
     """In half precision, the only one that the library multiplies in FP8; a step of 6 rows, and one of 4."""
     weight_only = drive(build(FP8, torch.float16, qk_norm=True), ())
-    monkeypatch.setattr(model.network.layers, "quantised_linear", both_in_float8)
-    both = drive(build(FP8, torch.float16, qk_norm=True), ())
+    with monkeypatch.context() as patch:
+        patch.setattr(PyTorchLinear, "__call__", both_in_float8)
+        both = drive(build(FP8, torch.float16, qk_norm=True), ())
     float8_library.provide(monkeypatch)
     on_a_gpu()
-    fused = build(FP8, torch.float16, qk_norm=True)
-    fused.fuse()
+    fused = optimized(FP8, torch.float16, qk_norm=True)
 
     found = drive(fused, ())
 
@@ -226,8 +252,7 @@ def test_a_decoded_token_takes_few_launches(rows, of_a_layer, on_a_gpu, monkeypa
     from triton.runtime import interpreter
 
     on_a_gpu()
-    fused = build(qk_norm=True)
-    fused.fuse()
+    fused = optimized(qk_norm=True)
     driver = PagedDriver(fused)
     driver.step({name: [1] for name in range(rows)})
     count = 0
@@ -248,18 +273,17 @@ def test_a_decoded_token_takes_few_launches(rows, of_a_layer, on_a_gpu, monkeypa
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_the_most_likely_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
-    made = build()
+def test_the_argmax_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
     if fused:
         on_a_gpu()
-        made.fuse()
+    made = optimized() if fused else build()
     hidden = torch.randn(rows, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(1))
     hidden[-1, 0] = float("nan") if rows > 1 else 0.5
     logits, tokens = torch.empty(rows, SHAPE["vocab_size"]), torch.empty(rows, dtype=torch.int64)
     logprobs = torch.empty(rows)
 
     with torch.no_grad():
-        ids = made.most_likely(hidden, logits, tokens, logprobs)
+        ids = made.argmax(hidden, logits, tokens, logprobs)
         expected = made.logits(hidden)
 
     torch.testing.assert_close(logits, expected, equal_nan=True)
@@ -273,12 +297,10 @@ def test_the_most_likely_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
 
 
 @triton_interpreter.interpreted
-def test_attention_that_no_kernel_takes_is_computed_as_before(on_a_gpu, monkeypatch):
+def test_attention_that_no_kernel_takes_is_pytorchs_between_our_projections(on_a_gpu):
     expected = drive(build(head_dim=16), (1,))
     on_a_gpu()
-    fused = build(head_dim=16)
-    assert fused.fuse() == ""
-    monkeypatch.setattr(fused._fused, "_ops", None)
+    fused = optimized(head_dim=16)
 
     for ours, theirs in zip(drive(fused, (1,)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -287,21 +309,27 @@ def test_attention_that_no_kernel_takes_is_computed_as_before(on_a_gpu, monkeypa
 @pytest.mark.parametrize(
     ("arch", "dtype", "reason"),
     [
-        (CPU, torch.float32, "a CPU has no kernels"),
-        (CATALOGUE["t4"], torch.float16, "need sm_80, this is sm_75"),
-        (H100, torch.float64, "no float64"),
-        (H100, torch.bfloat16, ""),
-        (CATALOGUE["a100"], torch.float32, ""),
+        (CPU, "float32", "needs a GPU"),
+        (CATALOGUE["t4"], "float16", "this is sm_75"),
+        (H100, "float64", "no float64"),
+        (H100, "bfloat16", ""),
+        (CATALOGUE["a100"], "float32", ""),
     ],
     ids=str,
 )
 def test_what_cannot_be_fused_says_why(arch, dtype, reason):
-    assert reason in objection(arch, dtype)
-    assert bool(objection(arch, dtype)) == bool(reason)
+    found = unsupported(dtype, arch)
+
+    assert bool(found) == bool(reason)
+    assert reason in "; ".join(found)
 
 
-def test_a_model_on_a_cpu_stays_as_it_is():
+def test_a_model_on_a_gpu_without_our_kernels_is_pytorchs_and_says_so(monkeypatch, caplog):
     plain = build()
+    monkeypatch.setattr(model.network.decoder, "detect", lambda _device: CATALOGUE["t4"])
 
-    assert "a CPU" in plain.fuse()
-    assert plain._fused is None
+    plain.optimize()
+
+    assert not plain._bound.fused
+    assert "slower: needs" in caplog.text
+    assert plain.row_counts == ()

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
-from kernels.step.single_launch import StepShape, objection
-from model.checkpoint.config import ModelConfig, RopeConfig
+from kernels.step.single_launch import StepShape, unsupported
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
-from model.network.single_launch import step_shape, why_not
+from model.network.single_launch import step_shape
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 
 HOPPER = ARCHES[90]
@@ -28,42 +29,50 @@ CONFIG = ModelConfig(
 QWEN = StepShape(1024, 3072, 16, 8, 128, 151936, 1e-6, 128**-0.5)
 
 
-def test_small_models_on_hopper_have_no_objection():
+def test_small_models_on_hopper_are_supported():
     llama = QWEN._replace(hidden_size=2048, inner_size=8192, num_heads=32, head_dim=64)
 
-    assert objection(QWEN, torch.bfloat16, HOPPER) == ""
-    assert objection(llama, torch.float16, HOPPER) == ""
+    assert unsupported(QWEN, torch.bfloat16, HOPPER) == ()
+    assert unsupported(llama, torch.float16, HOPPER) == ()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 96}, "head dims (64, 128), not 96"),
-        ({"hidden_size": 4096}, "hidden sizes up to 2048, not 4096"),
-        ({"inner_size": 14336}, "intermediate sizes up to 8192, not 14336"),
-        ({"hidden_size": 896}, "multiples of 1024, not a hidden size of 896"),
-        ({"num_heads": 24}, "powers of two of heads, not 24"),
-        ({"num_heads": 128, "num_kv_heads": 64}, "sizes of all heads up to 8192, not 16384"),
-        ({"num_kv_heads": 2}, "up to 4 query heads for a key-value head, not 16 for 2"),
-        ({"vocab_size": 32003}, "vocabularies that are multiples of 8, not 32003"),
+        ({"head_dim": 96}, "head_dim 96 is not one of (64, 128)"),
+        ({"hidden_size": 4096}, "a hidden size of 4096, at most 2048"),
+        ({"inner_size": 14336}, "an intermediate size of 14336, at most 8192"),
+        ({"hidden_size": 896}, "a hidden size of 896, not a multiple of 1024"),
+        ({"num_heads": 24}, "24 heads are not a power of two"),
+        ({"num_heads": 128, "num_kv_heads": 64}, "a size of all heads of 16384, at most 8192"),
+        ({"num_kv_heads": 2}, "16 query heads for 2, at most 4 for each"),
+        ({"vocab_size": 32003}, "a vocabulary of 32003, not a multiple of 8"),
     ],
 )
-def test_an_objection_names_the_value_and_the_limit(change, message):
-    assert message in objection(QWEN._replace(**change), torch.bfloat16, HOPPER)
+def test_a_reason_names_the_value_and_the_limit(change, message):
+    assert message in unsupported(QWEN._replace(**change), torch.bfloat16, HOPPER)
+
+
+def test_all_reasons_are_listed():
+    shape = QWEN._replace(hidden_size=896, num_heads=24)
+
+    assert len(unsupported(shape, torch.float32, CATALOGUE["a100"])) == 4
 
 
 def test_a_slice_of_a_gpu_needs_a_program_for_each_head():
     slice_of_it = dataclasses.replace(HOPPER, num_sms=16)
     wide = QWEN._replace(num_kv_heads=32, num_heads=32, head_dim=64, hidden_size=2048)
 
-    assert objection(wide, torch.bfloat16, HOPPER) == ""
-    assert "32 SMs for as many key-value heads" in objection(wide, torch.bfloat16, slice_of_it)
+    assert unsupported(wide, torch.bfloat16, HOPPER) == ()
+    assert unsupported(wide, torch.bfloat16, slice_of_it) == (
+        "16 SMs for 32 key-value heads; from 32 to 256",
+    )
 
 
 def test_dtypes_and_gpus_without_the_kernel_are_named():
-    assert "not float32" in objection(QWEN, torch.float32, HOPPER)
-    assert "not a CPU" in objection(QWEN, torch.bfloat16, CATALOGUE["cpu"])
-    assert "not sm_80" in objection(QWEN, torch.bfloat16, ARCHES[80])
+    assert unsupported(QWEN, torch.float32, HOPPER) == ("no float32",)
+    assert "needs a GPU" in unsupported(QWEN, torch.bfloat16, CATALOGUE["cpu"])
+    assert "needs sm_90, this is sm_80" in unsupported(QWEN, torch.bfloat16, ARCHES[80])
 
 
 @pytest.mark.parametrize(
@@ -75,17 +84,15 @@ def test_dtypes_and_gpus_without_the_kernel_are_named():
         ({"sliding_window": 64, "layer_types": ()}, "sliding windows"),
     ],
 )
-def test_what_the_launch_does_not_know_is_named(monkeypatch, change, message):
-    monkeypatch.setattr("model.network.single_launch.objection", lambda *_: "")
+def test_what_the_launch_has_not_is_named(monkeypatch, change, message):
+    monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_: ())
     model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
 
-    reason = why_not(model, HOPPER)
-
-    assert reason == (f"one launch for a step does not know {message}" if message else "")
+    assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
 
 def test_the_shape_of_a_step_is_that_of_the_model():
-    shape = step_shape(DecoderLM(CONFIG, torch.bfloat16, "meta"))
+    shape = step_shape(CONFIG)
 
     assert shape.hidden_size == CONFIG.hidden_size
     assert shape.inner_size == CONFIG.intermediate_size

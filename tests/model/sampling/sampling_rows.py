@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from model.sampling.sampler import SamplingRow
+from model.sampling.parameters import SamplingParams
+from model.sampling.rows import SamplingRow, TokenHistory
 
 VOCAB = 101  # odd, so that rows of a batch are aligned differently
 
@@ -13,8 +16,16 @@ def logits_of(seed: int, rows: int, vocab: int = VOCAB, scale: float = 3.0) -> t
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
-    kinds = [
+def sampling_row(position: int = 0, prompt_ids=(), output_ids=(), banned=(), **parameters):
+    """A row with the given parameters; `banned` ids cannot be sampled."""
+    if banned:
+        parameters |= {"stop_token_ids": tuple(banned), "min_new_tokens": 10**9}
+    history = TokenHistory([*prompt_ids, *output_ids], len(prompt_ids))
+    return SamplingRow(SamplingParams(max_new_tokens=10**9, **parameters), position, history)
+
+
+def kinds_of_rows(vocab: int = VOCAB) -> list[dict[str, Any]]:
+    return [
         {"temperature": 0.0},
         {"temperature": 0.7},
         {"top_k": 7},
@@ -26,5 +37,17 @@ def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
         {"frequency_penalty": 0.7, "presence_penalty": -0.4, "output_ids": [1, 1, 5, 9] * 3},
         {"temperature": 0.0, "banned": (3, 4)},
         {"top_p": 0.7, "logprobs": True, "top_logprobs": 4},
+        {"banned": (0, 31, 32, 64, vocab - 1)},
+        {"top_k": 9, "top_p": 0.9, "banned": range(0, vocab, 2)},
+        {"typical_p": 0.8, "repetition_penalty": 1.2, "banned": (5,), "prompt_ids": (5, 6)},
+        {"top_k": 9, "logit_bias": {2: 100.0, 5: 98.5, vocab - 1: -100.0, 10**6: 1.0}},
+        {"bad_words": ((3,), (1, 2, 7), (2, 9)), "output_ids": [1, 2]},
     ]
-    return [SamplingRow(seed=i, position=10 + i, **kinds[i % len(kinds)]) for i in range(count)]
+
+
+NUM_KINDS = len(kinds_of_rows())
+
+
+def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
+    kinds = kinds_of_rows(vocab)
+    return [sampling_row(seed=i, position=10 + i, **kinds[i % NUM_KINDS]) for i in range(count)]

@@ -9,19 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.sampling import device as device_sampling
-from model.sampling.sampler import SampledToken, Sampler, SamplingRow, prompt_logprobs
-from tests.model.sampling.sampling_rows import VOCAB, logits_of, varied_rows
+from model.sampling.logprobs import prompt_logprobs
+from model.sampling.parameters import SampledToken
+from model.sampling.sampler import Sampler
+from tests.model.sampling.sampling_rows import (
+    NUM_KINDS,
+    VOCAB,
+    logits_of,
+    sampling_row,
+    varied_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("few_candidates")
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------
+# --- greedy -----------------------------------------------------------------------------------------------------
 
 
 def test_temperature_zero_takes_the_most_likely_token(forward) -> None:
     logits = logits_of(0, 5)
 
-    tokens = forward(logits, [SamplingRow(temperature=0.0)] * 5)
+    tokens = forward(logits, [sampling_row(temperature=0.0)] * 5)
 
     assert [t.token_id for t in tokens] == logits.argmax(-1).tolist()
     assert all(type(t.token_id) is int and t.logprob is None and not t.top for t in tokens)
@@ -30,7 +38,7 @@ def test_temperature_zero_takes_the_most_likely_token(forward) -> None:
 def test_greedy_ignores_filters_and_seed(forward) -> None:
     logits = logits_of(1, 1)
 
-    (token,) = forward(logits, [SamplingRow(temperature=0.0, top_k=2, top_p=0.1, seed=99)])
+    (token,) = forward(logits, [sampling_row(temperature=0.0, top_k=2, top_p=0.1, seed=99)])
 
     assert token.token_id == int(logits.argmax())
 
@@ -39,7 +47,7 @@ def test_equal_logits_are_won_by_the_smallest_id(forward) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [40, 17, 80]] = 1.0
 
-    (token,) = forward(logits, [SamplingRow(temperature=0.0)])
+    (token,) = forward(logits, [sampling_row(temperature=0.0)])
 
     assert token.token_id == 17
 
@@ -50,16 +58,18 @@ def test_an_empty_batch_gives_no_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_sampled_as_their_float32_values(forward, dtype) -> None:
-    logits = logits_of(2, 11).to(dtype)
+    logits = logits_of(2, NUM_KINDS).to(dtype)
 
-    assert forward(logits, varied_rows(11)) == forward(logits.float(), varied_rows(11))
+    assert forward(logits, varied_rows(NUM_KINDS)) == forward(
+        logits.float(), varied_rows(NUM_KINDS)
+    )
 
 
 def test_the_logits_given_are_left_unchanged(forward) -> None:
-    logits = logits_of(3, 11)
+    logits = logits_of(3, NUM_KINDS)
     before = logits.clone()
 
-    forward(logits, varied_rows(11))
+    forward(logits, varied_rows(NUM_KINDS))
 
     assert torch.equal(logits, before)
 
@@ -68,9 +78,9 @@ def test_the_logits_given_are_left_unchanged(forward) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1000), st.permutations(range(22)), st.integers(1, 22))
+@given(st.integers(0, 1000), st.permutations(range(2 * NUM_KINDS)), st.integers(1, 2 * NUM_KINDS))
 def test_a_rows_result_is_bitwise_the_same_alone_and_among_others(seed, order, count) -> None:
-    logits, rows = logits_of(seed, 22), varied_rows(22)
+    logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     picked = order[:count]
 
     for sample in (Sampler().forward, device_sampling.sample):
@@ -81,15 +91,15 @@ def test_a_rows_result_is_bitwise_the_same_alone_and_among_others(seed, order, c
 
 @pytest.mark.parametrize("vocab", [101, 4096, 50257])
 def test_rows_of_a_real_vocabulary_do_not_depend_on_their_neighbours(forward, vocab) -> None:
-    logits, rows = logits_of(4, 11, vocab), varied_rows(11, vocab)
+    logits, rows = logits_of(4, NUM_KINDS, vocab), varied_rows(NUM_KINDS, vocab)
 
     together = forward(logits, rows)
 
-    assert together == [forward(logits[i : i + 1], [rows[i]])[0] for i in range(11)]
+    assert together == [forward(logits[i : i + 1], [rows[i]])[0] for i in range(NUM_KINDS)]
 
 
-def test_the_number_of_threads_does_not_change_a_draw() -> None:
-    logits, rows = logits_of(5, 11, 50257), varied_rows(11)
+def test_the_number_of_threads_does_not_change_a_token() -> None:
+    logits, rows = logits_of(5, NUM_KINDS, 50257), varied_rows(NUM_KINDS)
     threads = torch.get_num_threads()
 
     results = []
@@ -101,11 +111,11 @@ def test_the_number_of_threads_does_not_change_a_draw() -> None:
     assert results[0] == results[1]
 
 
-def test_draws_leave_the_global_generators_alone(forward) -> None:
+def test_sampling_leaves_the_global_generators_alone(forward) -> None:
     # NumPy's legacy generator is the global one, and so the one to watch.
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
 
-    forward(logits_of(6, 11), varied_rows(11))
+    forward(logits_of(6, NUM_KINDS), varied_rows(NUM_KINDS))
 
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
@@ -114,20 +124,20 @@ def test_draws_leave_the_global_generators_alone(forward) -> None:
 def test_the_accelerators_rules_are_those_of_the_host() -> None:
     agreed = 0
     for seed in range(40):
-        logits, rows = logits_of(seed, 22), varied_rows(22)
+        logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
         host = Sampler().forward(logits, rows)
         device = device_sampling.sample(logits, rows)
-        # exp() may round differently in NumPy and PyTorch: a draw on the very edge of a token may move.
+        # exp() may round differently in NumPy and PyTorch: a sample on the very edge of a token may move.
         agreed += sum(
             h.token_id == d.token_id and [i for i, _ in h.top] == [i for i, _ in d.top]
             for h, d in zip(host, device, strict=True)
         )
 
-    assert agreed >= 22 * 40 - 1
+    assert agreed >= 2 * NUM_KINDS * 40 - 1
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 16, 100, 101, 5000])
-def test_the_number_of_candidates_looked_at_first_does_not_change_a_draw(
+def test_the_number_of_candidates_looked_at_first_does_not_change_a_token(
     monkeypatch, candidates
 ) -> None:
     logits, rows = logits_of(7, 33), varied_rows(33)
@@ -144,9 +154,9 @@ def test_the_number_of_candidates_looked_at_first_does_not_change_a_draw(
 def test_logprobs_are_natural_and_of_the_unmodified_logits(forward) -> None:
     logits = logits_of(14, 3)
     rows = [
-        SamplingRow(temperature=0.0, logprobs=True),
-        SamplingRow(temperature=0.3, top_k=2, logprobs=True, seed=1),
-        SamplingRow(temperature=0.0, banned=(int(logits[2].argmax()),), logprobs=True),
+        sampling_row(temperature=0.0, logprobs=True),
+        sampling_row(temperature=0.3, top_k=2, logprobs=True, seed=1),
+        sampling_row(temperature=0.0, banned=(int(logits[2].argmax()),), logprobs=True),
     ]
 
     tokens = forward(logits, rows)
@@ -160,7 +170,7 @@ def test_logprobs_are_natural_and_of_the_unmodified_logits(forward) -> None:
 def test_top_logprobs_come_most_likely_first_and_equals_by_smaller_id(forward) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0, 1.0]])
 
-    (token,) = forward(logits, [SamplingRow(temperature=0.0, top_logprobs=5)])
+    (token,) = forward(logits, [sampling_row(temperature=0.0, top_logprobs=5)])
 
     expected = torch.log_softmax(logits, -1)[0]
     assert token.top == tuple((i, expected[i].item()) for i in (1, 3, 4, 2, 5))
@@ -171,7 +181,7 @@ def test_each_row_gets_the_top_logprobs_it_asked_for(forward) -> None:
     logits = logits_of(15, 4)
     asked = [0, 3, 10**6, 1]
 
-    tokens = forward(logits, [SamplingRow(temperature=0.0, top_logprobs=n) for n in asked])
+    tokens = forward(logits, [sampling_row(temperature=0.0, top_logprobs=n) for n in asked])
 
     assert [len(t.top) for t in tokens] == [0, 3, VOCAB, 1]
     assert [t.logprob is None for t in tokens] == [True, False, False, False]
@@ -181,7 +191,7 @@ def test_impossible_tokens_are_left_out_of_the_top(forward) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 5] = 1.0
 
-    (token,) = forward(logits, [SamplingRow(top_logprobs=3, top_p=0.5)])
+    (token,) = forward(logits, [sampling_row(top_logprobs=3, top_p=0.5)])
 
     assert token == SampledToken(5, 0.0, ((5, 0.0),))
 
@@ -200,7 +210,7 @@ def test_prompt_logprobs_are_those_of_the_following_tokens(monkeypatch) -> None:
 
 def test_a_sampled_logprob_equals_the_prompt_logprob_of_the_same_row(forward) -> None:
     logits = logits_of(17, 6, vocab=50257)
-    tokens = forward(logits, [SamplingRow(seed=i, logprobs=True) for i in range(6)])
+    tokens = forward(logits, [sampling_row(seed=i, logprobs=True) for i in range(6)])
 
     assert [t.logprob for t in tokens] == prompt_logprobs(logits, [t.token_id for t in tokens])
 
@@ -209,10 +219,10 @@ def test_a_sampled_logprob_equals_the_prompt_logprob_of_the_same_row(forward) ->
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize("kind", range(11))
+@pytest.mark.parametrize("kind", range(NUM_KINDS))
 def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
-    rows = varied_rows(11)
-    logits = logits_of(18, 11)
+    rows = varied_rows(NUM_KINDS)
+    logits = logits_of(18, NUM_KINDS)
     clean = forward(logits, rows)
     broken = logits.clone()
     broken[kind, 60] = value
@@ -226,12 +236,12 @@ def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
     ]
 
 
-@pytest.mark.parametrize("row", varied_rows(11), ids=str)
+@pytest.mark.parametrize("row", varied_rows(NUM_KINDS), ids=lambda row: str(row.position))
 def test_a_row_of_nothing_but_minus_infinity_fails(forward, row) -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[1] = 0.0
 
-    failed, sound = forward(logits, [row, SamplingRow()])
+    failed, sound = forward(logits, [row, sampling_row()])
 
     assert failed.error
     assert sound.error is None
@@ -242,7 +252,7 @@ def test_a_row_whose_last_tokens_are_banned_fails(forward) -> None:
     logits[0, 2:4] = 1.0
 
     for temperature in (0.0, 1.0):
-        (token,) = forward(logits, [SamplingRow(temperature=temperature, banned=(2, 3))])
+        (token,) = forward(logits, [sampling_row(temperature=temperature, banned=(2, 3))])
         assert token.error
 
 
@@ -250,7 +260,7 @@ def test_a_nan_hidden_behind_a_ban_still_fails_the_row(forward) -> None:
     logits = logits_of(19, 1)
     logits[0, 9] = math.nan
 
-    assert forward(logits, [SamplingRow(banned=(9,))])[0].error
+    assert forward(logits, [sampling_row(banned=(9,))])[0].error
 
 
 # --- on the accelerator -----------------------------------------------------------------------------------------
@@ -274,16 +284,16 @@ def test_on_cuda_a_rows_result_is_bitwise_the_same_alone_and_among_others(
 def test_on_cuda_tokens_are_those_of_the_host_but_for_rounding() -> None:
     agreed = 0
     for seed in range(20):
-        logits, rows = logits_of(seed, 22), varied_rows(22)
+        logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
         host, device = Sampler().forward(logits, rows), Sampler().forward(logits.cuda(), rows)
         agreed += sum(h.token_id == d.token_id for h, d in zip(host, device, strict=True))
 
-    assert agreed >= 22 * 20 - 2
+    assert agreed >= 2 * NUM_KINDS * 20 - 2
 
 
 @pytest.mark.gpu
 def test_on_cuda_a_row_that_is_not_finite_fails_alone() -> None:
-    logits, rows = logits_of(21, 11).cuda(), varied_rows(11)
+    logits, rows = logits_of(21, NUM_KINDS).cuda(), varied_rows(NUM_KINDS)
     clean = Sampler().forward(logits, rows)
     logits[4, 7] = math.nan
 

@@ -1,30 +1,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from model.sampling.parameters import uniform
-from model.sampling.sampler import Sampler, SamplingRow, TokenHistory
-from tests.model.sampling.sampling_rows import VOCAB, logits_of
+from model.sampling.rows import TokenHistory, uniform
+from model.sampling.sampler import Sampler
+from tests.model.sampling.sampling_rows import VOCAB, logits_of, sampling_row
 
 # --- randomness -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_and_position_draw_the_same_token(forward) -> None:
+def test_the_same_seed_and_position_sample_the_same_token(forward) -> None:
     logits = logits_of(8, 1)
 
-    def draws(seed: int) -> list[int | None]:
+    def sampled(seed: int) -> list[int | None]:
         return [
-            forward(logits, [SamplingRow(seed=seed, position=p)])[0].token_id for p in range(20)
+            forward(logits, [sampling_row(seed=seed, position=p)])[0].token_id for p in range(20)
         ]
 
-    assert draws(1) == draws(1)
-    assert draws(1) != draws(2)
-    assert len(set(draws(1))) > 5
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+    assert len(set(sampled(1))) > 5
 
 
 def test_uniform_numbers_are_pinned_so_that_seeds_keep_their_meaning() -> None:
@@ -60,15 +60,15 @@ def test_uniform_numbers_are_uniform_and_uncorrelated_along_seeds_and_positions(
     ],
     ids=str,
 )
-def test_draws_follow_the_filtered_distribution(filters) -> None:
+def test_tokens_follow_the_filtered_distribution(filters) -> None:
     logits = logits_of(9, 1, vocab=12, scale=1.5)
     n = 8000
-    rows = [SamplingRow(seed=7, position=i, **filters) for i in range(n)]
+    rows = [sampling_row(seed=7, position=i, **filters) for i in range(n)]
 
-    drawn = [t.token_id for t in Sampler().forward(logits.expand(n, -1), rows)]
+    sampled = [t.token_id for t in Sampler().forward(logits.expand(n, -1), rows)]
 
     expected = torch.softmax(oracle(logits, filters), -1)[0].double().numpy() * n
-    counts = np.bincount(drawn, minlength=12)
+    counts = np.bincount(sampled, minlength=12)
     assert not counts[expected == 0].any()
     likely = expected > 0
     chi_square = float(((counts - expected)[likely] ** 2 / expected[likely]).sum())
@@ -97,15 +97,15 @@ def oracle(scores: torch.Tensor, filters: dict[str, float], seen: list[int] | No
     return scores
 
 
-def support(logits: torch.Tensor, filters: dict[str, float], sample, draws: int = 400) -> set[int]:
-    """Every token that the row can draw, found by asking at every rank of the uniform number."""
-    rows = [SamplingRow(seed=0, position=i, **filters) for i in range(draws)]
-    return {t.token_id for t in sample(logits.expand(draws, -1).contiguous(), rows)}
+def support(logits: torch.Tensor, filters: dict[str, float], sample, count: int = 400) -> set[int]:
+    """Every token that the row can sample, found by trying every rank of the uniform number."""
+    rows = [sampling_row(seed=0, position=i, **filters) for i in range(count)]
+    return {t.token_id for t in sample(logits.expand(count, -1).contiguous(), rows)}
 
 
 @pytest.fixture
 def evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the random numbers by 1024 evenly spaced ones, so that few draws reach every token."""
+    """Replace the random numbers by 1024 evenly spaced ones, so that few samples reach every token."""
 
     def spread(_seed: int, position: int) -> float:
         return (position + 0.5) / 1024
@@ -141,12 +141,12 @@ def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(
 ) -> None:
     logits = logits_of(100 + seed, 1, vocab=24, scale=1.2)
     kept = torch.softmax(oracle(logits, filters), -1)[0].double().numpy()
-    rows = [SamplingRow(position=i, **filters) for i in range(1024)]
+    rows = [sampling_row(position=i, **filters) for i in range(1024)]
 
-    drawn = [t.token_id for t in forward(logits.expand(1024, -1).contiguous(), rows)]
+    sampled = [t.token_id for t in forward(logits.expand(1024, -1).contiguous(), rows)]
 
     # Evenly spaced numbers hit each token in proportion to its probability, give or take one at each end.
-    assert np.abs(np.bincount(drawn, minlength=24) - kept * 1024).max() <= 1.01
+    assert np.abs(np.bincount(sampled, minlength=24) - kept * 1024).max() <= 1.01
 
 
 @pytest.mark.usefixtures("evenly_spread")
@@ -182,12 +182,12 @@ def test_the_tightest_filters_keep_one_token(forward, filters) -> None:
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-6, 1e6, 1e300])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_extreme_temperatures_still_draw_a_token(forward, temperature, scale) -> None:
+def test_extreme_temperatures_still_sample_a_token(forward, temperature, scale) -> None:
     logits = logits_of(11, 1) * scale
     logits[0, 3] = -torch.inf
 
     for filters in ({}, {"top_p": 0.9}, {"typical_p": 0.9}, {"top_k": 10**9}):
-        (token,) = forward(logits, [SamplingRow(temperature=temperature, **filters)])
+        (token,) = forward(logits, [sampling_row(temperature=temperature, **filters)])
         assert token.error is None
         assert token.token_id != 3
         if temperature <= 1e-6 and scale >= 1:
@@ -196,9 +196,8 @@ def test_extreme_temperatures_still_draw_a_token(forward, temperature, scale) ->
 
 def test_top_k_above_the_vocabulary_keeps_everything(forward) -> None:
     logits = logits_of(12, 30)
-    plain = [SamplingRow(seed=i) for i in range(30)]
 
-    huge = forward(logits, [replace(row, top_k=10**12) for row in plain])
+    huge = forward(logits, [sampling_row(seed=i, top_k=10**12) for i in range(30)])
 
     assert {t.token_id for t in huge} <= set(range(VOCAB))
     assert all(t.error is None for t in huge)
@@ -214,7 +213,7 @@ def test_the_repetition_penalty_is_that_of_transformers(forward, penalty) -> Non
         logits = logits_of(seed, 1)
         logits[0, prompt + output] += 4
         expected = oracle(logits.clone(), {"repetition_penalty": penalty}, prompt + output)
-        row = SamplingRow(
+        row = sampling_row(
             temperature=0.0, repetition_penalty=penalty, prompt_ids=prompt, output_ids=output
         )
 
@@ -226,7 +225,7 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(forward) -> N
     logits[0, :4] = torch.tensor([5.0, 4.8, 4.5, 3.9])
 
     def greedy(**penalties: float) -> int | None:
-        row = SamplingRow(temperature=0.0, prompt_ids=[0] * 9, output_ids=[0, 1, 0], **penalties)
+        row = sampling_row(temperature=0.0, prompt_ids=[0] * 9, output_ids=[0, 1, 0], **penalties)
         return forward(logits, [row])[0].token_id
 
     assert greedy(presence_penalty=0.6) == 2  # 4.4, 4.2, 4.5
@@ -239,12 +238,14 @@ def test_presence_and_frequency_penalties_count_output_tokens_only(forward) -> N
 def test_repetition_is_applied_before_presence_and_frequency(forward) -> None:
     logits = torch.full((1, VOCAB), -9.0)
     logits[0, :2] = torch.tensor([4.0, 1.2])
-    row = SamplingRow(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, output_ids=[0])
+    row = sampling_row(
+        temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, output_ids=[0]
+    )
 
     assert forward(logits, [row])[0].token_id == 1  # 4 / 2 - 1 = 1.0, and not (4 - 1) / 2 = 1.5
 
 
-def test_banned_ids_are_never_drawn(forward) -> None:
+def test_banned_ids_are_never_sampled(forward) -> None:
     logits = torch.zeros(1, 4)
 
     for filters in ({}, {"top_k": 3}, {"top_p": 0.99}, {"typical_p": 0.99}):
@@ -253,25 +254,93 @@ def test_banned_ids_are_never_drawn(forward) -> None:
 
 def test_ids_outside_the_vocabulary_are_ignored_by_penalties_and_bans(forward) -> None:
     logits = logits_of(13, 1)
-    row = SamplingRow(temperature=0.0, banned=(VOCAB, 10**6), repetition_penalty=1.2)
-    row.frequency_penalty, row.prompt_ids, row.output_ids = 0.1, [VOCAB + 5], [10**7]
+    row = sampling_row(
+        temperature=0.0,
+        banned=(VOCAB, 10**6),
+        repetition_penalty=1.2,
+        frequency_penalty=0.1,
+        prompt_ids=[VOCAB + 5],
+        output_ids=[10**7],
+    )
 
     assert forward(logits, [row])[0].token_id == int(logits.argmax())
 
 
 def test_a_kept_history_gives_the_tokens_that_counting_anew_gives(forward) -> None:
-    history, output = TokenHistory(), []
+    tokens = [1, 2]
+    kept = TokenHistory(tokens, num_prompt_tokens=2)
     for step in range(25):
         logits = logits_of(step, 1, vocab=12)
-        row = SamplingRow(
+        row = sampling_row(
             seed=4,
             position=step,
             repetition_penalty=1.3,
             frequency_penalty=0.5,
             prompt_ids=[1, 2],
-            output_ids=output,
+            output_ids=tokens[2:],
         )
         (anew,) = forward(logits, [row])
 
-        assert forward(logits, [replace(row, history=history)]) == [anew]
-        output = [*output, anew.token_id]
+        assert forward(logits, [msgspec.structs.replace(row, history=kept)]) == [anew]
+        tokens.append(anew.token_id)
+
+
+@pytest.mark.parametrize(
+    ("words", "banned"),
+    [
+        (((3,),), {3}),
+        (((3,), (5,), (3,)), {3, 5}),
+        (((8, 4),), {4}),
+        (((6, 8, 4), (7, 8, 2)), {4}),
+        (((1, 6, 8, 4),), {4}),
+        (((0, 1, 6, 8, 4), (8, 6, 4), (6, 4)), set()),
+        (((8, 4), (VOCAB + 5,)), {4}),
+    ],
+    ids=str,
+)
+def test_the_last_token_of_a_bad_word_is_banned_behind_its_others(forward, words, banned) -> None:
+    logits = torch.zeros(1, 10)
+    row = {"bad_words": words, "prompt_ids": [1, 6], "output_ids": [8]}
+
+    assert support(logits, row, forward) == set(range(10)) - banned
+    (token,) = forward(logits, [sampling_row(temperature=0.0, **row)])
+    assert token.token_id == min(set(range(10)) - banned)
+
+
+# --- logit bias -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"temperature": 0.0}, {"temperature": 0.6}, {"top_k": 20}, {"repetition_penalty": 1.7}],
+    ids=str,
+)
+def test_a_bias_is_added_to_the_logits_before_everything_else(forward, parameters) -> None:
+    bias = {0: 3.5, 17: -2.25, VOCAB - 1: 100.0, 50: -100.0}
+    for seed in range(20):
+        logits = logits_of(seed, 1)
+        biased = logits.clone()
+        biased[0, list(bias)] += torch.tensor(list(bias.values()))
+        given = {"seed": seed, "prompt_ids": [17, 3, VOCAB - 1], **parameters}
+
+        (token,) = forward(logits, [sampling_row(logit_bias=bias, **given)])
+
+        assert token == forward(biased, [sampling_row(**given)])[0]
+
+
+def test_the_largest_biases_in_effect_force_and_ban_a_token(forward) -> None:
+    logits = logits_of(3, 1)
+
+    assert support(logits, {"logit_bias": {9: 100.0}}, forward) == {9}
+    top = int(logits.argmax())
+    assert top not in support(logits, {"logit_bias": {top: -100.0}}, forward)
+
+
+def test_log_probabilities_are_those_without_the_bias(forward) -> None:
+    logits = logits_of(4, 1)
+
+    (token,) = forward(logits, [sampling_row(logit_bias={9: 100.0}, top_logprobs=2)])
+
+    assert token.token_id == 9
+    assert token.logprob == pytest.approx(torch.log_softmax(logits, -1)[0, 9].item())
+    assert 9 not in dict(token.top)

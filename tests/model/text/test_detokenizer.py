@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.errors import TokenizerError
-from model.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from model.text.detokenizer import IncrementalDetokenizer
+from model.text.tokenizer import Tokenizer
 
 KINDS = (
     "byte_level",

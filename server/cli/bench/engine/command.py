@@ -1,4 +1,4 @@
-"""`tessera bench engine`: how fast the engine is without HTTP, and with `--profile` where the time goes.
+"""`tessera bench engine`: measures the engine without HTTP and, with `--profile`, where its time is spent.
 
 Imports PyTorch, so `server.cli.commands` imports it for this command alone.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from server.cli.bench.engine.options import adapt, make_plan
 from server.cli.bench.engine.profile import Profiler, StepProfile
 from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.engine.work import ModelWork
-from server.engine.link.process_setup import keep_what_is_there
+from server.engine.link.process_setup import freeze_startup_objects
 from server.engine.runner.startup import StartupError
 from server.version import version
 
@@ -36,9 +35,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from server.cli.bench.engine.workloads import Plan, Workload
-    from server.engine.link.protocol import EngineConfig
-
-_NOT_TOLD = ("--json", "--commit")
+    from server.engine.core.messages import EngineConfig
 
 
 def main(
@@ -48,17 +45,17 @@ def main(
     given: set[str],
     began: float,
 ) -> None:
-    """Measure, print and write; exits with status 1 where the engine does not start.
+    """Measure, print and write the result; exits with status 1 where the engine does not start.
 
     Args:
         arguments: after `tessera bench engine`, for the result.
         options: from `read_options`.
-        config: from the settings.
+        config: of the engine.
         given: names of the settings that the operator gave.
         began: `time.perf_counter()` when the command began.
 
     Raises:
-        ModelError: there is no model of this configuration.
+        ModelError: the model cannot be loaded.
     """
     plan = make_plan(options)
     model = ModelConfig.from_folder(Path(config.model_path))
@@ -67,7 +64,7 @@ def main(
         engine = EngineRun(config)
         ready = time.perf_counter() - began
         engine.use_idle_time()
-        keep_what_is_there()
+        freeze_startup_objects()
         arch = detect(engine.info.device)
         kv_dtype = engine.info.kv_cache_dtype
         dtype = getattr(torch, engine.info.dtype)
@@ -105,7 +102,7 @@ def main(
 def _measure(
     measures: EngineMeasures, plan: Plan, ready: float
 ) -> tuple[list[Row], list[Workload]]:
-    """Measure what fits, printing each row as soon as it is known."""
+    """Measure the workloads that fit the model, and print each row at once."""
     rows: list[Row] = [
         {"metric": "ready_s", "batch": 1, "value": result.number(ready), "roofline": None}
     ]
@@ -133,7 +130,7 @@ def _record(
     versions = {"tessera": version(), "torch": str(torch.__version__)}
     machine = arch.name
     if arch.is_cpu:
-        machine = f"{result.processor_name()}, {torch.get_num_threads()} of {arch.num_sms} cores"
+        machine = result.host_name(torch.get_num_threads(), arch.num_sms)
     else:
         versions["triton"] = importlib.metadata.version("triton")
     extra: dict[str, Any] = {
@@ -155,7 +152,7 @@ def _record(
         rows,
         machine=machine,
         versions=versions,
-        command=shlex.join(["tessera", "bench", "engine", *result.without(arguments, _NOT_TOLD)]),
+        command=result.shown_command(["tessera", "bench", "engine"], arguments),
         commit=commit,
         extra=extra,
     )

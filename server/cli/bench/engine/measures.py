@@ -73,8 +73,8 @@ class EngineMeasures:
         lengths = self._plan.lengths
         if not self._fits(f"prompts and outputs of {lengths} tokens", 2 * lengths.longest):
             return None
-        prompts = lengths.draw(sequences, self._generator)
-        outputs = lengths.draw(sequences, self._generator)
+        prompts = lengths.sample(sequences, self._generator)
+        outputs = lengths.sample(sequences, self._generator)
         self._run(prompts, outputs)  # kernels and recordings for these lengths are made on the way
         seconds = self._run(prompts, outputs).seconds
         least = self._work.requests_seconds(prompts, outputs)

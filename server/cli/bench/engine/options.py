@@ -1,4 +1,4 @@
-"""The flags of `tessera bench engine`, and settings under which its workloads can be measured. Imports no PyTorch."""
+"""The flags of `tessera bench engine`, and the settings that its workloads need. Imports no PyTorch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from server.cli.bench.engine.workloads import KINDS, Plan, parse
+from server.cli.bench.flags import add_result_flags, checked, count
 from server.cli.bench.workload import Lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from server.engine.link.protocol import EngineConfig
+    from server.engine.core.messages import EngineConfig
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 _FEWEST_TOKENS = 2048
-"""Of the longest sequence, so that a short plan runs the kernels of a service."""
+"""Least tokens of the longest sequence, so that a short plan runs the same kernels as a service."""
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read this command's own flags; exits with status 2 where one is wrong.
+    """Parse this command's own flags; exits with status 2 where one is wrong.
 
     Args:
         arguments: after `tessera bench engine`.
@@ -39,57 +40,37 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--workloads", nargs="+", default=list(KINDS), metavar="NAME", type=_workload, help="batchN: milliseconds per "
-        "token of N sequences; decodeN: their tokens per second; ttftN: a prompt of N tokens; mixedN: N requests of "
-        "--lengths; without N the usual ones; default: all of these kinds")  # fmt: skip
-    add(
-        "--prompt-tokens",
-        type=_count,
-        default=128,
-        metavar="N",
-        help="of sequences that decode (%(default)s)",
-    )
-    add(
-        "--steps",
-        type=_count,
-        default=256,
-        metavar="N",
-        help="in which they decode (%(default)s)",
-    )
-    add("--lengths", type=_lengths, default=Lengths(100, 1024), metavar="N-M",
+    add("--workloads", nargs="+", type=checked(parse), default=[parse(kind) for kind in KINDS], metavar="NAME",
+        help="batchN: milliseconds per token of N sequences; decodeN: their tokens per second; ttftN: a prompt of N "
+        "tokens; mixedN: N requests of --lengths; without N the usual ones; default: all of these kinds")  # fmt: skip
+    add("--prompt-tokens", type=count, default=128, metavar="N",
+        help="of sequences that decode (%(default)s)")  # fmt: skip
+    add("--steps", type=count, default=256, metavar="N",
+        help="in which they decode (%(default)s)")  # fmt: skip
+    add("--lengths", type=checked(Lengths.parse), default=Lengths(100, 1024), metavar="N-M",
         help="tokens of mixed prompts and of their outputs (%(default)s)")  # fmt: skip
-    add(
-        "--profile",
-        action="store_true",
-        help="also show where the time of batchN, decodeN and ttftN goes",
-    )
-    add("--label", help="the model's name in the result; default: the last part of --model")
+    add("--profile", action="store_true",
+        help="also show where the time of batchN, decodeN and ttftN goes")  # fmt: skip
     add("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
-    add("--commit", help="of the code, for the result; default: what git says")
-    add(
-        "--json",
-        type=Path,
-        metavar="PATH",
-        help="file for the result, or folder where it gets its usual name",
-    )
+    add_result_flags(parser, "the last part of --model")
     return parser.parse_known_args(arguments)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """What is measured, from the flags."""
-    workloads = [workload for name in options.workloads for workload in parse(name)]
+    """Return what the flags ask to measure."""
+    workloads = [workload for several in options.workloads for workload in several]
     return Plan(
         tuple(dict.fromkeys(workloads)), options.prompt_tokens, options.steps, options.lengths
     )
 
 
 def shapes() -> list[str]:
-    """Names of the shapes that --model may be."""
+    """Return the names of the shapes that `--model` takes."""
     return sorted(folder.name for folder in SHAPES.iterdir())
 
 
 def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -> EngineConfig:
-    """Settings under which the plan can be measured, where the operator gave none.
+    """Return the settings, where the operator gave none with the values that the plan needs.
 
     Args:
         config: from the settings.
@@ -105,24 +86,3 @@ def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -
     }
     changes = {name: value for name, value in wanted.items() if name not in given}
     return msgspec.structs.replace(config, **changes)
-
-
-def _workload(text: str) -> str:
-    try:
-        parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _lengths(text: str) -> Lengths:
-    try:
-        return Lengths.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)

@@ -26,19 +26,19 @@ from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.engine.work import Rows
 from server.cli.bench.stopwatch import Stopwatch, Timed
 from server.engine.core import engine, scheduler
-from server.engine.runner import decode_graphs, model_runner
+from server.engine.runner import model_runner, step_input
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.random import Generator
 
-    from kernels.explain.roofline import Work
+    from kernels.roofline import Work
     from server.cli.bench.engine.device_trace import Interval
     from server.cli.bench.engine.work import ModelWork
     from server.cli.bench.engine.workloads import Plan, Workload
+    from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
-    from server.engine.link.protocol import StepMessage
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64
@@ -50,8 +50,7 @@ _SHORT_GAP_US = 20.0
 HOST_PHASES: tuple[Timed, ...] = (
     ("receive", engine.Engine, "receive"),
     ("schedule", scheduler.Scheduler, "schedule"),
-    ("build batch", model_runner, "build_batch"),
-    ("build batch", decode_graphs, "fill"),
+    ("pack", step_input.PackedStep, "pack"),
     ("launch", model_runner.ModelRunner, "launch"),
     ("commit", scheduler.Scheduler, "commit"),
     ("publish", engine.Engine, "_publish"),

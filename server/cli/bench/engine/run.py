@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.request import FinishReason, GenerateRequest, SamplingParams
-from server.engine.link.protocol import (
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import (
     EngineConfig,
     EngineMessage,
     FrontEndMessage,
     Shutdown,
     StepMessage,
 )
+from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Writes what was measured of the engine for a person. Knows nothing of how it came about."""
+"""Formats the results of `tessera bench engine` for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME_LENGTH = 60
 
 
 def line(row: dict[str, Any]) -> str:
-    """Lay a row of the result out below `HEADER`."""
+    """Format a row of the result to stand below `HEADER`."""
     share = row["roofline"]
     return (
         f"{row['metric']:<14} {row['batch']:>9} {row.get('prompt_tokens', ''):>9} {row['value']:>10} "
@@ -24,7 +24,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def render(profile: StepProfile) -> str:
-    """Lay a profile out."""
+    """Format a profile."""
     step = profile.step_us
     lines = [f"{profile.what}: {step:.1f} us"]
     lines += _table("host", [(name, us, "") for name, us in profile.phases_us.items()], step)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels import Phase
-from kernels.explain.roofline import Roofline, Work, attention_work, roofline
+from kernels.roofline import Roofline, Work, attention_work, roofline
 from model.network.decoder import DecoderLM
 
 if TYPE_CHECKING:

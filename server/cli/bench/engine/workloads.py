@@ -1,4 +1,4 @@
-"""What `tessera bench engine` may measure, by name: `decode256`, `ttft4096`. Knows no engine."""
+"""The workloads of `tessera bench engine` and their names, such as `decode256` and `ttft4096`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ KINDS: dict[str, tuple[int, ...]] = {
     "decode": (8, 32, 128, 256),
     "mixed": (256,),
 }
-"""Kinds of workloads, and the sizes that are measured unless others are named."""
+"""Kinds of workloads, with the sizes that a name without a number stands for."""
 
 _NAME = re.compile(r"(batch|ttft|decode|mixed)([1-9][0-9]*)?")
 _SMALLEST_BUDGET = 512
 
 
 class Workload(NamedTuple):
-    """One question.
+    """One measurement.
 
     Attributes:
         kind: a key of `KINDS`.
-        size: sequences at the same time; of "ttft", tokens of the prompt.
+        size: concurrent sequences; for "ttft", tokens of the prompt.
     """
 
     kind: str
@@ -34,20 +34,20 @@ class Workload(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """That run at the same time."""
+        """Number of concurrent sequences."""
         return 1 if self.kind == "ttft" else self.size
 
 
 def parse(name: str) -> list[Workload]:
-    """Read a workload's name: `decode256`, or `decode` for all sizes that are usual.
+    """Parse a workload's name: `decode256`, or `decode` for all usual sizes.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no workload of that name.
     """
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(
-            f"{name!r} is none of {', '.join(KINDS)}, with a number behind it or without"
+            f"{name!r} is none of {', '.join(KINDS)}, with or without a number after it"
         )
     kind, size = match.groups()
     return [Workload(kind, n) for n in ([int(size)] if size else KINDS[kind])]
@@ -55,13 +55,13 @@ def parse(name: str) -> list[Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """The measurements of a run.
 
     Attributes:
-        workloads: in this order.
-        prompt: tokens of the prompts of sequences that decode together.
-        steps: in which they do.
-        lengths: in tokens, of mixed prompts and of their outputs.
+        workloads: in the order of measurement.
+        prompt: tokens of the prompts of "batch" and "decode".
+        steps: decode steps of "batch" and "decode".
+        lengths: tokens of prompts and outputs of "mixed".
     """
 
     workloads: tuple[Workload, ...]
@@ -71,23 +71,23 @@ class Plan:
 
     @property
     def most_sequences(self) -> int:
-        """That run at the same time."""
+        """Largest number of concurrent sequences."""
         return max(workload.sequences for workload in self.workloads)
 
     def outputs(self, sequences: int, budget: int) -> int:
-        """Tokens that each of them has to generate: the first ones must not end before the last ones begin.
+        """Return the tokens that each sequence generates, so that the first does not end before the last begins.
 
         Args:
-            sequences: that decode together.
-            budget: tokens of a step, which prompts that come together share.
+            sequences: number of concurrent sequences.
+            budget: tokens of a step, which the prompts share.
         """
         return self.steps + 2 * (sequences * self.prompt // budget)
 
     def most_tokens(self, budget: int | None) -> int:
-        """Of the longest sequence, prompt and output together.
+        """Return the tokens of the longest sequence, prompt and output together.
 
         Args:
-            budget: tokens of a step; None where the engine chooses.
+            budget: tokens of a step; None where the engine chooses it.
         """
         tokens = 1
         for kind, size in self.workloads:

@@ -1,1 +1,1 @@
-"""`tessera bench serve`: loads a running service over HTTP."""
+"""`tessera bench serve`: measures a running server over HTTP."""

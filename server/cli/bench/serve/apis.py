@@ -1,7 +1,6 @@
-"""The two wire contracts a server may speak: bodies to send, and what the events of an answer say.
+"""The two APIs that a server may have: rendering of requests, parsing of the events of a response.
 
-`TGI` is Text Generation Inference's /generate_stream, Tessera's own; `OpenAI` is POST /v1/completions. Knows neither
-sockets nor time.
+`TGI` is /generate_stream of Text Generation Inference and Tessera; `OpenAI` is POST /v1/completions.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ Name: TypeAlias = Literal["tgi", "openai"]
 
 
 class StreamError(Exception):
-    """An event that is an error, or that cannot be read.
+    """An event reports an error, or cannot be parsed.
 
     Attributes:
-        kind: a few words to count it under.
+        kind: the category that it is counted under.
     """
 
     def __init__(self, kind: str) -> None:
@@ -28,11 +27,11 @@ class StreamError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every request of a run has in common.
+    """Options that all requests of a run share.
 
     Attributes:
-        model: name that OpenAI-compatible servers ask for.
-        ignore_eos: whether the server is asked to go on after an end-of-sequence token.
+        model: its name, for OpenAI-compatible servers.
+        ignore_eos: whether the server continues after an end-of-sequence token.
         temperature: 0 for greedy.
     """
 
@@ -43,13 +42,13 @@ class Options:
 
 @dataclass(slots=True)
 class Event:
-    """What one event says.
+    """The content of one event.
 
     Attributes:
-        token: whether it brings tokens.
-        prompt_tokens: as the server counts them; None where it does not say.
+        token: whether it contains tokens.
+        prompt_tokens: the server's count; None where the event has none.
         output_tokens: likewise.
-        last: whether the answer is complete with it.
+        last: whether it completes the response.
     """
 
     token: bool
@@ -59,20 +58,20 @@ class Event:
 
 
 class API(Protocol):
-    """One wire contract."""
+    """The API of a server."""
 
     @property
     def path(self) -> str:
-        """Where requests are posted."""
+        """Path that requests are posted to."""
 
     def body(self, prompt: str, max_tokens: int, options: Options) -> bytes:
         """Render a request for a stream."""
 
     def read(self, data: bytes) -> Event:
-        """Read one event.
+        """Parse one event.
 
         Raises:
-            StreamError: the event is an error, or not this contract's.
+            StreamError: the event reports an error, or is not one of this API.
         """
 
 
@@ -94,7 +93,7 @@ class _TGIEvent(msgspec.Struct):
 
 
 class TGI:
-    """Text Generation Inference: one event for each token, the last one with the details."""
+    """Text Generation Inference: one event per token; the last has the details."""
 
     path = "/generate_stream"
 
@@ -111,7 +110,7 @@ class TGI:
         return msgspec.json.encode({"inputs": prompt, "parameters": parameters})
 
     def read(self, data: bytes) -> Event:
-        """Read one event; see `API.read`."""
+        """Parse one event; see `API.read`."""
         try:
             event = self._decode(data)
         except msgspec.DecodeError as error:
@@ -146,7 +145,7 @@ class _OpenAIEvent(msgspec.Struct):
 
 
 class OpenAI:
-    """OpenAI's completions, with vLLM's `ignore_eos`; the counts come from `usage`."""
+    """OpenAI's completions, with vLLM's `ignore_eos`; `usage` has the counts."""
 
     path = "/v1/completions"
 
@@ -168,9 +167,9 @@ class OpenAI:
         return msgspec.json.encode(body)
 
     def read(self, data: bytes) -> Event:
-        """Read one event; see `API.read`.
+        """Parse one event; see `API.read`.
 
-        A last event that brings nothing but a finish reason is no token.
+        A last event that contains only a finish reason does not count as a token.
         """
         if data == b"[DONE]":
             return Event(token=False, last=True)

@@ -1,14 +1,12 @@
 """`tessera bench serve`: loads a server over HTTP and reports latencies, rates and errors.
 
-Works against Tessera, Text Generation Inference and any server with OpenAI's completions. Imports no PyTorch: the
-client is a process of its own that starts quickly.
+Works with Tessera, Text Generation Inference and any server with OpenAI's completions. Imports no PyTorch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from server.cli.bench import result
 from server.cli.bench.serve.apis import APIS, Options
 from server.cli.bench.serve.http_client import Client, RequestError, Target
 from server.cli.bench.serve.load import Job, Outcome, Share, run_here, run_processes
-from server.cli.bench.serve.metrics import RequestRecord, Summary, summarise
+from server.cli.bench.serve.metrics import RequestRecord, Summary, summarize
 from server.cli.bench.serve.options import read_options
 from server.cli.bench.serve.prompts import (
     Prompt,
@@ -34,7 +32,7 @@ from server.cli.bench.serve.prompts import (
     with_tokenizer,
 )
 from server.cli.bench.serve.server_facts import ServerFacts, ask
-from server.cli.bench.table import render
+from server.cli.bench.serve.table import render
 from server.cli.bench.workload import arrivals, share
 from server.version import version
 
@@ -48,24 +46,22 @@ _RETRY_SECONDS = 0.2
 _WARM_UP_AT_RATE = 8
 _PROMPTS_PER_STREAM = 4
 _LEAST_PROMPTS = 16
-# Headers may be secret, and where a result goes is no part of it.
-_NOT_TOLD = ("--header", "--json", "--commit")
 
 
 class BenchError(Exception):
-    """Nothing was measured; the text says why."""
+    """Nothing was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load to put on the server.
+    """One load on the server.
 
     Attributes:
-        streams: requests in flight; None where they arrive at a rate.
-        warm_up: of the requests, the first so many do not count.
+        streams: concurrent requests; None where requests arrive at a rate.
+        warm_up: number of requests at the beginning that do not count.
         input_lengths: tokens of each prompt.
         output_lengths: tokens to generate for each.
-        times: of arrival, seconds, for the requests that count; None where `streams` is given.
+        times: arrival of each request that counts, seconds; None where `streams` is given.
     """
 
     streams: int | None
@@ -76,7 +72,7 @@ class Run:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print and write; exits with status 1 where nothing could be measured, 2 for wrong flags.
+    """Measure, print and write the result; exits with status 1 where nothing was measured, 2 for wrong flags.
 
     Args:
         arguments: after `tessera bench serve`.
@@ -93,9 +89,7 @@ def main(arguments: Sequence[str]) -> None:
             rows,
             machine=facts.machine,
             versions={"tessera": version()} | facts.versions,
-            command=shlex.join(
-                ["tessera", "bench", "serve", *result.without(arguments, _NOT_TOLD)]
-            ),
+            command=result.shown_command(["tessera", "bench", "serve"], arguments),
             commit=options.commit,
             extra={"server": facts.name, "client": result.processor_name(), "runs": runs},
         )
@@ -107,13 +101,13 @@ def main(arguments: Sequence[str]) -> None:
 def measure(
     options: argparse.Namespace,
 ) -> tuple[ServerFacts, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Put the load on the server, once for each concurrency.
+    """Run the load, once for each concurrency.
 
     Returns:
-        What the server says of itself, the rows of the result, and everything known of each run.
+        The server's description, the rows of the result, and all figures of each run.
 
     Raises:
-        BenchError: the server does not answer, or not one request of the warm-up.
+        BenchError: the server does not respond, or every request of the warm-up failed.
         PromptError: no prompts can be made.
         ModelError: --tokenizer cannot be read.
     """
@@ -130,7 +124,7 @@ def measure(
         mine, prompts = prompts[: len(run.input_lengths)], prompts[len(run.input_lengths) :]
         outcomes = _load(options, run, mine, facts.model)
         records = [record for outcome in outcomes for record in outcome.records]
-        summary = summarise(records, options.goodput, planned=run.times is not None)
+        summary = summarize(records, options.goodput, planned=run.times is not None)
         busy = [round(outcome.busy, 3) for outcome in outcomes]
         print(render(summary, _describe(options, run), busy), flush=True)
         rows += result_rows(summary, options, run, label)
@@ -143,11 +137,11 @@ def measure(
 
 
 def plan_run(options: argparse.Namespace, streams: int | None, generator: Generator) -> Run:
-    """Draw the lengths and arrivals of one run.
+    """Choose random lengths and arrivals of one run.
 
     Args:
         options: of the command.
-        streams: requests in flight; None for arrivals at `options.rate`.
+        streams: concurrent requests; None for arrivals at `options.rate`.
         generator: source of randomness.
     """
     count = options.prompts or max(_LEAST_PROMPTS, _PROMPTS_PER_STREAM * (streams or 0))
@@ -157,8 +151,8 @@ def plan_run(options: argparse.Namespace, streams: int | None, generator: Genera
     return Run(
         streams,
         warm_up,
-        options.input_len.draw(warm_up + count, generator),
-        options.output_len.draw(warm_up + count, generator),
+        options.input_len.sample(warm_up + count, generator),
+        options.output_len.sample(warm_up + count, generator),
         arrivals(count, options.rate, options.burstiness, generator) if streams is None else None,
     )
 
@@ -166,7 +160,7 @@ def plan_run(options: argparse.Namespace, streams: int | None, generator: Genera
 def result_rows(
     summary: Summary, options: argparse.Namespace, run: Run, label: str
 ) -> list[dict[str, Any]]:
-    """The rows that tables are made from; what a run has none of is left out."""
+    """Return the rows of a run, without metrics that it does not have."""
     values: dict[str, float | None] = {
         "http_tok_s": summary.output_tokens_per_second if summary.completed else None,
         "requests_s": summary.requests_per_second if summary.completed else None,
@@ -195,7 +189,7 @@ def result_rows(
 async def _prepare(
     options: argparse.Namespace, runs: list[Run], generator: Generator
 ) -> tuple[ServerFacts, list[Prompt]]:
-    """Wait for the server, ask what it serves, and make the prompts of all runs."""
+    """Wait for the server, ask for its description, and make the prompts of all runs."""
     client = Client(Target.from_url(options.url, tuple(options.header)))
     try:
         facts = await _ask_patiently(client, options)
@@ -231,7 +225,7 @@ async def _ask_patiently(client: Client, options: argparse.Namespace) -> ServerF
 def _load(
     options: argparse.Namespace, run: Run, prompts: list[Prompt], model: str
 ) -> list[Outcome]:
-    """Send a run's requests, from as many processes as there are streams at most."""
+    """Send a run's requests, from at most as many processes as there are streams."""
     api = APIS[options.api]()
     common = Options(model, options.ignore_eos, options.temperature)
     jobs = [

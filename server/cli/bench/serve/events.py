@@ -1,10 +1,10 @@
-"""Takes a byte stream of server-sent events apart. Knows nothing of what is in them."""
+"""Parses a stream of server-sent events."""
 
 from __future__ import annotations
 
 
 class EventReader:
-    """Finds the events of one stream in pieces that may break anywhere.
+    """Parses one stream, which may be split anywhere.
 
     Source: WHATWG HTML, section 9.2.6, "Interpreting an event stream"; fields other than `data` are skipped.
     """
@@ -15,10 +15,10 @@ class EventReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next piece.
+        """Parse the next piece.
 
         Returns:
-            The data of each event that it completes; comments and events without data give none.
+            The data of each event that the piece completes; nothing for comments and events without data.
         """
         if self._rest:
             data = self._rest + data

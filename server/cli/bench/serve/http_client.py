@@ -1,8 +1,7 @@
-"""A small HTTP/1.1 client that notes when each piece of an answer came.
+"""A small HTTP/1.1 client that records when each piece of a response arrives.
 
-It parses with httptools and keeps connections open, so that it costs a few microseconds a token
-(`docs/decisions/0015-benchmark-client.md`). Knows nothing of what the bodies mean; follows no redirects, takes no
-compression.
+It parses with httptools and reuses connections, which takes a few microseconds per token
+(`docs/decisions/0015-benchmark-client.md`). It supports neither redirects nor compression.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from urllib.parse import urlsplit
 import httptools
 
 OnBody: TypeAlias = Callable[[int, bytes, float], None]
-"""(status, piece of the body, time.perf_counter() when it came)."""
+"""(status, piece of the body, `time.perf_counter()` at its arrival)."""
 
 
 class RequestError(Exception):
-    """A request without a whole answer.
+    """A request has no complete response.
 
     Attributes:
-        kind: a few words to count it under.
+        kind: the category that it is counted under.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -35,11 +34,11 @@ class RequestError(Exception):
 
 @dataclass(slots=True)
 class Response:
-    """A whole answer.
+    """A complete response.
 
     Attributes:
         status: HTTP status.
-        body: all of it; empty where a callback took the pieces.
+        body: the whole body; empty where a callback received the pieces.
     """
 
     status: int
@@ -48,7 +47,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go.
+    """The address of a server.
 
     Attributes:
         host: name or address.
@@ -66,14 +65,14 @@ class Target:
 
     @classmethod
     def from_url(cls, url: str, headers: tuple[tuple[str, str], ...] = ()) -> Target:
-        """Take an address apart.
+        """Parse an address.
 
         Raises:
-            ValueError: not an http or https address; the text says what is wrong.
+            ValueError: it is not an http or https address.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address like http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not an address like http://127.0.0.1:8000")
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
         return cls(parts.hostname, port, tls, parts.path.rstrip("/"), headers)
@@ -92,9 +91,9 @@ class Target:
 
 
 class Client:
-    """Sends requests to one target over connections that are used again.
+    """Sends requests to one target, over connections that it reuses.
 
-    Used by one event loop; as many connections are open as requests were in flight at once.
+    For one event loop. Opens as many connections as there are concurrent requests.
     """
 
     def __init__(self, target: Target) -> None:
@@ -105,16 +104,16 @@ class Client:
     async def request(
         self, method: str, path: str, body: bytes = b"", on_body: OnBody | None = None
     ) -> Response:
-        """Send a request and wait for the end of its answer.
+        """Send a request and wait for the end of its response.
 
         Args:
             method: HTTP method.
             path: below the target's prefix.
             body: JSON.
-            on_body: called with each piece of the body as it comes; None keeps them for `Response.body`.
+            on_body: called with each piece of the body on arrival; None collects them in `Response.body`.
 
         Raises:
-            RequestError: no connection, or it broke, or what came is not HTTP.
+            RequestError: the connection fails or breaks, or the response is not HTTP.
         """
         message = self._target.head(method, path, len(body)) + body
         while True:
@@ -123,7 +122,7 @@ class Client:
             try:
                 response = await connection.exchange(message, on_body)
             except _UnansweredError as error:
-                if reused:  # the server had closed it meanwhile, as it may
+                if reused:  # the server may close an idle connection at any time
                     continue
                 raise RequestError("connection lost", str(error)) from error
             except BaseException:
@@ -151,11 +150,11 @@ class Client:
 
 
 class _UnansweredError(Exception):
-    """The connection ended before the first byte of an answer."""
+    """The connection ended before the first byte of a response."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with at most one request in flight. Also the callbacks of its parser."""
+    """One connection, with at most one request at a time. Also implements the callbacks of its parser."""
 
     def __init__(self) -> None:
         self.reusable = False
@@ -170,7 +169,7 @@ class _Connection(asyncio.Protocol):
         self._now = 0.0
 
     def exchange(self, message: bytes, on_body: OnBody | None) -> asyncio.Future[Response]:
-        """Send a request; the future has its answer."""
+        """Send a request; returns a future of the response."""
         self._done = asyncio.get_running_loop().create_future()
         if self._transport is None or self._transport.is_closing():
             self._fail(_UnansweredError("closed"))
@@ -185,17 +184,17 @@ class _Connection(asyncio.Protocol):
         return self._done
 
     def close(self) -> None:
-        """Close the connection, whatever is in flight."""
+        """Close the connection at once, and forget its request."""
         self._done = None
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is of a class of its own
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; all of it came at one time."""
+        """Parse data; all of it has the same time of arrival."""
         self._now = time.perf_counter()
         self._answered = True
         try:
@@ -204,7 +203,7 @@ class _Connection(asyncio.Protocol):
             self._fail(RequestError("not HTTP", str(error)))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the answer in flight: well where it has no other end, else with an error."""
+        """End the response: successfully where only closing ends it, else with an error."""
         self.reusable = False
         if self._done is None or self._done.done():
             return
@@ -216,23 +215,23 @@ class _Connection(asyncio.Protocol):
             self._fail(_UnansweredError(str(error or "")))
 
     def on_header(self, name: bytes, value: bytes) -> None:  # noqa: ARG002
-        """Note how the body ends."""
+        """Record how the body ends."""
         if name.lower() in (b"content-length", b"transfer-encoding"):
             self._ends_by_closing = False
 
     def on_headers_complete(self) -> None:
-        """Note the status."""
+        """Record the status."""
         self._status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """Hand on a piece of the body."""
+        """Pass on a piece of the body."""
         if self._on_body is None:
             self._pieces.append(body)
         else:
             self._on_body(self._status, body, self._now)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Complete the response."""
         self.reusable = self._parser.should_keep_alive()
         self._complete()
 

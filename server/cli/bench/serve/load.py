@@ -1,7 +1,4 @@
-"""Sends a share of a run's requests, so many at a time or at their times of arrival, from one process or several.
-
-Knows neither how requests were made nor what is computed from the records.
-"""
+"""Sends the requests of a run, at a constant concurrency or at given arrival times, from one process or several."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 _OK = 200
 _DETAIL_BYTES = 300
-# Time for all processes to hear when the run begins.
+# Time for all processes to receive the begin of the run.
 _HEAD_START_SECONDS = 0.1
 
 
@@ -36,9 +33,9 @@ class Job(msgspec.Struct):
 
     Attributes:
         body: JSON.
-        asked_tokens: output tokens.
-        prompt_tokens: as the client counts them.
-        arrival: seconds after the begin of the run; None to be sent as soon as a stream is free.
+        asked_tokens: requested output tokens.
+        prompt_tokens: the client's count.
+        arrival: seconds after the begin of the run; None for as soon as a stream is free.
     """
 
     body: bytes
@@ -48,15 +45,15 @@ class Job(msgspec.Struct):
 
 
 class Share(msgspec.Struct):
-    """What one process does.
+    """The part of a run that one process sends.
 
     Attributes:
         url: of the server.
         headers: sent with every request.
-        api: wire contract.
+        api: of the server.
         jobs: all with an arrival, or all without.
-        warm_up: sent first, and done before the run begins.
-        streams: requests in flight at most, where jobs have no arrival, and in the warm-up.
+        warm_up: sent and completed before the run begins.
+        streams: most concurrent requests, of jobs without an arrival and of the warm-up.
         timeout: seconds for one request.
     """
 
@@ -70,11 +67,11 @@ class Share(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """What one process saw.
+    """The result of one process.
 
     Attributes:
         records: one for each job.
-        warm_up: likewise.
+        warm_up: one for each job of the warm-up.
         busy: share of a core that the process used during the run.
     """
 
@@ -84,7 +81,7 @@ class Outcome(msgspec.Struct):
 
 
 WhenWarm: TypeAlias = Callable[[list[RequestRecord]], float]
-"""Told the records of the warm-up; returns when the run begins, or raises to call it off."""
+"""Called with the records of the warm-up; returns the `time.perf_counter()` at which the run begins, or raises."""
 
 
 class LoadGenerator:
@@ -100,7 +97,7 @@ class LoadGenerator:
 
         Args:
             job: to send.
-            planned: when it should have been sent.
+            planned: `time.perf_counter()` at which it should be sent.
         """
         answer = _Answer(self._api)
         started = time.perf_counter()
@@ -127,7 +124,7 @@ class LoadGenerator:
         )
 
     async def keep_streams(self, jobs: list[Job], streams: int) -> list[RequestRecord]:
-        """Keep so many requests in flight until all jobs are done."""
+        """Keep `streams` requests running until all jobs are done."""
         waiting, records = deque(jobs), []
 
         async def work() -> None:
@@ -138,7 +135,7 @@ class LoadGenerator:
         return records
 
     async def keep_times(self, jobs: list[Job], begin: float) -> list[RequestRecord]:
-        """Send each job at its time of arrival, however many are in flight.
+        """Send each job at its arrival time, without a limit of concurrent requests.
 
         Args:
             jobs: in order of their arrivals.
@@ -157,7 +154,7 @@ class LoadGenerator:
 
 
 class _Answer:
-    """Reads the pieces of one answer as they come."""
+    """Parses the pieces of one response on arrival."""
 
     __slots__ = (
         "_api",
@@ -183,7 +180,7 @@ class _Answer:
         self._text = b""
 
     def take(self, status: int, piece: bytes, now: float) -> None:
-        """Read a piece of the body."""
+        """Parse a piece of the body."""
         if status != _OK:
             self._text += piece[:_DETAIL_BYTES]
             return
@@ -204,7 +201,7 @@ class _Answer:
         self.reads += len(self.times) > tokens
 
     def problem(self, status: int) -> tuple[str | None, str]:
-        """What is wrong with the answer, in a few words, and its text; None for a whole one."""
+        """Return the category and the text of what is wrong with the response; None for a complete one."""
         text = self._text[:_DETAIL_BYTES].decode(errors="replace")
         if status != _OK:
             return f"HTTP {status}", text
@@ -216,14 +213,19 @@ class _Answer:
 
 
 async def run_share(share: Share, when_warm: WhenWarm) -> Outcome:
-    """Warm up, wait for the begin of the run, and send the jobs."""
+    """Warm up, wait for the begin of the run, and send the jobs.
+
+    Args:
+        share: to send.
+        when_warm: called after the warm-up.
+    """
     target = Target.from_url(share.url, tuple(share.headers))
     generator = LoadGenerator(target, APIS[share.api](), share.timeout)
     try:
         warm_up = await generator.keep_streams(share.warm_up, share.streams)
         begin = when_warm(warm_up)
         gc.collect()
-        gc.freeze()  # a collection would show as a gap between tokens
+        gc.freeze()  # a garbage collection would appear as a gap between tokens
         cpu, wall = time.process_time(), time.perf_counter()
         await asyncio.sleep(begin - wall)
         if share.jobs and share.jobs[0].arrival is not None:
@@ -253,14 +255,13 @@ def run_here(share: Share, when_warm: WhenWarm) -> list[Outcome]:
 
 
 def run_processes(shares: list[Share], when_warm: WhenWarm) -> list[Outcome]:
-    """Run each share in a process of its own; all begin together.
+    """Run each share in its own process; all begin at the same time.
 
     Raises:
-        RuntimeError: a process ended without an answer.
+        RuntimeError: a process ended without a result.
     """
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a copy of this process would keep its event loop
+    # Not "fork", which would copy the event loop of this process.
+    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     try:
         for share in shares:
@@ -277,7 +278,7 @@ def run_processes(shares: list[Share], when_warm: WhenWarm) -> list[Outcome]:
         return [_receive(pipe, Outcome) for pipe in pipes]
     finally:
         for process in processes:
-            process.terminate()  # those that are done have ended by themselves
+            process.terminate()  # without effect on those that are done
             process.join()
 
 
@@ -289,7 +290,7 @@ def _receive(pipe: Connection, kind: Any) -> Any:  # noqa: ANN401
 
 
 def _work(pipe: Connection, encoded: bytes) -> None:
-    """A client process."""
+    """Run a client process."""
 
     def when_warm(records: list[RequestRecord]) -> float:
         pipe.send_bytes(msgspec.msgpack.encode(records))

@@ -1,8 +1,8 @@
-"""What a run's requests say together: latencies, rates, goodput. Arithmetic alone.
+"""Computes latencies, rates and goodput of a run.
 
-Definitions, for a request sent at s whose events with tokens came at t1 .. tn, and which got k tokens:
-time to first token t1 - s; time per output token (tn - t1) / (k - 1), for k of 2 and more; inter-token latency
-every single t(i+1) - t(i), 0 for events that came together; end to end tn - s.
+Definitions, for a request sent at s whose events with tokens arrive at t1 .. tn, with k tokens in all: time to first
+token t1 - s; time per output token (tn - t1) / (k - 1), for k of at least 2; inter-token latency each t(i+1) - t(i), 0
+for events that arrive together; end to end tn - s.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 class RequestRecord(msgspec.Struct):
-    """One request as the client saw it.
+    """One request, as measured by the client.
 
     Attributes:
         started: when it was sent, `time.perf_counter()` seconds, the same clock in all processes of the client.
-        asked_tokens: output tokens that were asked for.
-        prompt_tokens: as the server counts them, else as the client does.
-        output_tokens: as the server counts them, else the events that brought some.
-        times: when each event with tokens came.
-        reads: pieces of the stream in which they came.
+        asked_tokens: requested output tokens.
+        prompt_tokens: the server's count, else the client's.
+        output_tokens: the server's count, else the number of events with tokens.
+        times: arrival of each event with tokens.
+        reads: pieces of the stream in which they arrived.
         lag: seconds between the planned arrival and `started`.
-        error: what went wrong, in a few words; None for a whole answer.
-        detail: the same at length, for the first of its kind.
-        counted: whether the server told `output_tokens`.
+        error: category of the error; None for a complete response.
+        detail: text of the error.
+        counted: whether `output_tokens` is the server's count.
     """
 
     started: float
@@ -68,10 +68,10 @@ class RequestRecord(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A sample's mean and percentiles, interpolated linearly between its values; milliseconds.
+    """Mean and percentiles of a sample, linearly interpolated between its values; milliseconds.
 
     Attributes:
-        count: of values.
+        count: number of values.
         percentiles: by rank in percent.
     """
 
@@ -82,7 +82,7 @@ class Distribution:
 
     @classmethod
     def of_seconds(cls, values: Sequence[float]) -> Distribution | None:
-        """Describe a sample given in seconds; None for an empty one."""
+        """Compute the distribution of a sample in seconds; None for an empty one."""
         if not values:
             return None
         sample = 1e3 * np.asarray(values)
@@ -97,7 +97,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What makes a request a good one; milliseconds, None for no limit."""
+    """The limits of a good request; milliseconds, None for no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -105,10 +105,10 @@ class Limits:
 
     @classmethod
     def parse(cls, text: str) -> Limits:
-        """Read `ttft:200,tpot:20`.
+        """Parse `ttft:200,tpot:20`.
 
         Raises:
-            ValueError: an unknown name, or no positive number.
+            ValueError: a name is unknown, or a limit is not a positive number.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         limits: dict[str, float] = {}
@@ -116,18 +116,18 @@ class Limits:
             name, _, number = part.strip().partition(":")
             if name not in names or name in limits:
                 raise ValueError(
-                    f"{part!r}: give each of {', '.join(names)} once at most, as ttft:200"
+                    f"{part!r}: give each of {', '.join(names)} at most once, such as ttft:200"
                 )
             try:
                 limits[name] = float(number)
             except ValueError:
                 limits[name] = 0.0
             if not limits[name] > 0:
-                raise ValueError(f"{part!r}: the limit is milliseconds, more than 0")
+                raise ValueError(f"{part!r}: a limit is milliseconds, more than 0")
         return cls(**limits)
 
     def allow(self, record: RequestRecord) -> bool:
-        """Whether a whole answer came within the limits; one token alone has no time per token."""
+        """Whether a complete response is within the limits; a single token has no time per token."""
         pairs = ((self.ttft, record.ttft), (self.tpot, record.tpot), (self.e2e, record.e2e))
         return all(
             limit is None or seconds is None or 1e3 * seconds <= limit for limit, seconds in pairs
@@ -136,22 +136,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in figures. Rates count whole answers alone, over the time from the first request to the last token.
+    """The figures of a run. Rates count complete responses, over the time from the first request to the last token.
 
     Attributes:
-        completed: whole answers.
+        completed: complete responses.
         failed: requests without one.
-        errors: of these, by kind, the most frequent first.
-        examples: for each kind, the detail of one.
-        short: whole answers with fewer tokens than were asked for.
-        uncounted: whole answers whose tokens the server did not count, so that events are counted.
-        seconds: from the first request sent to the last token of the last answer.
-        input_tokens, output_tokens: of the whole answers.
-        requests_per_second: whole answers.
+        errors: number of failed requests by category, most frequent first.
+        examples: for each category, the text of one error.
+        short: complete responses with fewer tokens than requested.
+        uncounted: complete responses without the server's count of tokens; their events are counted.
+        seconds: from the first request to the last token of the last complete response.
+        input_tokens, output_tokens: of the complete responses.
+        requests_per_second: complete responses per second.
         goodput: good requests per second; None without limits.
-        tokens_per_read: events with tokens in one piece of the stream, on average: more than 1 means that tokens
-            came together.
-        lag: how late requests were sent after their planned arrival; None where none were planned.
+        tokens_per_read: events with tokens in one piece of the stream, on average; above 1, tokens arrive together.
+        lag_ms: delay of requests after their planned arrival; None without planned arrivals.
     """
 
     completed: int
@@ -175,15 +174,15 @@ class Summary:
     lag_ms: Distribution | None
 
 
-def summarise(
+def summarize(
     records: Sequence[RequestRecord], limits: Limits | None = None, *, planned: bool = False
 ) -> Summary:
-    """Describe a run.
+    """Compute the figures of a run.
 
     Args:
-        records: one for each request that was sent, at least one.
+        records: one for each request, at least one.
         limits: for the goodput.
-        planned: whether the requests had times of arrival.
+        planned: whether the requests had arrival times.
     """
     whole = [record for record in records if record.error is None]
     errors = Counter(record.error for record in records if record.error is not None)

@@ -1,19 +1,18 @@
-"""The flags of `tessera bench serve`. Knows nothing of what they do."""
+"""The flags of `tessera bench serve`."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from server.cli.bench.flags import add_result_flags, checked, count, natural, positive
 from server.cli.bench.serve.apis import APIS
 from server.cli.bench.serve.http_client import Target
 from server.cli.bench.serve.metrics import Limits
 from server.cli.bench.workload import Lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -28,34 +27,31 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", type=_url, help="of the server (%(default)s)")
+    add(
+        "--url",
+        default="http://127.0.0.1:8000",
+        type=checked(_url),
+        help="of the server (%(default)s)",
+    )
     add("--api", choices=list(APIS), default="tgi", help="tgi: POST /generate_stream, Tessera's own; "
         "openai: POST /v1/completions (%(default)s)")  # fmt: skip
     add("--model", help="name to ask an OpenAI-compatible server for; default: the first it lists")
-    add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE",
+    add("--header", action="append", default=[], type=checked(_header), metavar="NAME:VALUE",
         help="sent with every request, as for a password; may be repeated")  # fmt: skip
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--concurrency", nargs="+", type=_count, default=[1], metavar="N",
+    load.add_argument("--concurrency", nargs="+", type=count, default=[1], metavar="N",
         help="requests in flight; several numbers are measured one after the other (1)")  # fmt: skip
-    load.add_argument(
-        "--rate",
-        type=_positive,
-        metavar="R",
-        help="requests per second that arrive by chance instead",
-    )
-    add("--burstiness", type=_positive, default=1.0, metavar="B",
+    load.add_argument("--rate", type=positive, metavar="R",
+        help="requests per second that arrive at random times instead")  # fmt: skip
+    add("--burstiness", type=positive, default=1.0, metavar="B",
         help="of arrivals: 1 is a Poisson process, less comes in bursts (%(default)s)")  # fmt: skip
-    add(
-        "--prompts",
-        type=_count,
-        metavar="N",
-        help="requests that count; default: 4 for each in flight, at least 16",
-    )
-    add("--warm-up", type=_natural, metavar="N",
+    add("--prompts", type=count, metavar="N",
+        help="requests that count; default: 4 for each in flight, at least 16")  # fmt: skip
+    add("--warm-up", type=natural, metavar="N",
         help="requests before, that do not count; default: one for each in flight, 8 with --rate")  # fmt: skip
-    add("--input-len", type=_checked(Lengths.parse), default=Lengths(256, 256), metavar="N|N-M",
+    add("--input-len", type=checked(Lengths.parse), default=Lengths(256, 256), metavar="N|N-M",
         help="tokens of a prompt, a number or a uniform range (%(default)s)")  # fmt: skip
-    add("--output-len", type=_checked(Lengths.parse), default=Lengths(256, 256), metavar="N|N-M",
+    add("--output-len", type=checked(Lengths.parse), default=Lengths(256, 256), metavar="N|N-M",
         help="tokens to generate, likewise (%(default)s)")  # fmt: skip
     add("--tokenizer", metavar="PATH", help="folder or Hugging Face id of the model's tokenizer, to make prompts of an "
         "exact length; default: the server's POST /tokenize")  # fmt: skip
@@ -63,78 +59,24 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="ask for all of --output-len, whatever the model says")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
     add("--seed", type=int, default=0, help="of lengths, arrivals and prompts (%(default)s)")
-    add("--goodput", type=_checked(Limits.parse), metavar="ttft:200,tpot:20,e2e:5000",
+    add("--goodput", type=checked(Limits.parse), metavar="ttft:200,tpot:20,e2e:5000",
         help="also count the requests within these limits, in milliseconds")  # fmt: skip
-    add(
-        "--processes",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="client processes that share the load (%(default)s)",
-    )
-    add("--timeout", type=_positive, default=600.0, help="seconds for one request (%(default)g)")
-    add(
-        "--wait",
-        type=float,
-        default=0.0,
-        help="seconds to wait for a server that is starting (%(default)g)",
-    )
-    add("--label", help="the model's name in the result; default: what the server calls it")
-    add(
-        "--json",
-        type=Path,
-        metavar="PATH",
-        help="file for the result, or folder where it gets its usual name",
-    )
-    add("--commit", help="of the code, for the result; default: what git says")
+    add("--processes", type=count, default=1, metavar="N",
+        help="client processes that share the load (%(default)s)")  # fmt: skip
+    add("--timeout", type=positive, default=600.0, help="seconds for one request (%(default)g)")
+    add("--wait", type=float, default=0.0,
+        help="seconds to wait for a server that is starting (%(default)g)")  # fmt: skip
+    add_result_flags(parser, "what the server calls it")
     return parser.parse_args(arguments)
 
 
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse show the text of a ValueError."""
-
-    def check(text: str) -> Any:  # noqa: ANN401
-        try:
-            return parse(text)
-        except ValueError as error:
-            _refuse(str(error))
-
-    return check
-
-
-def _refuse(message: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(message)
-
-
 def _url(text: str) -> str:
-    _checked(Target.from_url)(text)
+    Target.from_url(text)
     return text
 
 
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon or not name.strip() or not (name + value).isprintable() or not text.isascii():
-        _refuse("a header is NAME:VALUE in printable ASCII")
+        raise ValueError("a header is NAME:VALUE in printable ASCII")
     return name.strip(), value.strip()
-
-
-def _natural(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        _refuse(f"{text!r} is no number of requests")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (number := _natural(text)):
-        _refuse("at least 1")
-    return number
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        _refuse(f"{text!r} is no number more than 0")
-    return number

@@ -1,7 +1,7 @@
-"""Random prompts of an exact number of tokens, made with a tokenizer here or with the server's own.
+"""Makes random prompts of an exact number of tokens, with a local tokenizer or the server's.
 
-They are words that are one token each, in random order, so that no two prompts begin alike for long. Each prompt is
-tokenized and mended until it has the length that was asked for.
+A prompt is words of one token each in random order, so that prompts have no long common prefix. It is tokenized and
+corrected until it has the requested length.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from model.text.tokenizer import Tokenizer
 from server.cli.bench.serve.http_client import Client, RequestError
 
 Spans: TypeAlias = list[tuple[int, int]]
-"""First character of each token, and one past its last."""
+"""Index of the first character of each token, and of the one after its last."""
 Tokenize: TypeAlias = Callable[[str], Awaitable[Spans]]
 
 _SAMPLE_WORDS = 3000
 _LONGEST_WORD = 6
 _ATTEMPTS = 8
 _AT_ONCE = 16
-# One token each in most vocabularies: for servers whose tokenizer nobody has given us.
+# One token each in most vocabularies: for servers without a known tokenizer.
 _COMMON_WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work number night point home water room mother area money "
@@ -36,17 +36,17 @@ _COMMON_WORDS = (
 
 
 class PromptError(Exception):
-    """No prompts can be made; the text says why."""
+    """No prompts can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text and its length in tokens, those that the tokenizer adds included.
+    """A text and its length in tokens, including those that the tokenizer adds.
 
     Attributes:
-        text: to continue.
-        tokens: counted, or about so many where nothing can count them.
-        exact: whether it has as many as were asked for.
+        text: of the prompt.
+        tokens: counted, or approximate without a tokenizer.
+        exact: whether the prompt has the requested length.
     """
 
     text: str
@@ -55,10 +55,10 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts with a tokenizer; `learn` has to come first.
+    """Makes prompts with a tokenizer. Call `learn` first.
 
     Args:
-        tokenize: finds the tokens of a text.
+        tokenize: returns the tokens of a text.
         generator: source of randomness.
     """
 
@@ -68,10 +68,10 @@ class PromptMaker:
         self._words: list[str] = []
 
     async def learn(self) -> None:
-        """Find words that are one token, by tokenizing words of random letters.
+        """Find words of one token, by tokenizing words of random letters.
 
         Raises:
-            PromptError: there are hardly any, or the server does not tokenize.
+            PromptError: there are fewer than two, or the server does not tokenize.
         """
         letters = list(string.ascii_lowercase)
         lengths = self._generator.integers(1, _LONGEST_WORD + 1, _SAMPLE_WORDS)
@@ -91,7 +91,7 @@ class PromptMaker:
             async with gate:
                 return await self._make_one(length, generator)
 
-        # One generator each: they finish in any order.
+        # Each has its own generator, since they finish in any order.
         return await asyncio.gather(*map(finish, lengths, self._generator.spawn(len(lengths))))
 
     async def _make_one(self, length: int, generator: Generator) -> Prompt:
@@ -103,7 +103,7 @@ class PromptMaker:
                 words += [self._words[i] for i in chosen]
             else:
                 del words[max(1, len(words) + missing) :]
-            # The first word, too, is the token it is only behind a space.
+            # The first word needs a space before it too: without one it is another token.
             text = " " + " ".join(words)
             missing = length - len(await self._tokenize(text))
             if not missing:
@@ -112,18 +112,18 @@ class PromptMaker:
 
 
 def _whole_words(text: str, spans: Spans, *, to_their_end: bool) -> list[str]:
-    """The tokens that stand for the beginning of a word and, maybe, for the space before it.
+    """Return the tokens that begin a word, without the space before it.
 
     Args:
         text: words, each with a space before it.
         spans: its tokens.
-        to_their_end: whether they must be the whole word.
+        to_their_end: whether a token must be the whole word.
     """
     words = []
     before = 0
     for start, stop in spans:
         word = text[start:stop]
-        # Some tokenizers count the space as part of no token, others as part of the word's.
+        # In some tokenizers the space belongs to no token, in others to that of the word.
         begins = word.startswith(" ") or (start == before + 1 and text[before] == " ")
         before = stop
         word = word.removeprefix(" ")
@@ -134,7 +134,7 @@ def _whole_words(text: str, spans: Spans, *, to_their_end: bool) -> list[str]:
 
 
 def approximate_prompts(lengths: list[int], generator: Generator) -> list[Prompt]:
-    """Make prompts of common English words, as many as tokens are asked for."""
+    """Make prompts of common English words, one for each requested token."""
     words = _COMMON_WORDS.split()
     return [
         Prompt(" ".join(generator.choice(words, length)), length, exact=False) for length in lengths
@@ -142,7 +142,7 @@ def approximate_prompts(lengths: list[int], generator: Generator) -> list[Prompt
 
 
 def with_tokenizer(tokenizer: Tokenizer) -> Tokenize:
-    """Tokenize here."""
+    """Return a function that tokenizes with a local tokenizer."""
 
     async def tokenize(text: str) -> Spans:
         return [(span.start, span.stop) for span in tokenizer.encode_with_offsets(text)]
@@ -156,11 +156,11 @@ class _Span(msgspec.Struct):
 
 
 def with_server(client: Client) -> Tokenize:
-    """Have the server tokenize, by POST /tokenize as Tessera and Text Generation Inference have it."""
+    """Return a function that tokenizes with POST /tokenize of Tessera or Text Generation Inference."""
     decode = msgspec.json.Decoder(list[_Span]).decode
 
     async def tokenize(text: str) -> Spans:
-        """Raise PromptError where the server does not."""
+        """Raise PromptError where the server does not tokenize."""
         body = msgspec.json.encode({"inputs": text})
         try:
             response = await client.request("POST", "/tokenize", body)

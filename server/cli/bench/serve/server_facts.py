@@ -1,4 +1,4 @@
-"""What a server says of itself: which model, on what. Each contract has its own routes for it; none has to be there."""
+"""Asks a server for its name, model and machine, over the routes of its API that exist."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _UNAVAILABLE = 503
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What is known of the server.
+    """The description of a server.
 
     Attributes:
-        name: of the software and its version, "unknown" where it does not say.
-        model: its id; empty where it does not say.
-        machine: that it computes on; this one's processor where it does not say.
+        name: of the software, with its version; "unknown" where the server does not say.
+        model: its id; empty where the server does not say.
+        machine: that computes; the processor of this host where the server does not say.
         kind: "cpu", or the GPU's short name, for the result file.
         versions: of the server.
     """
@@ -35,11 +35,11 @@ class ServerFacts:
 
 
 async def ask(client: Client, api: Name, model: str | None) -> ServerFacts:
-    """Ask a server what it serves.
+    """Ask a server for its description.
 
     Args:
         client: of the server.
-        api: wire contract.
+        api: of the server.
         model: that the operator named; None takes the server's.
 
     Raises:
@@ -73,7 +73,7 @@ async def _ask_openai(client: Client, model: str | None) -> ServerFacts:
 
 
 async def _get(client: Client, path: str) -> dict[str, Any] | None:
-    """An object, or None where the server has nothing of the kind."""
+    """Return a JSON object, or None where the server does not have the route."""
     response = await client.request("GET", path)
     if response.status == _UNAVAILABLE:
         raise RequestError("the server is not ready", f"GET {path} answered {_UNAVAILABLE}")

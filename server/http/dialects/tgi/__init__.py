@@ -1,4 +1,1 @@
-"""The wire format: what requests and replies look like, and which values are allowed.
-
-Knows no sockets.
-"""
+"""The dialect of Hugging Face's Text Generation Inference (TGI)."""

@@ -1,208 +1,159 @@
-"""The generate routes: one request from its body to the last byte of its answer.
-
-The answer is made inside the response object, not before it: what a request holds (its place, its
-sequences in the engine) is then taken and given back in one stretch of code.
-"""
+"""How TGI's routes answer a generation request: headers, JSON reply and stream."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.responses import Response
+from msgspec import UNSET, UnsetType
 
-from server.errors import (
-    ClientError,
-    IncompleteGenerationError,
-    OverloadedError,
-    TesseraError,
-    UnavailableError,
-    ValidationError,
+from server.http.completion import Prompt, StopStrings
+from server.http.context import check_vocabulary
+from server.http.dialects.tgi.frames import TokenRenderer
+from server.http.dialects.tgi.limits import with_prompt_length
+from server.http.dialects.tgi.replies import (
+    FINISH_REASONS,
+    BestOfSequence,
+    Details,
+    GenerateReply,
+    PromptToken,
+    json_logprob,
+    render_token,
+    render_top_tokens,
 )
-from server.http.dialects.tgi.limits import check
-from server.http.dialects.tgi.replies import GenerateReply, StreamEvent
-from server.http.dialects.tgi.schema import GenerateBody
-from server.http.dialects.tgi.schema_errors import parse
-from server.http.generation import Generation, encode_prompt
-from server.http.metrics.registry import Endpoint, Outcome
-from server.http.openapi import describe_route
-from server.http.replying import header, send_error, send_json
-from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
-from server.http.streaming import stream_generation
-from server.http.transport import wire_of
+from server.http.generation import Generation
+from server.http.responses import header
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-    from starlette.types import Receive, Scope, Send
-
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
+    from server.http.completion import Completion
     from server.http.context import AppContext
-    from server.http.metrics.records import RequestRecord
+    from server.http.dialects.tgi.frames import TokenHeads
+    from server.http.dialects.tgi.limits import GenerateOptions
+    from server.http.dialects.tgi.replies import Token
+    from server.http.generation import Timings
+    from server.http.responses import Headers
 
-_encode_json = msgspec.json.Encoder().encode
-
-
-def install(app: FastAPI, context: AppContext) -> None:
-    """Add the routes /generate, /generate_stream and POST /."""
-    both = describe_route(GenerateBody, list[GenerateReply], events=StreamEvent)
-
-    @app.post("/generate", **describe_route(GenerateBody, GenerateReply))
-    async def generate() -> Response:
-        """Continue a prompt."""
-        return _Exchange(context, Endpoint.GENERATE)
-
-    @app.post("/generate_stream", **describe_route(GenerateBody, events=StreamEvent))
-    async def generate_stream() -> Response:
-        """Continue a prompt, and send each token as soon as it is there."""
-        return _Exchange(context, Endpoint.GENERATE_STREAM)
-
-    @app.post("/", **both)
-    async def compat() -> Response:
-        """Continue a prompt: a stream where `stream` is true, else an array of one answer."""
-        return _Exchange(context, Endpoint.COMPAT)
+_encode = msgspec.json.Encoder().encode
 
 
-def outcome_of(error: TesseraError) -> Outcome:
-    """The label that a failed request is counted under."""
-    if isinstance(error, ClientError):
-        return Outcome.VALIDATION
-    if isinstance(error, OverloadedError):
-        return Outcome.OVERLOADED
-    return Outcome.UNAVAILABLE if isinstance(error, UnavailableError) else Outcome.ERROR
+class GenerateAnswer:
+    """One request on a generate route; implements `server.http.exchange.Answer`.
 
+    Args:
+        context: of the application.
+        info: of the running engine.
+        options: of the request.
+        heads: cache of the streams.
+        streaming: whether the answer is a stream.
+        as_list: whether a plain answer is an array of one reply.
+    """
 
-class _Exchange(Response):
-    """Reads one request, has it generated, and answers; aborts it when the client goes away."""
-
-    def __init__(self, context: AppContext, endpoint: Endpoint) -> None:
-        self.background = None
+    def __init__(
+        self,
+        context: AppContext,
+        info: EngineInfo,
+        options: GenerateOptions,
+        heads: TokenHeads,
+        *,
+        streaming: bool,
+        as_list: bool,
+    ) -> None:
+        self.num_sequences = options.best_of
+        self.streaming = streaming
+        self._as_list = as_list
         self._context = context
-        self._endpoint = endpoint
+        self._info = info
+        self._options = options
+        self._heads = heads
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request.
+    async def generate(self) -> Generation:
+        """Tokenize the prompt and submit it, `best_of` times.
 
         Raises:
-            TesseraError: nothing was sent yet, and this is the answer.
+            ValidationError: the prompt cannot be tokenized, has no tokens, or is too long.
+            UnavailableError: the engine does not run.
         """
-        record = self._context.metrics.begin(self._endpoint)
-        try:
-            await self._serve(scope, receive, send, record)
-        except ClientDisconnectedError:
-            record.finish(Outcome.ABORT)
-        except TesseraError as error:
-            record.finish(outcome_of(error))
-            raise
-        except asyncio.CancelledError:
-            record.finish(Outcome.ABORT)
-            raise
-        except Exception:
-            record.finish(Outcome.ERROR)
-            raise
-
-    async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
-    ) -> None:
-        context, config = self._context, self._context.config
-        info = context.engine_info()
-        body = parse(GenerateBody, await read_json(scope, receive, config))
-        streaming = _is_stream(self._endpoint, body)
-        full_text = self._endpoint is Endpoint.COMPAT
-        options = check(body, streaming=streaming, full_text=full_text, config=config, info=info)
-        with context.admit(options.best_of, info):
-            prompt_ids, sampling = await encode_prompt(context, options, info)
-            generation = Generation(context, options, prompt_ids, sampling)
-            headers = _headers(generation, info)
-            try:
-                with ClientWatch(receive, generation.abort) as watch:
-                    if streaming:
-                        await stream_generation(
-                            generation, send, headers, context, record, watch, wire_of(scope)
-                        )
-                    else:
-                        await self._reply(generation, send, headers, record, watch)
-            finally:
-                generation.abort()
-            transcript = generation.draws[0].transcript
-            if transcript.finish_reason is not None:
-                record.succeed(
-                    Outcome(transcript.finish_reason),
-                    queue_seconds=generation.queue_seconds,
-                    prompt_tokens=len(prompt_ids),
-                    generated_tokens=transcript.num_tokens,
-                )
-
-    async def _reply(
-        self,
-        generation: Generation,
-        send: Send,
-        headers: list[tuple[bytes, bytes]],
-        record: RequestRecord,
-        watch: ClientWatch,
-    ) -> None:
-        try:
-            best = await generation.finish(record)
-        except IncompleteGenerationError:
-            if watch.gone:
-                raise ClientDisconnectedError from None
-            raise
-        except asyncio.CancelledError:
-            record.finish(Outcome.ERROR)
-            await send_error(send, UnavailableError("the server is stopping"))
-            raise
-        reply = generation.reply()
-        body = _encode_json([reply] if self._endpoint is Endpoint.COMPAT else reply)
-        headers += _timing_headers(generation, record, best.transcript.num_tokens)
-        if watch.gone:
-            raise ClientDisconnectedError
-        await send_json(send, body, headers)
-
-
-def _is_stream(endpoint: Endpoint, body: GenerateBody) -> bool:
-    """Whether the answer is a stream; on the routes that have no choice, `stream` may only agree.
-
-    Raises:
-        ValidationError: `stream` asks a route for what it does not do.
-    """
-    if endpoint is Endpoint.COMPAT:
-        return bool(body.stream)
-    streaming = endpoint is Endpoint.GENERATE_STREAM
-    if body.stream is not None and body.stream is not streaming:
-        other = "generate" if streaming else "generate_stream"
-        raise ValidationError(
-            f"`stream` must be {str(streaming).lower()} on /{endpoint.value}: use /{other}, or /. "
-            f"Given: {str(body.stream).lower()}"
+        options = self._options
+        token_ids = await self._context.encode(options.inputs, "inputs")
+        if options.truncate is not None:
+            token_ids = token_ids[-options.truncate :]
+        sampling = with_prompt_length(options, len(token_ids), self._info)
+        check_vocabulary(token_ids, "inputs", self._info)
+        bad_words = await self._context.encode_words(options.bad_words, "bad_words")
+        sampling = msgspec.structs.replace(sampling, bad_words=bad_words)
+        return Generation(
+            self._context,
+            [Prompt(token_ids, sampling)],
+            completions_per_prompt=options.best_of,
+            stop=StopStrings(options.stop, included=True),
+            keep_tokens=options.details,
         )
-    return streaming
 
+    def headers(self, generation: Generation, timings: Timings | None) -> Headers:
+        """Render `x-compute-time` in seconds, the other times in whole milliseconds."""
+        gpu = self._info.device.startswith("cuda")
+        headers = [
+            header("x-compute-type", "gpu+optimized" if gpu else "cpu"),
+            header("x-compute-characters", len(self._options.inputs)),
+            header("x-prompt-tokens", generation.prompt_tokens),
+        ]
+        if timings is not None:
+            tokens = generation.completion_tokens
+            headers += [
+                header("x-compute-time", f"{timings.total:.9f}"),
+                header("x-total-time", _milliseconds(timings.total)),
+                header("x-validation-time", _milliseconds(timings.validation)),
+                header("x-queue-time", _milliseconds(timings.queue)),
+                header("x-inference-time", _milliseconds(timings.inference)),
+                header("x-time-per-token", _milliseconds(timings.inference / tokens)),
+                header("x-generated-tokens", tokens),
+            ]
+        return headers
 
-def _headers(generation: Generation, info: EngineInfo) -> list[tuple[bytes, bytes]]:
-    """What is known before the first token."""
-    return [
-        header("x-compute-type", "gpu+optimized" if info.device.startswith("cuda") else "cpu"),
-        header("x-compute-characters", len(generation.options.inputs)),
-        header("x-prompt-tokens", len(generation.prompt_ids)),
-    ]
+    def reply(self, generation: Generation) -> bytes:
+        """Render the completion with the highest mean log-probability, and details of the others."""
+        others = generation.select_best(1)
+        (best,) = generation.returned
+        reply = GenerateReply(generated_text=self._options.full_text(best.text))
+        if self._options.details:
+            sequences = [
+                BestOfSequence(
+                    generated_text=self._options.full_text(other.text), **self._details(other)
+                )
+                for other in others
+            ]
+            details = Details(best_of_sequences=sequences or UNSET, **self._details(best))
+            reply = msgspec.structs.replace(reply, details=details)
+        return _encode([reply] if self._as_list else reply)
 
+    def renderer(self, generation: Generation) -> TokenRenderer:
+        """Make the renderer of the stream's events."""
+        return TokenRenderer(generation, self._options, self._context.tokenizer, self._heads)
 
-def _timing_headers(
-    generation: Generation, record: RequestRecord, generated_tokens: int
-) -> list[tuple[bytes, bytes]]:
-    """Where the time went: x-compute-time in seconds, the others in whole milliseconds."""
-    now = time.perf_counter()
-    queue = generation.queue_seconds
-    inference = max(0.0, now - generation.submitted - queue)
-    return [
-        header("x-compute-time", f"{now - record.started:.9f}"),
-        header("x-total-time", _milliseconds(now - record.started)),
-        header("x-validation-time", _milliseconds(generation.submitted - record.started)),
-        header("x-queue-time", _milliseconds(queue)),
-        header("x-inference-time", _milliseconds(inference)),
-        header("x-time-per-token", _milliseconds(inference / generated_tokens)),
-        header("x-generated-tokens", generated_tokens),
-    ]
+    def _details(self, completion: Completion) -> dict[str, Any]:
+        """The fields that `Details` and `BestOfSequence` have in common."""
+        tokenizer, options = self._context.tokenizer, self._options
+        assert completion.finish_reason is not None
+        prefill = []
+        if options.prompt_details:
+            prefill = [
+                PromptToken(token_id, tokenizer.token_text(token_id), json_logprob(logprob))
+                for token_id, logprob in zip(
+                    completion.prompt.token_ids, completion.prompt_logprobs, strict=True
+                )
+            ]
+        top_tokens: list[list[Token]] | UnsetType = UNSET
+        if options.sampling.top_logprobs:
+            top_tokens = [render_top_tokens(token, tokenizer) for token in completion.tokens]
+        return {
+            "finish_reason": FINISH_REASONS[completion.finish_reason],
+            "generated_tokens": completion.num_tokens,
+            "seed": None if options.seed is None else completion.seed,
+            "prefill": prefill,
+            "tokens": [render_token(token, tokenizer) for token in completion.tokens],
+            "top_tokens": top_tokens,
+        }
 
 
 def _milliseconds(seconds: float) -> int:

@@ -1,8 +1,4 @@
-"""From a request body of the right shape to what the engine is asked.
-
-Applies defaults, limits of this server and rules between fields. Knows no tokenizer: the length of
-a prompt comes in as a number.
-"""
+"""Turns a request body of the right shape into options: defaults, this server's limits, and rules between fields."""
 
 from __future__ import annotations
 
@@ -12,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.request import SamplingParams
+from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
 from server.http.dialects.tgi.schema import (
+    MAX_BAD_WORD_CHARACTERS,
     SMALLEST_TEMPERATURE,
-    UINT64_MAX,
     GenerateBody,
     GenerateParameters,
 )
-from server.http.dialects.tgi.schema_errors import describe, unsupported
+from server.http.dialects.tgi.validation import describe, quote, unsupported
 
 if TYPE_CHECKING:
-    from server.engine.link.protocol import EngineInfo
+    from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
 # `parameters` left out altogether means sampling; inside an object `do_sample` defaults to false.
@@ -32,18 +28,19 @@ _NO_PARAMETERS = GenerateParameters(do_sample=True)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """A checked request, but for what depends on the length of its prompt.
+    """A request that was checked except for the length of its prompt.
 
     Attributes:
         inputs: the prompt.
-        sampling: how to choose tokens; `max_new_tokens` is 1 until `with_prompt_length`.
-        max_new_tokens: as asked; None fills the context.
+        sampling: sampling parameters; `max_new_tokens` is 1 until `with_prompt_length`.
+        max_new_tokens: as requested; None fills the context.
         best_of: sequences to generate.
-        seed: the request's, or a random one; None where nothing is sampled.
+        seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
+        bad_words: words that are not generated.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
-        details: whether tokens and the reason of the end are reported.
+        details: whether tokens and finish reason are reported.
         prompt_details: whether the prompt's tokens are reported.
     """
 
@@ -53,10 +50,37 @@ class GenerateOptions:
     best_of: int
     seed: int | None
     stop: tuple[str, ...]
+    bad_words: tuple[str, ...]
     truncate: int | None
     return_full_text: bool
     details: bool
     prompt_details: bool
+
+    def full_text(self, generated: str) -> str:
+        """The text to return: the generated text, after the prompt if that was asked for."""
+        return self.inputs + generated if self.return_full_text else generated
+
+
+def is_stream(body: GenerateBody, endpoint: str, stream: bool | None) -> bool:
+    """Return whether the answer is a stream.
+
+    Args:
+        body: of the request.
+        endpoint: name of the route.
+        stream: what the route does; None if the request's `stream` decides, else that may only agree.
+
+    Raises:
+        ValidationError: `stream` asks a route for what it does not do.
+    """
+    if stream is None:
+        return bool(body.stream)
+    if body.stream is not None and body.stream is not stream:
+        other = "generate" if stream else "generate_stream"
+        raise ValidationError(
+            f"`stream` must be {str(stream).lower()} on /{endpoint}: use /{other}, or /. "
+            f"Given: {str(body.stream).lower()}"
+        )
+    return stream
 
 
 def check(
@@ -77,7 +101,7 @@ def check(
         info: limits of the engine.
 
     Raises:
-        ValidationError: naming the field, its value and the limit.
+        ValidationError: a value is not allowed; names the field, its value and the limit.
     """
     parameters = body.parameters if body.parameters is not None else _NO_PARAMETERS
     _check_limits(parameters, config, info)
@@ -90,7 +114,7 @@ def check(
         )
     seed = None
     if sampled:
-        seed = parameters.seed if parameters.seed is not None else random_seed()
+        seed = parameters.seed if parameters.seed is not None else secrets.randbits(64)
     details = bool(parameters.details or parameters.decoder_input_details)
     return GenerateOptions(
         inputs=body.inputs,
@@ -105,6 +129,7 @@ def check(
         best_of=best_of,
         seed=seed,
         stop=tuple(parameters.stop or ()),
+        bad_words=tuple(parameters.bad_words or ()),
         truncate=parameters.truncate,
         return_full_text=(
             full_text if parameters.return_full_text is None else parameters.return_full_text
@@ -117,7 +142,7 @@ def check(
 def with_prompt_length(
     options: GenerateOptions, prompt_length: int, info: EngineInfo
 ) -> SamplingParams:
-    """Settle how many tokens may be generated after a prompt of `prompt_length` tokens.
+    """Return the sampling parameters with `max_new_tokens` set for a prompt of `prompt_length` tokens.
 
     Raises:
         ValidationError: prompt, or prompt and output together, are longer than the server takes.
@@ -128,9 +153,9 @@ def with_prompt_length(
             f"`inputs` must have at most {longest} tokens, one less than the "
             f"{info.max_total_tokens} that prompt and output share. Given: {prompt_length} tokens"
         )
-    room = info.max_total_tokens - prompt_length
-    wanted = options.max_new_tokens if options.max_new_tokens is not None else room
-    if wanted > room:
+    available = info.max_total_tokens - prompt_length
+    wanted = options.max_new_tokens if options.max_new_tokens is not None else available
+    if wanted > available:
         raise ValidationError(
             f"`inputs` tokens + `max_new_tokens` must be <= {info.max_total_tokens}. Given: "
             f"{prompt_length} `inputs` tokens and {wanted} `max_new_tokens`"
@@ -141,16 +166,6 @@ def with_prompt_length(
             f"Given: {options.sampling.min_new_tokens}"
         )
     return msgspec.structs.replace(options.sampling, max_new_tokens=wanted)
-
-
-def with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    """The same request drawn another time."""
-    return msgspec.structs.replace(sampling, seed=seed)
-
-
-def random_seed() -> int:
-    """64 unpredictable bits."""
-    return secrets.randbits(64) & UINT64_MAX
 
 
 def _is_sampled(p: GenerateParameters) -> bool:
@@ -184,6 +199,12 @@ def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -
             raise ValidationError(
                 f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
                 f"Given: {len(text)}"
+            )
+    for i, word in enumerate(p.bad_words or ()):
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise ValidationError(
+                f"`bad_words.{i}` must have at most {MAX_BAD_WORD_CHARACTERS} characters. "
+                f"Given: {len(word)}"
             )
     stop_ids = p.stop_token_ids or ()
     if len(stop_ids) > config.max_stop_token_ids:
@@ -249,6 +270,7 @@ def _sampling_params(
         repetition_penalty=_given(p.repetition_penalty, 1.0),
         presence_penalty=_given(p.presence_penalty, 0.0),
         frequency_penalty=_given(p.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(p, info),
         seed=seed or 0,
         eos_token_ids=() if p.ignore_eos else config.eos_token_ids,
         stop_token_ids=tuple(p.stop_token_ids or ()),
@@ -256,6 +278,19 @@ def _sampling_params(
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
     )
+
+
+def _logit_bias(p: GenerateParameters, info: EngineInfo) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, bias in (p.logit_bias or {}).items():
+        is_number = key.isascii() and key.isdigit() and len(key) <= len(str(info.vocab_size))
+        if not is_number or int(key) >= info.vocab_size:
+            raise ValidationError(
+                f"the keys of `logit_bias` must be token ids, 0 to {info.vocab_size - 1}. "
+                f"Given: {quote('', key)}"
+            )
+        biases[int(key)] = float(bias)
+    return biases
 
 
 def _given(value: float | None, default: float) -> float:

@@ -1,12 +1,30 @@
-"""The replies, field by field in wire order.
+"""TGI's replies, with their fields in the order of the JSON, and the values in them.
 
 msgspec encodes them, and the OpenAPI document is made from them.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 from msgspec import UNSET, UnsetType
+
+from server.engine.core.request import FinishReason
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from model.text.tokenizer import Tokenizer
+    from server.http import completion
+
+FINISH_REASONS = {
+    FinishReason.EOS: "eos_token",
+    FinishReason.STOP: "stop_sequence",
+    FinishReason.LENGTH: "length",
+}
+# Just below the lowest float32: only -inf and NaN, which JSON lacks, are not greater.
+_LOWEST = -3.5e38
 
 
 class PromptToken(msgspec.Struct, frozen=True):
@@ -39,7 +57,7 @@ class BestOfSequence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about the generated sequence; `seed` is null where nothing was sampled."""
+    """Details of the generated sequence; `seed` is null if nothing was sampled."""
 
     finish_reason: str
     generated_tokens: int
@@ -92,15 +110,6 @@ class ErrorReply(msgspec.Struct, frozen=True):
     error_type: str
 
 
-class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether requests are served; `error` and `error_type` are there where they are not."""
-
-    state: str
-    phase: str
-    error: str | UnsetType = UNSET
-    error_type: str | UnsetType = UNSET
-
-
 class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     """The model that is served, and the limits of a request."""
 
@@ -128,3 +137,32 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     sha: str | None
     docker_label: str | None
+
+
+def render_token(token: completion.Token, tokenizer: Tokenizer) -> Token:
+    """Render a generated token; the text of a special one is its name."""
+    text = tokenizer.token_text(token.id) if token.special else token.text
+    return Token(token.id, text, json_logprob(token.logprob), token.special)
+
+
+def render_top_tokens(token: completion.Token, tokenizer: Tokenizer) -> list[Token]:
+    """Render the most likely tokens at a token's position; empty if they were not asked for."""
+    return [
+        Token(
+            token_id,
+            tokenizer.token_text(token_id),
+            json_logprob(logprob),
+            tokenizer.is_special(token_id),
+        )
+        for token_id, logprob in token.top_tokens
+    ]
+
+
+def json_logprob(value: float | None) -> float | None:
+    """Round a log-probability to the 9 digits that float32 has; None if it is not finite."""
+    return float(f"{value:.9g}") if is_json_logprob(value) else None
+
+
+def is_json_logprob(value: float | None) -> TypeGuard[float]:
+    """Return whether a log-probability can be written as a JSON number."""
+    return value is not None and value > _LOWEST

@@ -1,36 +1,51 @@
-"""The request body of the generate routes, field by field, as the OpenAPI document shows it.
+"""The request body of TGI's generate routes: types and fixed ranges, as the OpenAPI document shows them.
 
-Only what holds for every server stands here: types and fixed ranges. Limits of this server and
-rules between fields are in `limits`.
+Limits of this server and rules between fields are in `limits`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
 LARGEST_TEMPERATURE = 100.0
-# Smaller ones are greedy for every model; dividing by them would only leave float32's range.
+# Smaller ones are greedy for every model, and dividing by them would overflow float32.
 SMALLEST_TEMPERATURE = 1e-6
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 100
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
 )
 
 
+def _limit_biases(value: object) -> object:
+    """Refuse too many entries at once: pydantic would check each of a million first."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        context = {
+            "field_type": "Dictionary",
+            "max_length": MAX_LOGIT_BIASES,
+            "actual_length": len(value),
+        }
+        raise PydanticKnownError("too_long", context)
+    return value
+
+
 class GenerateParameters(BaseModel):
-    """How to generate. Every field may be left out or null, which means its default."""
+    """How to generate. Every field may be omitted or null, which means its default."""
 
     model_config = _STRICT
 
     best_of: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="Generate so many sequences and return the one with the highest mean "
-        "log-probability. Needs sampling, excludes `seed`, is not available for streams.",
+        description="Number of sequences to generate; the one with the highest mean log-probability is "
+        "returned. Requires sampling, excludes `seed`, is not available for streams.",
     )
     temperature: Annotated[float, Field(ge=0, le=LARGEST_TEMPERATURE)] | None = Field(
         None,
@@ -48,8 +63,31 @@ class GenerateParameters(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         None, description="Subtracted once from the logit of every token that was generated."
     )
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIASES),
+            BeforeValidator(_limit_biases),
+        ]
+        | None
+    ) = Field(
+        None,
+        description="Numbers to add to the logits of tokens, by token id, before penalties and "
+        "`temperature`. -100 and 100 in effect ban and force a token.",
+    )
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]],
+            Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = Field(
+        None,
+        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, that are not generated "
+        "as the tokenizer splits them, with and without a space before.",
+    )
     top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Sample from so many most likely tokens."
+        None, description="Sample from this many most likely tokens."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="Sample from the most likely tokens that together have this probability."
@@ -66,30 +104,30 @@ class GenerateParameters(BaseModel):
         None,
         description="Sample instead of taking the most likely token. Implied by `temperature` "
         "other than 1 and 0, and by `top_k`, `top_p` < 1, `min_p` > 0, `typical_p` < 1. Default: "
-        "false; true where `parameters` is left out.",
+        "false; true if `parameters` is omitted.",
     )
     max_new_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
         None, description="Most tokens to generate. Default: until the model's context is full."
     )
     min_new_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
         None,
-        description="Neither end-of-sequence nor stop tokens or strings end the text before so "
+        description="Neither end-of-sequence nor stop tokens or strings end the text before this "
         "many tokens.",
     )
     ignore_eos: bool | None = Field(
-        None, description="Go on after the model's end-of-sequence token."
+        None, description="Continue after the model's end-of-sequence token."
     )
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = (
         Field(
             None,
-            description="Strings that end the text; the one that was met stays at its end.",
+            description="Strings that end the text; the matched one stays at its end.",
         )
     )
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = (
         Field(None, description="Token ids that end the text.")
     )
     truncate: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Keep only so many tokens of the prompt: its last ones."
+        None, description="Keep only the last tokens of the prompt, this many."
     )
     return_full_text: bool | None = Field(
         None, description="Put the prompt before the generated text."
@@ -102,10 +140,10 @@ class GenerateParameters(BaseModel):
         description="Return the prompt's tokens and log-probabilities too; not for streams.",
     )
     seed: Annotated[int, Field(ge=0, le=UINT64_MAX)] | None = Field(
-        None, description="Makes sampling repeatable. Default: a random one, which `details` tell."
+        None, description="Makes sampling repeatable. Default: a random one, reported in `details`."
     )
     top_n_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Return so many most likely tokens at each position, in `details`."
+        None, description="Number of most likely tokens to return at each position, in `details`."
     )
     watermark: bool | None = Field(
         None,
@@ -125,10 +163,10 @@ class GenerateBody(BaseModel):
         description="The prompt.", examples=["def fibonacci(n):"]
     )
     parameters: GenerateParameters | None = Field(
-        None, description="Left out or null means sampling at temperature 1."
+        None, description="Omitted or null means sampling at temperature 1."
     )
     stream: bool | None = Field(
         None,
-        description="On `/`: answer with server-sent events. The other routes accept what they do "
-        "anyway.",
+        description="On `/`: answer with server-sent events. On the other routes it must agree with "
+        "the route.",
     )

@@ -1,0 +1,81 @@
+"""Runs an engine in the calling process, without sockets or a front end, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from server.engine.core.messages import EngineMessage, FrontEndMessage, StepMessage
+from server.engine.runner.startup import start_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from server.engine.core.messages import EngineConfig
+    from server.engine.core.request import GenerateRequest, TokenEvent
+
+
+class LocalChannel:
+    """An `EngineChannel` in memory.
+
+    Attributes:
+        inbox: messages for the engine.
+        steps: messages of steps from the engine, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: list[FrontEndMessage] = []
+        self.steps: list[StepMessage] = []
+
+    def send(self, message: EngineMessage) -> None:
+        """Store the message of a step and drop others."""
+        if isinstance(message, StepMessage):
+            self.steps.append(message)
+
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
+        """Return the inbox. Waiting for an empty one is an error: no other thread fills it."""
+        assert self.inbox or not wait
+        messages, self.inbox = self.inbox, []
+        return messages
+
+
+class LocalEngine:
+    """Owns an engine and runs it in the caller's thread.
+
+    Args:
+        config: of the engine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.channel = LocalChannel()
+        self.engine = start_engine(config, self.channel)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenEvent]]:
+        """Run requests that arrive at the same time.
+
+        Args:
+            requests: with distinct ids.
+
+        Returns:
+            The events of each request, in the order of `requests`.
+        """
+        self.channel.inbox += requests
+        self.channel.steps.clear()
+        answers: dict[int, list[TokenEvent]] = {r.request_id: [] for r in requests}
+        unfinished = len(requests)
+        self.engine.receive(wait=math.inf)
+        while True:
+            unfinished -= sum(self._take(answers) for _ in range(len(self.channel.steps)))
+            if not unfinished:
+                break
+            self.engine.step()
+        while self.engine.has_work:
+            self.engine.step()  # steps that were launched before the last sequence ended
+        return list(answers.values())
+
+    def _take(self, answers: dict[int, list[TokenEvent]]) -> int:
+        """Add the events of the oldest step to `answers`; returns the number of requests that it finished."""
+        step = self.channel.steps.pop(0)
+        for i, request_id in enumerate(step.request_ids):
+            answers[request_id].append(step.event(i))
+        return sum(map(bool, step.finish_reasons))

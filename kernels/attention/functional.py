@@ -1,0 +1,266 @@
+"""The public operations of attention: plan a step, attend, write the cache, attend for training.
+
+Dimensions: B sequences, T tokens of the step, H query heads, K key-value heads, D head dim,
+N blocks, S block size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from kernels.arch import GPUArch, detect
+from kernels.attention.cascade import prefix_problem, prefix_selection, rest_of
+from kernels.attention.checks import (
+    check_attention,
+    check_batch,
+    check_lse,
+    check_scale,
+    check_write,
+    describe,
+)
+from kernels.attention.plan import AttentionPlan
+from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
+from kernels.attention.pytorch.dense import flash_attention as _flash_attention
+from kernels.attention.pytorch.write_kv import write_kv as _write_kv
+from kernels.attention.select import Selection, select
+from kernels.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.attention.gpu.cascade_decode import PrefixKernel
+    from kernels.attention.plan import AttentionKernel, AttentionKernelFactory
+
+_logger = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=256)
+def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
+    """Choose once per problem and log the choice once: as a warning if a GPU falls back to PyTorch."""
+    selection = select(problem, arch)
+    level = logging.DEBUG if arch.is_cpu or not selection.spec.cpu else logging.WARNING
+    passed = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
+    _logger.log(level, "attention kernel: %s; unsupported rows: %s", selection.why, passed)
+    return selection
+
+
+@functools.cache
+def _factory(target: str) -> AttentionKernelFactory:
+    """Import a row's kernel when it is first used."""
+    module, _, attribute = target.partition(":")
+    return cast("AttentionKernelFactory", getattr(importlib.import_module(module), attribute))
+
+
+def plan_attention(
+    problem: AttentionProblem,
+    batch: PagedBatch | PackedBatch,
+    arch: GPUArch | None = None,
+    selection: Selection | None = None,
+) -> AttentionPlan:
+    """Choose the kernel and do the work that all layers of a step share.
+
+    Args:
+        problem: what stays the same from step to step.
+        batch: this step's sequences; its tensors must not change while the plan is in use. If the plan
+            is made inside a captured CUDA graph, they may change between replays, within the bounds that
+            the batch gives. A plan made before the capture must live as long as the graph.
+        arch: the processor; None asks the batch's device.
+        selection: the row to use, from `select`; None chooses one.
+
+    Returns:
+        The plan for `prefill_attention` or `decode_attention`. Its calls share memory: on a GPU, make
+        them on one stream.
+
+    Raises:
+        ShapeError: the batch contradicts itself or the problem.
+        NoKernelError: no row supports the problem.
+    """
+    check_batch(problem, batch)
+    if selection is None:
+        selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
+    heads = (problem.num_kv_heads, problem.head_dim)
+    run, prefix = _bind(problem, batch, selection)
+    return AttentionPlan(
+        problem=problem,
+        selection=selection,
+        run=run,
+        q_shape=(batch.num_tokens, problem.num_heads, problem.head_dim),
+        kv_shape=heads if problem.block_size is None else (problem.block_size, *heads),
+        dtype=getattr(torch, problem.dtype),
+        kv_dtype=getattr(torch, problem.cache_dtype),
+        device=batch.cu_seqlens_q.device,
+        prefix=prefix,
+    )
+
+
+def _bind(
+    problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
+) -> tuple[AttentionKernel, Selection | None]:
+    """Bind the kernel of a step: a cascade if the sequences share tokens and a row reads them."""
+    make = _factory(selection.spec.target)
+    if (
+        not isinstance(batch, PagedBatch)
+        or not batch.shared_prefix
+        or not selection.spec.lse
+        or not batch.num_seqs
+        or not (prefix := prefix_selection(problem, selection.arch))
+    ):
+        return make(problem, batch, selection), None
+    assert problem.block_size is not None, "check_batch refuses this"
+    # Imported here because a host without a GPU may have no Triton.
+    from kernels.attention.gpu.cascade_decode import CascadeDecode  # noqa: PLC0415
+
+    shared = _factory(prefix.spec.target)(prefix_problem(problem), batch, prefix)
+    rest_problem = dataclasses.replace(problem, lse=True)
+    rest = make(rest_problem, rest_of(batch, problem.block_size), selection)
+    return CascadeDecode(problem, batch, cast("PrefixKernel", shared), rest), prefix
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    kv_scale: Tensor | None = None,
+) -> None:
+    """Attend a chunk of tokens per sequence to its history and, causally, to itself.
+
+    The chunk's own keys and values are already in the cache. Query i of n sees the cached tokens
+    up to seq_len - n + i (aligned to the bottom right), except those outside the window.
+
+    Args:
+        q: [T, H, D], rows as in the plan's `cu_seqlens_q`; contiguous in D. On a GPU the heads of a
+            token lie within 2^31 elements.
+        kv: index 0 is keys, 1 is values. Paged: [2, N, S, K, D] contiguous. Packed, if the problem
+            has no block size: [2, T_k, K, D], contiguous in D, rows as in the plan's `cu_seqlens_k`.
+        plan: from `plan_attention` with `Phase.PREFILL`.
+        out: [T, H, D] contiguous; every row of a sequence is written. Rows that attend to nothing
+            become 0.
+        lse: [T, H] float32 contiguous; the natural logarithm of the sum of exponentials of the
+            scaled scores, -inf for rows that attend to nothing. Given if and only if the problem asks
+            for it.
+        kv_scale: [2, N, K, S] float32 contiguous; the factor of each key and each value of a head.
+            Given if and only if the cache is quantized. Slots without a token may hold any value, in
+            `kv` too.
+
+    Raises:
+        ShapeError: a shape, stride or dtype differs from the plan's, or the chosen kernel cannot
+            address a tensor: `hopper_prefill` needs addresses and strides of q, kv and out that are
+            multiples of 16 bytes.
+    """
+    check_attention(q, kv, plan, out, Phase.PREFILL)
+    check_lse(lse, plan)
+    check_scale(kv, plan, kv_scale)
+    _run(q, kv, plan, out, lse, kv_scale)
+
+
+def decode_attention(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    kv_scale: Tensor | None = None,
+) -> None:
+    """Attend one new token per sequence, or a few, to its paged history.
+
+    Args:
+        q: [T, H, D] as in `prefill_attention`; T is B unless the problem allows more queries per sequence.
+        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. It holds the new tokens' too.
+        plan: from `plan_attention` with `Phase.DECODE`.
+        out: [T, H, D] contiguous; every row of a sequence is written. Rows of empty sequences become 0.
+        lse: as in `prefill_attention`.
+        kv_scale: as in `prefill_attention`.
+
+    Raises:
+        ShapeError: a shape, stride or dtype differs from the plan's.
+    """
+    check_attention(q, kv, plan, out, Phase.DECODE)
+    check_lse(lse, plan)
+    check_scale(kv, plan, kv_scale)
+    _run(q, kv, plan, out, lse, kv_scale)
+
+
+def _run(
+    q: Tensor,
+    kv: Tensor,
+    plan: AttentionPlan,
+    out: Tensor,
+    lse: Tensor | None,
+    kv_scale: Tensor | None,
+) -> None:
+    """Run the plan's kernel; only kernels that read a quantized cache take scales."""
+    if kv_scale is None:
+        plan.run(q, kv, out, lse)
+    else:
+        plan.run(q, kv, out, lse, kv_scale=kv_scale)
+
+
+def write_kv(
+    k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, *, kv_scale: Tensor | None = None
+) -> None:
+    """Write a step's keys and values to their cache slots.
+
+    Args:
+        k: [T, K, D] contiguous in D, in the cache's dtype unless that is float8_e4m3fn.
+        v: [T, K, D], as `k`.
+        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. In float8_e4m3fn each key and
+            each value of a head is divided by its scale and rounded to the nearest, ties to even.
+        slot_mapping: [T] int32 or int64, contiguous; block id * S + offset in the block, distinct, or
+            -1 to skip a token.
+        kv_scale: [2, N, K, S] float32 contiguous; the scales are written to it: the largest magnitude
+            of the key or value divided by 448, 1 for zeros. Given if and only if the cache is in
+            float8_e4m3fn.
+
+    Raises:
+        ShapeError: a shape or dtype differs from the above.
+    """
+    check_write(k, v, kv, slot_mapping, kv_scale)
+    if kv.is_cuda and detect(kv.device).has_triton:
+        # Imported here because a host without a GPU may have no Triton.
+        from kernels.attention.portable.write_kv import write_kv as scatter  # noqa: PLC0415
+
+        scatter(k, v, kv, slot_mapping, kv_scale)
+    else:
+        _write_kv(k, v, kv, slot_mapping, kv_scale)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sliding_window: int | None = None
+) -> Tensor:
+    """Compute causal attention of whole sequences, differentiably, for training.
+
+    Args:
+        q: [B, S, H, D]; here S is the sequence length.
+        k: [B, S, K, D]; K divides H.
+        v: [B, S, K, D].
+        softmax_scale: factor on the scores before the softmax.
+        sliding_window: tokens that a query attends to, itself included; None for all.
+
+    Returns:
+        [B, S, H, D] in q's dtype.
+
+    Raises:
+        ShapeError: the shapes do not fit each other.
+    """
+    if (
+        q.ndim != 4
+        or k.shape != v.shape
+        or q.shape[:2] != k.shape[:2]
+        or q.shape[3] != k.shape[3]
+        or q.shape[2] % k.shape[2]
+    ):
+        raise ShapeError(
+            f"q is {describe(q)}, k is {describe(k)}, v is {describe(v)}; expected "
+            "q [B, S, H, D], k and v [B, S, K, D], H a multiple of K"
+        )
+    return _flash_attention(q, k, v, softmax_scale, sliding_window)

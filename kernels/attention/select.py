@@ -1,0 +1,92 @@
+"""The choice of the attention kernel for a problem on a processor: pure, and with a reason for each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kernels.attention.registry import REGISTRY
+from kernels.errors import NoKernelError
+from kernels.tuning import tuned_launches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kernels.arch import GPUArch
+    from kernels.attention.launch import LaunchConfig, TunedLaunch
+    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.spec import KernelSpec
+
+
+class Refusal(NamedTuple):
+    """A row that does not support the problem, with all of its reasons."""
+
+    kernel: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return one line for logs and error messages."""
+        return f"{self.kernel}: {'; '.join(self.reasons)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The row chosen for a problem, and why.
+
+    Attributes:
+        spec: the row.
+        arch: the processor it was chosen for.
+        launches: its tile sizes, those for the most sequences first, then those for the shortest ones;
+            empty for a PyTorch row.
+        why: one sentence.
+        refusals: the more preferred rows of this phase.
+    """
+
+    spec: KernelSpec
+    arch: GPUArch
+    launches: tuple[TunedLaunch, ...]
+    why: str
+    refusals: tuple[Refusal, ...]
+
+    def launch_for(self, max_seqlen_k: int, num_seqs: int) -> LaunchConfig:
+        """Return the tile sizes for a step of `num_seqs` sequences of at most `max_seqlen_k` keys."""
+        for row in self.launches:
+            long_enough = row.max_seqlen_k is None or max_seqlen_k <= row.max_seqlen_k
+            if long_enough and num_seqs >= row.min_num_seqs:
+                return row.launch
+        raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
+
+
+def select(
+    problem: AttentionProblem,
+    arch: GPUArch,
+    registry: Sequence[KernelSpec] = REGISTRY,
+    launches: Callable[
+        [KernelSpec, AttentionProblem, GPUArch], tuple[TunedLaunch, ...]
+    ] = tuned_launches,
+) -> Selection:
+    """Choose the first row that supports the problem. Pure, so it also plans for an absent GPU.
+
+    Args:
+        problem: what is to be solved.
+        arch: from `detect()` or `kernels.arch.CATALOGUE`.
+        registry: rows, most preferred first.
+        launches: returns a row's tile sizes, in the order of `Selection.launches`.
+
+    Raises:
+        NoKernelError: no row supports it; the message has a line for each row.
+    """
+    refusals: list[Refusal] = []
+    for spec in registry:
+        reasons = spec.unsupported(problem, arch)
+        if not reasons:
+            passed = tuple(
+                r for r, row in zip(refusals, registry, strict=False) if row.phase is spec.phase
+            )
+            why = f"{spec.name} is the first row that supports {problem} on {arch}"
+            why = f"{why}; {spec.note}" if spec.note else why
+            tuned = launches(spec, problem, arch) if spec.launch else ()
+            return Selection(spec, arch, tuned, why, passed)
+        refusals.append(Refusal(spec.name, reasons))
+    lines = "".join(f"\n  {refusal}" for refusal in refusals)
+    raise NoKernelError(f"no kernel for {problem} on {arch}:{lines or ' the registry is empty'}")

@@ -1,0 +1,80 @@
+"""Linear layers by PyTorch's products on a GPU, in the weights' dtype or in FP8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.elementwise.gpu.quantize_rows import quantise_rows
+from kernels.fp8 import dequantise_rows
+from kernels.linear.checks import check_linear
+from kernels.torch_private import multiply_fp8
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.linear.problem import LinearProblem
+    from kernels.linear.select import LinearChoice
+    from kernels.linear.weights import LinearArguments, LinearWeights
+
+
+class LibraryLinear:
+    """The vendor's product; weights in float8_e4m3fn are converted at each call."""
+
+    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
+        self._weights = weights
+
+    def __call__(
+        self,
+        x: Tensor,
+        choice: LinearChoice,
+        out: Tensor | None,
+        arguments: LinearArguments,
+    ) -> Tensor:
+        """Compute x W^T + bias + residual, shapes as for `VectorLinear`."""
+        assert arguments.norm is None
+        assert arguments.best is None
+        check_linear(x, self._weights, choice, out, arguments)
+        weight, bias, scale = self._weights
+        residual = arguments.residual
+        weight = weight if scale is None else dequantise_rows(weight, scale, x.dtype)
+        if out is None:
+            out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+        first = residual if bias is None else bias
+        if first is None:
+            return torch.mm(x, weight.t(), out=out)
+        if bias is None or residual is None:
+            return torch.addmm(first, x, weight.t(), out=out)
+        return torch.add(torch.addmm(bias, x, weight.t()), residual, out=out)
+
+
+class LibraryFP8Linear:
+    """The vendor's product of weights and rows in FP8."""
+
+    def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
+        self._weights = weights
+
+    def __call__(
+        self,
+        x: Tensor,
+        choice: LinearChoice,
+        out: Tensor | None,
+        arguments: LinearArguments,
+    ) -> Tensor:
+        """Quantize norm(x), or x, multiply and add the residual, shapes as for `VectorLinear`."""
+        check_linear(x, self._weights, choice, out, arguments)
+        norm, residual, best, pdl = arguments
+        weight, bias, scale = self._weights
+        assert best is None
+        assert scale is not None, "for quantized weights"
+        numbers, factors = quantise_rows(x, *(norm or (None, 0.0)), pdl=pdl)
+        if out is None:
+            out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+        product = out if residual is None else torch.empty_like(out)
+        multiply_fp8(numbers, weight.t(), factors, scale[None], product)
+        if bias is not None:
+            product += bias
+        if residual is not None:
+            torch.add(product, residual, out=out)
+        return out

@@ -1,0 +1,181 @@
+"""The linear layers as rows of data, most preferred first: what each computes, absorbs and does not support.
+
+A projection of a decoder layer is a product with a norm, a gate or the residual stream around it. A row says which of
+these its product absorbs; `kernels.linear.projection` computes the others in launches of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
+from kernels.linear import cpu
+from kernels.linear.matrix_tiles import FEWEST_ROWS, ROW_COUNTS, most_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kernels.arch import GPUArch
+    from kernels.linear.problem import LinearProblem
+
+VECTOR_COLUMNS: Final = 8
+"""Columns that a thread of the vector kernel multiplies at once; a row of weights is a multiple of them."""
+MOST_VECTOR_ROWS: Final = 4
+_DTYPES: Final = ("bfloat16", "float16", "float32")
+_HALF_DTYPES: Final = ("bfloat16", "float16")
+_MATRIX_MULTIPLE: Final = 64
+_FP8_MULTIPLE: Final = 16
+"""What the library's product in FP8 wants inputs and outputs to be multiples of."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One way to compute a linear layer.
+
+    Attributes:
+        name: for tables, plans and tests.
+        target: "module:Class", bound to weights when it is first used.
+        unsupported: lists why it cannot compute a problem on a processor; empty if it can.
+        absorbs_norm: whether an RMS norm of the input is part of its launch.
+        absorbs_gate: whether silu(gate) * up is.
+        absorbs_residual: whether it adds to the residual stream in place.
+        leaves_partials: whether an output for the residual stream is left as partial sums, for the next norm to add.
+        prefetches: whether it loads weights before it waits for its input.
+        row_counts: numbers of rows that it is compiled for; a smaller number takes the next larger one's.
+        any_rows: whether the choice holds for every number of rows.
+        copies_weights: whether it keeps a copy of the weights in a layout of its own.
+    """
+
+    name: str
+    target: str
+    unsupported: Callable[[LinearProblem, GPUArch], tuple[str, ...]]
+    absorbs_norm: bool = False
+    absorbs_gate: bool = False
+    absorbs_residual: bool = False
+    leaves_partials: bool = False
+    prefetches: bool = False
+    row_counts: tuple[int, ...] = ()
+    any_rows: bool = False
+    copies_weights: bool = False
+
+
+def _reasons(*tests: tuple[bool, str]) -> tuple[str, ...]:
+    return tuple(reason for fails, reason in tests if fails)
+
+
+def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    """What holds for every row of a GPU: they stand between kernels of ours that Triton compiles."""
+    return arch.unsupported(TENSOR_CORES) + _reasons(
+        (problem.trainable, "not differentiable"),
+        (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
+    )
+
+
+def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    return _gpu_unsupported(problem, arch) + _reasons(
+        (
+            problem.rows > MOST_VECTOR_ROWS,
+            f"{problem.rows} rows: others are faster from {MOST_VECTOR_ROWS + 1} on",
+        ),
+        (
+            problem.inputs % VECTOR_COLUMNS != 0,
+            f"{problem.inputs} inputs are not a multiple of {VECTOR_COLUMNS}",
+        ),
+    )
+
+
+def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    sizes = (problem.matrices * problem.outputs, problem.inputs)
+    odd = next((size for size in sizes if size % _MATRIX_MULTIPLE), None)
+    most = most_rows(problem.layer_weights)
+    return arch.unsupported(HOPPER) + _reasons(
+        (problem.trainable, "not differentiable"),
+        (problem.layer_weights == 0, "for the projections of a decoder layer only"),
+        (problem.weight_dtype is not None, "weights are quantized"),
+        (problem.dtype not in _HALF_DTYPES, f"no {problem.dtype}"),
+        (problem.bias and (problem.gated or problem.residual), "no bias with a gate or a residual"),
+        (odd is not None, f"a size of {odd} is not a multiple of {_MATRIX_MULTIPLE}"),
+        (
+            not FEWEST_ROWS <= problem.rows <= most,
+            f"{problem.rows} rows: others are faster outside {FEWEST_ROWS} to {most}",
+        ),
+    )
+
+
+def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    sizes = (problem.inputs, problem.matrices * problem.outputs)
+    return (
+        _gpu_unsupported(problem, arch)
+        + arch.unsupported(FP8_INSTRUCTIONS)
+        + _reasons(
+            (problem.weight_dtype is None, "weights are not quantized"),
+            (problem.dtype not in _HALF_DTYPES, f"no product in FP8 with {problem.dtype}"),
+            (
+                any(size % _FP8_MULTIPLE for size in sizes),
+                f"inputs and outputs of a product in FP8 are multiples of {_FP8_MULTIPLE}",
+            ),
+        )
+    )
+
+
+def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    return _reasons(
+        (not arch.is_cpu, "needs a CPU"),
+        (problem.trainable, "not differentiable"),
+        (problem.weight_dtype is not None, "weights are quantized"),
+    ) + cpu.unsupported(problem.dtype)
+
+
+VECTOR: Final = LinearSpec(
+    name="vector",
+    target="kernels.linear.gpu.vector:VectorLinear",
+    unsupported=_vector_unsupported,
+    absorbs_norm=True,
+    absorbs_gate=True,
+    absorbs_residual=True,
+    row_counts=(1, 2, 4),
+)
+"""One row or a few, on the ordinary cores."""
+MATRIX: Final = LinearSpec(
+    name="matrix",
+    target="kernels.linear.gpu.matrix:MatrixLinear",
+    unsupported=_matrix_unsupported,
+    absorbs_gate=True,
+    leaves_partials=True,
+    prefetches=True,
+    row_counts=ROW_COUNTS,
+)
+"""5 to 256 rows, on Hopper's tensor cores."""
+LIBRARY_FP8: Final = LinearSpec(
+    name="library_fp8",
+    target="kernels.linear.library:LibraryFP8Linear",
+    unsupported=_fp8_unsupported,
+    absorbs_norm=True,
+    absorbs_residual=True,
+)
+"""The vendor's product in FP8: rows are quantized too, in the launch of the norm or one of their own."""
+LIBRARY: Final = LinearSpec(
+    name="library",
+    target="kernels.linear.library:LibraryLinear",
+    unsupported=_gpu_unsupported,
+    absorbs_residual=True,
+)
+"""The vendor's product for any number of rows; quantized weights are converted each time."""
+PACKED: Final = LinearSpec(
+    name="packed",
+    target="kernels.linear.cpu:PackedLinear",
+    unsupported=_packed_unsupported,
+    any_rows=True,
+    copies_weights=True,
+)
+"""The CPU library's product with weights in its own layout."""
+PYTORCH: Final = LinearSpec(
+    name="pytorch",
+    target="kernels.linear.pytorch:PyTorchLinear",
+    unsupported=lambda _problem, _arch: (),
+    any_rows=True,
+)
+"""Differentiable, on every device."""
+
+REGISTRY: Final = (VECTOR, MATRIX, LIBRARY_FP8, LIBRARY, PACKED, PYTORCH)

@@ -1,0 +1,67 @@
+"""The tensors of a linear layer, and what one call of its product absorbs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LinearWeights(NamedTuple):
+    """Parameters of a linear layer.
+
+    Attributes:
+        weight: [N, C] contiguous; [2 * N, C], gate above up, where the layer is gated.
+        bias: as many as `weight` has rows; None for none.
+        scale: float32, one for each row of weights in float8_e4m3fn; None for others.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class Norm(NamedTuple):
+    """An RMS norm: its weight [C], and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+class TileBest(NamedTuple):
+    """What an argmax needs of each tile of outputs, for `kernels.sampling.gpu.best_token`.
+
+    Attributes:
+        keys: [rows, tiles] int64 contiguous, the largest key.
+        totals: [rows, tiles] float32 contiguous, the sum of exp(output - largest of the tile).
+    """
+
+    keys: Tensor
+    totals: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, tiles: int, device: torch.device | str) -> TileBest:
+        """Allocate them."""
+        return cls(
+            torch.empty((rows, tiles), dtype=torch.int64, device=device),
+            torch.empty((rows, tiles), dtype=torch.float32, device=device),
+        )
+
+
+class LinearArguments(NamedTuple):
+    """What one call of a product absorbs; only what the row of the registry says that it does.
+
+    Attributes:
+        norm: of the input rows; None takes them as they are.
+        residual: [rows, N], contiguous in N, added to the output; may be the output. Not where gated.
+        best: takes the best output of each tile; the vector kernel only. Not where gated.
+        pdl: launch before the kernel before has ended.
+    """
+
+    norm: Norm | None = None
+    residual: Tensor | None = None
+    best: TileBest | None = None
+    pdl: bool = False

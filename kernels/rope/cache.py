@@ -1,0 +1,90 @@
+"""Rotates queries and keys and writes keys and values to the cache, in one launch on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kernels import write_kv
+from kernels.arch import TENSOR_CORES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.arch import GPUArch
+    from kernels.linear.weights import Norm
+
+__all__ = ["CacheSlots", "rope_and_write_kv", "unsupported"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def unsupported(dtype: str, arch: GPUArch) -> tuple[str, ...]:
+    """List why `rope_and_write_kv` does not take a dtype on a processor; empty if it does."""
+    return (
+        *arch.unsupported(TENSOR_CORES),
+        *(() if dtype in _DTYPES else (f"no {dtype}",)),
+    )
+
+
+class CacheSlots(NamedTuple):
+    """Where the keys and values of a step go.
+
+    Attributes:
+        kv: [2, N, S, K, D] contiguous, in the queries' dtype or float8_e4m3fn; index 0 keys, 1 values.
+        slots: [T] int32; -1 skips a token.
+        scale: of a float8_e4m3fn cache, as `kernels.write_kv` takes it.
+    """
+
+    kv: Tensor
+    slots: Tensor
+    scale: Tensor | None
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    cache: CacheSlots,
+    rope: tuple[Tensor, Tensor],
+    positions: Tensor,
+    *,
+    norms: tuple[Norm, Norm] | None,
+    ahead: tuple[Tensor, Tensor] | None = None,
+    pdl: bool,
+) -> Tensor:
+    """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
+
+    Args:
+        qkv: [T, (H + 2 * K) * D] contiguous; is overwritten.
+        cache: where keys and values go; in FP8 by a second launch.
+        rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them, in
+            qkv's dtype.
+        positions: [T] int64, rows of `rope`.
+        norms: of queries and keys, over D; None where the family has none.
+        ahead: weights that are multiplied by next, of more than 127 bytes each: the second-level cache fetches as
+            many of them as it has room for. Pays where what lies between reads little.
+        pdl: launch before the kernel before has ended. `positions` and slots are then read early: what wrote
+            them must be followed by a launch without `pdl` before this one.
+
+    Returns:
+        The queries [T, H, D], a view of `qkv`.
+    """
+    # Imported here: Triton is not there on a host without a GPU.
+    from kernels.rope.gpu import rope_cache  # noqa: PLC0415
+
+    kv, slot_mapping, kv_scale = cache
+    q = rope_cache.rope_and_write_kv(
+        qkv,
+        kv,
+        rope,
+        positions,
+        slot_mapping,
+        norms=None if norms is None else (norms[0].weight, norms[1].weight),
+        eps=0.0 if norms is None else norms[0].eps,
+        write=kv_scale is None,
+        ahead=ahead,
+        pdl=pdl,
+    )
+    if kv_scale is not None:
+        kv_heads, head_dim = kv.shape[3:]
+        k, v = qkv[:, q[0].numel() :].view(len(qkv), 2, kv_heads, head_dim).unbind(1)
+        write_kv(k, v, kv, slot_mapping, kv_scale=kv_scale)
+    return q

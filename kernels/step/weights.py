@@ -1,0 +1,65 @@
+"""The sizes and the parameters of a model whose decode step is a single launch.
+
+Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class StepShape(NamedTuple):
+    """Sizes of a model."""
+
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    eps: float
+    softmax_scale: float
+
+
+class LayerWeights(NamedTuple):
+    """Parameters of a layer, contiguous.
+
+    Attributes:
+        qkv: [(H + 2 * K) * D, C].
+        output: [C, H * D].
+        gate_up: [2 * inner size, C].
+        down: [C, inner size].
+        input_norm: [C].
+        mlp_norm: [C].
+        q_norm: [D], as is `k_norm`; None where the family has none.
+        qkv_bias: [(H + 2 * K) * D] or None.
+    """
+
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    input_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv_bias: Tensor | None
+
+
+class StepWeights(NamedTuple):
+    """Parameters of a model, which are read where they are: none may be replaced.
+
+    Attributes:
+        embedding: [V, C].
+        head: [V, C].
+        norm: [C], behind the layers.
+    """
+
+    shape: StepShape
+    layers: list[LayerWeights]
+    embedding: Tensor
+    head: Tensor
+    norm: Tensor

@@ -1,0 +1,123 @@
+"""The names of PyTorch outside its public API. No other file uses any; a test checks that.
+
+Each function says what is missing publicly. Used with PyTorch 2.11 to 2.13.
+"""
+# ruff: noqa: SLF001
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether the CPU has AVX-512 or AMX instructions for bfloat16.
+
+    PyTorch 2.13 tells it publicly, by `torch.cpu.get_capabilities`; 2.11 does not.
+    """
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def onednn_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 matrices on this CPU, which no public function tells."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def onednn_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Copy a weight into oneDNN's blocks and bind it.
+
+    PyTorch's compiler emits these operators for frozen weights; without `torch.compile` there is no public way.
+
+    Args:
+        weight: [out, in] float32 or bfloat16 on the CPU.
+        bias: [out] or None.
+
+    Returns:
+        [..., in] -> [..., out]; not differentiable.
+    """
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, blocked, bias, "none", [], "")
+
+
+def fbgemm_half_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Copy a float32 weight as float16 into FBGEMM's blocks and bind it, as `onednn_linear` does.
+
+    Activations and sums are float32. The public module over these operators, `torch.ao.nn.quantized.dynamic.Linear`,
+    is deprecated.
+    """
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+    multiply = torch.ops.quantized.linear_dynamic_fp16.default
+    return lambda x: multiply(x, packed)
+
+
+def cpu_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend on the CPU and return the log-sum-exp too, which `scaled_dot_product_attention` does not return.
+
+    Args:
+        q: [B, H, Q, D].
+        k: [B, H, K, D].
+        v: [B, H, K, D].
+        scale: of the scores.
+
+    Returns:
+        The output [B, H, Q, D] and the log-sum-exp [B, H, Q].
+    """
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(q, k, v, scale=scale)  # type: ignore[no-any-return]
+
+
+def multiply_fp8(x: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, out: Tensor) -> None:
+    """Multiply FP8 matrices; the public `torch.nn.functional.scaled_mm` takes no `out`.
+
+    Args:
+        x: [M, K] float8.
+        weight: [K, N] float8, column-major.
+        rows: [M, 1] float32, scales of x.
+        columns: [1, N] float32, scales of the weight.
+        out: [M, N]; written.
+    """
+    # Exact accumulation: the fast one keeps 14 bits of a sum.
+    torch._scaled_mm(x, weight, rows, columns, out_dtype=out.dtype, use_fast_accum=False, out=out)
+
+
+def packed_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Any], window: int | None, *, causal: bool
+) -> Tensor:
+    """Attend with PyTorch's build of FlashAttention-2; `torch.nn.attention.varlen` does not let the caller choose it.
+
+    Args:
+        q: [T, H, D], sequences one after the other.
+        k: [U, K, D], likewise.
+        v: [U, K, D].
+        lengths: `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, `max_seqlen_k`.
+        window: tokens that a query attends to, its own included; None for all.
+        causal: whether a query sees no key after its own token.
+
+    Returns:
+        [T, H, D].
+    """
+    sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    attend = torch.ops.aten._flash_attention_forward
+    return attend(q, k, v, *lengths, 0.0, causal, False, **sides)[0]  # type: ignore[no-any-return]
+
+
+def packed_cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[Any], *, causal: bool
+) -> Tensor:
+    """Attend with cuDNN; otherwise like `packed_flash_attention`, without windows."""
+    attend = torch.ops.aten._cudnn_attention_forward
+    return attend(q, k, v, None, *lengths, False, 0.0, causal, False)[0]  # type: ignore[no-any-return]
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors in place, all in few launches, which is not public outside `torch.optim`."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def add_all(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float) -> None:
+    """Add `factor` times the other tensors in place, all in few launches."""
+    torch._foreach_add_(list(tensors), list(others), alpha=factor)

@@ -1,0 +1,165 @@
+"""The parameters of the rotary position embedding, as `config.json` states them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, Final, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from model.errors import ModelFolderError, UnsupportedModelError
+from model.json_input import Harmless, convert, refuse, shorten
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+Positions = Annotated[int, Meta(ge=1, le=2**24)]
+_Number = Annotated[float, Meta(ge=0, le=1e6)]
+_Frequency = Annotated[float, Meta(ge=1e-6, le=1e6)]
+
+_FIELDS: Final[dict[RopeType, tuple[str, ...]]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Fields of `RopeConfig` that stand in config.json under the same name; all but YaRN's must."""
+
+# transformers nests one object for each layer type where these differ.
+_HARMLESS: Final[Harmless] = (
+    ((), ("full_attention", "sliding_attention", "mrope_section")),
+    ((1,), ("partial_rotary_factor",)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """How positions are turned into rotations; fields that a variant does not use keep their defaults.
+
+    Attributes:
+        rope_type: the scaling variant.
+        theta: base of the geometric series of wavelengths.
+        factor: how many times the original context is extended.
+        original_max_positions: tokens of the context before the extension (dynamic, yarn, llama3).
+        low_freq_factor: llama3; wavelengths above original / low_freq_factor are divided by factor.
+        high_freq_factor: llama3; wavelengths below original / high_freq_factor are kept.
+        attention_factor: multiplies cosine and sine (yarn); 1 elsewhere.
+        beta_fast: yarn; dimensions that rotate more often than this over the original context are kept.
+        beta_slow: yarn; dimensions that rotate less often than this are divided by factor.
+        truncate: yarn; whether the two borders are rounded outwards to whole dimensions.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], max_positions: int) -> RopeConfig:
+        """Read the parameters from either form of `config.json`.
+
+        Args:
+            config: its content.
+            max_positions: tokens of the context that it states.
+
+        Raises:
+            ModelFolderError: a value is missing, of the wrong type or outside its limits.
+            UnsupportedModelError: the variant or a feature is not supported.
+
+        Source: transformers 5, `modeling_rope_utils.py`: precedence of the keys and the defaults.
+        """
+        name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        stated = config.get(name) or {}
+        if not isinstance(stated, dict):
+            raise ModelFolderError(f"{name} must be an object, found {shorten(stated)}")
+        refuse(stated, _HARMLESS, f"{name}.")
+        outer, rope = convert(config, _OuterKeys), convert(stated, _RopeKeys, prefix=f"{name}.")
+        rope_type = _supported(rope.rope_type or rope.type or "default")
+        original = (
+            outer.original_max_position_embeddings
+            or rope.original_max_position_embeddings
+            or max_positions
+        )
+        values = {field: getattr(rope, field) for field in _FIELDS[rope_type]}
+        if rope_type == "yarn":
+            values |= _yarn(rope, max_positions / original)
+        if missing := [field for field, value in values.items() if value is None]:
+            raise ModelFolderError(f"{name}.{missing[0]} is missing")
+        if rope_type == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            raise ModelFolderError(
+                f"{name}.high_freq_factor = {values['high_freq_factor']:g} must be greater than"
+                f" low_freq_factor = {values['low_freq_factor']:g}"
+            )
+        if rope_type in ("yarn", "llama3", "dynamic"):
+            values["original_max_positions"] = max_positions if rope_type == "dynamic" else original
+        return cls(rope_type, rope.rope_theta or outer.rope_theta or cls.theta, **values)
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return the value of `rope_scaling` in config.json."""
+        if self.rope_type == "default":
+            return None
+        names = ("rope_type", *_FIELDS[self.rope_type])
+        original = {"original_max_position_embeddings": self.original_max_positions}
+        return {name: getattr(self, name) for name in names} | (
+            original if self.rope_type in ("yarn", "llama3") else {}
+        )
+
+
+class _OuterKeys(msgspec.Struct):
+    rope_theta: Annotated[float, Meta(ge=2, le=1e12)] | None = None
+    original_max_position_embeddings: Positions | None = None
+
+
+class _RopeKeys(_OuterKeys):
+    rope_type: str | None = None
+    type: str | None = None
+    factor: Annotated[float, Meta(ge=1, le=1e6)] | None = None
+    low_freq_factor: _Frequency | None = None
+    high_freq_factor: _Frequency | None = None
+    attention_factor: _Number | None = None
+    mscale: _Number | None = None
+    mscale_all_dim: _Number | None = None
+    beta_fast: _Number | None = None
+    beta_slow: _Number | None = None
+    truncate: bool | None = None
+
+
+def _supported(rope_type: str) -> RopeType:
+    types: tuple[RopeType, ...] = get_args(RopeType)
+    for supported in types:
+        if rope_type == supported:
+            return supported
+    raise UnsupportedModelError(
+        f"rope type {shorten(rope_type)} is not supported; supported are {', '.join(types)}"
+    )
+
+
+def _yarn(rope: _RopeKeys, extension: float) -> dict[str, Any]:
+    """Return YaRN's fields, where absent with their defaults.
+
+    Source: YaRN (arXiv 2309.00071) section 3.4, 0.1 ln(s) + 1; `mscale` and `mscale_all_dim` as in
+    transformers 5, `modeling_rope_utils.py`, `_compute_yarn_parameters`.
+    """
+    factor = rope.factor or extension
+    log_factor = math.log(factor) if factor > 1 else 0.0
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        attention_factor = 0.1 * log_factor + 1.0
+        if rope.mscale and rope.mscale_all_dim:
+            attention_factor = (0.1 * rope.mscale * log_factor + 1.0) / (
+                0.1 * rope.mscale_all_dim * log_factor + 1.0
+            )
+    return {
+        "factor": factor,
+        "attention_factor": attention_factor,
+        "beta_fast": rope.beta_fast or 32.0,
+        "beta_slow": rope.beta_slow or 1.0,
+        "truncate": rope.truncate is not False,
+    }

@@ -1,0 +1,111 @@
+"""Reads JSON from outside: files of a limited size, and keys of a declared type."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
+
+import msgspec
+
+from model.errors import ModelError, ModelFolderError, UnsupportedModelError
+
+T = TypeVar("T")
+Harmless: TypeAlias = tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...]
+
+_WORDS: Final = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string", "array": "a list",
+}  # fmt: skip
+_MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
+_MISFIT: Final = re.compile(r"(.+?)(?:, got .*)? - at `\$\.(\w+)(?:\[(\d+)\])?`")
+
+
+def read_json_object(
+    file: Path, max_bytes: int, error: type[ModelError] = ModelFolderError
+) -> dict[str, Any]:
+    """Parse `file`, which must hold one JSON object of at most `max_bytes` bytes.
+
+    Raises:
+        ModelError: of the type `error`: the file cannot be read, is too large, or holds anything else.
+    """
+    try:
+        size = file.stat().st_size
+        if size > max_bytes:
+            raise error(f"{file} has {size} bytes; at most {max_bytes} are read")
+        value = json.loads(file.read_bytes())
+    except OSError as problem:
+        raise error(f"{file} cannot be read: {problem.strerror}") from None
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{file} is not valid JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise error(f"{file} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def convert(
+    values: Mapping[str, Any],
+    kind: type[T],
+    keys: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = "",
+) -> T:
+    """Build an object from JSON values, checking types and limits.
+
+    Args:
+        values: by the object's field; those it does not have are ignored, null counts as absent.
+        kind: a dataclass or `msgspec.Struct` whose annotations state types and limits.
+        keys: what errors call a field where it is not the field's name.
+        prefix: of what errors call a field, such as "rope_scaling.".
+
+    Raises:
+        ModelFolderError: a value is missing, of the wrong type or outside its limits. The message names the key, what
+            is allowed, and the value.
+    """
+    present = {name: value for name, value in values.items() if value is not None}
+    try:
+        return msgspec.convert(present, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+    if missing := _MISSING.fullmatch(message):
+        raise ModelFolderError(f"{prefix}{keys.get(missing[1], missing[1])} is missing")
+    misfit = _MISFIT.fullmatch(message)
+    assert misfit is not None, message
+    problem, name, index = misfit.groups()
+    key, found = prefix + keys.get(name, name), values[name]
+    if index is not None:
+        key, found = f"{key}[{index}]", found[int(index)]
+    wanted = re.sub(r"`(.+)`", lambda it: _in_words(it[1]), problem.removeprefix("Expected "))
+    raise ModelFolderError(f"{key} must be {wanted}, found {shorten(found)}")
+
+
+def _in_words(types: str) -> str:
+    return " or ".join(_WORDS[name] for name in types.split(" | ") if name != "null")
+
+
+def refuse(values: Mapping[str, Any], harmless: Harmless, prefix: str = "") -> None:
+    """Check keys that ask for features which are not supported.
+
+    Args:
+        values: a JSON object.
+        harmless: groups of such keys, each after the values under which its keys ask for nothing. A key that is null
+            or absent asks for nothing either.
+        prefix: of a key in errors.
+
+    Raises:
+        UnsupportedModelError: a key has another value.
+    """
+    for supported, keys in harmless:
+        for key in keys:
+            if (value := values.get(key)) is not None and value not in supported:
+                raise UnsupportedModelError(
+                    f"{prefix}{key} = {shorten(value)} is not supported; pick a checkpoint without it"
+                    + "".join(f" or with {it!r}" for it in supported)
+                )
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """Write a value as Python would, in at most `limit` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

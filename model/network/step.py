@@ -1,0 +1,166 @@
+"""One step: the flat arrays that a forward pass reads, and what it leaves.
+
+Tokens lie packed, decode rows first, then the chunks of prompts one after the other:
+
+    row     0 .. rows-1             rows ..                     rows+prompt_tokens-1
+            one token per sequence  chunk of p0 | chunk of p1 | ...
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from kernels import PagedBatch
+from model.device.transfer import StagedArrays
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from model.device.transfer import HostArray
+
+A = TypeVar("A")
+
+
+class Bucket(NamedTuple):
+    """The sizes of a step's arrays; a smaller step leaves the rest unused.
+
+    Attributes:
+        rows: R, sequences with one token each.
+        prompt_tokens: P, tokens of all other sequences.
+        prompt_seqs: Q, those sequences.
+        columns: C, blocks of the longest sequence.
+        num_logits: M, rows of logits.
+        shared_blocks: blocks at the start of every decode row's sequence that are read once for all.
+    """
+
+    rows: int
+    prompt_tokens: int
+    prompt_seqs: int
+    columns: int
+    num_logits: int
+    shared_blocks: int = 0
+
+
+class StepArrays(NamedTuple, Generic[A]):
+    """What a step reads beside the model and its cache: NumPy arrays on the host, tensors on the device.
+
+    Attributes:
+        token_ids: [R + P] int64; -1 - i stands for the token at index i of the sampled tokens.
+        positions: [R + P] int64, of each token in its sequence.
+        slot_mapping: [R + P] int32, where each token's keys and values go; -1 for nowhere.
+        logits_rows: [M] int64, the rows that logits are computed of.
+        sampled_rows: [M] int64, where the token chosen from each goes among the sampled tokens; not distinct.
+        cu_seqlens: [R + 1] int32, of the decode rows: 0, 1, ..., R.
+        seq_lens: [R] int32, of the decode rows; 0 for one without a sequence.
+        block_table: [R, C] int32, of the decode rows.
+        prompt_cu_seqlens: [Q + 1] int32.
+        prompt_seq_lens: [Q] int32.
+        prompt_block_table: [Q, C] int32.
+    """
+
+    token_ids: A
+    positions: A
+    slot_mapping: A
+    logits_rows: A
+    sampled_rows: A
+    cu_seqlens: A
+    seq_lens: A
+    block_table: A
+    prompt_cu_seqlens: A
+    prompt_seq_lens: A
+    prompt_block_table: A
+
+
+class StepInput:
+    """The arrays of a step in one buffer, which goes to the device in one copy.
+
+    It holds numbers only: a process that has the same bucket and the same bytes computes the same step.
+
+    Attributes:
+        bucket: their sizes.
+        block_size: S, tokens per cache block.
+        host: to be written after `wait`; a new input has no sequence in it.
+        device: what `send` copies to; on a CPU the same memory.
+
+    Args:
+        bucket: see above.
+        block_size: see above.
+        device: where the step is computed.
+    """
+
+    def __init__(self, bucket: Bucket, block_size: int, device: torch.device) -> None:
+        rows, prompt_tokens, seqs, columns, num_logits, _ = bucket
+        tokens = rows + prompt_tokens
+        self.bucket, self.block_size = bucket, block_size
+        self._staged = StagedArrays(
+            [
+                ((tokens,), np.int64),
+                ((tokens,), np.int64),
+                ((tokens,), np.int32),
+                ((num_logits,), np.int64),
+                ((num_logits,), np.int64),
+                ((rows + 1,), np.int32),
+                ((rows,), np.int32),
+                ((rows, columns), np.int32),
+                ((seqs + 1,), np.int32),
+                ((seqs,), np.int32),
+                ((seqs, columns), np.int32),
+            ],
+            device,
+        )
+        self.host: StepArrays[HostArray] = StepArrays(*self._staged.host)
+        self.device: StepArrays[Tensor] = StepArrays(*self._staged.device)
+        self.host.cu_seqlens[:] = np.arange(rows + 1)
+        self.host.slot_mapping.fill(-1)
+        self.decode = self.prefill = None
+        most_keys = columns * block_size
+        if rows:
+            self.decode = PagedBatch(
+                self.device.cu_seqlens,
+                self.device.seq_lens,
+                self.device.block_table,
+                num_tokens=rows,
+                max_seqlen_q=1,
+                max_seqlen_k=most_keys,
+                shared_prefix=bucket.shared_blocks * block_size,
+                keys_settled=True,
+            )
+        if seqs:
+            self.prefill = PagedBatch(
+                self.device.prompt_cu_seqlens,
+                self.device.prompt_seq_lens,
+                self.device.prompt_block_table,
+                num_tokens=prompt_tokens,
+                max_seqlen_q=prompt_tokens,
+                max_seqlen_k=most_keys,
+            )
+
+    def wait(self) -> None:
+        """Wait until the last copy has been made, so that the host arrays may be written."""
+        self._staged.wait()
+
+    def send(self) -> None:
+        """Queue the copy to the device."""
+        self._staged.send()
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device.
+
+    Attributes:
+        logits: [M, V], a row for each of `StepArrays.logits_rows`.
+        tokens: [M] int64, the argmax of each row, the smallest id among equals; -1 where the largest logit is not a
+            finite number. None where they were not asked for, as `logprobs`.
+        logprobs: [M] float32, their natural log-probabilities; anything where `tokens` is -1.
+    """
+
+    logits: Tensor
+    tokens: Tensor | None = None
+    logprobs: Tensor | None = None
+
+    def first(self, num_rows: int) -> StepOutput:
+        """Return the leading rows."""
+        return StepOutput(*(None if part is None else part[:num_rows] for part in self))  # type: ignore[arg-type]

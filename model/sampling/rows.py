@@ -1,0 +1,98 @@
+"""One row to sample: the parameters of its request, the position of the token, and the tokens before it.
+
+Also the random number of a token, which is a function of seed and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from model.sampling.parameters import SamplingParams
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class TokenHistory:
+    """The tokens of one sequence, and counts of its output tokens, which are updated from step to step.
+
+    Attributes:
+        token_ids: prompt and output. Not copied: tokens that are appended later belong to the history.
+        num_prompt_tokens: leading tokens of `token_ids` that are the prompt.
+    """
+
+    def __init__(self, token_ids: Sequence[int] = (), num_prompt_tokens: int = 0) -> None:
+        self.token_ids = token_ids
+        self.num_prompt_tokens = num_prompt_tokens
+        self._prompt_ids: npt.NDArray[np.int64] | None = None
+        self._counts: dict[int, int] = {}
+        self._num_counted = num_prompt_tokens
+
+    def output_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the distinct output tokens, and how often each was generated."""
+        counts = self._counts
+        for token_id in self.token_ids[self._num_counted :]:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        self._num_counted = len(self.token_ids)
+        return np.fromiter(counts.keys(), np.int64), np.fromiter(counts.values(), np.int64)
+
+    def seen_ids(self) -> npt.NDArray[np.int64]:
+        """Return the distinct tokens of the prompt, then those of the output; some are in both."""
+        if self._prompt_ids is None:
+            prompt = self.token_ids[: self.num_prompt_tokens]
+            self._prompt_ids = np.unique(np.asarray(prompt, dtype=np.int64))
+        return np.concatenate((self._prompt_ids, self.output_counts()[0]))
+
+
+class SamplingRow(msgspec.Struct, frozen=True):
+    """How the token of one row of logits is chosen.
+
+    Attributes:
+        parameters: of the request.
+        position: of the token to sample in its sequence; the seed and it determine the random number.
+        history: the tokens before it; may lack the latest tokens unless `parameters.needs_history`.
+    """
+
+    parameters: SamplingParams
+    position: int
+    history: TokenHistory
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens before this one."""
+        return self.position - self.history.num_prompt_tokens
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the argmax of the unmodified logits, and no other tokens are reported."""
+        return self.num_output_tokens >= self.parameters.argmax_from
+
+    def banned_ids(self) -> tuple[int, ...]:
+        """Return the ids that cannot be sampled."""
+        return self.parameters.banned_ids(self.history.token_ids, self.num_output_tokens)
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) of one token of one sequence, a multiple of 2^-53.
+
+    It is a function of its arguments alone: no generator is advanced, so a sampled token does not depend on the rest of
+    the batch, on preemption or on how often the step was repeated.
+
+    Args:
+        seed: taken modulo 2^64. Neighbouring seeds give unrelated streams: the seed is mixed before use.
+        position: >= 0.
+
+    Source: SplitMix64 (Steele, Lea, Flood 2014), its state set to the mixed seed and advanced by `position`.
+    """
+    state = (_mix((seed + _GOLDEN) & _MASK64) + (position + 1) * _GOLDEN) & _MASK64
+    return (_mix(state) >> 11) * 2.0**-53

@@ -1,0 +1,204 @@
+"""Records that the engine exchanges with its front ends: msgspec structs of plain data.
+
+`FrontEndMessage` goes to the engine, `EngineMessage` comes from it. `server.engine.link` transports them between
+processes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from server.engine.core.plan_report import PlanReport
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Configuration of an engine.
+
+    Attributes:
+        model_path: checkpoint folder on this machine.
+        model_id: name of the model as the operator gave it.
+        device: "auto", "cpu" or "cuda".
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        quantization: "none" or "fp8".
+        load_format: "auto", "safetensors" or "dummy".
+        max_model_len: limit of prompt and output tokens of a sequence; None uses the model's own limit.
+        max_num_seqs: limit of sequences that run at the same time; None uses the device's default.
+        max_num_batched_tokens: limit of tokens in one step, over all sequences; None uses the device's default.
+        block_size: tokens in a block of the KV cache.
+        kv_cache_dtype: "auto" or "fp8".
+        kv_cache_tokens: capacity of the KV cache in tokens; None derives it from the free memory.
+        kv_cache_gib: capacity of the KV cache in GiB; excludes `kv_cache_tokens`.
+        cuda_graphs: whether steps are recorded and replayed on a GPU.
+        overlap: whether the engine launches a step on a GPU before it commits the results of the previous one.
+        enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
+        cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
+        log_level: name of a logging level.
+    """
+
+    model_path: str
+    model_id: str
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str = "none"
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_dtype: str = "auto"
+    kv_cache_tokens: int | None = None
+    kv_cache_gib: float | None = None
+    cuda_graphs: bool = True
+    overlap: bool = True
+    enable_prefix_caching: bool = True
+    cpu_threads: int | None = None
+    log_level: str = "info"
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a started engine; constant until it is restarted.
+
+    Attributes:
+        quantization: of the layers' weights, as in `EngineConfig`.
+        max_model_len: limit of prompt and output tokens by the model.
+        max_total_tokens: limit of one request's tokens: the smaller of `max_model_len` and the KV cache's capacity.
+        num_blocks: blocks of `block_size` tokens in the KV cache.
+        kv_cache_dtype: PyTorch's name of the KV cache's dtype.
+        plan: the attention kernels in use, and why.
+        startup_seconds: duration of each start-up phase, in order.
+        versions: versions of the libraries that the results depend on.
+    """
+
+    model_id: str
+    device: str
+    dtype: str
+    quantization: str
+    vocab_size: int
+    max_model_len: int
+    max_total_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    kv_cache_dtype: str
+    num_parameters: int
+    plan: PlanReport
+    startup_seconds: dict[str, float]
+    versions: dict[str, str]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of the engine after a step; counters start at 0 with each engine process.
+
+    Attributes:
+        kv_usage: share of the KV cache's blocks that running sequences hold, 0 to 1.
+        prefix_cache_query_tokens: prompt tokens looked up in the prefix cache.
+        prefix_cache_hit_tokens: prompt tokens found there.
+        prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
+        generation_tokens: tokens sampled.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    kv_usage: float = 0.0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+
+
+_COUNTERS = (
+    "prompt_tokens", "generation_tokens", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "num_preemptions",
+    "num_steps",
+)  # fmt: skip
+
+
+def add_counters(a: EngineStats, b: EngineStats) -> EngineStats:
+    """Add the counters of two engine processes; the result's gauges have their defaults."""
+    return EngineStats(**{name: getattr(a, name) + getattr(b, name) for name in _COUNTERS})
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Drop these requests; unknown ids, of requests that have just finished for example, are ignored."""
+
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End the engine process."""
+
+
+class StartupPhase(msgspec.Struct, frozen=True, tag="phase"):
+    """The engine entered this phase of its start-up."""
+
+    name: str
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine accepts requests from now on."""
+
+    info: EngineInfo
+
+
+class StartupFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The engine cannot start, and its process ends; the text is for the operator."""
+
+    error: str
+
+
+class SequenceStarted(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence was scheduled for the first time.
+
+    Attributes:
+        queue_seconds: time it waited in the engine.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    request_id: int
+    queue_seconds: float
+    num_cached_tokens: int
+
+
+class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_defaults=True):
+    """The events of one step, by column: entry i of each list belongs to `request_ids[i]`.
+
+    Attributes:
+        token_ids: -1 where the sequence ended without a new token.
+        finish_reasons: a `FinishReason`, or 0 where the sequence continues.
+        logprobs: by index; only for requests that asked for them.
+        top_tokens: by index; only for requests that asked for them.
+        errors: by index; only for sequences that ended with an error.
+        prompt_logprobs: by request id, in the step that completes the prompt; only for requests that asked for them.
+    """
+
+    request_ids: list[int]
+    token_ids: list[int]
+    finish_reasons: list[int]
+    stats: EngineStats
+    started: list[SequenceStarted] = []
+    logprobs: dict[int, float] = {}
+    top_tokens: dict[int, list[tuple[int, float]]] = {}
+    errors: dict[int, str] = {}
+    prompt_logprobs: dict[int, list[float]] = {}
+
+    def event(self, i: int) -> TokenEvent:
+        """Return entry i as an event."""
+        token_id, reason = self.token_ids[i], self.finish_reasons[i]
+        return TokenEvent(
+            token_id=token_id if token_id >= 0 else None,
+            logprob=self.logprobs.get(i),
+            top_tokens=tuple(self.top_tokens.get(i, ())),
+            finish_reason=FinishReason(reason) if reason else None,
+            error=self.errors.get(i),
+        )
+
+
+FrontEndMessage = GenerateRequest | AbortRequests | Shutdown
+EngineMessage = StartupPhase | EngineReady | StartupFailed | StepMessage

@@ -1,0 +1,86 @@
+"""The attention plan: the records that the engine sends and `GET /plan` and `tessera plan` show.
+
+The fields are in the order of the reply. This module imports no kernels, so that the front end can import it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RefusedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A more preferred kernel that does not support the problem, with every reason."""
+
+    kernel: str
+    reasons: list[str]
+
+
+class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Tile sizes of a kernel, the steps they are for, and where they come from.
+
+    A step takes the first entry that fits it: `min_num_seqs` or more sequences of at most `max_seqlen_k` tokens each
+    (None: any length).
+    """
+
+    min_num_seqs: int
+    max_seqlen_k: int | None
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    provenance: str
+    measured: bool
+
+
+class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The kernel of one phase and kind of layer.
+
+    `flash_attention` is the FlashAttention generation whose algorithm the kernel follows, None for PyTorch's attention.
+    `tested` tells whether the tests have run on a processor of this architecture.
+    """
+
+    phase: str
+    sliding_window: int | None
+    kernel: str
+    flash_attention: int | None
+    tested: bool
+    why: str
+    refused: list[RefusedRow]
+    launches: list[LaunchPlan]
+
+
+class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The attention kernels of a model on a processor; constant while the engine runs."""
+
+    arch: str
+    arch_name: str
+    sm: int
+    num_sms: int
+    shared_memory_bytes: int
+    memory_bandwidth_gbs: int
+    peak_tflops: float
+    dtype: str
+    weight_dtype: str
+    kv_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int | None
+    one_sequence: str
+    phases: list[PhasePlan]
+
+    def __str__(self) -> str:
+        """Return one line for the log."""
+        chosen = ", ".join(
+            f"{plan.phase} by {plan.kernel}"
+            + (f" (window {plan.sliding_window})" if plan.sliding_window else "")
+            for plan in self.phases
+        )
+        untested = "" if all(plan.tested for plan in self.phases) else f"; {self.untested}"
+        return f"attention on {self.arch_name}: {chosen}{untested}"
+
+    @property
+    def untested(self) -> str:
+        """What to say of a kernel whose `tested` is False."""
+        return f"never run here: no GPU of this architecture (sm_{self.sm}) has ever run it"

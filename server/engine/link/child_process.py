@@ -1,0 +1,173 @@
+"""Supervises a child process: starts it, detects its exit and restarts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from server.engine.link.spawn import end, spawn
+
+if TYPE_CHECKING:
+    import signal
+    import subprocess
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger("tessera")
+
+# Delay before a restart. It doubles with each restart, so that a process that keeps crashing does not use up a core.
+_MIN_BACKOFF_SECONDS = 0.1
+_MAX_BACKOFF_SECONDS = 30.0
+
+
+class ChildStartError(Exception):
+    """A child process cannot start; the text says why."""
+
+
+class ChildProcess:
+    """Owns a child process and its replacements; at most one of them runs at a time.
+
+    `launch` needs no event loop; `start` supervises the process from the running one. Not thread-safe.
+
+    Attributes:
+        process: the running process; None before `launch`, while a restart is pending, and after `stop` or `kill`.
+
+    Args:
+        name: for errors and log lines, "engine process" for example.
+        command: program and arguments.
+        configure: called at each launch, once the process exists. Acquires what the process needs and returns its
+            configuration, one line of JSON. An `OSError` cancels the launch.
+        on_exit: called with the exit code of a process that ended by itself or was killed from outside. Releases what
+            `configure` acquired and returns whether to restart.
+        pass_fds: file descriptors that the process inherits.
+        spawned: a process that was spawned earlier, for the first launch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        configure: Callable[[], bytes],
+        on_exit: Callable[[int], bool],
+        *,
+        pass_fds: Sequence[int] = (),
+        spawned: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._name = name
+        self._command = command
+        self._configure = configure
+        self._on_exit = on_exit
+        self._pass_fds = pass_fds
+        self._spawned = spawned
+        self._backoff = _MIN_BACKOFF_SECONDS
+        self._restart: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended: asyncio.Future[None] | None = None
+
+    def launch(self) -> None:
+        """Start a process and send it its configuration.
+
+        Raises:
+            ChildStartError: the operating system refuses the process or what it needs.
+        """
+        try:
+            process, self._spawned = self._spawned or spawn(self._command, self._pass_fds), None
+            try:
+                line = self._configure()
+            except OSError:
+                end(process)
+                raise
+        except OSError as error:
+            raise ChildStartError(f"the {self._name} cannot be started: {error}") from error
+        self.process = process
+        assert process.stdin is not None
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # it has ended already, which its exit code explains
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()
+        if self._loop is not None:
+            self._watch(process, self._loop)
+
+    def start(self) -> None:
+        """Supervise the process from the running event loop; launch it first unless it was launched earlier.
+
+        Raises:
+            ChildStartError: see `launch`.
+        """
+        if self.process is None:
+            self.launch()
+        assert self.process is not None
+        self._loop = asyncio.get_running_loop()
+        self._watch(self.process, self._loop)
+
+    def reset_backoff(self) -> None:
+        """Restart without a long delay next time, because the process has started successfully."""
+        self._backoff = _MIN_BACKOFF_SECONDS
+
+    async def stop(self, seconds: float, number: signal.Signals | None = None) -> None:
+        """Wait for the process to end, then kill it; there is no restart.
+
+        Args:
+            seconds: to wait.
+            number: signal that asks the process to end; None if it has been asked in another way.
+        """
+        try:
+            if self.process is not None:
+                if number is not None:
+                    self.process.send_signal(number)
+                loop = asyncio.get_running_loop()
+                self._ended = loop.create_future()
+                timeout = loop.call_later(seconds, self.process.kill)
+                await self._ended
+                timeout.cancel()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process at once, without `on_exit` and without a restart. Calling it again does nothing."""
+        if self._restart is not None:
+            self._restart.cancel()
+        process, self.process = self.process, None
+        if process is not None:
+            end(process)
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _watch(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
+        def wait_for_exit() -> None:
+            process.wait()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._handle_exit, process)
+
+        threading.Thread(target=wait_for_exit, name=f"{self._name} exit", daemon=True).start()
+
+    def _handle_exit(self, process: subprocess.Popen[bytes]) -> None:
+        if process is not self.process:  # `kill` ended it
+            return
+        if self._ended is not None:
+            self.kill()
+            return
+        self.process = None
+        end(process)
+        if self._on_exit(process.returncode):
+            seconds = self._restart_later()
+            log.error(
+                "the %s ended with code %d; restarting it in %.1f s",
+                self._name, process.returncode, seconds,
+            )  # fmt: skip
+
+    def _restart_later(self) -> float:
+        assert self._loop is not None
+        seconds, self._backoff = self._backoff, min(2 * self._backoff, _MAX_BACKOFF_SECONDS)
+        self._restart = self._loop.call_later(seconds, self._relaunch)
+        return seconds
+
+    def _relaunch(self) -> None:
+        try:
+            self.launch()
+        except ChildStartError as error:
+            log.error("%s; trying again in %.1f s", error, self._restart_later())

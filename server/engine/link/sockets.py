@@ -1,0 +1,129 @@
+"""ZeroMQ sockets between a parent process and its child, and the receive loop. No other module imports zmq."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+import zmq
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterator
+
+# Messages handled in one pass of the event loop, so that a fast sender cannot starve other callbacks.
+_MAX_BATCH = 64
+
+
+class Connection:
+    """A pair of one-way sockets between a parent process, which binds them, and a child, which connects.
+
+    Messages are bytes and arrive in order. The queues have no limit, so sending never blocks. Not thread-safe.
+
+    Args:
+        address: common prefix of the sockets' paths; equal in both processes.
+        bind: True in the parent, False in the child.
+
+    Raises:
+        OSError: a socket cannot be created or bound.
+    """
+
+    def __init__(self, address: str, *, bind: bool) -> None:
+        self.address = address
+        # A child has a single connection and a context of its own, so that `close` can wait until messages are sent.
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._context = zmq.Context.instance() if bind else zmq.Context()
+        self._owns_context = not bind
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._closed = False  # pyzmq's `closed` asks the library each time
+        self._loop: asyncio.AbstractEventLoop | None = None
+        sends, receives = ("to-child", "to-parent") if bind else ("to-parent", "to-child")
+        try:
+            self._sender = self._open(zmq.PUSH, f"ipc://{address}-{sends}", bind=bind)
+            self._receiver = self._open(zmq.PULL, f"ipc://{address}-{receives}", bind=bind)
+            self._fd = int(self._receiver.fd)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(str(error)) from error
+
+    def _open(self, kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.set_hwm(0)
+        if bind:
+            socket.bind(address)
+        else:
+            socket.connect(address)
+        return socket
+
+    def send(self, data: bytes) -> None:
+        """Queue a message. Does nothing if the peer has gone or the connection is closed."""
+        if not self._closed:
+            with contextlib.suppress(zmq.Again):
+                self._sender.send(data, zmq.NOBLOCK)
+
+    def receive(self, *, wait: float) -> Iterator[bytes]:
+        """Yield all messages that have arrived, for a process without an event loop.
+
+        Args:
+            wait: seconds to wait for a message if none has arrived; `math.inf` waits without a limit.
+        """
+        if wait and not self._receiver.poll(None if math.isinf(wait) else int(wait * 1000)):
+            return
+        while True:
+            try:
+                data = self._receiver.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield data
+
+    def attach(
+        self, loop: asyncio.AbstractEventLoop, on_messages: Callable[[list[bytes]], None]
+    ) -> None:
+        """Receive messages on an event loop until `close`.
+
+        Args:
+            loop: of the calling thread.
+            on_messages: called with one or more messages at a time, oldest first.
+        """
+        self._loop = loop
+        self._on_messages = on_messages
+        loop.add_reader(self._fd, self._receive_batch)
+        # ZeroMQ's descriptor is edge-triggered: there is no event for messages that arrived before `add_reader`.
+        loop.call_soon(self._receive_batch)
+
+    def drain(self) -> None:
+        """Call `on_messages` with all messages that have arrived."""
+        while batch := self._take_batch():
+            self._on_messages(batch)
+
+    def _receive_batch(self) -> None:
+        assert self._loop is not None
+        batch = self._take_batch()
+        if len(batch) == _MAX_BATCH:  # there may be more, without another event
+            self._loop.call_soon(self._receive_batch)
+        if batch:
+            self._on_messages(batch)
+
+    def _take_batch(self) -> list[bytes]:
+        batch: list[bytes] = []
+        if not self._closed:
+            with contextlib.suppress(zmq.Again):
+                while len(batch) < _MAX_BATCH:
+                    batch.append(self._receiver.recv(zmq.NOBLOCK))
+        return batch
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close both sockets. Calling it again does nothing.
+
+        Args:
+            linger_ms: in a child, how long to wait until queued messages are sent; -1 waits without a limit.
+        """
+        if self._loop is not None and not self._closed and not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._closed = True
+        for socket in self._sockets:
+            socket.close(linger_ms)
+        if self._owns_context:
+            self._context.term()

@@ -1,0 +1,189 @@
+"""The buckets that steps are recorded for, as data: which ones, in which order, and which of them a step fits in.
+
+decode rows alone    close together where few rows would be left unused
+prompts alone        tokens past a step's own are at most a fifth
+both                 one pass over the weights for both; coarse, so that they are few
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from typing import TYPE_CHECKING, Final
+
+from model.network.step import Bucket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from server.engine.core.limits import SchedulerConfig
+
+_FEWEST_COLUMNS: Final = 64
+"""Blocks of the shortest tables: 1024 tokens in blocks of 16."""
+_ROW_STEP: Final = 16
+_LARGE_ROW_STEP: Final = 32
+_LARGE_ROWS: Final = 128
+_SOME: Final = 3
+_FEWEST_TOKENS: Final = 16
+_FEWEST_MIXED_TOKENS: Final = 128
+_MIXED_PARTS: Final = 2
+_MOST_WASTE: Final = 1.5
+_CROWD: Final = 8
+"""Prompts of a bucket between one and as many as a step may have."""
+_MIXED_CROWD: Final = 32
+"""Prompts of a bucket with decode rows: the head computes a row for each."""
+_MIXED_ROWS: Final = (16, 64)
+"""Decode rows of such buckets beside as many as a step may have."""
+_FEWEST_SHARED: Final = 16
+"""Shared blocks from which on not every fourth number has buckets."""
+_SHARED_STEP: Final = 4
+
+
+class BucketGrid:
+    """The buckets of a service.
+
+    Args:
+        limits: of a step.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, limits: SchedulerConfig, block_size: int) -> None:
+        self._most_seqs = most = limits.max_num_seqs
+        self._block_size = block_size
+        self._most_columns = -(-limits.max_model_len // block_size)
+        self._rows = row_counts(most)
+        columns = {min(_FEWEST_COLUMNS, self._most_columns), self._most_columns}
+        self._prompt_columns = sorted(columns)
+        self._tokens = token_counts(limits.max_num_batched_tokens)
+        self._seqs = sorted({1, min(_CROWD, most), most})
+        self._mixed_tokens = token_counts(
+            limits.max_num_batched_tokens, _FEWEST_MIXED_TOKENS, _MIXED_PARTS
+        )
+        self._mixed_rows = [*(rows for rows in _MIXED_ROWS if rows < most), most]
+        self._mixed_seqs = min(_MIXED_CROWD, most)
+
+    def ahead(self) -> Iterator[Bucket]:
+        """Yield the buckets to record before any step is met, those that steps need first."""
+        shortest = self._prompt_columns[0]
+        for rows in self._rows:
+            yield self._bucket(rows, columns=shortest)
+        # For longer tables a few that others fit in until they have their own.
+        some = sorted({*self._rows[::_SOME], self._most_seqs})
+        for columns in self._columns(shortest + 1):
+            for rows in some:
+                yield self._bucket(rows, columns=columns)
+        # Prompts before both: without a recording they take longer than both do as two.
+        for columns in self._prompt_columns:
+            for seqs in self._seqs[:2]:
+                for tokens in self._tokens:
+                    if tokens <= seqs * columns * self._block_size:
+                        yield self._bucket(0, tokens, seqs, columns)
+            if self._most_seqs > 1:
+                for tokens in self._mixed_tokens:
+                    # The most rows first: the others find room in the memory that these took.
+                    for rows in reversed(self._mixed_rows):
+                        yield self._bucket(rows, tokens, self._mixed_seqs, columns)
+
+    def fitting(self, step: Bucket) -> Iterator[Bucket]:
+        """Yield the buckets that a step fits in, its own first.
+
+        Args:
+            step: its exact bucket. A bucket with fewer shared blocks, or none, serves it too.
+        """
+        # Lazily: the first one is nearly always recorded, and this is computed for every step.
+        if shared := shared_count(step.shared_blocks):
+            for kind in self._kinds(step):
+                yield kind._replace(shared_blocks=shared)
+        yield from self._kinds(step)
+
+    def _kinds(self, step: Bucket) -> Iterator[Bucket]:
+        """Return the buckets without shared blocks, in the order of `fitting`."""
+        if not step.prompt_seqs:
+            kinds = self._decode(step)
+        elif not step.rows:
+            kinds = self._prompts(step)
+        else:
+            kinds = self._mixed(step)
+        return (kind for kind in kinds if kind.num_logits >= step.num_logits)
+
+    def _decode(self, step: Bucket) -> Iterator[Bucket]:
+        """More rows before more columns."""
+        for columns in self._columns(step.columns):
+            for rows in _from(self._rows, step.rows):
+                yield self._bucket(rows, columns=columns)
+
+    def _prompts(self, step: Bucket) -> Iterator[Bucket]:
+        """More tokens before more columns or sequences."""
+        tokens = _from(self._tokens, step.prompt_tokens)
+        most = max(tokens[0], int(_MOST_WASTE * step.prompt_tokens))
+        for seqs in _from(self._seqs, step.prompt_seqs):
+            for columns in _from(self._prompt_columns, step.columns):
+                for count in itertools.takewhile(lambda count: count <= most, tokens):
+                    yield self._bucket(0, count, seqs, columns)
+
+    def _mixed(self, step: Bucket) -> Iterator[Bucket]:
+        """More columns before more rows."""
+        if step.prompt_seqs > self._mixed_seqs:
+            return
+        tokens = _from(self._mixed_tokens, step.prompt_tokens)[0]
+        for rows in _from(self._mixed_rows, step.rows):
+            for columns in _from(self._prompt_columns, step.columns):
+                yield self._bucket(rows, tokens, self._mixed_seqs, columns)
+
+    def _bucket(self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0) -> Bucket:
+        # A step has at most as many sequences of both kinds as there may be in all.
+        return Bucket(rows, tokens, seqs, columns, min(rows + seqs, self._most_seqs))
+
+    def _columns(self, least: int) -> Iterator[int]:
+        """Yield the lengths of decode rows' tables that hold `least` blocks."""
+        columns = _FEWEST_COLUMNS
+        while columns < self._most_columns:
+            if columns >= least:
+                yield columns
+            columns *= 2
+        if least <= self._most_columns:
+            yield self._most_columns
+
+
+def _from(counts: list[int], least: int) -> list[int]:
+    """Return the counts, in ascending order, from the first on that is at least `least`."""
+    return counts[bisect.bisect_left(counts, least) :]
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of decode rows that buckets are made for: close together where few are left unused.
+
+    Args:
+        most: sequences of a step.
+
+    Returns:
+        1, 2, 4, 8, then every 16th up to 128 and every 32nd beyond, ending with `most`.
+    """
+    small = [1, 2, 4, 8, *range(_ROW_STEP, _LARGE_ROWS + 1, _ROW_STEP)]
+    counts = [*small, *range(_LARGE_ROWS + _LARGE_ROW_STEP, most, _LARGE_ROW_STEP)]
+    return [*(n for n in counts if n < most), most]
+
+
+def token_counts(most: int, fewest: int = _FEWEST_TOKENS, parts: int = 4) -> list[int]:
+    """Numbers of prompts' tokens that buckets are made for.
+
+    Args:
+        most: tokens of a step.
+        fewest: where they begin, a power of two.
+        parts: numbers from one power of two to the next.
+
+    Returns:
+        16, 20, 24, 28, 32, 40, ..., ending with `most`.
+    """
+    doubled = (fewest << i for i in itertools.count())
+    powers = itertools.takewhile(lambda power: power < most, doubled)
+    counts = [power + part * (power // parts) for power in powers for part in range(parts)]
+    return [*(n for n in counts if n < most), most]
+
+
+def shared_count(blocks: int) -> int:
+    """Return the most shared blocks, up to `blocks`, that buckets are made for: at least four fifths of them."""
+    if blocks < _FEWEST_SHARED:
+        return blocks // _SHARED_STEP * _SHARED_STEP
+    power = 1 << (blocks.bit_length() - 1)
+    return blocks // (power // 4) * (power // 4)

@@ -1,0 +1,142 @@
+"""Computes dummy steps before the first request, so that no request pays for what is made at the first use.
+
+Their keys and values go to block 0 and are overwritten by the first sequence there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kernels import detect, select
+from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
+from server.engine.runner import dummy_steps
+from server.engine.runner.startup_progress import clocked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from model.network.decoder import DecoderLM
+    from server.engine.core.limits import SchedulerConfig
+    from server.engine.core.step import SchedulerOutput
+    from server.engine.runner.model_runner import ModelRunner
+    from server.engine.runner.shared_prefix import SharingPays
+
+log = logging.getLogger("tessera.engine")
+
+_CPU_TOKENS: Final = 65
+_ARGMAX_ROWS: Final = (1, 2, 4, 8)
+"""Up to four rows the head's programs find the argmax."""
+
+
+def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
+    """Compute every kind of step once; on a GPU compile its kernels first, many at once.
+
+    Args:
+        runner: computes them.
+        limits: of a step.
+        say: told how far it is.
+    """
+    if runner.device.type != "cuda":
+        _compute_first_steps(runner, limits, say)
+        return
+    try:
+        with compile_nothing(), clocked("computing first steps"):
+            _compute_first_steps(runner, limits, say)
+    except NotCompiledError:
+        # Few of the steps were computed: a cold cache lacks the first kernel already.
+        say("compiling kernels")
+        with clocked("compiling kernels"):
+            _compile(runner, limits)
+        with clocked("computing first steps"):
+            _compute_first_steps(runner, limits, say)
+    with clocked("computing the largest step"):
+        compute_largest_step(runner, limits)
+
+
+def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""
+    arch = detect(runner.device)
+    length = min(limits.max_model_len, limits.max_num_batched_tokens)
+    if any(select(it, arch).spec.launch is None for it in runner.attention_problems()):
+        length = limits.max_model_len  # PyTorch's rows copy keys and values, ours do not
+    vocab_size, block_size = runner.model.config.vocab_size, runner.kv_cache.block_size
+    _compute(runner, dummy_steps.largest_step(max(2, length), limits, vocab_size, block_size))
+
+
+def _compile(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Compile every kernel, many at once, and launch none."""
+    try:
+        with compile_ahead():
+            _compute_first_steps(runner, limits, lambda _: None)
+    except Exception:
+        # What does not compile is told when it is launched.
+        log.warning("not all kernels were compiled ahead", exc_info=True)
+
+
+def _compute_first_steps(
+    runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]
+) -> None:
+    """Compute the fewest steps that use every kernel."""
+    block_size, on_gpu = runner.kv_cache.block_size, runner.device.type == "cuda"
+    lengths = _distinct_lengths(runner, limits.max_model_len)
+    for number, length in enumerate(lengths, start=1):
+        say(f"warming up, {number} of {len(lengths)}")
+        for output in dummy_steps.first_steps(length, limits, block_size):
+            _compute(runner, output)
+        if on_gpu:
+            _compute(runner, dummy_steps.unsampled_token(length, block_size))
+            for output in dummy_steps.crowds(length, limits, block_size):
+                _plan(runner, output)
+        if runner.sharing_pays is not None:
+            for output in dummy_steps.sharing(length, limits, block_size):
+                _compute(runner, output, lambda *_: True)
+    if on_gpu:
+        few = dummy_steps.few_rows(runner.model.row_counts, limits, block_size)
+        for output in (*few, *dummy_steps.sampling_ways(block_size)):
+            _compute(runner, output)
+        for num_rows in _ARGMAX_ROWS:
+            _argmax(runner.model, min(num_rows, limits.max_num_seqs))
+
+
+def _distinct_lengths(runner: ModelRunner, longest: int) -> list[int]:
+    """Lengths of sequences, one for each choice of tile sizes that the kernels have, at most `longest`."""
+    arch = detect(runner.device)
+    if arch.is_cpu:
+        return [min(longest, _CPU_TOKENS)]
+    lengths = {longest}
+    for problem in runner.attention_problems():
+        bounds = (row.max_seqlen_k for row in select(problem, arch).launches)
+        lengths.update(min(longest, max(2, bound)) for bound in bounds if bound is not None)
+    return sorted(lengths)
+
+
+@torch.inference_mode()
+def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
+    """Plan a step's attention, which has kernels of its own for its number of sequences."""
+    runner.model.plan_step(runner.pack(output, None).input, runner.kv_cache)
+
+
+def _compute(
+    runner: ModelRunner, output: SchedulerOutput, sharing_pays: SharingPays | None = None
+) -> None:
+    kept = runner.sharing_pays
+    runner.sharing_pays = sharing_pays or kept
+    try:
+        runner.execute(output)
+    finally:
+        runner.sharing_pays = kept
+        for scheduled in (*output.decode, *output.prefill):
+            runner.forget(scheduled.sequence.request_id)
+
+
+@torch.inference_mode()
+def _argmax(model: DecoderLM, num_rows: int) -> None:
+    """Score zeros and find the argmax as a recording of some rows does."""
+    weight = model.embed_tokens
+    hidden = weight.new_zeros(num_rows, weight.shape[1])
+    logits = weight.new_empty(num_rows, weight.shape[0])
+    tokens = hidden.new_empty(num_rows, dtype=torch.int64)
+    model.argmax(hidden, logits, tokens, torch.empty_like(tokens, dtype=torch.float32))

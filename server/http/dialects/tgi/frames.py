@@ -1,0 +1,117 @@
+"""The events of TGI's streams: one frame for each token, the last one with the whole text.
+
+A frame is a template of which only the changing parts are encoded: building objects and serializing them costs several
+times as much, for every token of every stream. The part that a token's id and text decide is cached.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from server.http.dialects.tgi.replies import (
+    FINISH_REASONS,
+    ErrorReply,
+    StreamDetails,
+    is_json_logprob,
+    render_token,
+    render_top_tokens,
+)
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
+    from server.engine.core.request import TokenEvent
+    from server.errors import TesseraError
+    from server.http.completion import Completion, Token
+    from server.http.dialects.tgi.limits import GenerateOptions
+    from server.http.generation import Generation
+
+TokenHeads: TypeAlias = dict[int, tuple[str, bytes]]
+"""By token id, the text and the beginning of the frame of tokens that add the same text in every context."""
+
+_encode = msgspec.json.Encoder().encode
+_HEAD = b'{"id":%d,"text":%b,"logprob":'
+_FRAME = b'data:{"index":%d,"token":%b%.9g,"special":%b},"generated_text":null,"details":null}\n\n'
+_ORDINARY_FRAME = _FRAME.replace(b'"special":%b', b'"special":false')
+_BOOL = (b"false", b"true")
+_FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b}\n\n'
+
+
+class TokenRenderer:
+    """Renders the events of one stream; implements `server.http.streaming.StreamRenderer`.
+
+    Args:
+        generation: of the request.
+        options: of the request.
+        tokenizer: of the model.
+        heads: cache, shared by all streams of an application.
+    """
+
+    __slots__ = ("_generation", "_heads", "_options", "_tokenizer", "_wants_top_tokens")
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: GenerateOptions,
+        tokenizer: Tokenizer,
+        heads: TokenHeads,
+    ) -> None:
+        self._generation = generation
+        self._options = options
+        self._tokenizer = tokenizer
+        self._heads = heads
+        self._wants_top_tokens = options.sampling.top_logprobs > 0
+
+    def token(self, completion: Completion, event: TokenEvent) -> bytes:
+        """Append a token to its completion and render its frame."""
+        context_free = completion.context_free
+        if context_free and event.finish_reason is None and not self._wants_top_tokens:
+            known = self._heads.get(event.token_id)  # type: ignore[arg-type]
+            if known is not None and is_json_logprob(event.logprob):
+                text, head = known
+                completion.add(text)
+                return _ORDINARY_FRAME % (completion.num_tokens, head, event.logprob)
+        text = completion.push(event)
+        if (
+            completion.finish_reason is not None
+            or self._wants_top_tokens
+            or not is_json_logprob(event.logprob)
+        ):
+            return self._full_frame(completion, completion.describe(event, text))
+        token_id = event.token_id
+        assert token_id is not None
+        if special := self._tokenizer.is_special(token_id):
+            text = self._tokenizer.token_text(token_id)
+        head = _HEAD % (token_id, _encode(text))
+        if context_free and completion.context_free and not special:
+            self._heads[token_id] = (text, head)
+        return _FRAME % (completion.num_tokens, head, event.logprob, _BOOL[special])
+
+    def end(self) -> bytes:
+        """Nothing follows the last token."""
+        return b""
+
+    def fail(self, error: TesseraError) -> bytes:
+        """Render the last frame of a stream that broke."""
+        return b"data:%b\n\n" % _encode(ErrorReply(error.message, error.error_type))
+
+    def _full_frame(self, completion: Completion, token: Token) -> bytes:
+        generated_text = details = None
+        if completion.finish_reason is not None:
+            generated_text = self._options.full_text(completion.text)
+            if self._options.details:
+                details = StreamDetails(
+                    finish_reason=FINISH_REASONS[completion.finish_reason],
+                    generated_tokens=completion.num_tokens,
+                    seed=self._options.seed,
+                    input_length=self._generation.prompt_tokens,
+                )
+        top_tokens = render_top_tokens(token, self._tokenizer)
+        return _FULL_FRAME % (
+            completion.num_tokens,
+            _encode(render_token(token, self._tokenizer)),
+            b',"top_tokens":' + _encode(top_tokens) if top_tokens else b"",
+            _encode(generated_text),
+            _encode(details),
+        )

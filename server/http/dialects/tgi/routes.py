@@ -1,0 +1,148 @@
+"""TGI's routes: /generate, /generate_stream, POST /, /tokenize and /info."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+from starlette.responses import Response
+
+from server.errors import TesseraError, UnavailableError
+from server.http.dialects.tgi.generate import GenerateAnswer
+from server.http.dialects.tgi.limits import check, is_stream
+from server.http.dialects.tgi.replies import (
+    ErrorReply,
+    GenerateReply,
+    InfoReply,
+    PromptSpan,
+    StreamEvent,
+)
+from server.http.dialects.tgi.schema import GenerateBody
+from server.http.dialects.tgi.validation import parse
+from server.http.exchange import Dialect, Exchange
+from server.http.metrics.records import RequestRecord
+from server.http.metrics.registry import Outcome
+from server.http.openapi import describe_error, describe_route, describe_service_route
+from server.http.request_body import ClientDisconnectedError, read_json
+from server.http.responses import json_response
+from server.version import version
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from server.engine.core.messages import EngineInfo
+    from server.http.context import AppContext
+    from server.http.dialects.tgi.frames import TokenHeads
+    from server.http.responses import ErrorBody
+
+_CLIENT_CLOSED = 499
+
+
+def _install(app: FastAPI, context: AppContext) -> None:
+    heads: TokenHeads = {}
+
+    def respond(endpoint: str, *, stream: bool | None) -> Response:
+        def answer(body: object, info: EngineInfo) -> GenerateAnswer:
+            request = parse(GenerateBody, body)
+            streaming = is_stream(request, endpoint, stream)
+            compat = stream is None
+            options = check(
+                request, streaming=streaming, full_text=compat, config=context.config, info=info
+            )
+            return GenerateAnswer(
+                context, info, options, heads, streaming=streaming, as_list=compat
+            )
+
+        return Exchange(TGI, context, endpoint, answer)
+
+    @app.post("/generate", **describe_route(GenerateBody, ErrorReply, GenerateReply))
+    async def generate() -> Response:
+        """Continue a prompt."""
+        return respond("generate", stream=False)
+
+    @app.post("/generate_stream", **describe_route(GenerateBody, ErrorReply, events=StreamEvent))
+    async def generate_stream() -> Response:
+        """Continue a prompt, and send each token as soon as it is generated."""
+        return respond("generate_stream", stream=True)
+
+    @app.post("/", **describe_route(GenerateBody, ErrorReply, list[GenerateReply], StreamEvent))
+    async def compat() -> Response:
+        """Continue a prompt: a stream if `stream` is true, else an array of one reply."""
+        return respond("compat", stream=None)
+
+    @app.post(
+        "/tokenize", **describe_route(GenerateBody, ErrorReply, list[PromptSpan], generates=False)
+    )
+    async def tokenize(request: Request) -> Response:
+        """Return the tokens of a prompt, and the characters that each covers."""
+        try:
+            with RequestRecord(context.metrics, "tokenize") as record:
+                spans = await _tokenize(request, context)
+                record.finish(Outcome.OK)
+        except ClientDisconnectedError:
+            return Response(status_code=_CLIENT_CLOSED)
+        return json_response(spans)
+
+    info = describe_service_route(InfoReply)
+    info["responses"][UnavailableError.status] = describe_error(UnavailableError, ErrorReply)
+
+    @app.get("/info", **info)
+    async def read_info() -> Response:
+        """Report the served model and the limits of a request."""
+        return json_response(_info(context))
+
+
+def _render_error(error: TesseraError) -> ErrorBody:
+    return error.status, ErrorReply(error.message, error.error_type)
+
+
+TGI = Dialect(
+    prefix="/",
+    endpoints=("generate", "generate_stream", "compat", "tokenize"),
+    install=_install,
+    render_error=_render_error,
+    error_reply=ErrorReply,
+    bodies=(GenerateBody,),
+    replies=(ErrorReply, GenerateReply, InfoReply, PromptSpan, StreamEvent),
+)
+
+
+async def _tokenize(request: Request, context: AppContext) -> list[PromptSpan]:
+    body = parse(GenerateBody, await read_json(request.scope, request.receive, context.config))
+    text = body.inputs
+    spans = await context.tokenize(
+        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
+    )
+    if body.parameters is not None and body.parameters.truncate is not None:
+        spans = spans[-body.parameters.truncate :]
+    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
+
+
+def _info(context: AppContext) -> InfoReply:
+    info, config = context.engine_info(), context.config
+    return InfoReply(
+        model_id=config.model_id,
+        model_sha=None,
+        model_dtype=info.dtype,
+        quantization=info.quantization,
+        model_device_type=info.device,
+        model_pipeline_tag="text-generation",
+        max_concurrent_requests=context.max_concurrent_requests(info),
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_top_n_tokens=config.max_top_n_tokens,
+        max_input_tokens=info.max_total_tokens - 1,
+        max_total_tokens=info.max_total_tokens,
+        max_body_bytes=config.max_body_bytes,
+        validation_workers=config.validation_workers,
+        max_client_batch_size=config.max_client_batch_size,
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=info.max_num_batched_tokens,
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+        kv_cache_dtype=info.kv_cache_dtype,
+        router="tessera",
+        version=version(),
+        sha=None,
+        docker_label=None,
+    )

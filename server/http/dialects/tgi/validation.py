@@ -1,0 +1,150 @@
+"""Checks the shape of a request body; the error names field, value and limit in one sentence.
+
+The sentence repeats no text of the client except the names of unknown fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import TYPE_CHECKING, TypeVar
+
+import pydantic
+
+from server.errors import ValidationError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
+
+_MOST_PROBLEMS = 5
+_LONGEST_NAME = 60
+_LONGEST_NUMBER = 40
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+_REFUSALS = {"missing": "is required", "string_too_short": "cannot be empty"}
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+}
+
+
+def parse(model: type[ModelT], body: object) -> ModelT:
+    """Check the shape of a decoded JSON body.
+
+    Raises:
+        ValidationError: the body is no object, has fields that `model` lacks, lacks a required one,
+            or has one of the wrong type or outside the range that holds for every server.
+    """
+    if not isinstance(body, dict):
+        raise ValidationError(f"the body must be a JSON object. Given: {describe(body)}")
+    # Checked before pydantic does, which would build an error record for each of a million unknown keys.
+    unknown = _unknown_fields(model, body, "")
+    parameters = body.get("parameters")
+    nested = _model_of_parameters(model)
+    if isinstance(parameters, dict) and nested is not None:
+        unknown += _unknown_fields(nested, parameters, "parameters.")
+    if unknown:
+        raise ValidationError(_sentence(unknown))
+    try:
+        return model.model_validate(body)
+    except pydantic.ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise ValidationError(_sentence([_problem(problem) for problem in problems])) from None
+
+
+def unsupported(field: str, value: object) -> str:
+    """Return the message for a field that TGI has and this server does not support."""
+    return f"`{field}` is not supported: leave it out or send null. Given: {describe(value)}"
+
+
+def describe(value: object) -> str:
+    """Describe a JSON value: numbers and constants as they are, anything else by its type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        text = repr(value)
+        return text if len(text) <= _LONGEST_NUMBER else f"{text[:_LONGEST_NUMBER]}..."
+    if isinstance(value, str):
+        return "a string"
+    return "a list" if isinstance(value, list) else "an object"
+
+
+def _sentence(problems: list[str]) -> str:
+    shown = "; ".join(problems[:_MOST_PROBLEMS])
+    more = len(problems) - _MOST_PROBLEMS
+    return shown if more <= 0 else f"{shown}; and {more} more"
+
+
+@functools.cache
+def _model_of_parameters(model: type[pydantic.BaseModel]) -> type[pydantic.BaseModel] | None:
+    """Return the model in `parameters: Model | None`; None if there is no such field."""
+    field = model.model_fields.get("parameters")
+    if field is None:
+        return None
+    options = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return next(o for o in options if isinstance(o, type) and issubclass(o, pydantic.BaseModel))
+
+
+def _unknown_fields(
+    model: type[pydantic.BaseModel], body: dict[str, object], prefix: str
+) -> list[str]:
+    known = model.model_fields
+    unknown = [name for name in body if name not in known]
+    problems = [
+        f"unknown field {quote(prefix, name)}{_hint(model, name, prefix)}"
+        for name in unknown[:_MOST_PROBLEMS]
+    ]
+    return problems + unknown[_MOST_PROBLEMS:]  # those are only counted
+
+
+def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
+    nested = None if prefix else _model_of_parameters(model)
+    if nested is not None and name in nested.model_fields:
+        return f"; did you mean `parameters.{name}`?"
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], model.model_fields, n=1)
+    return f"; did you mean `{prefix}{close[0]}`?" if close else ""
+
+
+def quote(prefix: str, name: str) -> str:
+    """Return `prefix` and a name of the client's choice, shortened and in backquotes.
+
+    Control characters are escaped, so that a name cannot forge a line in a log.
+    """
+    shown = prefix + (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
+    return f"`{shown if shown.isprintable() else shown.encode('unicode_escape').decode('ascii')}`"
+
+
+def _problem(error: ErrorDetails) -> str:
+    location = [
+        str(part) for part in error["loc"] if part != "parameters" or len(error["loc"]) == 1
+    ]
+    field = quote("", ".".join(location))
+    kind, value, context = error["type"], error.get("input"), error.get("ctx", {})
+    if kind == "too_long":
+        limit, given = context["max_length"], context["actual_length"]
+        return f"{field} supports up to {limit} entries. Given: {given}"
+    if kind in _REFUSALS:
+        return f"{field} {_REFUSALS[kind]}"
+    if kind == "none_required":
+        return unsupported(location[-1], value)
+    if kind in _BOUNDS:
+        key, sign = _BOUNDS[kind]
+        limit = context[key]
+        shown = f"{limit:g}" if isinstance(limit, float) else limit
+        return f"{field} must be {sign} {shown}. Given: {describe(value)}"
+    if kind in _EXPECTED:
+        return f"{field} must be {_EXPECTED[kind]}. Given: {describe(value)}"
+    return f"{field} is not valid. Given: {describe(value)}"

@@ -1,0 +1,120 @@
+"""JSON responses, and the response to every error: never a traceback, never text of the request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+
+from server.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientError,
+    MethodNotAllowedError,
+    NotFoundError,
+    TesseraError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.types import Scope, Send
+
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+ErrorBody: TypeAlias = tuple[int, msgspec.Struct]
+"""Status and JSON body of an error response."""
+
+_encode = msgspec.json.Encoder().encode
+# The rest of the body is not read.
+_CLOSING = (BodyTooLargeError, BodyTimeoutError)
+
+
+def header(name: str, value: object) -> tuple[bytes, bytes]:
+    """Encode a header for ASGI."""
+    return name.encode("ascii"), str(value).encode("ascii")
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Make a response of a msgspec record, or a list of them."""
+    return Response(_encode(value), status, media_type="application/json")
+
+
+def error_response(error: TesseraError, body: ErrorBody) -> Response:
+    """Make the response to a request that failed before its answer began."""
+    status, record = body
+    response = json_response(record, status)
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, MethodNotAllowedError):
+        response.headers["allow"] = ", ".join(error.allowed)
+    if isinstance(error, _CLOSING):
+        response.headers["connection"] = "close"
+    return response
+
+
+async def send_json(send: Send, body: bytes, headers: Headers) -> None:
+    """Send a complete response with status 200.
+
+    Args:
+        send: of the ASGI server.
+        body: encoded JSON.
+        headers: in addition to type and length.
+    """
+    headers = [
+        *headers,
+        (b"content-type", b"application/json"),
+        header("content-length", len(body)),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], ErrorBody]) -> None:
+    """Answer every error that reaches the application.
+
+    Args:
+        app: the application.
+        render: from a request's path and an error to the response's status and body.
+    """
+
+    def respond(request: Request, error: TesseraError) -> Response:
+        return error_response(error, render(request.scope["path"], error))
+
+    async def on_ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, TesseraError)
+        return respond(request, error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return respond(request, _of_status(error.status_code, app.routes, request.scope))
+
+    async def on_bug(request: Request, _error: Exception) -> Response:
+        # Starlette raises the error again once this is sent, and the server logs it.
+        return respond(request, TesseraError())
+
+    app.add_exception_handler(TesseraError, on_ours)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _of_status(status: int, routes: Sequence[BaseRoute], scope: Scope) -> TesseraError:
+    if status == 404:
+        return NotFoundError("there is no such route")
+    if status == 405:
+        allowed = _allowed_methods(routes, scope)
+        return MethodNotAllowedError(f"this route answers {', '.join(allowed)} only", allowed)
+    return ClientError("the request cannot be served")
+
+
+def _allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> tuple[str, ...]:
+    """Methods that a path has, over all routes: Starlette itself reports only those of the first."""
+    methods: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return tuple(sorted(methods))

@@ -1,0 +1,92 @@
+"""The routes that belong to no dialect: health, the kernel plan, and metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import Request
+from msgspec import UNSET, UnsetType
+from prometheus_client.exposition import choose_encoder
+from starlette.responses import Response
+
+from server.engine.core.plan_report import PlanReport
+from server.engine.link.protocol import EngineState
+from server.errors import UnavailableError
+from server.http.openapi import describe_error, describe_service_route
+from server.http.responses import json_response
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from server.http.context import AppContext
+
+_UNAVAILABLE = 503
+
+
+class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether requests are served; `error` and `error_type` are present if they are not."""
+
+    state: str
+    phase: str
+    error: str | UnsetType = UNSET
+    error_type: str | UnsetType = UNSET
+
+
+REPLIES = (HealthReply, PlanReport)
+
+
+def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]) -> None:
+    """Add the routes /plan, /health, /health/live, /ping, GET / and /metrics.
+
+    Args:
+        app: the application.
+        context: of the application.
+        error_reply: body of an error on these routes, for the OpenAPI document.
+    """
+    health = describe_service_route(HealthReply)
+    health["responses"][_UNAVAILABLE] = {
+        "description": "Requests are not served; `phase` says what the engine is doing.",
+        "content": health["responses"][200]["content"],
+    }
+    plan = describe_service_route(PlanReport)
+    plan["responses"][_UNAVAILABLE] = describe_error(UnavailableError, error_reply)
+    exposition: dict[int | str, dict[str, Any]] = {
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    }
+
+    async def read_plan() -> Response:
+        """Report which attention kernels run here, how they are launched, and why."""
+        return json_response(context.engine_info().plan)
+
+    async def read_health() -> Response:
+        """Report whether requests are served: the readiness probe."""
+        return _health(context, healthy=context.client.state is EngineState.READY)
+
+    async def read_liveness() -> Response:
+        """Report whether the service works or is starting: the liveness probe."""
+        return _health(context, healthy=context.client.state is not EngineState.STOPPED)
+
+    @app.get("/metrics", tags=["Service"], response_class=Response, responses=exposition)
+    async def metrics(request: Request) -> Response:
+        """Report metrics in Prometheus' text format, or in OpenMetrics if `Accept` asks for it."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(context.metrics.registry), headers={"content-type": content_type})
+
+    app.add_api_route("/plan", read_plan, methods=["GET"], **plan)
+    for path in ("/", "/health", "/ping"):
+        app.add_api_route(path, read_health, methods=["GET"], **health)
+        app.add_api_route(path, read_health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/health/live", read_liveness, methods=["GET"], **health)
+    app.add_api_route("/health/live", read_liveness, methods=["HEAD"], include_in_schema=False)
+
+
+def _health(context: AppContext, *, healthy: bool) -> Response:
+    state, phase = context.client.state.value, context.phase()
+    if healthy:
+        return json_response(HealthReply(state=state, phase=phase))
+    error = context.unavailable()
+    reply = HealthReply(state=state, phase=phase, error=error.message, error_type="healthcheck")
+    response = json_response(reply, _UNAVAILABLE)
+    response.headers["retry-after"] = str(error.retry_after)
+    return response

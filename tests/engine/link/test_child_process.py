@@ -1,0 +1,149 @@
+"""A supervised process gets its configuration, is restarted when it ends, and is ended when asked."""
+
+import asyncio
+import signal
+import time
+
+import pytest
+
+from server.engine.link.child_process import ChildProcess, ChildStartError
+from server.engine.link.spawn import spawn
+
+SLEEP = ("sleep", "60")
+
+
+class Child:
+    """A `ChildProcess` and what it called."""
+
+    def __init__(self, command, restarts=0):
+        self.launched = []
+        self.codes = []
+        self.restarts = restarts
+        self.process = ChildProcess("child", command, self.configure, self.on_exit)
+
+    def configure(self):
+        self.launched.append(time.monotonic())
+        return b"configuration"
+
+    def on_exit(self, code):
+        self.codes.append(code)
+        return len(self.codes) <= self.restarts
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0.005)
+
+
+def run(coroutine):
+    asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+def test_the_process_reads_its_configuration_and_its_input_stays_open(tmp_path):
+    async def scenario():
+        target = tmp_path / "line"
+        child = Child(("sh", "-c", f"read line; echo $line > {target}; read more; exit 5"))
+        child.process.start()
+        await until(lambda: target.exists() and target.read_text() == "configuration\n")
+        await asyncio.sleep(0.1)
+        assert child.codes == []
+
+        child.process.process.stdin.close()
+        await until(lambda: child.codes == [5])
+        assert child.process.process is None
+
+    run(scenario())
+
+
+def test_a_process_that_keeps_ending_is_restarted_with_growing_delays():
+    async def scenario():
+        child = Child(("false",), restarts=3)
+        child.process.start()
+        await until(lambda: len(child.codes) == 4)
+        await asyncio.sleep(0.1)
+
+        assert child.codes == [1] * 4
+        gaps = [b - a for a, b in zip(child.launched, child.launched[1:], strict=False)]
+        assert [gap >= delay for gap, delay in zip(gaps, (0.1, 0.2, 0.4), strict=True)] == [
+            True
+        ] * 3
+
+    run(scenario())
+
+
+def test_a_restart_that_the_operating_system_refuses_is_tried_again(monkeypatch):
+    async def scenario():
+        child = Child(SLEEP, restarts=1)
+        child.process.start()
+        configure, attempts = child.process._configure, []
+
+        def fails_twice():
+            attempts.append(1)
+            if len(attempts) < 3:
+                raise OSError("no descriptors")
+            return configure()
+
+        monkeypatch.setattr(child.process, "_configure", fails_twice)
+        child.process.process.kill()
+        await until(lambda: len(attempts) == 3 and child.process.process is not None)
+        child.process.kill()
+
+        assert child.codes == [-signal.SIGKILL]
+
+    run(scenario())
+
+
+def test_a_first_launch_that_fails_leaves_no_process():
+    ahead = spawn(SLEEP)
+
+    def refuse():
+        raise OSError("no descriptors")
+
+    child = ChildProcess("child", SLEEP, refuse, bool, spawned=ahead)
+    with pytest.raises(ChildStartError, match="the child cannot be started: no descriptors"):
+        child.launch()
+    assert child.process is None
+    assert ahead.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("seconds", "number", "code"),
+    [(0.1, None, -signal.SIGKILL), (20, signal.SIGTERM, -signal.SIGTERM)],
+)
+def test_stopping_asks_by_signal_and_kills_after_the_time(seconds, number, code):
+    async def scenario():
+        child = Child(SLEEP, restarts=1)
+        child.process.start()
+        process = child.process.process
+        await child.process.stop(seconds, number)
+
+        assert process.returncode == code
+        assert child.codes == []
+
+    run(scenario())
+
+
+def test_killing_ends_a_stop_that_waits():
+    async def scenario():
+        child = Child(SLEEP)
+        child.process.start()
+        stop = asyncio.ensure_future(child.process.stop(30))
+        await asyncio.sleep(0)
+        child.process.kill()
+        await asyncio.wait_for(stop, 5)
+
+    run(scenario())
+
+
+def test_no_restart_follows_a_stop():
+    async def scenario():
+        child = Child(("false",), restarts=1)
+        child.process.start()
+        await until(lambda: child.codes)
+        await child.process.stop(1)
+        await asyncio.sleep(0.2)
+
+        assert len(child.launched) == 1
+
+    run(scenario())

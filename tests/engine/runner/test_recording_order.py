@@ -1,0 +1,119 @@
+"""Which recordings are made, when, and which one a step takes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.network.step import Bucket
+from server.engine.core.limits import SchedulerConfig
+from server.engine.runner.recordings import RecordedSteps
+from server.engine.runner.sampled_tokens import SampledTokens
+
+CPU = torch.device("cpu")
+MODEL = SimpleNamespace(embed_tokens=torch.zeros(5, 2))
+CACHE = SimpleNamespace(layer=lambda _: torch.zeros(1), block_size=8)
+LIMITS = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=64)
+BROKEN = 13
+
+
+def bucket(rows):
+    return Bucket(rows, 0, 0, 8, rows)
+
+
+class Steps(RecordedSteps):
+    """Recordings of buckets that are named by their rows, and which were made."""
+
+    def __init__(self, first=()):
+        super().__init__(MODEL, CACHE, self, SampledTokens(17, CPU), LIMITS)
+        self._waiting = [bucket(rows) for rows in first]
+
+    @property
+    def made(self):
+        return [it.rows for it in self.recorded]
+
+    def record(self, _compute):
+        return lambda: None
+
+    def _make(self, it, out):
+        if it.rows == BROKEN:
+            raise RuntimeError("out of memory")
+        return super()._make(it, out)
+
+    def find(self, *rows, waits=True):
+        found = self._first(map(bucket, rows), waits=waits)
+        return None if found is None else found.step.input.bucket.rows
+
+
+def test_they_are_made_in_the_order_given_and_one_that_was_missed_before_the_others():
+    steps = Steps([1, 2, 3])
+    assert steps.record_next()
+
+    assert steps.find(3) is None
+    while steps.record_next():
+        pass
+
+    assert steps.made == [1, 3, 2]
+    assert steps.find(3) == 3
+    assert not steps.record_next()
+
+
+def test_the_third_step_that_is_launched_without_any_makes_its_own():
+    steps = Steps([1])
+
+    assert [steps.find(5) for _ in range(3)] == [None] * 3
+
+    assert steps.made == [5]
+    assert steps.find(5) == 5
+
+
+def test_a_step_takes_a_larger_one_until_its_own_is_made():
+    steps = Steps([8])
+    steps.record_next()
+
+    found = [steps.find(5, 6, 8, 9) for _ in range(64)]
+
+    assert found == [8] * 64
+    assert steps.made == [8, 5]
+    assert steps.find(5, 6, 8, 9) == 5
+
+
+def test_steps_that_never_wait_have_theirs_made_next_in_idle_time():
+    steps = Steps([1, 2])
+
+    assert [steps.find(5, 8, waits=False) for _ in range(100)] == [None] * 100
+    assert steps.made == []
+    steps.record_next()
+
+    assert steps.made == [5]
+
+
+def test_what_a_larger_one_serves_is_made_next_in_idle_time():
+    steps = Steps([8, 1, 2])
+    steps.record_next()
+
+    steps.find(5, 8)
+    steps.record_next()
+
+    assert steps.made == [8, 5]
+
+
+def test_after_one_that_cannot_be_made_no_more_are_tried_and_those_there_are_stay():
+    steps = Steps([1, BROKEN, 2])
+
+    while steps.record_next():
+        pass
+
+    assert steps.made == [1]
+    assert [steps.find(4) for _ in range(5)] == [None] * 5
+    assert steps.find(4, 1) == 1
+    assert steps.made == [1]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_that_fits_in_no_bucket_misses_none(waits):
+    steps = Steps([1])
+
+    assert steps.find(waits=waits) is None
+    assert steps.record_next()
+    assert steps.made == [1]

@@ -1,0 +1,97 @@
+"""The text of one completion: stop strings that are kept or cut off, and text that is held back meanwhile."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.sampling.parameters import SamplingParams
+from server.engine.core.request import FinishReason
+from server.engine.link.request_stream import RequestStream
+from server.http.completion import Completion, Prompt, StopStrings
+from tests.http.fakes import EOS_ID, IM_END_ID, event
+
+SAMPLING = SamplingParams(max_new_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def complete(tokenizer):
+    """Pushes tokens of a text, the last one with a reason, until the completion ends."""
+
+    def run(tokens, *stop, included=False, last=FinishReason.LENGTH, sampling=SAMPLING):
+        stream = RequestStream(1, lambda _: None)
+        completion = Completion(
+            tokenizer, Prompt([1], sampling), stream, 0, StopStrings(stop, included)
+        )
+        ids = tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
+        texts = []
+        for i, token in enumerate(ids):
+            texts.append(completion.push(event(token, last if i == len(ids) - 1 else None)))
+            if completion.finish_reason is not None:
+                break
+        assert "".join(texts) == completion.text
+        return completion, texts
+
+    return run
+
+
+def test_a_stop_string_that_is_not_included_is_cut_off(complete):
+    completion, _ = complete("one two three", "two")
+
+    assert completion.text == "one "
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.num_tokens == 7
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_stop_string(complete):
+    _, texts = complete("a<b<<end", "<<end>>")
+
+    assert texts == ["a", "", "<b", "", "", "", "", "<<end"]
+
+
+def test_a_stop_string_within_the_last_token_counts_where_it_is_cut_off(complete, tokenizer):
+    tokens = [*tokenizer.encode("x "), *tokenizer.encode("END.more")]
+
+    cut, _ = complete(tokens, "D.mo")
+    kept, _ = complete(tokens, "D.mo", included=True)
+
+    assert (cut.text, cut.finish_reason) == ("x EN", FinishReason.STOP)
+    assert (kept.text, kept.finish_reason) == ("x END.more", FinishReason.LENGTH)
+
+
+def test_the_name_of_a_special_token_may_complete_a_stop_string(complete, tokenizer):
+    tokens = [*tokenizer.encode("Hi\n"), IM_END_ID, *tokenizer.encode("there")]
+
+    cut, _ = complete(tokens, "\n<|im_end|>")
+    kept, _ = complete(tokens, "\n<|im_end|>", included=True)
+
+    assert (cut.text, kept.text) == ("Hi", "Hi\n")
+    assert cut.finish_reason is kept.finish_reason is FinishReason.STOP
+
+
+def test_what_is_held_back_is_given_out_at_the_end(complete, tokenizer):
+    completion, texts = complete([*tokenizer.encode("ab"), EOS_ID], "abc", last=FinishReason.EOS)
+
+    assert texts == ["", "", "ab"]
+    assert completion.finish_reason is FinishReason.EOS
+
+
+def test_a_stop_string_before_the_least_number_of_tokens_stays(complete):
+    sampling = SamplingParams(max_new_tokens=100, min_new_tokens=4)
+
+    completion, _ = complete("a.b.c.d", ".", sampling=sampling)
+
+    assert completion.text == "a.b"
+
+
+@given(st.text("ab<", max_size=12), st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3))
+def test_the_text_ends_before_the_stop_string_that_is_completed_first(complete, text, stop):
+    completion, _ = complete(text, *stop)
+
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    if not ends:
+        assert completion.text == text
+        return
+    first = min(ends)
+    longest = max(len(s) for s in stop if text[:first].endswith(s))
+    assert completion.text == text[: first - longest]
+    assert completion.finish_reason is FinishReason.STOP

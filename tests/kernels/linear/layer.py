@@ -1,0 +1,20 @@
+"""A linear layer by a given choice, with what surrounds it, as a projection computes it."""
+
+from kernels.elementwise.gpu import norm_and_gate
+from kernels.linear.projection import _load
+from kernels.linear.weights import LinearArguments, LinearWeights
+
+
+def linear(
+    x, weight, choice, out=None, *,
+    bias=None, scale=None, norm=None, residual=None, best=None, pdl=False,
+):  # fmt: skip
+    """Norm and gate are launches of their own where the product of the choice absorbs none."""
+    spec, gated = choice.spec, choice.problem.gated
+    product = _load(spec.target)(LinearWeights(weight, bias, scale), choice.problem)
+    if norm is not None and not spec.absorbs_norm:
+        x, norm = norm_and_gate.add_rms_norm(x, *norm, pdl=pdl), None
+    apart = gated and not spec.absorbs_gate
+    arguments = LinearArguments(norm, residual, best, pdl)
+    y = product(x, choice, None if apart else out, arguments)
+    return norm_and_gate.silu_and_mul(y, out=out, pdl=pdl) if apart else y

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from kernels.arch import CATALOGUE
+from model.checkpoint.config import ModelConfig
+from model.device.dtypes import resolve_dtype
+from model.errors import ModelError
+
+
+def config_of(num_layers, dtype):
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_layers=num_layers,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        max_position_embeddings=2048,
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "dtype", "has_instructions", "chosen"),
+    [
+        (24, "bfloat16", True, torch.bfloat16),
+        (24, "bfloat16", False, torch.float32),
+        (24, "float16", True, torch.float32),
+        (24, "float32", True, torch.float32),
+        (2, "bfloat16", True, torch.float32),
+    ],
+)
+def test_a_cpu_serves_in_bfloat16_only_large_checkpoints_of_that_dtype(
+    monkeypatch, num_layers, dtype, has_instructions, chosen
+):
+    monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: has_instructions)
+
+    assert resolve_dtype("auto", config_of(num_layers, dtype), "cpu") is chosen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bfloat16", "chosen"),
+    [
+        ("bfloat16", True, torch.bfloat16),
+        ("float32", True, torch.bfloat16),
+        ("float16", True, torch.float16),
+        ("bfloat16", False, torch.float16),
+    ],
+)
+def test_a_gpu_serves_in_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
+    arch = CATALOGUE["a100" if has_bfloat16 else "t4"]
+    monkeypatch.setattr("model.device.dtypes.detect", lambda device: arch)
+
+    assert resolve_dtype("auto", config_of(2, dtype), "cuda") is chosen
+
+
+def test_bfloat16_on_a_gpu_that_only_emulates_it_is_taken_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr("model.device.dtypes.detect", lambda device: CATALOGUE["t4"])
+
+    assert resolve_dtype("bfloat16", config_of(2, "bfloat16"), "cuda") is torch.bfloat16
+    assert "float16 is faster" in caplog.text
+
+
+def test_an_explicit_dtype_is_taken_as_it_is():
+    assert resolve_dtype("float16", config_of(2, "bfloat16"), "cpu") is torch.float16
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(ModelError, match="'int8' is none of auto, float32"):
+        resolve_dtype("int8", config_of(2, "bfloat16"), "cpu")
