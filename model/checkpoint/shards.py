@@ -73,8 +73,8 @@ def _nothing_to_load(folder: Path) -> str:
 def _inside(folder: Path, name: str, named_by: str) -> Path:
     """Return the path of the file `name` in the folder.
 
-    A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder next to `snapshots`; no other links
-    out of the folder are followed.
+    A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder next to `snapshots`. No other
+    links out of the folder are followed.
 
     Raises:
         WeightsError: `name` is not a safetensors file in the folder.

@@ -1,9 +1,9 @@
 """Samples the tokens of many rows on an accelerator, all rows at once and without waiting for the device.
 
 Every result is bitwise independent of the other rows: elementwise operations and selections are exact, and sums are of
-integers (see `WEIGHT_SCALE`), so the order of a reduction does not matter. Triton kernels sample on devices that support
-them (`kernels.sampling.tokens`); PyTorch samples on other devices and where typical_p is set. Both follow the rules of
-`model.sampling.host`. This module does not depend on CUDA; the tests also run on the CPU.
+integers (see `WEIGHT_SCALE`), so the order of a reduction does not matter. Triton kernels (`kernels.sampling.tokens`)
+sample on devices that support them; PyTorch samples on other devices and where typical_p is set. Both follow the rules
+of `model.sampling.host`. This module does not depend on CUDA; the tests also run on the CPU.
 """
 
 from __future__ import annotations

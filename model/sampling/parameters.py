@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inverse_temperature(self) -> float:
-        """1 / temperature, bounded so that its product with any float32 difference, even an infinite one, is not NaN."""
+        """1 / temperature, bounded so that its product with any float32 difference, even infinity, is not NaN."""
         return min(max(1.0 / self.temperature, 1e-30), 1e30)
 
     @cached_property

@@ -86,8 +86,8 @@ def _mix(value: int) -> int:
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of one token of one sequence, a multiple of 2^-53.
 
-    It depends on its arguments alone: there is no generator state, so a sampled token does not depend on the rest of the
-    batch, on preemption or on how often the step was repeated.
+    It depends on its arguments alone: there is no generator state, so a sampled token does not depend on the rest of
+    the batch, on preemption or on how often the step was repeated.
 
     Args:
         seed: taken modulo 2^64. Neighbouring seeds give unrelated streams: the seed is mixed before use.
