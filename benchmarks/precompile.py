@@ -98,7 +98,7 @@ def compile_job(job: Job) -> Compiled:
 
 def _prepare() -> None:
     """Patch Triton so that kernel calls in this process compile without launching."""
-    from triton.runtime.jit import JITFunction  # noqa: PLC0415  # only where there is a GPU
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415  # needs a GPU
 
     launch = JITFunction.run
 

@@ -120,7 +120,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` and, where there is one, `generation_config.json`.
+        """Read `config.json` and, if it exists, `generation_config.json`.
 
         Args:
             path: a Hugging Face checkpoint folder.

@@ -76,7 +76,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
-        """Read tokenizer.json and, where there is one, tokenizer_config.json.
+        """Read tokenizer.json and, if it exists, tokenizer_config.json.
 
         Raises:
             TokenizerError: a file is missing, too large, damaged, or contradicts the other.

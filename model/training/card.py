@@ -163,7 +163,7 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the card beside the checkpoint's figures."""
+    """Write the card into the checkpoint's folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=Path("model/bundled"))
     folder: Path = parser.parse_args(arguments).model
