@@ -1,1 +1,1 @@
-"""Measurements, one script per question. Documents quote the results in `results/`."""
+"""Benchmark scripts. The documents quote the results in `results/`."""

@@ -1,10 +1,10 @@
-"""Times our attention kernels, PyTorch's in the same run, and compares with published figures of other kernels.
+"""Times our attention kernels and PyTorch's in the same run, and compares them with published figures of other kernels.
 
-Every row is checked on the inputs it is timed on: the whole output for values that were never written, some of its
-rows against a float32 reference. Prefill reads packed and paged keys, and is compared with the cuDNN and flash backends
-of SDPA in the same run; long rows are also measured in FP8. PyTorch has no paged decode: decodes are compared with the
-microseconds of FA3 and FlashInfer on another machine, and with the bandwidth that a copy reaches here. A call is that
-of one layer; the plan, which is made once per step, is timed separately.
+Each row is checked on the inputs that are timed: the whole output for values that were never written, some of its rows
+against a float32 reference. Prefill reads packed and paged keys, and is compared with the cuDNN and flash backends of
+SDPA in the same run; long rows are also measured in FP8. PyTorch has no paged decode, so decode is compared with the
+microseconds of FA3 and FlashInfer on another machine, and with the bandwidth of a copy in this run. A call computes one
+layer; planning, which happens once per step, is timed separately.
 
     python -m benchmarks.attention [--phase prefill] [--rows quick] [--launch block_m=128,num_warps=8]
 """
@@ -71,7 +71,7 @@ _COPY_BYTES = 4 << 30
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Time a large matrix product and a large copy: what a kernel can reach at most on this device."""
+    """Time a large matrix product and a large copy, as upper bounds for kernels on this device."""
     if device.type != "cuda":
         return Ceilings(1.0, 1.0)
     a, b = torch.randn((2, _GEMM_SIZE, _GEMM_SIZE), device=device).bfloat16()
@@ -83,7 +83,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespace) -> Selection:
-    """Return what the registry chooses, or the row and the launch that the command line names."""
+    """Return the registry's selection, or the kernel and launch given on the command line."""
     arch = arch_of(torch.device(arguments.device))
     registry = (spec_named(arguments.kernel),) if arguments.kernel else None
     selection = (
@@ -98,7 +98,7 @@ def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespac
 
 
 def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> None:
-    """Fill the compiler's cache in parallel. Failures here are printed and occur again when the kernel runs."""
+    """Compile all kernels in parallel into Triton's cache. Failures are printed and recur when the kernel runs."""
     if arguments.device != "cuda":
         return
     jobs = {}
@@ -119,7 +119,7 @@ def compile_ahead(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespac
 
 
 def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check and time one shape; returns its record without the entries that depend on other rows."""
+    """Check and time one shape. Returns its record without the entries that depend on other rows."""
     device = torch.device(arguments.device)
     inputs = make_inputs(shape, arguments.dtype, device, paged=paged)
     selection = choose(inputs.problem, shape, arguments)
@@ -154,7 +154,7 @@ def measure(shape: Shape, *, paged: bool, arguments: argparse.Namespace) -> dict
 
 
 def _without_sharing(inputs: Inputs, selection: Selection, sharing_us: float) -> dict[str, Any]:
-    """Time the same decode with every sequence reading the shared prefix, as entries of a record."""
+    """Time the same decode with each sequence reading the shared prefix separately. Returns entries of a record."""
     assert isinstance(inputs.batch, PagedBatch)
     batch = dataclasses.replace(inputs.batch, shared_prefix=0)
     alone = dataclasses.replace(inputs, batch=batch)
@@ -164,7 +164,7 @@ def _without_sharing(inputs: Inputs, selection: Selection, sharing_us: float) ->
 
 
 def _special(shape: Shape) -> dict[str, Any]:
-    """Return how a row differs from equally long causal sequences without a history, as entries of a record."""
+    """Return the properties in which a row differs from the default (equal lengths, causal, no history)."""
     found: dict[str, Any] = {}
     if shape.history:
         found["history"] = shape.history
@@ -186,7 +186,7 @@ def _special(shape: Shape) -> dict[str, Any]:
 def measure_all(
     shapes: list[tuple[Shape, bool]], ceilings: Ceilings, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure row after row and relate each to ceilings and peers."""
+    """Measure all rows and compare each with the ceilings and with its peers."""
     rows: list[dict[str, Any]] = []
     in_run: dict[Shape, dict[str, float]] = {}
     for shape, paged in shapes:
@@ -211,7 +211,7 @@ def measure_all(
 
 
 def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
-    """Return the rows to measure, each with whether its keys are paged."""
+    """Return the shapes to measure, each with a flag: whether its keys are paged."""
     tables, more = (*PREFILL, *DECODE), (*MORE_PREFILL, *MORE_DECODE, *SHARED_DECODE)
     shapes: tuple[Shape, ...] = (*tables, *more)
     shapes = {"tiny": TINY, "tables": tables, "more": more}.get(arguments.rows, shapes)
@@ -231,7 +231,7 @@ def shapes_of(arguments: argparse.Namespace) -> list[tuple[Shape, bool]]:
 
 
 def _plans(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> dict[str, str]:
-    """Return for each phase why its kernel was chosen."""
+    """Return the reason for the selected kernel, by phase."""
     return {
         shape.phase: choose(problem_of(shape, arguments.dtype, paged=paged), shape, arguments).why
         for shape, paged in shapes
@@ -239,7 +239,7 @@ def _plans(shapes: list[tuple[Shape, bool]], arguments: argparse.Namespace) -> d
 
 
 def main() -> None:
-    """Measure, write the result and print its tables."""
+    """Measure, write the result file and print its tables."""
     arguments = _arguments()
     begin = time.monotonic()
     device = torch.device(arguments.device)
@@ -277,8 +277,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
     parser.add_argument("--rows", choices=("all", "tables", "more", "quick", "tiny"), default="all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--kernel", help="registry row; default the registry's choice")
-    parser.add_argument("--launch", help="fields of the launch, as block_m=128,num_warps=8")
+    parser.add_argument("--kernel", help="registry row; default: the registry's selection")
+    parser.add_argument("--launch", help="launch fields, such as block_m=128,num_warps=8")
     parser.add_argument("--workers", type=int, default=8, help="compiler processes")
     add_bookkeeping(parser)
     parser.add_argument("--device", default="cuda", help="cpu: dry run in Triton's interpreter")

@@ -1,8 +1,8 @@
-"""Times prefill in FP8 and decode over an FP8 cache beside the same calls in half precision.
+"""Times prefill in FP8 and decode over an FP8 cache, next to the same calls in half precision.
 
-Times are of the inputs of `benchmarks.attention`. Errors of the prefill are against float64, on one long sequence in
-which one number in a thousand is ten times as large: ours in half precision, ours in FP8, and FP8 with one scale per
-tensor in PyTorch.
+It times the inputs of `benchmarks.attention`. Prefill errors are measured against float64 on one long sequence in which
+one number in a thousand is ten times as large, for three computations: our kernels in half precision, our kernels in
+FP8, and PyTorch in FP8 with one scale per tensor.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _HEADS = 2
 _MOST_TOKENS = 8 * 8192
 _BLOCKS_AT_ONCE = 4096
 _FP8_DIFFERENCE = 0.06
-"""Relative: e4m3 rounds by up to a sixteenth, and the errors of values partly cancel."""
+"""Largest relative difference: e4m3 rounds by up to a sixteenth, and the errors of values partly cancel."""
 _SEEDS = range(2)
 
 
 def has_fp8_row(shape: Shape) -> bool:
-    """Whether a shape is also measured in FP8: the long ones of the peers' tables."""
+    """Whether a prefill is also measured in FP8; true for the long shapes of the peers' tables."""
     return shape in PREFILL and _key(shape) in FA3
 
 
 def has_fp8_cache_row(shape: Shape) -> bool:
-    """Whether a decode is also measured over an FP8 cache: those of the peers' tables that read the most."""
+    """Whether a decode is also measured over an FP8 cache; true for the shapes that read the most tokens."""
     return shape in DECODE and shape.batch * shape.length >= _MOST_TOKENS
 
 
 def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
-    """Time a decode over the same keys and values in FP8, as entries of a record.
+    """Time a decode over the same keys and values in FP8. Returns entries of a record.
 
     Args:
         inputs: in half precision, with their output in `out`.
         half_us: microseconds of the same call without FP8.
 
     Raises:
-        AssertionError: the output differs from that in half precision by more than rounding to FP8.
+        AssertionError: the output differs from the half-precision output by more than rounding to FP8 explains.
     """
     device = inputs.q.device
     problem = dataclasses.replace(inputs.problem, kv_dtype=FP8)
@@ -93,7 +93,7 @@ def time_fp8_cache(inputs: Inputs, half_us: float) -> dict[str, Any]:
 
 
 def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a cache [2, N, S, K, D]; returns it with its scales [2, N, K, S], one for each key and value."""
+    """Quantize a cache [2, N, S, K, D]. Returns it and its scales [2, N, K, S], one for each key and each value."""
     blocks = kv.flatten(0, 1)
     numbers = torch.empty_like(blocks, dtype=torch.float8_e4m3fn)
     scale = torch.empty(blocks.shape[:-1], device=kv.device)
@@ -104,7 +104,7 @@ def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
-    """Time packed inputs with FP8 allowed, as entries of a record; empty where no row computes in FP8.
+    """Time packed inputs with FP8 allowed. Returns entries of a record; empty if no kernel supports FP8 here.
 
     Args:
         inputs: in half precision.
@@ -140,7 +140,7 @@ def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
 def measure_errors(
     problem: AttentionProblem, length: int, device: torch.device
 ) -> dict[str, float | None]:
-    """Return root mean square errors over a sequence with outliers, of two heads and two seeds together."""
+    """Return root mean square errors over a sequence with outliers, over two heads and two seeds."""
     asked = dataclasses.replace(problem, num_heads=_HEADS, num_kv_heads=_HEADS)
     options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
     squares = dict.fromkeys(("half", "per_tensor", "fp8"), 0.0)

@@ -1,6 +1,6 @@
-"""Inputs for timing attention at full size, their checks, and the timing of a call.
+"""Full-size inputs for timing attention, checks of the output, and the timing of a call.
 
-Tensors are made on the device, where a cache of gigabytes takes milliseconds.
+Tensors are created on the device, where filling gigabytes takes milliseconds.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One shape's tensors.
+    """The tensors of one shape.
 
     Attributes:
-        shape: that they have.
-        problem: for the public API.
-        batch: for the public API.
+        shape: the shape.
+        problem: attention problem for the public API.
+        batch: batch for the public API.
         q: [T, H, D].
         kv: [2, N, S, K, D] paged, [2, T, K, D] packed.
         out: [T, H, D].
@@ -76,7 +76,7 @@ class Inputs:
     out: Tensor
 
     def plan(self, selection: Selection) -> AttentionPlan:
-        """Plan the step with a given selection."""
+        """Plan the attention with a given selection."""
         return kernels.plan_attention(self.problem, self.batch, selection=selection)
 
     def run(self, plan: AttentionPlan) -> None:
@@ -103,8 +103,8 @@ class Inputs:
             out: [T, H, D], NaN where nothing was written.
 
         Returns:
-            Largest error against the reference in higher precision: of `out`, and of plain PyTorch in the same
-            precision.
+            The largest error of `out` and the largest error of plain PyTorch in the same precision, both against the
+            reference in higher precision.
 
         Raises:
             AssertionError: the error of `out` exceeds the tolerance rule, or a value is not finite.
@@ -144,7 +144,7 @@ class Inputs:
 
 
 def _checked_rows(total: int) -> list[tuple[int, int]]:
-    """Return ranges of query tokens: the first and last ones of a sequence, and some from its middle."""
+    """Return ranges of query tokens at the beginning, in the middle and at the end of a sequence."""
     starts = {0, total // 2, max(0, total - _CHECKED_ROWS)}
     return [(start, min(total, start + _CHECKED_ROWS)) for start in sorted(starts)]
 
@@ -152,14 +152,14 @@ def _checked_rows(total: int) -> list[tuple[int, int]]:
 def make_inputs(
     shape: Shape, dtype: str, device: torch.device, *, paged: bool = True, seed: int = 0
 ) -> Inputs:
-    """Make random inputs; a paged cache has blocks of 16 in random order.
+    """Make random inputs. A paged cache has blocks of 16 tokens in random order.
 
     Args:
         shape: sizes of the tensors.
-        dtype: of queries, cache and output.
-        device: of all tensors.
-        paged: keys and values in a paged cache, else packed.
-        seed: of values and block order.
+        dtype: dtype of queries, cache and output.
+        device: device of all tensors.
+        paged: whether keys and values are in a paged cache; packed otherwise.
+        seed: seed of the values and of the block order.
     """
     assert paged or shape.phase == "prefill", "a decode reads a paged cache"
     generator = torch.Generator(device).manual_seed(seed)
@@ -196,7 +196,7 @@ def make_inputs(
 
 
 def problem_of(shape: Shape, dtype: str, *, paged: bool = True) -> AttentionProblem:
-    """Return the problem that a shape poses to the public API."""
+    """Return the attention problem of a shape."""
     return AttentionProblem(
         phase=Phase(shape.phase),
         dtype=dtype,
@@ -211,17 +211,17 @@ def problem_of(shape: Shape, dtype: str, *, paged: bool = True) -> AttentionProb
 
 
 def arch_of(device: torch.device) -> GPUArch:
-    """Describe the device; the CPU, in a dry run, stands in for an H100."""
+    """Return the architecture of a device; for a CPU, in a dry run, that of an H100."""
     return kernels.detect(device) if device.type == "cuda" else CATALOGUE["h100"]
 
 
 def spec_named(name: str) -> KernelSpec:
-    """Return the registry's row of that name."""
+    """Return the registry row with a given name."""
     return next(spec for spec in REGISTRY if spec.name == name)
 
 
 def forced(spec: KernelSpec, arch: GPUArch, launch: LaunchConfig) -> Selection:
-    """Return a selection of one row, with one launch configuration for any length."""
+    """Return a selection of one registry row, with the same launch configuration for every length."""
     row = TunedLaunch(launch, None, "given by the benchmark", measured=False)
     return Selection(spec, arch, (row,), f"{spec.name} with a given launch", ())
 
@@ -230,7 +230,7 @@ def parse_launch(text: str, base: LaunchConfig) -> LaunchConfig:
     """Parse `block_m=128,num_warps=8`; other fields keep the value of `base`.
 
     Raises:
-        ValueError: not a field of a launch.
+        ValueError: a name is not a field of `LaunchConfig`.
     """
     changes = dict(item.split("=", 1) for item in text.split(",") if item)
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
@@ -254,15 +254,15 @@ def show_launch(launch: LaunchConfig) -> str:
 def time_call(
     call: Callable[[], object], device: torch.device, *, warmup_ms: int = 25, rep_ms: int = 100
 ) -> Timing:
-    """Time one call with cold caches: with device events on a GPU, once with the host's clock elsewhere.
+    """Time one call with cold caches: with device events on a GPU, a single time with the host's clock elsewhere.
 
-    Between two calls the device clears more memory than its caches hold. That takes longer than the host needs to
+    Between two calls the device clears more memory than its caches hold. This takes longer than the host needs to
     launch the next call, so that only the device's work is timed.
 
     Args:
         call: launches the work.
-        device: that the work runs on.
-        warmup_ms: milliseconds of calls before the measurement.
+        device: device that the work runs on.
+        warmup_ms: approximate milliseconds of calls before the measurement.
         rep_ms: approximate milliseconds of measured calls.
     """
     if device.type != "cuda":

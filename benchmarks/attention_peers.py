@@ -1,7 +1,7 @@
-"""Times PyTorch's attention kernels, cuDNN's and FlashAttention-2, on the inputs of the attention benchmark.
+"""Times PyTorch's attention kernels, cuDNN and FlashAttention-2, on the inputs of the attention benchmark.
 
-Sequences of one length go through `scaled_dot_product_attention`. That function cannot express sequences of different
-lengths, with a history or with a window: for these the operators that it dispatches to are called.
+Sequences of one length use `scaled_dot_product_attention`. That function does not support different lengths, a history
+or a window; for these, the operators that it dispatches to are called directly.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
 _NEAR_PEER = 1e-2
-"""Largest relative difference from a peer's output: both round to bf16 along the way."""
+"""Largest relative difference from a peer's output: both round intermediate results to bf16."""
 
 
 def time_peers(inputs: Inputs, out: Tensor, device: torch.device) -> dict[str, Any]:
     """Return the TFLOP/s of PyTorch's backends, as entries of a record.
 
-    A backend that does not support the problem is left out, and so is one whose output differs from `out`; the record
-    names the latter.
+    A backend is left out if it does not support the problem or if its output differs from `out`; in the latter case the
+    record names it.
 
     Args:
-        inputs: packed.
+        inputs: packed inputs.
         out: their attention, already compared with the reference.
-        device: of the inputs.
+        device: device of the inputs.
     """
     figures: dict[str, float] = {}
     copies: list[str] = []
@@ -69,11 +69,11 @@ def _is_dense(inputs: Inputs) -> bool:
 
 
 def _dense(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], bool] | None:
-    """Prepare attention of sequences of one length, to be called under `sdpa_kernel(backend)`.
+    """Prepare attention of sequences of one length. The caller must run it under `sdpa_kernel(backend)`.
 
     Returns:
-        The call, its output [B, S, H, D], and whether the keys are copied for each query head because the backend
-        cannot share them; None if the backend supports neither.
+        The call, which returns [B, S, H, D], and whether keys and values are copied for each query head because the
+        backend does not support grouped-query attention. None if the backend supports neither.
     """
     shape = inputs.shape
     q = inputs.q.view(shape.batch, shape.length, shape.hq, shape.d).transpose(1, 2)
@@ -98,7 +98,7 @@ def _dense(inputs: Inputs, backend: SDPBackend) -> tuple[Callable[[], Tensor], b
 
 
 def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | None:
-    """Prepare attention of sequences of different lengths, as `_dense` does; its output is [T, H, D]."""
+    """Prepare attention of sequences of different lengths. Returns the same as `_dense`; the output is [T, H, D]."""
     shape, batch = inputs.shape, inputs.batch
     assert isinstance(batch, PackedBatch), "peers read packed keys"
     k, v = inputs.kv
@@ -110,7 +110,7 @@ def _ragged(inputs: Inputs, name: str) -> tuple[Callable[[], Tensor], bool] | No
     def cudnn() -> Tensor:
         return packed_cudnn_attention(inputs.q, k, v, lengths, causal=shape.causal)
 
-    # cuDNN aligns the causal edge to the top left, which a history moves, and knows no window here.
+    # cuDNN aligns the causal mask to the top left, which is wrong with a history, and this operator has no window.
     if name == "cudnn" and (shape.history or shape.window):
         return None
     call = cudnn if name == "cudnn" else flash

@@ -1,4 +1,4 @@
-"""Formats the rows of the attention benchmark: Markdown tables, and a count of the rows that reach the peers."""
+"""Formats the rows of the attention benchmark as Markdown tables, and counts the rows that reach the peers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Row: TypeAlias = dict[str, Any]
 """A row of the result file."""
 
 AHEAD = 1.05
-"""The TFLOP/s that a prefill should reach, as a multiple of the best peer's."""
+"""Target for the TFLOP/s of a prefill, as a multiple of the best peer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the same GPU reached in the same run with one operation alone.
+    """Throughput that the same GPU reached in the same run with a single operation.
 
     Attributes:
         gemm_tflops: bf16 matrix product of 8192 x 8192 x 8192, TFLOP/s.
@@ -85,7 +85,7 @@ def _prefill(rows: list[Row]) -> list[str]:
 
 
 def _more_prefill(rows: list[Row]) -> list[str]:
-    """Format rows that the peers' tables lack."""
+    """Format rows that are not in the peers' tables."""
     lines = [
         "More prefill, TFLOP/s: `96x(4-2000)` is a mix of lengths as chats have them, `512+8192` are new tokens",
         "after a history, `full` is not causal, `w1024` a sliding window. cuDNN and FA2 in the same run, where they",
@@ -110,7 +110,7 @@ def _more_prefill(rows: list[Row]) -> list[str]:
 
 
 def _fp8_prefill(rows: list[Row]) -> list[str]:
-    """Format rows that were measured in FP8 too."""
+    """Format rows that were also measured in FP8."""
     lines = [
         "Prefill where FP8 is allowed, packed, causal, TFLOP/s: with the quantization of queries, keys and values, and",
         "the attention alone; FA3 on operands that were quantized before. Errors are root mean squares against float64",
@@ -176,7 +176,7 @@ def _more_decode(rows: list[Row]) -> list[str]:
 
 
 def _fp8_decode(rows: list[Row]) -> list[str]:
-    """Format rows that were measured over a cache in FP8 too."""
+    """Format rows that were also measured over an FP8 cache."""
     lines = [
         "Decode over a cache in FP8, microseconds, and how far the output is from that over the same cache in half",
         "precision, relative.",
@@ -221,7 +221,7 @@ def _shared_decode(rows: list[Row]) -> list[str]:
 
 
 def _prefill_pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
-    """Return the prefill rows by shape, packed and paged; where one is missing, the other stands for both."""
+    """Return pairs of packed and paged prefill rows of a shape; if one is missing, the other is used for both."""
     found: dict[tuple[str, str], dict[bool, Row]] = {}
     for row in rows:
         if row["phase"] == "prefill":
@@ -233,13 +233,13 @@ def _prefill_pairs(rows: Iterable[Row]) -> list[tuple[Row, Row]]:
 
 
 def _best_prefill(row: Row) -> float:
-    """Return the highest TFLOP/s of any peer elsewhere; of the peers here where no table has the shape."""
+    """Return the highest TFLOP/s of the peers measured elsewhere; if there are none, of those in the same run."""
     peers = row["peer_tflops_elsewhere"] or row["peer_tflops"] or {"none": row["tflops"]}
     return float(max(peers.values()))
 
 
 def _fa2(row: Row) -> float:
-    """Return FA2's TFLOP/s, the higher of here and elsewhere."""
+    """Return the higher of FA2's TFLOP/s in this run and elsewhere."""
     return float(max(row["peer_tflops"].get("fa2", 0), row["peer_tflops_elsewhere"].get("fa2", 0)))
 
 
@@ -249,7 +249,7 @@ def _heads(row: Row) -> str:
 
 
 def _size(row: Row) -> str:
-    """Format as in `8x1024`, with everything else that distinguishes the row."""
+    """Format as in `8x1024`, with all other properties of the shape."""
     return str(row.get("size", f"{row['batch']}x{row.get('seqlen', row.get('context'))}"))
 
 
@@ -270,4 +270,4 @@ TABLES: tuple[tuple[Callable[[Row], bool], Callable[[list[Row]], list[str]]], ..
     (lambda row: "fp8_cache" in row, _fp8_decode),
     (lambda row: row["phase"] == "decode" and "gain" in row, _shared_decode),
 )
-"""Which rows belong to a table, and the function that formats it."""
+"""For each table, a predicate that selects its rows and a function that formats them."""

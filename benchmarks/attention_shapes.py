@@ -1,4 +1,4 @@
-"""The shapes that attention is measured on, with published figures of other kernels."""
+"""The shapes of the attention benchmarks, with published figures of other kernels."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ PEERS_SOURCE = (
     "medians of triton.testing.do_bench on another NVIDIA H100 80GB HBM3, torch 2.11.0+cu130: FA3 is "
     "vLLM 0.23.0's build, FlashInfer is 0.6.12, cuDNN and FA2 are PyTorch's SDPA"
 )
-"""Source of the figures in `Shape.peers`: the same kind of machine, but not the same run."""
+"""Source of the figures in `Shape.peers`: the same GPU model, but another run."""
 ELEMENT_BYTES = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One row of a table: sequences of one model's attention, equally long unless `lengths` is given.
+    """One row of a table. All sequences have the same length unless `lengths` is given.
 
     Attributes:
         phase: "prefill" or "decode".
-        hq: query heads.
-        hkv: key-value heads.
+        hq: number of query heads.
+        hkv: number of key-value heads.
         d: head dim.
-        batch: sequences.
-        length: tokens of each, or of the longest; in a decode the one being decoded included.
-        peers: other kernels' figures, measured elsewhere (`PEERS_SOURCE`): TFLOP/s in a prefill,
-            microseconds in a decode.
-        history: tokens of each sequence that a prefill finds in the cache.
-        causal: whether a query sees no key after its own token.
-        window: tokens that a query attends to; None for all.
-        lengths: tokens of each sequence, where they differ.
-        shared: tokens at the beginning of all sequences of a decode that are in the same blocks.
+        batch: number of sequences.
+        length: tokens of each sequence, or of the longest; in a decode including the token being decoded.
+        peers: figures of other kernels, measured elsewhere (`PEERS_SOURCE`): TFLOP/s for prefill, microseconds for
+            decode.
+        history: tokens of each sequence that are in the cache before a prefill.
+        causal: whether queries attend only to keys up to their own token.
+        window: number of tokens that a query attends to; None for all.
+        lengths: tokens of each sequence, if they differ.
+        shared: leading tokens that all sequences of a decode share, in the same blocks.
     """
 
     phase: str
@@ -63,9 +63,9 @@ class Shape:
 
     @property
     def size(self) -> str:
-        """Format as in `8x1024`, `1x512+8192` after a history, `64x(100-16000)` where lengths differ.
+        """Format as in `8x1024`; `1x512+8192` with a history, `64x(100-16000)` with different lengths.
 
-        `64x(8192 shared + 128)` where all sequences begin with the same blocks.
+        With shared leading blocks the format is `64x(8192 shared + 128)`.
         """
         new = str(self.length - self.history)
         if self.lengths:
@@ -99,13 +99,13 @@ class Shape:
     def flops(self) -> float:
         """Floating-point operations of the call.
 
-        As usual, a causal square counts as half a square: the diagonal counts half.
+        As usual, a causal square counts half.
         """
         pairs = zip(self.query_lens, self.seq_lens, strict=True)
         return 4 * self.d * self.hq * sum(self._seen(queries, keys) for queries, keys in pairs)
 
     def _seen(self, queries: int, keys: int) -> float:
-        """Return the number of pairs of a query and a key that it attends to, in one sequence."""
+        """Return the number of (query, key) pairs in one sequence for which the query attends to the key."""
         if self.phase == "decode":
             return keys
         if not self.causal:
@@ -118,7 +118,7 @@ class Shape:
         return growing * first + 0.5 * growing**2 + (queries - growing) * self.window
 
     def kv_bytes(self, dtype: str) -> int:
-        """Return the bytes of the keys and values that the call has to read, each once."""
+        """Return the bytes of all keys and values, each read once."""
         tokens = sum(self.seq_lens) - max(0, self.batch - 1) * self.shared
         return 2 * tokens * self.hkv * self.d * ELEMENT_BYTES[dtype]
 
@@ -203,19 +203,19 @@ DECODE = _table(
 
 
 def _sampled(count: int, least: int, most: int, sample: Callable[[random.Random], float]) -> Shape:
-    """Return a decode of sampled lengths, the same in every run; `replace` makes other shapes of it."""
+    """Return a decode with sampled lengths, the same in every run; `replace` derives other shapes from it."""
     source = random.Random(0)  # noqa: S311
     lengths = tuple(min(most, max(least, round(sample(source)))) for _ in range(count))
     return Shape("decode", 32, 8, 128, count, max(lengths), lengths=lengths)
 
 
 def _prompt_length(source: random.Random) -> float:
-    """Sample the tokens of a chat's prompt: half have fewer than 150, one in a hundred more than 2000."""
+    """Sample the length of a chat prompt: half have fewer than 150 tokens, one in a hundred more than 2000."""
     return source.lognormvariate(5.0, 1.15)
 
 
 def _skewed(source: random.Random) -> float:
-    """Sample the tokens of a context between 100 and 16384: half have fewer than 1300."""
+    """Sample a context length between 100 and 16384 tokens: half have fewer than 1300."""
     return math.exp(source.uniform(math.log(100), math.log(16384)))
 
 
@@ -235,8 +235,8 @@ MORE_PREFILL = (
     Shape("prefill", 32, 8, 128, 4, 4096, window=1024),
     Shape("prefill", 32, 8, 128, 1, 16384, window=4096),
 )
-"""Rows that the peers' tables lack: prompts of different lengths as in chats, chunks of 512 after a history, wide
-heads, full attention, windows."""
+"""Rows that are not in the peers' tables: prompts of different lengths as in chats, chunks of 512 tokens after a
+history, head dim 256, full attention, windows."""
 MORE_DECODE = (
     _sampled(64, 100, 16384, lambda source: source.uniform(100, 16384)),
     _sampled(64, 100, 16384, _skewed),
@@ -258,10 +258,10 @@ TINY = (
     Shape("decode", 4, 2, 32, 3, 90, lengths=(90, 5, 33)),
     Shape("decode", 4, 2, 32, 3, 90, shared=64),
 )
-"""For a dry run of the scripts in Triton's interpreter."""
+"""Shapes for a dry run of the scripts in Triton's interpreter."""
 
 
 def find(phase: str, heads: tuple[int, int, int], batch: int, length: int) -> Shape:
-    """Return a shape, with its peers' figures where a table has it."""
+    """Return a shape, with its peers' figures if it is in a table."""
     wanted = Shape(phase, *heads, batch, length)
     return next((shape for shape in (*PREFILL, *DECODE) if shape == wanted), wanted)

@@ -1,8 +1,8 @@
-"""Measures the bundled model on this CPU beside `transformers` with the same checkpoint and dtype.
+"""Compares the bundled model on this CPU with `transformers`, with the same checkpoint and dtype.
 
 One run compares one stream with `transformers`' generate, eight requests with one, and HTTP with the engine alone, and
-takes the time until the service is ready. Rounds alternate between the contenders, so that other load slows all of
-them. All use the number of threads that the engine chooses.
+measures the time until the service is ready. Rounds alternate between the contenders, so that other load slows all of
+them. All use the number of threads that the engine selects.
 
     python -m benchmarks.cpu [--rounds 5] [--tokens 256] [--dtype float32]
 """

@@ -1,7 +1,7 @@
-"""Times recorded decode steps, with the launch configurations given for their attention.
+"""Times recorded decode steps with given launch configurations of their attention kernel.
 
-Random weights, sequences of one length, blocks in random order. Steps are recorded as in the engine; the launches are
-replayed alternately. The host's work does not count.
+Weights are random, all sequences have the same length, and blocks are in random order. Steps are recorded as in the
+engine, and the recordings of the launch configurations are replayed alternately. The host's work is not measured.
 
     python -m benchmarks.decode_steps [--model qwen3-0.6b] [--sequences 16 64 256] [--contexts 128 384]
         [--launches table block_n=32,num_stages=2] [--kv-cache-dtype fp8] [--rounds 3]
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 TABLE = "table"
-"""Stands for the launch that the tuning tables choose."""
+"""Name of the launch configuration from the tuning tables."""
 _FEWEST_COLUMNS = 64
-"""Columns of a recording's block table, as in the engine."""
+"""Minimum columns of a recording's block table, as in the engine."""
 _FILLED_BLOCKS = 4096
-"""Blocks filled at once, to limit the memory of their float32 values."""
+"""Blocks filled at once, to limit the memory for float32 intermediates."""
 _REPLAYS = 30
 _WARM_REPLAYS = 3
 
@@ -91,11 +91,11 @@ def step(
     """Return a function that computes a decode step: embeddings of the sampled tokens, layers, logits, argmax.
 
     Args:
-        model: on its device, fused where it can be.
-        cache: with blocks for all sequences.
+        model: an optimized model.
+        cache: must have blocks for all sequences.
         sequences: B.
-        context: keys of each sequence, that of the step included.
-        launch: `TABLE`, or fields of a `LaunchConfig` that differ from the table's.
+        context: keys of each sequence, including the step's.
+        launch: `TABLE`, or the fields of a `LaunchConfig` that differ from the table's.
     """
     weight = model.embed_tokens
     numbers = functools.partial(torch.full, (sequences,), device=weight.device)
@@ -136,14 +136,14 @@ def step(
 
 
 def record(compute: Callable[[], object], device: torch.device) -> Replay:
-    """Record a step; on a CPU, for a dry run, a replay computes it."""
+    """Record a step; on a CPU, for a dry run, return the function itself."""
     if device.type == "cuda":
         return CudaGraphs(device).record(compute)
     return compute
 
 
 def microseconds(replay: Replay, device: torch.device) -> float:
-    """Return the microseconds of one replay, as the mean of consecutive ones."""
+    """Return the microseconds of one replay, averaged over consecutive replays."""
     if device.type != "cuda":
         begin = time.perf_counter()
         replay()
@@ -165,7 +165,7 @@ def _load(name: str, device: torch.device) -> DecoderLM:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_model(path, ModelConfig.from_folder(path), dtype, device, "dummy")
     if model.config.mixes_attention:
-        raise SystemExit(f"{name} has two kinds of attention, which take different launches")
+        raise SystemExit(f"{name} has two kinds of attention, which need different launches")
     return model
 
 
@@ -176,7 +176,7 @@ def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) 
     heads = shape.num_kv_heads, shape.head_dim
     cache = KVCache(shape.num_layers, blocks, BLOCK_SIZE, *heads, dtype, weight.device)
     for layer, scale in zip(cache.layers, cache.scales, strict=True):
-        # Computing with zeros takes a GPU less power, and so less time.
+        # Random values: computing with zeros takes a GPU less power, and therefore less time.
         rows = layer.flatten(0, 1)
         for start in range(0, len(rows), _FILLED_BLOCKS):
             part = rows[start : start + _FILLED_BLOCKS]
@@ -188,7 +188,7 @@ def _cache(model: DecoderLM, sequences: int, context: int, kv_cache_dtype: str) 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="qwen3-0.6b", help="a shape's name, or a checkpoint's")
+    parser.add_argument("--model", default="qwen3-0.6b", help="name of a shape or of a checkpoint")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--launches", nargs="+", default=[TABLE], metavar="FIELD=NUMBER,...")

@@ -1,8 +1,8 @@
-"""Measures every GPU figure of docs/benchmarks.md: the engine on three shapes and the bundled model, and the service.
+"""Measures all GPU figures of docs/benchmarks.md: the engine on three shapes and the bundled model, and the service.
 
     python -m benchmarks.gpu [--out results/] [--only llama-3.2-1b http] [--commit abc1234]
 
-Prints each command before it runs. After a command that fails the others still run.
+It prints each command before running it. If a command fails, the others still run.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ ENGINE["llama-3.1-8b-fp8-weights"] = _engine(
     "llama-3.1-8b", _LARGE_STEPS, "--quantization=fp8", label="llama-3.1-8b-fp8-weights"
 )
 ENGINE["bundled"] = _engine("bundled", workloads=["batch1", "decode8", "decode256", "ttft128"])
-"""Options of `tessera bench engine`, by the name of the measurement."""
+"""Options of `tessera bench engine`, by name of the measurement."""
 HTTP = "http"
 
 _SERVED = "qwen3-0.6b"
 _SERVICE = ["--device=cuda", f"--model={SHAPES / _SERVED}", "--load-format=dummy"]
 _WARM_STARTS = 3
 _IDLE_SECONDS = 14.0
-"""Seconds after the service is ready, in which it records its steps."""
+"""Seconds to wait after the service is ready, while it records its steps."""
 
 
 def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -> bool:
-    """Run `tessera bench`; returns whether it succeeded.
+    """Run `tessera bench` and return whether it succeeded.
 
     Args:
         kind: "engine" or "serve".
-        options: of that command, without those of the result.
-        folder: for the result.
-        commit: of the code; None asks git.
+        options: options of that command, except those for the result file.
+        folder: folder of the result file.
+        commit: commit of the code; None asks git.
     """
     told = [f"--json={folder}", *([f"--commit={commit}"] if commit else [])]
     print("$", shlex.join(["tessera", "bench", kind, *options]), flush=True)
@@ -73,7 +73,7 @@ def bench(kind: str, options: Sequence[str], folder: Path, commit: str | None) -
 
 
 def load(url: str) -> list[str]:
-    """Return the options of `tessera bench serve` for one, 64 and 256 streams."""
+    """Return the options of `tessera bench serve` for 1, 64 and 256 streams."""
     return [
         f"--url={url}", f"--label={_SERVED}", "--concurrency", "1", "64", "256",
         "--input-len=256", "--output-len=256", "--processes=2",
@@ -81,7 +81,11 @@ def load(url: str) -> list[str]:
 
 
 def serve(folder: Path, commit: str | None) -> bool:
-    """Time starts of the service, first without compiled kernels, and load the last; returns whether all succeeded."""
+    """Time the start of the service, first without compiled kernels, then put load on the last one started.
+
+    Returns:
+        Whether all succeeded.
+    """
     try:
         return _serve(folder, commit)
     except SystemExit as error:
@@ -102,7 +106,7 @@ def _serve(folder: Path, commit: str | None) -> bool:
     ):
         note("cold", seconds)
     good = False
-    # One more start fills the usual cache where it is empty.
+    # This start, which is not measured, fills the default cache if it is empty.
     with service(_SERVICE):
         pass
     for number in range(_WARM_STARTS):
@@ -116,15 +120,15 @@ def _serve(folder: Path, commit: str | None) -> bool:
 
 
 def main() -> None:
-    """Run the measurements; exits with status 1 where one failed."""
+    """Run the measurements; exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     names = (*ENGINE, HTTP)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
-        help=f"of {', '.join(names)}")  # fmt: skip
+        help=f"one or more of {', '.join(names)}")  # fmt: skip
     add_bookkeeping(parser)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU that PyTorch can use")
+        raise SystemExit("PyTorch found no usable GPU")
     folder = arguments.out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     failed = []

@@ -28,12 +28,12 @@ class LocalChannel:
         self.steps: list[StepMessage] = []
 
     def send(self, message: EngineMessage) -> None:
-        """Store the message of a step and drop others."""
+        """Store messages of steps and drop all others."""
         if isinstance(message, StepMessage):
             self.steps.append(message)
 
     def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
-        """Return the inbox. Waiting for an empty one is an error: no other thread fills it."""
+        """Return and empty the inbox. Waiting on an empty inbox is an error: no other thread fills it."""
         assert self.inbox or not wait
         messages, self.inbox = self.inbox, []
         return messages
@@ -43,7 +43,7 @@ class LocalEngine:
     """Owns an engine and runs it in the caller's thread.
 
     Args:
-        config: of the engine.
+        config: the engine's configuration.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -74,7 +74,7 @@ class LocalEngine:
         return list(answers.values())
 
     def _take(self, answers: dict[int, list[TokenEvent]]) -> int:
-        """Add the events of the oldest step to `answers`; returns the number of requests that it finished."""
+        """Add the events of the oldest step to `answers` and return the number of requests that it finished."""
         step = self.channel.steps.pop(0)
         for i, request_id in enumerate(step.request_ids):
             answers[request_id].append(step.event(i))

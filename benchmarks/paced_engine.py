@@ -1,7 +1,7 @@
-"""An engine process that computes nothing: it sends every request its next token at a given rate.
+"""An engine process without a model, which sends every request its next token at a given rate.
 
-`benchmarks.streaming` has the service start it as its engine process, with the steps per second as the argument. The
-messages are those of the real engine for the same number of sequences.
+`benchmarks.streaming` configures the service to start this as its engine process, with the steps per second as the
+argument. The messages are those of the real engine for the same number of sequences.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _FIRST_TOKEN, _TOKENS = 300, 1000
 
 
 class PacedEngine:
-    """Owns the unfinished requests.
+    """Sends a token to every unfinished request in each step.
 
     Args:
-        channel: to the front end.
+        channel: channel to the front end.
         rate: steps per second.
     """
 
@@ -105,7 +105,7 @@ class PacedEngine:
 
 
 def main() -> None:
-    """Run until the front end sends a shutdown message or ends."""
+    """Run until the front end sends a shutdown message or exits."""
     launch = msgspec.json.decode(os.read(0, 1 << 16), type=EngineLaunch)
     config, (rate,) = launch.config, sys.argv[1:]
     channel = Channel(launch.address)

@@ -1,7 +1,7 @@
 """Compiles kernels in parallel into Triton's on-disk cache and reports their resources.
 
-Each worker process calls a kernel on tiny tensors and stops before the launch, so that the GPU is free for timing.
-The compiled code depends only on constants, dtypes and alignment, which are those of large tensors.
+Each worker process calls a kernel on tiny tensors and stops before the launch, so that the GPU is free for timing. The
+compiled code depends only on constants, dtypes and alignment, which are the same as for large tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MAIN_KERNELS = ("prefill", "decode")
 _compiled: list[Any] = []
-"""In a worker process: the compiled kernels of the job."""
+"""The kernels that the current job compiled, in a worker process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class Job:
     """One kernel to compile.
 
     Attributes:
-        kernel: name of the registry's row.
-        shape: of the tensors; its batch, lengths and history do not matter.
-        dtype: of the tensors.
-        paged: keys and values in a paged cache, else packed.
-        launch: tile sizes.
+        kernel: name of the registry row.
+        shape: shape of the tensors; its batch, lengths and history do not matter.
+        dtype: dtype of the tensors.
+        paged: whether keys and values are in a paged cache; packed otherwise.
+        launch: launch configuration.
         device: "cuda", or "cpu" for a dry run that compiles nothing.
     """
 
@@ -50,10 +50,10 @@ class Compiled(NamedTuple):
     """The result of a job.
 
     Attributes:
-        job: as given.
+        job: the job.
         error: why the kernel cannot run; empty if it can.
-        registers: per thread.
-        spills: 32-bit words per thread that do not fit the registers.
+        registers: registers per thread.
+        spills: 32-bit words per thread that do not fit into registers.
         shared_bytes: shared memory per thread block.
     """
 
@@ -65,13 +65,13 @@ class Compiled(NamedTuple):
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """Start processes that compile without launching."""
+    """Start worker processes that compile kernels without launching them."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare)
 
 
 def compile_job(job: Job) -> Compiled:
-    """Compile one kernel; called in a worker of `pool`."""
+    """Compile one kernel; must run in a worker of `pool`."""
     _compiled.clear()
     device = torch.device(job.device)
     try:
@@ -97,8 +97,8 @@ def compile_job(job: Job) -> Compiled:
 
 
 def _prepare() -> None:
-    """Make every kernel call of this process stop after compiling."""
-    from triton.runtime.jit import JITFunction  # noqa: PLC0415  # only where there is a GPU
+    """Patch Triton so that kernel calls in this process compile without launching."""
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415  # needs a GPU
 
     launch = JITFunction.run
 

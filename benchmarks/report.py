@@ -1,4 +1,4 @@
-"""Writes the result file of a script in this folder and prints its rows."""
+"""Writes the result file of a benchmark script and prints its rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def add_bookkeeping(parser: argparse.ArgumentParser) -> None:
-    """Add the options `--out` and `--commit`: `folder` and `revision` of `write_report`."""
+    """Add the options `--out` and `--commit`, the `folder` and `revision` of `write_report`."""
     parser.add_argument("--out", type=Path, help="folder of the result file")
-    parser.add_argument("--commit", help="of the code, where there is no .git")
+    parser.add_argument("--commit", help="commit of the code, if there is no .git")
 
 
 def write_report(
@@ -36,17 +36,17 @@ def write_report(
     """Write `<gpu or cpu>-<topic>-<commit>.json` and print the rows.
 
     Args:
-        topic: what was measured, in a word.
+        topic: one word for what was measured.
         rows: one flat record per measurement.
-        libraries: packages whose version the result depends on.
-        device: that was measured, "cpu" or "cuda".
-        folder: to write to; None takes `benchmarks/results`.
+        libraries: packages on whose version the result depends.
+        device: the measured device, "cpu" or "cuda".
+        folder: folder to write to; None for `benchmarks/results`.
         revision: commit of the code; None asks git.
-        echo: print the rows.
-        extra: further entries before the rows.
+        echo: whether to print the rows.
+        extra: further entries, written before the rows.
 
     Returns:
-        The file written.
+        The path of the file.
     """
     script = Path(sys.argv[0])
     on_gpu = device == "cuda"

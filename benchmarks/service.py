@@ -1,4 +1,4 @@
-"""Runs `tessera serve` for the length of a measurement."""
+"""Runs `tessera serve` for the duration of a measurement."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def service(
     """Serve on a free port, without a prefix cache.
 
     Args:
-        options: of `tessera serve`.
-        environment: variables that differ from this process'.
-        program: a module and its first arguments, which serves like `tessera serve`.
+        options: options of `tessera serve`.
+        environment: variables to add to this process's environment.
+        program: a module and its first arguments; it must accept the options of `tessera serve`.
 
     Yields:
-        The URL, and the seconds from the command to the first 200 of /health.
+        The URL, and the seconds from starting the command to the first 200 of /health.
 
     Raises:
-        SystemExit: the service ended before it was ready.
+        SystemExit: the service exited before it was ready.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,10 +1,9 @@
-"""Measures the processor time that the front end needs for a streamed token.
+"""Measures the CPU time that the front end needs per streamed token.
 
-The service is real except for its engine, a process that computes nothing and sends every stream its next token at a
-given rate (`benchmarks.paced_engine`). The client is `tessera bench serve`. At a low rate the front end keeps up and
-sends every token alone; at a high rate it sends the tokens of several steps together. The result is the processor time
-of the front-end processes from the first request to the last, which other load on the machine changes less than the
-wall clock.
+The service is real except for its engine, a process without a model that sends every stream its next token at a given
+rate (`benchmarks.paced_engine`). The client is `tessera bench serve`. At a low rate the front end keeps up and sends
+each token separately; at a high rate it sends the tokens of several steps together. The result is the CPU time of the
+front-end processes from the first request to the last, which other load on the machine affects less than wall time.
 
     python -m benchmarks.streaming [--streams 256] [--rates 60 160 400] [--tokens 1000] [--frontends 1]
 """
@@ -28,7 +27,7 @@ from server.cli.serve import serve
 
 _PROMPT_TOKENS = 8
 _SERVE = "serve"
-"""First argument of this script where it is the service; the rate and options of `tessera serve` follow."""
+"""First argument with which this script runs as the service; the rate and options of `tessera serve` follow."""
 
 
 def run_service(rate: str, options: list[str]) -> None:
@@ -37,14 +36,14 @@ def run_service(rate: str, options: list[str]) -> None:
 
 
 def metric(url: str, name: str) -> float:
-    """Return one number of GET /metrics."""
+    """Return the value of one metric of GET /metrics."""
     with urllib.request.urlopen(f"{url}/metrics") as reply:  # noqa: S310
         lines = reply.read().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 
 
 def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Load a service and return the processor time of its front end for a token."""
+    """Put load on a service and return a record with the CPU time of its front end per token."""
     settings = [f"--max-concurrent-requests={streams}", f"--max-num-seqs={streams}"]
     settings += [f"--frontends={options.frontends}"] if options.frontends > 1 else []
     program = ("benchmarks.streaming", _SERVE, str(rate))
@@ -84,9 +83,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--rates", type=float, nargs="+", default=[60, 160, 400])
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=3, help="the best one counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds per rate; the fastest is reported"
+    )
     parser.add_argument("--frontends", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--processes", type=int, default=1, help="processes of the client")
     add_bookkeeping(parser)
     options = parser.parse_args()
     rows = []

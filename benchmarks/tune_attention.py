@@ -1,8 +1,8 @@
 """Finds the fastest launch configuration for the shapes of the attention tables.
 
-Candidates are compiled in parallel by processes that launch nothing; meanwhile compiled ones are checked against the
-reference and timed. Then the best of each row are timed again for longer, decodes with other numbers of programs per
-SM. The results so far are written when the time is up.
+Processes that launch no kernels compile the candidates in parallel; meanwhile compiled candidates are checked against
+the reference and timed. Then the best candidates of each row are timed again for longer, for decode with other numbers
+of programs per SM. When the time is up, the results so far are written.
 
     python -m benchmarks.tune_attention --phase decode --head-dims 64 128 --seconds 240 --out DIR
     python -m benchmarks.tune_attention --phase prefill --head-dims 64 128 256 --layouts paged packed --out DIR
@@ -60,13 +60,13 @@ class Group:
     """The rows of one tuning entry.
 
     Attributes:
-        kernel: name of the registry's row.
-        dtype: of the tensors.
-        paged: keys and values in a paged cache, else packed.
+        kernel: name of the registry row.
+        dtype: dtype of the tensors.
+        paged: whether keys and values are in a paged cache; packed otherwise.
         shapes: the rows.
         launches: candidates.
         results: times by shape and launch.
-        failed: why a launch did not run.
+        failed: reasons by launch that did not run.
         compiled: resources by launch.
     """
 
@@ -86,7 +86,7 @@ class Group:
 
 
 class Row:
-    """One shape's inputs, with the checked output that others are compared with."""
+    """The inputs of one shape, and a checked output with which later outputs are compared."""
 
     def __init__(self, group: Group, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -96,7 +96,7 @@ class Row:
         self._expected: torch.Tensor | None = None
 
     def check(self, launch: LaunchConfig) -> None:
-        """Run once into an output filled with NaN.
+        """Run once with an output filled with NaN, and check the result.
 
         Raises:
             AssertionError: the result is wrong.
@@ -111,7 +111,7 @@ class Row:
             raise AssertionError(f"differs by {difference:.2g} from the checked output")
 
     def time(self, launch: LaunchConfig, rep_ms: int) -> Timing:
-        """Time a call without its planning."""
+        """Time a call, without planning."""
         plan = self._plan(launch)
         return time_call(
             lambda: self._inputs.run(plan), self._device, warmup_ms=rep_ms // 4, rep_ms=rep_ms
@@ -122,7 +122,7 @@ class Row:
 
 
 def main() -> None:
-    """Tune group after group and write the results."""
+    """Tune each group and write the results."""
     arguments = _arguments()
     device = torch.device(arguments.device)
     begin = time.monotonic()
@@ -218,7 +218,7 @@ def _submit(
 def _tune(
     group: Group, futures: list[Future[precompile.Compiled]], device: torch.device, deadline: float
 ) -> None:
-    """Time every candidate on every row, then the best of each row for longer."""
+    """Time every candidate on every row, then the best candidates of each row for longer."""
     first = deadline - _SECOND_ROUND_SHARE * (deadline - time.monotonic())
     rows = [Row(group, shape, device) for shape in group.shapes]
     group.results = {shape: {} for shape in group.shapes}
@@ -242,7 +242,7 @@ def _tune(
 def _ready(
     group: Group, futures: list[Future[precompile.Compiled]], deadline: float
 ) -> Iterator[LaunchConfig]:
-    """Yield candidates in the order in which they are compiled, without those that cannot run."""
+    """Yield candidates in the order in which their compilation ends, except those that cannot run."""
     if not futures:
         yield from group.launches
         return
@@ -258,7 +258,7 @@ def _ready(
     except TimeoutError:
         print(f"{group}: {sum(not future.done() for future in futures)} not compiled in time")
     except BrokenProcessPool:
-        print(f"{group}: a compiler process died; the candidates it had left are not tried")
+        print(f"{group}: a compiler process died; its remaining candidates are not tried")
 
 
 def _second_round(group: Group, shape: Shape) -> list[LaunchConfig]:
@@ -310,7 +310,7 @@ def _records(group: Group) -> list[dict[str, Any]]:
 
 
 def table(group: Group, top: int) -> list[str]:
-    """Format the best launches of each row, of all rows of a length, and of all rows."""
+    """Format the best launches of each row, of all rows of each length, and of all rows."""
     lines = ["", f"{group}: {len(group.failed)} of {len(group.launches)} failed"]
     for shape, results in group.results.items():
         best = sorted(results, key=lambda launch: results[launch].median)[:top]
@@ -336,7 +336,7 @@ def _figure(shape: Shape, timing: Timing) -> str:
 
 
 def _losses(group: Group, shapes: list[Shape]) -> list[tuple[LaunchConfig, float]]:
-    """Return the geometric mean of the time over each row's best, for launches timed on all of `shapes`."""
+    """Return, for launches timed on all of `shapes`, the geometric mean of the time relative to each row's best."""
     results = [group.results[shape] for shape in shapes if group.results.get(shape)]
     if not results:
         return []
@@ -358,14 +358,14 @@ def _losses(group: Group, shapes: list[Shape]) -> list[tuple[LaunchConfig, float
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--phase", choices=("prefill", "decode", "both"), default="both")
-    parser.add_argument("--kernel", help="registry row; default its choice")
+    parser.add_argument("--kernel", help="registry row; default: the registry's selection")
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("HQ", "HKV"))
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--layouts", nargs="+", choices=("paged", "packed"), default=["paged"])
     parser.add_argument("--sizes", nargs="+", help="rows as 32x512 (batch x length); tiny: dry run")
     parser.add_argument("--candidates", type=Path, help="JSON list of launches instead of the grid")
-    parser.add_argument("--skip", type=Path, help="JSON list of what is known to spill")
+    parser.add_argument("--skip", type=Path, help="JSON list of launches known to spill")
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--workers", type=int, default=14, help="compiler processes")
     parser.add_argument("--top", type=int, default=4, help="launches shown per row")

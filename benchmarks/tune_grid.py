@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
 
 PROGRAMS_PER_SM = (1, 2, 3, 4, 6, 8)
-"""Tried with the best decode configurations of a row; they do not change the code, so nothing is compiled."""
+"""Tried with the best decode configurations of a row; they do not change the compiled code."""
 _ACCUMULATOR_REGISTERS = 160
-"""Most 32-bit words of output per thread; the scores and their exponentials need the other registers."""
+"""Maximum 32-bit words of output per thread; the scores and their exponentials need the other registers."""
 _PREFILL_ROWS, _PREFILL_KEYS = (64, 128), (32, 64, 128)
 _DECODE_ROWS, _DECODE_KEYS = (16,), (16, 32, 64, 128)
 _FLOAT32_ROWS, _FLOAT32_KEYS = (16, 32, 64), (16, 32, 64)
 _HOPPER_ROWS, _HOPPER_KEYS = {128: 176, 192: 128}, (32, 64, 128)
-"""By rows: most 32-bit words that a thread may keep; configurations with more spill."""
+"""`_HOPPER_ROWS` maps the rows of a tile to the maximum 32-bit words per thread; configurations with more spill."""
 _HOPPER_BARRIERS = 512
 _UNROLLED = 4096
-"""Most multiplications per thread of a float32 product, which tensor cores do not compute: the compiler unrolls them
-and takes 10 seconds for 2048."""
+"""Maximum multiplications per thread of a float32 product. Tensor cores do not compute these, and the compiler unrolls
+them, which takes 10 seconds for 2048."""
 
 
 def candidates(
     kernel: str, head_dim: int, dtype: str, arch: GPUArch, skip: Iterable[dict[str, Any]] = ()
 ) -> list[LaunchConfig]:
-    """Return the grid of a kernel, without configurations that do not fit or are to be skipped.
+    """Return the grid of a kernel, without configurations that do not fit the GPU or match `skip`.
 
     Args:
-        kernel: name of the registry's row.
+        kernel: name of the registry row.
         head_dim: D.
-        dtype: of the tensors.
-        arch: for its shared memory.
-        skip: records of "kernel", "head_dim", "dtype" and fields of the launch; a configuration is left out if it
-            agrees with all entries of a record.
+        dtype: dtype of the tensors.
+        arch: architecture, for the size of its shared memory.
+        skip: records of "kernel", "head_dim", "dtype" and launch fields; a configuration is left out if it matches all
+            entries of a record.
     """
     if kernel == "hopper_prefill":
         grid = _hopper_prefill_grid(head_dim, arch)
@@ -70,7 +70,7 @@ def candidates(
 
 
 def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
-    """Return what fits the shared memory, and the registers of the consumers, which have 64 rows each."""
+    """Return the configurations that fit the shared memory and the registers of the consumers, of 64 rows each."""
     return [
         LaunchConfig(m, n, 4, stages)
         for m, n, stages in itertools.product(_HOPPER_ROWS, _HOPPER_KEYS, (2, 3, 4, 6))
@@ -81,7 +81,7 @@ def _hopper_prefill_grid(head_dim: int, arch: GPUArch) -> list[LaunchConfig]:
 
 
 def _hopper_shared_bytes(m: int, n: int, stages: int, head_dim: int) -> int:
-    """Return the bytes of the 16-bit buffers of `kernels.attention.hopper.pipeline` and of its barriers."""
+    """Return the bytes of shared memory for the buffers and barriers of `kernels.attention.hopper.pipeline`."""
     parts = 2 if m == 128 else 4
     tiles = (
         2 if head_dim <= 128 else 1
@@ -95,7 +95,7 @@ def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> boo
     if dtype == "float32" and unrolled > _UNROLLED:
         return False
     tile = launch.block_n * head_dim * size
-    # With one stage there is no pipeline, and so no second copy in shared memory.
+    # With one stage there is no pipeline, and therefore no second copy in shared memory.
     shared = 2 * tile * launch.num_stages if launch.num_stages > 1 else 2 * tile
     threads = 32 * launch.num_warps
     accumulator = launch.block_m * head_dim / threads
@@ -106,7 +106,7 @@ def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> boo
         and accumulator <= _ACCUMULATOR_REGISTERS
         and accumulator + scores <= 1.5 * _ACCUMULATOR_REGISTERS
         and (keys <= _ACCUMULATOR_REGISTERS or launch.block_m >= 64)
-        # With fewer keys per warp, warps repeat each other's work.
+        # With fewer keys per warp, warps compute the same results redundantly.
         and (launch.block_m >= 64 or launch.block_n >= 8 * launch.num_warps)
     )
 

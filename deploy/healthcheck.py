@@ -1,7 +1,7 @@
-"""The container's health check: exits with 0 if the service in it takes requests, else with 1 and the reason.
+"""The container's health check: exits with 0 if the service accepts requests, else with 1 and the reason.
 
-Runs every few seconds, so it needs nothing but the standard library. Knows none of the service's code: it finds the
-address where the service does, in the flags of its command or else in the environment.
+It runs every few seconds, so it imports only the standard library and none of the service's code. Like the service, it
+reads the address from the flags of the service's command, or else from the environment.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Shorter than the health check's limit in the Dockerfile, which would end this without a reason.
+# Shorter than the health check's limit in the Dockerfile, which would kill this script before it prints a reason.
 _TIMEOUT_SECONDS = 4
 _COMMAND = Path("/proc/1/cmdline")
-# An address to listen on is not always one to connect to.
+# Addresses that a server can listen on but a client should not connect to, and what to connect to instead.
 _REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound to it here
 
 
 def main() -> None:
-    """Ask the service and exit with its answer."""
+    """Query the service and exit with the matching status."""
     command = _COMMAND.read_text(errors="replace").split("\0") if _COMMAND.exists() else []
     host, port = address(command, os.environ)
-    # Not urllib: it would go by the proxy that the environment names.
+    # Not urllib, which would use the proxy that the environment sets.
     connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/health")
@@ -40,11 +40,11 @@ def main() -> None:
 
 
 def address(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port at which the service is reached.
+    """Return host and port of the service.
 
     Args:
-        command: the words of the container's first process, which is the service or an init that runs it.
-        environment: the container's.
+        command: command line of the container's first process, which is the service or an init that runs it.
+        environment: environment variables of the container.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--host", default=environment.get("TESSERA_HOST") or "127.0.0.1")
@@ -54,7 +54,7 @@ def address(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str
 
 
 def _flags(command: Sequence[str]) -> list[str]:
-    """What follows `tessera serve`."""
+    """Return the arguments after `tessera serve`."""
     for place in range(1, len(command)):
         if command[place] == "serve" and Path(command[place - 1]).name == "tessera":
             return list(command[place + 1 :])

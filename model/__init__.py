@@ -1,1 +1,4 @@
-"""The decoder model: configuration, weights, tokenizer, forward pass, sampling. Knows no requests, time or HTTP."""
+"""The decoder model: configuration, weights, tokenizer, forward pass and sampling.
+
+This package does not depend on requests, time or HTTP.
+"""

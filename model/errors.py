@@ -1,4 +1,4 @@
-"""Errors in a model that its user can correct.
+"""Errors that the user of a model can correct.
 
     ModelError
     ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or outside its limits
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class ModelError(Exception):
-    """Base class of the errors in a model."""
+    """Base class of all model errors."""
 
 
 class ModelFolderError(ModelError):

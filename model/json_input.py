@@ -54,10 +54,10 @@ def convert(
     """Build an object from JSON values, checking types and limits.
 
     Args:
-        values: by the object's field; those it does not have are ignored, null counts as absent.
+        values: value by field name; unknown names are ignored, null counts as absent.
         kind: a dataclass or `msgspec.Struct` whose annotations state types and limits.
-        keys: what errors call a field where it is not the field's name.
-        prefix: of what errors call a field, such as "rope_scaling.".
+        keys: for fields that have another name in the JSON, that name, which is used in errors.
+        prefix: added in errors before each name, such as "rope_scaling.".
 
     Raises:
         ModelFolderError: a value is missing, of the wrong type or outside its limits. The message names the key, what
@@ -85,13 +85,12 @@ def _in_words(types: str) -> str:
 
 
 def refuse(values: Mapping[str, Any], harmless: Harmless, prefix: str = "") -> None:
-    """Check keys that ask for features which are not supported.
+    """Check that no key enables an unsupported feature.
 
     Args:
         values: a JSON object.
-        harmless: groups of such keys, each after the values under which its keys ask for nothing. A key that is null
-            or absent asks for nothing either.
-        prefix: of a key in errors.
+        harmless: pairs of values and keys: each key of a pair may have any of its values, be null or be absent.
+        prefix: added in errors before each key.
 
     Raises:
         UnsupportedModelError: a key has another value.
@@ -106,6 +105,6 @@ def refuse(values: Mapping[str, Any], harmless: Harmless, prefix: str = "") -> N
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """Write a value as Python would, in at most `limit` characters."""
+    """Return the `repr` of a value, cut to at most `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,6 +1,6 @@
-"""A checkpoint's configuration, checked before anything is built from it.
+"""A checkpoint's configuration, checked when it is read.
 
-Imports no PyTorch: the front end reads it too.
+This module does not import PyTorch, because the front end imports it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from model.json_input import Harmless, convert, read_json_object, refuse, shorte
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 
-# Keys that change the computation, after the values under which they do not.
+# Keys for unsupported features, each group after the values with which its keys have no effect.
 _HARMLESS: Final[Harmless] = (
     (("silu", "swish"), ("hidden_act",)),
     ((False,), ("is_encoder_decoder", "add_cross_attention", "use_mrope")),
@@ -45,26 +45,27 @@ _SAME_NAME: Final = (
     "attention_bias", "mlp_bias", "tie_word_embeddings", "sliding_window", "initializer_range",
 )  # fmt: skip
 _KEYS: Final = _RENAMED | {name: name for name in _SAME_NAME}
-"""Fields of `ModelConfig` that config.json holds as they are, and their keys there."""
+"""Fields of `ModelConfig` whose values config.json holds unchanged, and their keys there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one decoder model. The limits in the annotations hold for what is read from files.
+    """The configuration of one decoder model. The limits in the annotations apply to values read from files.
 
     Attributes:
         architecture: a key of `FAMILIES`.
-        num_kv_heads: divides num_heads; equal to it for plain multi-head attention, which is the default; 1 for MQA.
+        num_kv_heads: divides num_heads; equal to it for multi-head attention, the default; 1 for multi-query attention.
         head_dim: even; hidden_size / num_heads by default.
         attention_bias: whether the q, k and v projections have a bias.
-        attention_output_bias: whether the output projection of the attention has one.
-        mlp_bias: whether the three projections of the MLP have one.
+        attention_output_bias: whether the output projection of the attention has a bias.
+        mlp_bias: whether the three projections of the MLP have biases.
         qk_norm: whether queries and keys are normalized per head before the rotation (Qwen3).
-        sliding_window: tokens a sliding layer attends to, its own included; None where none slides.
-        layer_types: one entry per layer; by default every layer slides where there is a window.
-        max_position_embeddings: tokens, as the checkpoint states it; see `max_context`.
-        dtype: the checkpoint's own: "float32", "bfloat16" or "float16".
-        eos_token_ids: every id that ends a generation, of config.json and generation_config.json.
+        sliding_window: tokens that a sliding-window layer attends to, including the current one; None if no layer has a
+            sliding window.
+        layer_types: one entry per layer; by default all layers have the sliding window if there is one.
+        max_position_embeddings: tokens, as stated by the checkpoint; see `max_context`.
+        dtype: dtype of the checkpoint: "float32", "bfloat16" or "float16".
+        eos_token_ids: all ids that end a generation, from config.json and generation_config.json.
         initializer_range: standard deviation of freshly initialized weights.
 
     Raises:
@@ -119,7 +120,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Read `config.json` and, where there is one, `generation_config.json`.
+        """Read `config.json` and, if it exists, `generation_config.json`.
 
         Args:
             path: a Hugging Face checkpoint folder.
@@ -150,10 +151,10 @@ class ModelConfig:
     def from_dict(
         cls, config: dict[str, Any], generation_config: dict[str, Any] | None = None
     ) -> ModelConfig:
-        """Check the parsed content of `config.json`.
+        """Build the configuration from the parsed content of `config.json`.
 
         Args:
-            config: in the classic form (`rope_scaling`, `torch_dtype`) or that of transformers 5
+            config: in the classic form (`rope_scaling`, `torch_dtype`) or in that of transformers 5
                 (`rope_parameters`, `dtype`).
             generation_config: its end-of-sequence ids are added to those of `config`.
 
@@ -190,10 +191,10 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Tokens a sequence may have.
+        """Maximum number of tokens in a sequence.
 
-        The checkpoint's own figure, except that `yarn` and `dynamic` checkpoints often keep stating
-        the length before stretching: then it is that length times the factor.
+        It is the length that the checkpoint states. `yarn` and `dynamic` checkpoints often state the length before the
+        extension; then it is that length times the factor.
         """
         stated, rope = self.max_position_embeddings, self.rope
         if rope.rope_type in ("yarn", "dynamic"):
@@ -202,12 +203,12 @@ class ModelConfig:
 
     @property
     def mixes_attention(self) -> bool:
-        """Whether some layers slide and others see everything."""
+        """Whether some layers have a sliding window and others attend to all tokens."""
         return len(set(self.layer_types)) > 1
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model, a tied head counted once."""
+        """Number of parameters; a tied head counts once."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * heads + 2 * kv_heads)
         attention += self.attention_bias * (heads + 2 * kv_heads)
@@ -244,7 +245,7 @@ class ModelConfig:
         }
 
     def layer_window(self, layer: int) -> int | None:
-        """Tokens that layer `layer` attends to, its own included; None for all."""
+        """Return the number of tokens that layer `layer` attends to, including the current one; None for all."""
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
 

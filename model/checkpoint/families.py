@@ -1,6 +1,6 @@
-"""Model families: what an architecture implies beside its `config.json`.
+"""Model families: the properties that an architecture has beyond its `config.json`.
 
-A Llama-like family is one more entry of `FAMILIES`; names of its own for tensors belong in
+To add a Llama-like family, add an entry to `FAMILIES`. Tensor names that differ from Llama's belong in
 `model.checkpoint.tensor_names`.
 """
 
@@ -22,12 +22,12 @@ class Family:
     """One architecture.
 
     Attributes:
-        model_type: the value of the key `model_type` that goes with the architecture.
-        windows: which layers have a sliding window. "none" and "all" are meant literally; "by layer" leaves it to the
-            keys `use_sliding_window`, `max_window_layers` and `layer_types`.
-        fixed: fields of `ModelConfig` that the architecture decides, whatever config.json holds.
-        defaults: what absent keys mean; those of the family's configuration class in transformers, since files leave
-            out what equals them.
+        model_type: the value of the key `model_type` for this architecture.
+        windows: which layers have a sliding window: "none", "all", or "by layer", as the keys `use_sliding_window`,
+            `max_window_layers` and `layer_types` state.
+        fixed: fields of `ModelConfig` that the architecture determines, regardless of config.json.
+        defaults: values of absent keys. They equal the defaults of the family's configuration class in transformers,
+            because files omit values that equal them.
     """
 
     model_type: str
@@ -47,7 +47,7 @@ FAMILIES: Final = {
         "qwen3", "by layer", {"mlp_bias": False, "qk_norm": True}, _WINDOW | {"head_dim": 128}
     ),
 }
-"""By the architecture's name."""
+"""Supported families by architecture name."""
 
 
 @dataclasses.dataclass
@@ -60,8 +60,8 @@ def find_architecture(config: dict[str, Any]) -> str:
     """Return the architecture that `config.json` names, a key of `FAMILIES`.
 
     Raises:
-        ModelFolderError: it names none.
-        UnsupportedModelError: it is not supported.
+        ModelFolderError: it names no architecture.
+        UnsupportedModelError: the architecture is not supported.
     """
     names = convert(config, _Names)
     model_type = names.model_type
@@ -93,20 +93,20 @@ class _WindowKeys:
 def layer_windows(
     config: dict[str, Any], family: Family, window: int | None, num_layers: int
 ) -> tuple[int | None, tuple[LayerType, ...]]:
-    """Find out which layers have the sliding window.
+    """Determine which layers have the sliding window.
 
     Args:
         config: the content of config.json.
-        family: of its architecture.
+        family: the family of its architecture.
         window: the value of `sliding_window` there, or the family's default.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
 
     Returns:
-        The window in tokens, None where no layer has it, and one type for each layer.
+        The window in tokens, None if no layer has it, and the type of each layer.
 
     Raises:
         ModelFolderError: a value is of the wrong type or contradicts another one.
-        UnsupportedModelError: the family has no such windows or layers.
+        UnsupportedModelError: the family does not support these windows or layer types.
 
     Source: transformers 5, `__post_init__` of MistralConfig, Qwen2Config and Qwen3Config.
     """

@@ -1,4 +1,4 @@
-"""Finds or downloads the folder of a model. Imports no PyTorch."""
+"""Finds or downloads the folder of a model. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ _NEEDED: Final = (
     "vocab.txt",
 )
 _CONFIG: Final = ("config.json", "generation_config.json")
-# Exports in subfolders, and the weights again in the original format: either would double a download.
+# Exports in subfolders, and copies of the weights in the original format: each would double the download.
 _UNNEEDED: Final = ("*/*", "consolidated*.safetensors")
 
 
 def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:
-    """Find the folder of a model; download it into the Hugging Face cache where necessary.
+    """Find the folder of a model; download it into the Hugging Face cache if necessary.
 
     Args:
-        model: "bundled" for the checkpoint that is part of Tessera, the path of a folder, or
-            `organisation/name` of a repository on the Hugging Face Hub. HF_HUB_OFFLINE, HF_HOME and
-            HF_TOKEN apply.
+        model: "bundled" for the checkpoint that is part of Tessera, the path of a folder, or the name of a repository
+            on the Hugging Face Hub, `organisation/name`. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
         revision: branch, tag or commit of the repository; None for its main branch.
         config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads.
 
@@ -62,7 +61,7 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    # Imported here because the import takes 0.2 s, which a local folder does not need.
+    # Imported here because the import takes 0.2 s and a local folder does not need it.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
@@ -89,7 +88,7 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> 
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             reason = "HF_HUB_OFFLINE forbids fetching it"
         problem = f"is not in the Hugging Face cache, and {reason}"
-    # Errors of its HTTP library are not wrapped, and which library that is depends on its version.
+    # The hub library does not wrap the errors of its HTTP library, which depends on its version.
     except Exception as error:  # noqa: BLE001
         problem = f"cannot be fetched: {type(error).__name__}: {_first_line(error)}"
     raise ModelFolderError(f"{place} {problem}")

@@ -24,9 +24,9 @@ _FIELDS: Final[dict[RopeType, tuple[str, ...]]] = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Fields of `RopeConfig` that stand in config.json under the same name; all but YaRN's must."""
+"""Fields of `RopeConfig` that config.json holds under the same name, by variant; all but YaRN's are required."""
 
-# transformers nests one object for each layer type where these differ.
+# transformers nests one object for each layer type if their parameters differ, which is not supported.
 _HARMLESS: Final[Harmless] = (
     ((), ("full_attention", "sliding_attention", "mrope_section")),
     ((1,), ("partial_rotary_factor",)),
@@ -35,12 +35,12 @@ _HARMLESS: Final[Harmless] = (
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """How positions are turned into rotations; fields that a variant does not use keep their defaults.
+    """Parameters of the rotary embedding; fields that a variant does not use keep their defaults.
 
     Attributes:
         rope_type: the scaling variant.
         theta: base of the geometric series of wavelengths.
-        factor: how many times the original context is extended.
+        factor: factor by which the original context is extended.
         original_max_positions: tokens of the context before the extension (dynamic, yarn, llama3).
         low_freq_factor: llama3; wavelengths above original / low_freq_factor are divided by factor.
         high_freq_factor: llama3; wavelengths below original / high_freq_factor are kept.
@@ -66,7 +66,7 @@ class RopeConfig:
         """Read the parameters from either form of `config.json`.
 
         Args:
-            config: its content.
+            config: the content of config.json.
             max_positions: tokens of the context that it states.
 
         Raises:
@@ -142,7 +142,7 @@ def _supported(rope_type: str) -> RopeType:
 
 
 def _yarn(rope: _RopeKeys, extension: float) -> dict[str, Any]:
-    """Return YaRN's fields, where absent with their defaults.
+    """Return YaRN's fields, with defaults for absent ones.
 
     Source: YaRN (arXiv 2309.00071) section 3.4, 0.1 ln(s) + 1; `mscale` and `mscale_all_dim` as in
     transformers 5, `modeling_rope_utils.py`, `_compute_yarn_parameters`.

@@ -40,10 +40,10 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """List the safetensors files of a folder.
 
     Returns:
-        The files in a fixed order, and the file name of each tensor by the index; empty without an index.
+        The files in a fixed order, and the index: file name by tensor name; empty if there is no index.
 
     Raises:
-        WeightsError: there are none or only pickle files, the index is broken, or it names a file that does
+        WeightsError: there are no files or only pickle files, the index is broken, or it names a file that does
             not exist or is outside the folder.
     """
     if (folder / SINGLE_NAME).exists():
@@ -71,13 +71,13 @@ def _nothing_to_load(folder: Path) -> str:
 
 
 def _inside(folder: Path, name: str, named_by: str) -> Path:
-    """Return the file `name` of the folder.
+    """Return the path of the file `name` in the folder.
 
-    A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder beside
-    `snapshots`; no other links out of the folder are followed.
+    A snapshot of the Hugging Face cache is a folder of links into the `blobs` folder next to `snapshots`. No other
+    links out of the folder are followed.
 
     Raises:
-        WeightsError: the name is not that of a safetensors file in the folder.
+        WeightsError: `name` is not a safetensors file in the folder.
     """
     if Path(name).name != name or "\\" in name or Path(name).suffix != ".safetensors":
         raise WeightsError(
@@ -96,7 +96,7 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Read the headers of all files: what tensors the checkpoint holds.
+    """Read the headers of all files and list the tensors of the checkpoint.
 
     Raises:
         WeightsError: a file is damaged, a tensor is stored twice or in a dtype that is not

@@ -1,6 +1,6 @@
 """Maps the tensor names of a Hugging Face checkpoint to the parameters of a model.
 
-A checkpoint stores the projections of a layer one by one; the model holds q, k, v and gate, up stacked.
+A checkpoint stores each projection of a layer separately; the model stacks q, k and v, and gate and up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 from model.network.layers import DecoderLayer
 
-# By parameter of the layer: names of the stacked tensors, after "model.layers.{i}.".
+# For each parameter of a layer, the names of the stacked tensors, after "model.layers.{i}.".
 _LAYER_NAMES: Final = {
     "input_norm": ("input_layernorm.weight",),
     "qkv": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
@@ -35,7 +35,7 @@ def named_slices(model: DecoderLM) -> dict[str, Tensor]:
     """Map every tensor name of the checkpoint to the part of the model that holds it.
 
     Returns:
-        Views of the parameters, contiguous and without gradients, in the order of the layers.
+        Contiguous views of the parameters without gradients, in layer order.
     """
     assert not model.is_packed, "packed weights cannot be split: load with pack=False"
     slices = {"model.embed_tokens.weight": model.embed_tokens.detach()}
@@ -49,10 +49,10 @@ def named_slices(model: DecoderLM) -> dict[str, Tensor]:
 
 
 def named_scales(model: DecoderLM) -> dict[str, Tensor]:
-    """Map the names of those tensors that the model holds quantized to their scales.
+    """Map the checkpoint names of quantized tensors to their scales.
 
     Returns:
-        Views of the buffers, [rows] float32 each; empty where nothing is quantized.
+        Views of the buffers, [rows] float32 each; empty if the model is not quantized.
     """
     scales: dict[str, Tensor] = {}
     for index, layer in enumerate(model.layers):
@@ -64,7 +64,7 @@ def named_scales(model: DecoderLM) -> dict[str, Tensor]:
 def _layer_slices(
     config: ModelConfig, index: int, stacked: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Map the checkpoint's names to rows of a layer's stacked tensors."""
+    """Map checkpoint names to rows of a layer's stacked tensors."""
     kv_rows = config.num_kv_heads * config.head_dim
     rows = {
         2: [config.intermediate_size, config.intermediate_size],

@@ -1,4 +1,4 @@
-"""Loads a model from a checkpoint, which must fit it exactly, and saves one in the same format."""
+"""Loads a model from a checkpoint, whose tensors must match it exactly, and saves a model in the same format."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from model.network.decoder import DecoderLM
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes loaded, total bytes)."""
 
 _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
-# Old checkpoints store the rotation's frequencies, which the configuration determines.
+# Old checkpoints store the rotary frequencies, which the configuration determines.
 _FREQUENCIES: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
@@ -53,24 +53,24 @@ def load_model(
     """Build the model and load its weights.
 
     The headers of all files are compared with the configuration before memory is allocated. Tensors are then copied
-    one at a time from the mapped files, so that the model itself is the only copy in memory. Quantizing needs a few
-    float32 copies of one tensor more.
+    one at a time from the mapped files, so that memory holds only one copy of the weights. Quantization additionally
+    needs a few float32 copies of one tensor.
 
     Args:
         path: the checkpoint folder.
         config: its configuration.
-        dtype: of the weights, whatever the files hold.
-        device: where they go.
-        load_format: "auto" and "safetensors" read the folder; "dummy" makes random weights.
+        dtype: dtype of the weights in the model, regardless of the files'.
+        device: device of the model.
+        load_format: "auto" and "safetensors" read the folder; "dummy" initializes random weights.
         progress: called after every tensor.
         pack: whether to call `DecoderLM.optimize`; False for a model that is trained or saved.
-        weight_dtype: of the layers' matrices where they are quantized, as for `DecoderLM`.
+        weight_dtype: dtype of quantized layer matrices, as for `DecoderLM`.
 
     Returns:
         The model, in evaluation mode, its parameters frozen.
 
     Raises:
-        WeightsError: the files do not fit the configuration or are damaged, or there is too little memory.
+        WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
     model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
@@ -117,7 +117,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]
     """Return the entries to load.
 
     Raises:
-        WeightsError: names or shapes are not exactly those that the model needs.
+        WeightsError: names or shapes differ from those of the model.
     """
     stored = read_headers(path)
     needed = named_slices(DecoderLM(config, device="meta"))
@@ -157,7 +157,7 @@ def _allocate(
     planned = DecoderLM(config, dtype, "meta", weight_dtype)
     num_bytes = sum(parameter.nbytes for parameter in planned.parameters())
     wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
-    # Linux grants more memory than there is and kills a process that uses it.
+    # Linux overcommits memory: an allocation that is too large succeeds, and the process is killed when it uses it.
     if num_bytes > (free := free_bytes(device)):
         raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
@@ -172,8 +172,8 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
 
     Args:
         model: any dtype, any device.
-        path: folder, created where it does not exist; its weights are replaced, other files stay.
-        max_shard_bytes: largest size of a file with more than one tensor.
+        path: folder, created if it does not exist; weight files in it are replaced, other files are kept.
+        max_shard_bytes: maximum size of a file with more than one tensor.
     """
     assert not model.is_quantized, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
         file = SINGLE_NAME
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # Cloned, because slices of one stacked tensor share memory, which the format refuses.
+        # Cloned, because safetensors rejects tensors that share memory, as slices of a stacked tensor do.
         tensors = {name: slices[name].cpu().clone() for name in names}
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)

@@ -1,1 +1,1 @@
-"""Device memory: the KV cache, transfers and recordings."""
+"""Device memory: dtypes, KV cache, transfers and CUDA graph recordings."""

@@ -1,6 +1,6 @@
-"""Chooses the dtypes of a served model: of its weights and activations, its KV cache and its quantized matrices.
+"""Selects the dtypes of a served model: weights and activations, KV cache, and quantized matrices.
 
-docs/decisions/0004-cpu-dtype.md has the measurements behind the choice on a CPU.
+docs/decisions/0004-cpu-dtype.md has the measurements for the choice on a CPU.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ QUANTIZATIONS: Final = ("none", "fp8")
 
 _logger = logging.getLogger(__name__)
 
-# Above this a CPU step is bound by reading weights, and float32 takes twice the memory, which a laptop may not have.
+# Above this a CPU step is bound by reading weights, and float32 needs twice the memory, which a laptop may not have.
 _LARGE_PARAMETERS: Final = 200_000_000
 
 
 def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
-    """Choose the dtype of weights and cache.
+    """Select the dtype of weights and activations.
 
     "auto" on a CPU is float32, except for a bfloat16 checkpoint of over 2 * 10^8 parameters on a processor with
-    bfloat16 instructions. On a GPU it is the checkpoint's own, but bfloat16 for a float32 checkpoint, and float16
-    where the GPU has no bfloat16.
+    bfloat16 instructions. On a GPU it is the checkpoint's dtype, except that a float32 checkpoint becomes bfloat16, and
+    bfloat16 becomes float16 on a GPU without bfloat16.
 
     Args:
-        requested: "auto", "float32", "bfloat16" or "float16"; all but "auto" are returned as they are.
-        config: of the model; its dtype and number of parameters count.
-        device: that the model runs on.
+        requested: "auto", "float32", "bfloat16" or "float16"; any value but "auto" is used unchanged.
+        config: the model's configuration; its dtype and number of parameters matter.
+        device: device that the model runs on.
 
     Raises:
         ModelError: `requested` is none of these.
@@ -60,11 +60,11 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
 
 
 def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype of the KV cache.
+    """Select the dtype of the KV cache.
 
     Args:
-        requested: "auto" for the model's, or "fp8" for float8_e4m3fn with scales.
-        dtype: of the model.
+        requested: "auto" for the model's dtype, or "fp8" for float8_e4m3fn with scales.
+        dtype: dtype of the model.
 
     Raises:
         ModelError: `requested` is neither.
@@ -75,15 +75,15 @@ def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def resolve_weight_dtype(requested: str, dtype: torch.dtype, arch: GPUArch) -> torch.dtype | None:
-    """Choose the dtype of the layers' matrices where they are quantized.
+    """Select the dtype of quantized layer matrices.
 
     Args:
         requested: "none", or "fp8" for float8_e4m3fn with a scale for each output.
-        dtype: of the model.
-        arch: of its processor.
+        dtype: dtype of the model.
+        arch: architecture that the model runs on.
 
     Returns:
-        The `weight_dtype` of `DecoderLM`; None where nothing is quantized.
+        The `weight_dtype` of `DecoderLM`; None for no quantization.
 
     Raises:
         ModelError: `requested` is neither, or the processor cannot multiply by such matrices.
@@ -101,7 +101,7 @@ def resolve_weight_dtype(requested: str, dtype: torch.dtype, arch: GPUArch) -> t
 
 
 def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:
-    """Choose the dtype for "auto" on a GPU, which need not exist here."""
+    """Select the dtype for "auto" on a GPU; the GPU need not be present on this machine."""
     if config.dtype == "float16" or not has_bfloat16:
         return torch.float16
     return torch.bfloat16

@@ -1,6 +1,6 @@
-"""The memory that keys and values of all sequences live in.
+"""The KV cache: device memory for the keys and values of all sequences.
 
-Knows blocks and layers; which block belongs to which sequence is the engine's business.
+It consists of blocks per layer; the engine decides which blocks a sequence uses.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _SCALE_DTYPE = torch.float32
 
 
 class KVCache:
-    """One tensor per layer, [2, N, S, K, D]: index 0 keys, 1 values; contiguous.
+    """One contiguous tensor per layer, [2, N, S, K, D]: index 0 holds keys, index 1 values.
 
-    In float8 a second one per layer, [2, N, K, S] float32, has a scale for each key and each value of a
-    head. It lies apart so that the scales of a head's tokens are neighbours.
+    A float8 cache has a second tensor per layer, [2, N, K, S] float32, with a scale for each key and each value of a
+    head. It is separate so that the scales of a head's tokens are adjacent in memory.
 
-    Layers are separate allocations, so that no single tensor needs the whole cache's contiguous
-    range. Only the kernels write to it.
+    Each layer is a separate allocation, so that the cache needs no single contiguous range of memory. Only kernels
+    write to it.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class KVCache:
         shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
         device = torch.device(device)
         self.dtype = dtype
-        self.kv_dtype = FP8 if is_quantised(dtype) else None
+        self.kv_dtype = FP8 if is_quantized(dtype) else None
         self._layers = tuple(_zeros(shape, dtype, device) for _ in range(num_layers))
         scales = (2, num_blocks, num_kv_heads, block_size)
         self._scales = tuple(
-            _zeros(scales, _SCALE_DTYPE, device) if is_quantised(dtype) else None
+            _zeros(scales, _SCALE_DTYPE, device) if is_quantized(dtype) else None
             for _ in range(num_layers)
         )
         self.bytes_per_token = bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def scales(self) -> tuple[Tensor | None, ...]:
-        """Every layer's scales, [2, N, K, S] float32 contiguous; None where the dtype needs none."""
+        """Every layer's scales, [2, N, K, S] float32 contiguous; None if the dtype needs none."""
         return self._scales
 
     @property
@@ -71,10 +71,10 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not uninitialised memory: a graph captured over padding rows may read any block.
+    """Allocate zeros: uninitialized memory is unsafe, because a CUDA graph with padding rows may read any block.
 
-    On a CPU the pages come from the operating system at their first use: `torch.zeros` would touch
-    them all, which took 0.4 s for 800 MiB at start-up and held memory that few requests ever need.
+    On a CPU the operating system provides zeroed pages at their first use. `torch.zeros` would touch them all, which
+    took 0.4 s for 800 MiB at startup and held memory that few requests ever need.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -82,12 +82,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-def is_quantised(dtype: torch.dtype) -> bool:
+def is_quantized(dtype: torch.dtype) -> bool:
     """Whether a cache of this dtype has scales."""
     return dtype is torch.float8_e4m3fn
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Compute the bytes one token occupies across all layers, scales included."""
-    scale = _SCALE_DTYPE.itemsize if is_quantised(dtype) else 0
+    """Return the bytes that one token occupies across all layers, including scales."""
+    scale = _SCALE_DTYPE.itemsize if is_quantized(dtype) else 0
     return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)

@@ -1,4 +1,4 @@
-"""Measures memory: what is free on a device or within a container's limit, and what a piece of work takes."""
+"""Measures memory: free memory of a device or container, and the peak use of a piece of work."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
     """Return the bytes that this process can allocate now, within the limit of its container.
 
     Args:
-        device: a GPU, where memory that PyTorch keeps for reuse does not count (see `release_cached`), or the CPU.
-        cgroup: folder of the container's limits (version 2), for the CPU.
+        device: a GPU or the CPU. On a GPU, memory that PyTorch keeps for reuse does not count as free (see
+            `release_cached`).
+        cgroup: cgroup v2 folder with the container's limits, for the CPU.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -28,7 +29,7 @@ def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
 
 
 def release_cached(device: torch.device) -> None:
-    """Return the memory that PyTorch keeps for reuse to a GPU; does nothing on a CPU."""
+    """Release the GPU memory that PyTorch keeps for reuse; does nothing on a CPU."""
     if device.type == "cuda":
         gc.collect()  # tensors in reference cycles count as used until then
         torch.cuda.empty_cache()
@@ -36,11 +37,11 @@ def release_cached(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Measure the peak of the GPU memory that the enclosed work allocates.
+    """Measure the peak GPU memory of the enclosed work.
 
     Yields:
-        A function that returns the peak so far, in bytes above what was allocated at the beginning; 0 on a CPU. It
-        counts what PyTorch reserves, gaps between tensors included.
+        A function that returns the peak so far, in bytes above the initial use; 0 on a CPU. It counts all memory that
+        PyTorch reserves, including gaps between tensors.
     """
     if device.type != "cuda":
         yield lambda: 0
@@ -52,7 +53,7 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has too little memory: by PyTorch's own type or by a library's message."""
+    """Whether an error means that memory ran out, judged by PyTorch's exception type or by a library's message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -62,7 +63,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _container_free(cgroup: Path) -> int:
-    """Return the bytes below the container's limit; cached file pages count as free, since the kernel drops them."""
+    """Return the bytes below the container's limit; inactive cached file pages count as free: the kernel drops them."""
     limit, used, stat = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
     if not limit.exists() or (text := limit.read_text().strip()) == "max":
         return sys.maxsize

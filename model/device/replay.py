@@ -1,4 +1,4 @@
-"""Records what a device computes, to have it computed again without launching its kernels one by one."""
+"""Records device computations so that they can be replayed without launching each kernel separately."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Protocol, TypeAlias
 import torch
 
 Replay: TypeAlias = Callable[[], object]
-"""Queues a recorded computation again, on the memory that it was recorded on."""
+"""Queues a recorded computation again, on the same memory."""
 
 
 class Recorder(Protocol):
-    """Makes replays that share the memory of what lies between their inputs and results."""
+    """Makes replays; all replays of one recorder share the memory of their intermediate results."""
 
     def record(self, compute: Callable[[], object]) -> Replay:
         """Record a computation.
 
         Args:
-            compute: reads and writes tensors that live as long as the replay, launches the same kernels on the same
-                memory whatever these hold, and waits for nothing.
+            compute: must launch the same kernels on the same memory whatever its tensors contain, and must not
+                synchronize with the device. The tensors that it reads and writes must outlive the replay.
         """
 
 
 class CudaGraphs:
-    """Records CUDA graphs; not for two threads, and replays follow one another on one stream."""
+    """Records CUDA graphs. Not thread-safe; all replays must run on the same stream, one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -32,17 +32,17 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], object]) -> Replay:
-        """Compute once for what is compiled or allocated at the first use, then once to be recorded.
+        """Run the computation once for first-use compilation and allocation, then capture a second run.
 
-        `torch.cuda.graph` would do the same, but first gives back the memory that a service holds for its largest
-        step.
+        `torch.cuda.graph` does the same, but first empties PyTorch's memory cache, which a service needs for its
+        largest step.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             compute()
-            # Other threads, as one that frees memory, must not break the recording.
+            # In this mode the CUDA calls of other threads, such as freeing memory, do not invalidate the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute()

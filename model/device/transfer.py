@@ -13,22 +13,23 @@ from torch import Tensor
 
 HostArray: TypeAlias = NDArray[Any]
 
-# A kernel is compiled for pointers that are multiples of 16 bytes, and once more for those that are not.
+# Triton compiles a kernel once for pointers that are multiples of 16 bytes and once more for other pointers.
 _ALIGNMENT: Final = 16
 
 
 def upload(arrays: Sequence[HostArray], device: torch.device) -> list[Tensor]:
-    """Copy arrays to a device, all in one copy.
+    """Copy arrays to a device in a single transfer.
 
-    A copy from ordinary memory blocks the host until the device has finished all queued work; a copy from page-locked
-    memory is queued like a kernel.
+    The transfer uses page-locked memory, so it is queued like a kernel. A copy from ordinary memory would block the
+    host until the device has finished all queued work.
 
     Args:
-        arrays: contiguous, of any shapes, of dtypes that PyTorch has. On a CPU the tensors share their memory.
-        device: to copy to.
+        arrays: contiguous, of any shape, of dtypes that PyTorch supports.
+        device: device to copy to.
 
     Returns:
-        A tensor for each array, of its shape and dtype; on a GPU, parts of one buffer.
+        A tensor for each array, of the same shape and dtype. On a GPU they are views of one buffer; on a CPU they share
+        the arrays' memory.
     """
     if device.type != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]
@@ -51,11 +52,11 @@ def pack(arrays: Sequence[HostArray], buffer: Tensor) -> None:
 
 
 def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
-    """Find the arrays that `pack` wrote.
+    """Return views of the arrays that `pack` wrote.
 
     Args:
-        arrays: those given to `pack`, for their shapes and dtypes.
-        buffer: [bytes] uint8, the packed buffer or a copy on any device.
+        arrays: the arrays given to `pack`, for their shapes and dtypes.
+        buffer: [bytes] uint8, the packed buffer or a copy of it on any device.
 
     Returns:
         Views of the buffer.
@@ -69,13 +70,13 @@ def unpack(arrays: Sequence[HostArray], buffer: Tensor) -> list[Tensor]:
 
 
 class StagedArrays:
-    """Arrays of fixed shapes that are copied to a device repeatedly, in one copy each time.
+    """Arrays of fixed shapes that are copied to a device repeatedly, each time in a single transfer.
 
     The host must call `wait` before it writes to them.
 
     Attributes:
         host: the arrays to write to, initially 0; page-locked for a GPU.
-        device: a tensor for each, of its shape and dtype; on a CPU they share memory with `host`.
+        device: a tensor for each array, of the same shape and dtype; on a CPU it shares memory with the array.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class StagedArrays:
 
         Args:
             shapes: shape and dtype of each array.
-            device: to copy to.
+            device: device to copy to.
         """
         templates = [np.zeros(shape, dtype) for shape, dtype in shapes]
         on_gpu = device.type == "cuda"
         self._source = torch.zeros(_packed_size(templates), dtype=torch.uint8, pin_memory=on_gpu)
-        # Zeros, not a copy: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host could block.
         self._target = torch.zeros_like(self._source, device=device) if on_gpu else self._source
         self._sent: torch.cuda.Event | None = None
         self.host: list[HostArray] = [part.numpy() for part in unpack(templates, self._source)]
@@ -109,10 +110,10 @@ class StagedArrays:
 
 
 class Download:
-    """A queued copy of a small tensor to the host. Reading it blocks until the copy is complete, no longer.
+    """A queued copy of a small tensor to the host. Reading it waits for the copy only, not for work queued later.
 
     Args:
-        tensor: on any device; later changes do not show in the copy.
+        tensor: on any device; later changes to it do not affect the copy.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""The decoder: layers, attention, rotary embedding and its forward pass."""
+"""The decoder: its layers, attention, rotary embedding and forward pass."""

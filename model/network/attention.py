@@ -1,4 +1,4 @@
-"""The two ways a layer attends: over the paged cache (serving), over the sequence (training)."""
+"""Attention of a layer: over the paged KV cache for serving, over whole sequences for training."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
     from model.network.rope import RotaryEmbedding
 
 _LITTLE_BYTES: Final = 16 << 20
-"""Keys and values of a layer up to which weights that are fetched before them are still in the cache behind them."""
+"""Weights are prefetched into the L2 cache before attention only if a layer reads at most this many bytes of keys and
+values; more would evict the weights before they are used."""
 _FEW_ROWS: Final = 64
-"""Tokens up to which a step is bound by its weights; with more they are not what it waits for."""
+"""Weights are prefetched only in steps of at most this many tokens; larger steps are not bound by reading weights."""
 
 
 class DenseAttention:
-    """Causal attention among the tokens of the call; differentiable, keeps nothing.
+    """Causal attention among the tokens of the call. It is differentiable and uses no cache.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         softmax_scale: factor on the scores.
-        rope: cos and sin as `kernels.apply_rope` takes them.
+        rope: cos and sin, as for `kernels.apply_rope`.
     """
 
     def __init__(
@@ -46,23 +47,24 @@ class DenseAttention:
         self._config, self._softmax_scale, self._rope = config, softmax_scale, rope
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
-        """Attend: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
+        """Compute attention: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
         q, k, v = split_heads(self._config, layer, qkv, self._rope)
         window = self._config.layer_window(index)
         return flash_attention(q, k, v, self._softmax_scale, window).flatten(-2)
 
 
 class PagedAttention:
-    """Attention of one step over the cache, which it first extends by the step's tokens.
+    """Attention of one step over the KV cache. The keys and values of the step's tokens are written to the cache first.
 
     Args:
-        config: of the model.
-        kv_cache: extended by the step.
-        metadata: of the step.
-        rope: reserved for the step's positions.
+        config: the model's configuration.
+        kv_cache: the cache; written.
+        metadata: the step's attention metadata.
+        rope: rotary embedding with the step's positions reserved.
         positions: [T] int64.
-        fused: whether norms per head, rotation and the cache write are one launch of ours, else PyTorch's.
-        pdl: whether that launch may begin before the kernel before has ended.
+        fused: whether one Triton kernel computes the per-head norms, the rotation and the cache write; PyTorch
+            computes them otherwise.
+        pdl: whether that kernel may start before the previous one ends (programmatic dependent launch).
     """
 
     def __init__(
@@ -91,11 +93,11 @@ class PagedAttention:
         )
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
-        """Write keys and values to the cache, then attend.
+        """Write keys and values to the cache, then compute attention.
 
         Args:
-            index: of the layer.
-            layer: its norms, and the weights behind the attention.
+            index: the layer's index.
+            layer: provides the per-head norms and the weights to prefetch.
             qkv: [T, (H + 2 * K) * D] contiguous, rows as [decode rows | prefill rows]; may be overwritten.
 
         Returns:
@@ -121,7 +123,7 @@ class PagedAttention:
         return self._attend(index, q)
 
     def _attend(self, index: int, q: Tensor) -> Tensor:
-        """Attend to a cache that holds the step's keys and values: [T, H, D] to [T, H * D] contiguous."""
+        """Compute attention over a cache that already holds the step's tokens: [T, H, D] to [T, H * D] contiguous."""
         kv, scale = self._layers[index], self._scales[index]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode, prefill = self._plans[index]
@@ -133,7 +135,7 @@ class PagedAttention:
         return out.flatten(-2)
 
     def _most_bytes(self) -> int:
-        """Bytes of keys and values that a layer reads at most."""
+        """Upper bound of the bytes of keys and values that a layer reads."""
         kv = self._layers[0]
         return self._metadata.most_keys * 2 * kv.shape[3] * kv.shape[4] * kv.dtype.itemsize
 
@@ -141,13 +143,13 @@ class PagedAttention:
 def split_heads(
     config: ModelConfig, layer: BoundLayer, qkv: Tensor, rope: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a projection into heads, normalize per head where the family does, and rotate queries and keys.
+    """Split the QKV projection into heads, apply the per-head norms if there are any, and rotate queries and keys.
 
     Args:
-        config: of the model.
-        layer: its norms.
+        config: the model's configuration.
+        layer: provides the per-head norms.
         qkv: [..., (H + 2 * K) * D].
-        rope: cos and sin as `kernels.apply_rope` takes them.
+        rope: cos and sin, as for `kernels.apply_rope`.
 
     Returns:
         Queries [..., H, D], keys and values [..., K, D]; contiguous in D.

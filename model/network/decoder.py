@@ -1,6 +1,6 @@
-"""The decoder language model: a step's tokens in, logits and chosen tokens out.
+"""The decoder language model.
 
-One module serves both callers: the engine, over a paged cache, and training, over whole sequences.
+The engine runs it step by step over a paged KV cache; training runs it over whole sequences.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _logger = logging.getLogger(__name__)
 
 
 class _Bound(NamedTuple):
-    """What computes a model's passes: its parameters, bound to kernels.
+    """A model's parameters, bound to the kernels that compute its forward pass.
 
     Attributes:
-        layers: in their order.
-        norm: behind them.
-        head: scores the vocabulary.
-        fused: whether the kernels between the products are ours.
-        pdl: whether these may be launched before the kernel before has ended.
+        layers: the layers in order.
+        norm: the final norm.
+        head: the projection to the vocabulary.
+        fused: whether Triton kernels compute the operations between the projections; PyTorch does otherwise.
+        pdl: whether these kernels may start before the previous one ends (programmatic dependent launch).
     """
 
     layers: list[BoundLayer]
@@ -61,16 +61,16 @@ class _Bound(NamedTuple):
 
 
 class DecoderLM(nn.Module):
-    """A Llama-style decoder; the configuration says which of the supported families.
+    """A Llama-style decoder of any supported family.
 
-    Parameters are uninitialized until `init_weights` or `model.checkpoint.weights` fills them; they must be
-    changed in place from then on (`copy_`, `to`, an optimizer), never replaced.
+    Parameters are uninitialized until `init_weights` or `model.checkpoint.weights` fills them. Afterwards they must be
+    changed in place (`copy_`, `to`, an optimizer), never replaced, because kernels are bound to their memory.
 
     Args:
-        config: which.
-        dtype: of the parameters and of what is computed.
-        device: where they lie.
-        weight_dtype: of the layers' matrices where they are quantized, for serving only: float8_e4m3fn.
+        config: the model's configuration, including its family.
+        dtype: dtype of parameters and activations.
+        device: device of the parameters.
+        weight_dtype: dtype of quantized layer matrices, float8_e4m3fn, for serving only; None for no quantization.
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class DecoderLM(nn.Module):
     def optimize(self) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
 
-        Afterwards the model can neither be trained nor, on a CPU, saved: matrices are replaced by copies in the layout
-        that suits the processor. A tied head is copied, because the embedding is still read row by row.
+        Afterwards the model cannot be trained. On a CPU it cannot be saved either, because the matrices are replaced by
+        copies in the processor's packed layout. A tied head is copied too, because the embedding is still read row by
+        row.
         """
         if self.is_packed:
             return
@@ -117,9 +118,9 @@ class DecoderLM(nn.Module):
                 layer.drop_matrices()
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Allocate now what positions below `num_positions` need; a cached pass computes no others.
+        """Allocate the rotary tables for positions below `num_positions`, the only ones that later steps may use.
 
-        Without it a pass reserves all that its cache has room for.
+        Without this call, a step reserves every position that its cache can hold.
         """
         parameter = self.embed_tokens
         self.rope.reserve(num_positions, parameter.dtype, parameter.device)
@@ -132,19 +133,20 @@ class DecoderLM(nn.Module):
         sampled: Tensor | None = None,
         out: StepOutput | None = None,
     ) -> StepOutput:
-        """Compute a step: extend the cache and score the rows that the step names.
+        """Run one step: write its keys and values to the cache and compute the requested rows of logits.
 
-        The model chooses what computes it: a single launch, our kernels, the vendor's library or PyTorch.
+        The model selects the implementation: a single launch, Triton kernels, the vendor's library or PyTorch.
 
         Args:
-            step: sent to the model's device.
-            kv_cache: extended.
-            sampled: [capacity] int64, the sampled tokens; None where no token id of the step is below 0.
-            out: where the logits and their argmax are to lie; the argmax tokens also go to their places among the
-                sampled tokens. None computes the logits alone, in a new tensor.
+            step: the step's arrays, already sent to the model's device.
+            kv_cache: the cache; written.
+            sampled: [capacity] int64, earlier sampled tokens, to which negative token ids of the step refer; None if
+                there are no negative ids.
+            out: where to write the logits, their argmax and its log-probability; the argmax is also written to
+                `sampled`, at the step's `sampled_rows`. None computes only the logits, in a new tensor.
 
         Returns:
-            `out` where it is given.
+            `out` if it is given, else the new logits.
         """
         rows, _, prompt_seqs, _, num_logits, shared_blocks = step.bucket
         if rows == num_logits == 1 and not prompt_seqs and not shared_blocks:
@@ -159,9 +161,9 @@ class DecoderLM(nn.Module):
         """Compute the layers of a step and return the hidden states of its tokens, [R + P, hidden_size].
 
         Args:
-            step: as for `step`, as are the others.
-            kv_cache: see above.
-            sampled: see above.
+            step: as for `step`.
+            kv_cache: as for `step`.
+            sampled: as for `step`.
         """
         arrays, metadata = step.device, self.plan_step(step, kv_cache)
         hidden: Tensor = self(arrays.token_ids, arrays.positions, kv_cache, metadata, sampled)
@@ -180,7 +182,7 @@ class DecoderLM(nn.Module):
         sampled: Tensor | None = None,
         out: StepOutput | None = None,
     ) -> StepOutput:
-        """Score the rows that a step names, given the hidden states of its tokens; arguments as for `step`."""
+        """Compute the requested rows of logits from the hidden states of the step's tokens; arguments as for `step`."""
         if not step.bucket.num_logits:
             return StepOutput(hidden.new_empty((0, self.config.vocab_size)))
         if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
@@ -207,10 +209,9 @@ class DecoderLM(nn.Module):
         Args:
             input_ids: int64; [T] packed tokens of a step with a cache, [B, L] sequences without.
             positions: int64; [T] each token's index in its sequence; [L] without a cache.
-            kv_cache: where keys and values live; extended by this step. None attends densely,
-                differentiably and without any state.
-            metadata: the step's plans, from `attention_metadata`; given exactly when the cache is.
-            sampled: [capacity] int64, ids that `input_ids` may name by -1 - their index; only with a cache.
+            kv_cache: the cache; written. None computes dense, differentiable attention without a cache.
+            metadata: the step's plans, from `attention_metadata`; required with a cache, else None.
+            sampled: [capacity] int64; -1 - i in `input_ids` stands for the token at index i of it. Only with a cache.
 
         Returns:
             [T, hidden_size] or [B, L, hidden_size], in the parameters' dtype.
@@ -241,64 +242,65 @@ class DecoderLM(nn.Module):
         return bound.norm(self._run_layers(bound.layers, Residual(hidden), attention))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Score the vocabulary.
+        """Compute logits.
 
         Args:
             hidden: [..., hidden_size] from `forward`; [M, hidden_size] with `out`.
-            out: [M, vocab_size], where the scores are to lie.
+            out: [M, vocab_size], where to write them; None for a new tensor.
 
         Returns:
-            [..., vocab_size] in the parameters' dtype; `out` where it is given.
+            [..., vocab_size] in the parameters' dtype; `out` if it is given.
         """
         return self._bound.head(hidden, out)
 
     def argmax(self, hidden: Tensor, logits: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Score the vocabulary and find the most likely token of each row, the smallest id among equals.
+        """Compute logits and the argmax of each row, the smallest id among equals.
 
         Args:
             hidden: [M, hidden_size] from `forward`.
             logits: [M, vocab_size] contiguous; written.
-            tokens: [M] int64 contiguous; written, -1 where the largest logit is not a finite number.
-            logprobs: [M] float32 contiguous; written, their natural log-probabilities, anything where there is none.
+            tokens: [M] int64 contiguous; written, -1 where the largest logit is not finite.
+            logprobs: [M] float32 contiguous; written, the tokens' natural log-probabilities, undefined where the token
+                is -1.
 
         Returns:
-            [M] int64: `tokens` with any valid ids in the place of -1.
+            [M] int64: `tokens`, with an arbitrary valid id in place of each -1.
         """
         return self._bound.head.argmax(hidden, logits, tokens, logprobs)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Numbers of a step's tokens for which projections are compiled; none where PyTorch computes them."""
+        """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
         bound = self._bound
         first = bound.layers[0]
         projections = (first.qkv, first.output, first.gate_up, first.down, bound.head)
         return tuple(sorted({rows for it in projections for rows in it.row_counts}))
 
     def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
-        """List why decode steps of one sequence would not be a single launch on a processor; empty if they would."""
+        """List why `arch` cannot run a decode step of one sequence as a single launch; empty if it can."""
         dtype = self.embed_tokens.dtype
         return single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the layers' matrices have scales."""
+        """Whether the layers' matrices are quantized."""
         return self.weight_dtype is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether `optimize` has replaced the matrices."""
+        """Whether `optimize` has replaced the matrices by packed copies."""
         return self.decoder_layers[0].qkv is None
 
     def attention_problem(
         self, phase: Phase, block_size: int, *, sliding: bool = False, kv_dtype: str | None = None
     ) -> AttentionProblem:
-        """Describe the attention of this model's layers to the kernels.
+        """Return the attention problem of this model's layers, for kernel selection.
 
         Args:
             phase: prefill or decode.
             block_size: tokens per cache block.
-            sliding: in a model that mixes both kinds of layer, whether its sliding ones are meant.
-            kv_dtype: of a quantized cache, as `KVCache.kv_dtype`.
+            sliding: whether to describe the sliding-window layers; only for a model that mixes both kinds.
+            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
         """
         config = self.config
         window = None if config.mixes_attention and not sliding else config.sliding_window
@@ -318,7 +320,7 @@ class DecoderLM(nn.Module):
     def attention_problems(
         self, block_size: int, kv_dtype: str | None = None
     ) -> list[AttentionProblem]:
-        """Describe the attention of every kind of layer and phase; each is a kernel that a step may need."""
+        """Return the attention problem of each kind of layer and phase; a step may need a kernel for each."""
         kinds = (False, True) if self.config.mixes_attention else (False,)
         return [
             self.attention_problem(phase, block_size, sliding=sliding, kv_dtype=kv_dtype)
@@ -334,14 +336,14 @@ class DecoderLM(nn.Module):
         prefill: PagedBatch | None,
         kv_dtype: str | None = None,
     ) -> AttentionMetadata:
-        """Plan one step's attention, for every kind of layer the model has.
+        """Plan one step's attention for each kind of layer in the model.
 
         Args:
             slot_mapping: [T] int32 for the step's tokens, [decode rows | prefill rows].
             block_size: tokens per cache block.
-            decode: the sequences with one token; None where there are none.
-            prefill: the others.
-            kv_dtype: of a quantized cache, as `KVCache.kv_dtype`.
+            decode: the sequences with one token; None if there are none.
+            prefill: the other sequences; None if there are none.
+            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
         """
 
         def plans(*, sliding: bool) -> list[AttentionPlan | None]:
@@ -366,11 +368,11 @@ class DecoderLM(nn.Module):
         )
 
     def init_weights(self, std: float | None = None, seed: int | None = None) -> None:
-        """Draw fresh weights: normal matrices, zero biases, unit norms.
+        """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
 
         Args:
-            std: standard deviation; None takes the configuration's `initializer_range`.
-            seed: of a generator of its own; None draws from torch's global one.
+            std: standard deviation; None for the configuration's `initializer_range`.
+            seed: seed of a separate generator; None uses PyTorch's global generator.
         """
         std = self.config.initializer_range if std is None else std
         generator = None
@@ -379,9 +381,9 @@ class DecoderLM(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.dtype is self.weight_dtype:
-                    # PyTorch draws no float8.
-                    drawn = torch.empty(parameter.shape, device=parameter.device)
-                    numbers, scale = quantise_rows(drawn.normal_(0.0, std, generator=generator))
+                    # PyTorch has no normal_ for float8.
+                    values = torch.empty(parameter.shape, device=parameter.device)
+                    numbers, scale = quantise_rows(values.normal_(0.0, std, generator=generator))
                     parameter.copy_(numbers)
                     self.get_buffer(f"{name}_scale").copy_(scale)
                 elif parameter.ndim > 1:
@@ -401,7 +403,7 @@ class DecoderLM(nn.Module):
     def _launch_once(
         self, kernel: StepKernel, step: StepInput, sampled: Tensor | None, out: StepOutput | None
     ) -> StepOutput:
-        """Compute a step of one token in a single launch; it chooses the argmax token in any case."""
+        """Run a step of one token as a single launch; the kernel always computes the argmax."""
         table, arrays = self.embed_tokens, step.device
         logits, tokens, logprobs = out or StepOutput(table.new_empty((1, len(table))))
         if tokens is None or logprobs is None:
@@ -421,7 +423,7 @@ class DecoderLM(nn.Module):
         return StepOutput(logits, tokens, logprobs)
 
     def _step_kernel(self, kv_cache: KVCache) -> StepKernel | None:
-        """Return the single-launch step over a cache; None where the model has none."""
+        """Return the single-launch step kernel bound to a cache; None if it is unsupported."""
         if kv_cache not in self._step_kernels:
             bound = None
             arch = detect(self.embed_tokens.device)
@@ -444,7 +446,7 @@ class DecoderLM(nn.Module):
         reasons = rope_unsupported(dtype, arch)
         fused = not trainable and not reasons
         if not trainable and reasons and not arch.is_cpu:
-            _logger.warning("layers are computed by PyTorch, which is slower: %s", reasons[0])
+            _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
         return _Bound(
             layers=[layer.bind(arch, trainable=trainable) for layer in self.decoder_layers],
             norm=bind_norm(Norm(self.norm, self._eps), arch, fused=fused),
@@ -461,5 +463,5 @@ class DecoderLM(nn.Module):
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
-        """The layers in their order."""
+        """The layers in order."""
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

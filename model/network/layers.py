@@ -1,4 +1,4 @@
-"""One decoder layer: its parameters as a module, its computation as a function of bound projections."""
+"""One decoder layer: a module that holds the parameters, and a function that computes with bound projections."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class BoundLayer(NamedTuple):
     """One layer's projections, bound to the kernels that compute them.
 
     Attributes:
-        qkv: reads the residual stream through the layer's first norm.
-        head_norms: of queries and of keys; None where the family has none.
+        qkv: includes the layer's first norm; reads the residual stream.
+        head_norms: per-head norms of queries and of keys; None if the family has none.
         output: adds to the residual stream.
-        gate_up: reads the residual stream through the second norm; gated.
+        gate_up: includes the second norm and the gate; reads the residual stream.
         down: adds to the residual stream.
-        next_weights: matrices that are read behind the attention, in that order.
+        next_weights: the matrices that are read after attention, in that order.
     """
 
     qkv: Projection
@@ -35,14 +35,14 @@ class BoundLayer(NamedTuple):
 
 
 class Attention(Protocol):
-    """Attends within one layer."""
+    """The attention of one layer."""
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
-        """Make queries, keys and values of a projection, and attend.
+        """Compute attention from the QKV projection.
 
         Args:
-            index: of the layer.
-            layer: its norms.
+            index: the layer's index.
+            layer: provides the per-head norms.
             qkv: [..., (H + 2 * K) * D]; may be overwritten.
 
         Returns:
@@ -53,7 +53,7 @@ class Attention(Protocol):
 def layer_forward(
     index: int, layer: BoundLayer, residual: Residual, attention: Attention
 ) -> Residual:
-    """Compute one layer: attention and MLP, each on the normalized residual stream and added to it."""
+    """Compute one layer: attention, then MLP. Each reads the normalized residual stream and adds its result to it."""
     qkv, residual = layer.qkv.from_residual(residual)
     residual = layer.output.to_residual(attention(index, layer, qkv), residual)
     gated, residual = layer.gate_up.from_residual(residual)
@@ -61,11 +61,11 @@ def layer_forward(
 
 
 class DecoderLayer(nn.Module):
-    """Holds one layer's parameters; `layer_forward` computes with them.
+    """The parameters of one layer; `layer_forward` computes with them.
 
-    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up. Biases and
-    norms that a family does not have are None. Matrices of a `weight_dtype` of their own are quantized:
-    each has a buffer beside it, `qkv_scale` and so on, float32 [rows].
+    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up. Biases and norms that a family
+    lacks are None. With a `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as
+    `qkv_scale`, float32 [rows].
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class DecoderLayer(nn.Module):
         self.down_bias = empty(hidden) if config.mlp_bias else None
 
     def bind(self, arch: GPUArch, *, trainable: bool) -> BoundLayer:
-        """Bind the parameters, which stay valid while they are changed in place.
+        """Bind the parameters to kernels. In-place changes to the parameters take effect; replacing them does not.
 
         Args:
-            arch: of the device that they lie on.
-            trainable: whether the layer must be differentiable; else matrices may be copied.
+            arch: architecture of the parameters' device.
+            trainable: whether the layer must be differentiable; otherwise matrices may be copied.
         """
         dtype, eps = self.input_norm.dtype, self._eps
         matrices = (self.qkv, self.output, self.gate_up, self.down)
@@ -147,6 +147,6 @@ class DecoderLayer(nn.Module):
         )
 
     def drop_matrices(self) -> None:
-        """Give up the matrices, once projections have copies of them."""
+        """Delete the matrices, once the bound projections have copies of them."""
         for name in ("qkv", "output", "gate_up", "down"):
             self.register_parameter(name, None)

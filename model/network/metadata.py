@@ -1,4 +1,4 @@
-"""What the attention of one step needs beside the tokens: where to write and what to attend."""
+"""Attention metadata of one step: where to write keys and values, and the plans of its decode and prefill rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kernels import AttentionPlan
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
-    """One step's attention; its tokens lie packed as [decode rows | prefill rows].
+    """Metadata for the attention of one step, whose tokens are packed as [decode rows | prefill rows].
 
-    Built by `DecoderLM.attention_metadata`, reused by all layers.
+    `DecoderLM.attention_metadata` builds it; all layers use the same object.
 
     Attributes:
-        slot_mapping: [T] int32, block_id * block_size + offset of every token; -1 writes nothing.
-        num_decode_tokens: tokens; the leading rows, one per sequence, that `decode` covers.
-        decode: plan of the decode rows; None where there are none.
-        prefill: plan of the prefill rows; None where there are none.
-        sliding_decode: plan of the decode rows for sliding layers, in models that mix both kinds
-            of layer; elsewhere None, and `decode` fits every layer.
+        slot_mapping: [T] int32, block_id * block_size + offset of each token; -1 writes nothing.
+        num_decode_tokens: number of leading rows that `decode` covers, one per sequence.
+        decode: plan of the decode rows; None if there are none.
+        prefill: plan of the prefill rows; None if there are none.
+        sliding_decode: plan of the decode rows for sliding-window layers, in models that mix both kinds of layer;
+            None in other models, where `decode` is for every layer.
         sliding_prefill: the same for the prefill rows.
-        most_keys: that a layer attends to at most, of all sequences.
+        most_keys: upper bound of the keys that a layer reads, summed over all sequences.
     """
 
     slot_mapping: Tensor

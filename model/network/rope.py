@@ -1,7 +1,4 @@
-"""Rotary position embedding: inverse frequencies per variant, and the table the layers read.
-
-Knows positions and head dimensions, nothing about sequences or layers.
-"""
+"""Rotary position embedding: inverse frequencies of each variant, and the cos and sin tables that the layers read."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ _CHUNK_POSITIONS = 16_384
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Compute the radians each pair of dimensions turns per position.
+    """Compute the radians by which each pair of dimensions rotates per position.
 
-    For `dynamic`, within the original context; see `RotaryEmbedding` for longer sequences.
+    For `dynamic` they hold within the original context; see `RotaryEmbedding` for longer sequences.
 
     Returns:
         [D / 2] float32, on the CPU.
@@ -53,7 +50,7 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, frequencies: Tensor, periods: Tensor, head_dim: int) -> Tensor:
-    """Keep the fast dimensions, divide the slow ones by the factor, ramp in between.
+    """Keep the frequencies of fast dimensions, divide those of slow ones by the factor, interpolate in between.
 
     Source: YaRN (arXiv 2309.00071) section 3.2, "NTK-by-parts".
     """
@@ -76,17 +73,16 @@ def _yarn(rope: RopeConfig, frequencies: Tensor, periods: Tensor, head_dim: int)
 class RotaryEmbedding:
     """Cosines and sines by position, in the layout of `kernels.apply_rope`.
 
-    Owns a table for served tokens; its rows never change once written.
+    It owns a table for serving, whose rows never change once written.
 
-    `dynamic` (NTK) depends on a length L: beyond the original context, theta grows with L.
-    transformers takes L from the longest sequence of a forward pass, so a token's rotation depends
-    on what it was computed together with. A cache shared between sequences needs more: a key must
-    not depend on chunking, batching or preemption. Hence two rules:
+    `dynamic` (NTK) depends on a length L: beyond the original context, theta grows with L. transformers takes L from
+    the longest sequence of a forward pass, so a token's rotation depends on the other tokens of the batch. In a cache
+    that sequences share, a key must not depend on chunking, batching or preemption. Hence there are two rules:
 
-    - served (`table`): L = position + 1. Equal to transformers' generation token by token, and to a
-      single forward pass over any prompt within the original context.
-    - dense (`dense`): L = the number of positions of the call. Equal to transformers' single
-      forward pass at any length.
+    - serving (`table`): L = position + 1. This equals transformers' generation token by token, and its single forward
+      pass over any prompt within the original context.
+    - training (`dense`): L = the number of positions of the call. This equals transformers' single forward pass at any
+      length.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
@@ -97,11 +93,11 @@ class RotaryEmbedding:
         self._sin = torch.empty(0)
 
     def dense(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute the rotations of whole sequences, without the table.
+        """Compute cos and sin for whole sequences, without the table.
 
         Args:
             positions: [S] integers.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Returns:
             cos and sin, [S, 1, D] each.
@@ -116,9 +112,9 @@ class RotaryEmbedding:
         return rope_tables(angles, self._rope.attention_factor, dtype)
 
     def reserve(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the table hold at least `num_positions` rows.
+        """Grow the table to at least `num_positions` rows.
 
-        A larger table lies at a new address: reserve the longest context before capturing graphs.
+        Growing moves the table to a new address: reserve the longest context before capturing CUDA graphs.
         """
         old_cos, old_sin = self._cos, self._sin
         kept = old_cos.shape[0] if old_cos.dtype is dtype and old_cos.device == device else 0
@@ -142,11 +138,11 @@ class RotaryEmbedding:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """The rotations of all reserved positions: cos and sin, [positions, 1, D] each, contiguous."""
+        """Cos and sin of all reserved positions, [positions, 1, D] each, contiguous."""
         return self._cos, self._sin
 
     def table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up the rotations of served tokens, once per step.
+        """Look up cos and sin for the tokens of a step.
 
         Args:
             positions: [T] int64, each below the reserved number.
@@ -157,8 +153,8 @@ class RotaryEmbedding:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
-        # Not a module's buffer: a buffer would follow the module to bfloat16, and a float32 position
-        # times a bfloat16 frequency is off by whole turns after a few hundred tokens.
+        # Not a module buffer: `module.to(bfloat16)` would convert a buffer too, and a float32 position times a
+        # bfloat16 frequency is wrong by whole rotations after a few hundred tokens.
         if self._frequencies.device != device:
             self._frequencies = self._frequencies.to(device)
         return self._frequencies

@@ -1,4 +1,4 @@
-"""Binds a model and its cache to the decode step in a single launch, where its shape and its GPU allow it."""
+"""Binds a model and its cache to the kernel that runs a decode step in a single launch, if model and GPU allow it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def bind_single_launch(
     norm: Tensor,
     kv_cache: KVCache,
 ) -> StepKernel:
-    """Bind the parameters, which must not be replaced, and the cache, which must stay where it is.
+    """Bind the parameters and the cache. Neither may be reallocated afterwards.
 
     Args:
-        config: of a model for which `unsupported` lists nothing.
-        layers: in their order.
+        config: configuration of a model for which `unsupported` returns no reasons.
+        layers: the layers in order.
         embedding: [V, C].
         head: [V, C].
-        norm: [C], behind the layers.
+        norm: [C], the final norm.
         kv_cache: on the model's device.
     """
     weights = [
@@ -58,7 +58,7 @@ def bind_single_launch(
 
 
 def step_shape(config: ModelConfig) -> StepShape:
-    """Return the sizes of a model."""
+    """Return the sizes of a model that the kernel is compiled for."""
     return StepShape(
         hidden_size=config.hidden_size,
         inner_size=config.intermediate_size,
@@ -74,13 +74,13 @@ def step_shape(config: ModelConfig) -> StepShape:
 def unsupported(
     config: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype | None, arch: GPUArch
 ) -> tuple[str, ...]:
-    """List why a model's decode steps of one sequence are not a single launch; empty if they are.
+    """List why a decode step of one sequence cannot be a single launch; empty if it can.
 
     Args:
-        config: of the model.
-        dtype: of its parameters.
-        weight_dtype: of the layers' matrices where they are quantized; else None.
-        arch: where it runs.
+        config: the model's configuration.
+        dtype: dtype of its parameters.
+        weight_dtype: dtype of the layers' matrices if they are quantized; else None.
+        arch: architecture that the model runs on.
     """
     features = {
         "quantized weights": weight_dtype is not None,

@@ -1,6 +1,6 @@
-"""One step: the flat arrays that a forward pass reads, and what it leaves.
+"""Input and output of one step: flat arrays for a forward pass, and its logits and tokens.
 
-Tokens lie packed, decode rows first, then the chunks of prompts one after the other:
+Tokens are packed, decode rows first, then the prompt chunks one after the other:
 
     row     0 .. rows-1             rows ..                     rows+prompt_tokens-1
             one token per sequence  chunk of p0 | chunk of p1 | ...
@@ -28,12 +28,12 @@ class Bucket(NamedTuple):
     """The sizes of a step's arrays; a smaller step leaves the rest unused.
 
     Attributes:
-        rows: R, sequences with one token each.
-        prompt_tokens: P, tokens of all other sequences.
-        prompt_seqs: Q, those sequences.
+        rows: R, number of sequences with one token each.
+        prompt_tokens: P, number of tokens of all other sequences.
+        prompt_seqs: Q, number of those sequences.
         columns: C, blocks of the longest sequence.
         num_logits: M, rows of logits.
-        shared_blocks: blocks at the start of every decode row's sequence that are read once for all.
+        shared_blocks: leading blocks that all decode rows' sequences share; attention reads them once for all rows.
     """
 
     rows: int
@@ -45,17 +45,17 @@ class Bucket(NamedTuple):
 
 
 class StepArrays(NamedTuple, Generic[A]):
-    """What a step reads beside the model and its cache: NumPy arrays on the host, tensors on the device.
+    """The arrays of a step: NumPy arrays on the host, tensors on the device.
 
     Attributes:
         token_ids: [R + P] int64; -1 - i stands for the token at index i of the sampled tokens.
-        positions: [R + P] int64, of each token in its sequence.
-        slot_mapping: [R + P] int32, where each token's keys and values go; -1 for nowhere.
-        logits_rows: [M] int64, the rows that logits are computed of.
-        sampled_rows: [M] int64, where the token chosen from each goes among the sampled tokens; not distinct.
-        cu_seqlens: [R + 1] int32, of the decode rows: 0, 1, ..., R.
-        seq_lens: [R] int32, of the decode rows; 0 for one without a sequence.
-        block_table: [R, C] int32, of the decode rows.
+        positions: [R + P] int64, position of each token in its sequence.
+        slot_mapping: [R + P] int32, cache slot for each token's keys and values; -1 writes nothing.
+        logits_rows: [M] int64, the rows for which logits are computed.
+        sampled_rows: [M] int64, index in the sampled tokens at which each row's token is stored; may repeat.
+        cu_seqlens: [R + 1] int32, for the decode rows: 0, 1, ..., R.
+        seq_lens: [R] int32, for the decode rows; 0 for an unused row.
+        block_table: [R, C] int32, for the decode rows.
         prompt_cu_seqlens: [Q + 1] int32.
         prompt_seq_lens: [Q] int32.
         prompt_block_table: [Q, C] int32.
@@ -75,20 +75,20 @@ class StepArrays(NamedTuple, Generic[A]):
 
 
 class StepInput:
-    """The arrays of a step in one buffer, which goes to the device in one copy.
+    """The arrays of a step in one buffer, which is copied to the device in one transfer.
 
-    It holds numbers only: a process that has the same bucket and the same bytes computes the same step.
+    It holds only numbers: another process with the same bucket and the same bytes computes the same step.
 
     Attributes:
-        bucket: their sizes.
+        bucket: sizes of the arrays.
         block_size: S, tokens per cache block.
-        host: to be written after `wait`; a new input has no sequence in it.
-        device: what `send` copies to; on a CPU the same memory.
+        host: the arrays to fill; write them only after `wait`. A new input contains no sequence.
+        device: the target of `send`; on a CPU the same memory as `host`.
 
     Args:
         bucket: see above.
         block_size: see above.
-        device: where the step is computed.
+        device: device that computes the step.
     """
 
     def __init__(self, bucket: Bucket, block_size: int, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class StepInput:
             )
 
     def wait(self) -> None:
-        """Wait until the last copy has been made, so that the host arrays may be written."""
+        """Wait until the last copy is complete, so that the host arrays may be written."""
         self._staged.wait()
 
     def send(self) -> None:
@@ -148,13 +148,13 @@ class StepInput:
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device.
+    """The results of a step, on the device.
 
     Attributes:
         logits: [M, V], a row for each of `StepArrays.logits_rows`.
-        tokens: [M] int64, the argmax of each row, the smallest id among equals; -1 where the largest logit is not a
-            finite number. None where they were not asked for, as `logprobs`.
-        logprobs: [M] float32, their natural log-probabilities; anything where `tokens` is -1.
+        tokens: [M] int64, the argmax of each row, the smallest id among equals; -1 where the largest logit is not
+            finite. `tokens` and `logprobs` are None if they were not requested.
+        logprobs: [M] float32, natural log-probabilities of `tokens`; undefined where the token is -1.
     """
 
     logits: Tensor

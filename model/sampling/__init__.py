@@ -1,1 +1,1 @@
-"""Sampling parameters and the samplers of the host and of the device."""
+"""Sampling parameters, and samplers for the host and for the device."""

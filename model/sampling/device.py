@@ -1,9 +1,9 @@
 """Samples the tokens of many rows on an accelerator, all rows at once and without waiting for the device.
 
-Every result is bitwise independent of the other rows: elementwise and selecting operations are exact, and sums are of
-integers (see `WEIGHT_SCALE`), so the order of a reduction does not matter. Triton kernels sample where they run
-(`kernels.sampling.tokens`), PyTorch samples elsewhere and where typical_p is set, both by the rules of
-`model.sampling.host`. Nothing here depends on CUDA; the tests also run on the CPU.
+Every result is bitwise independent of the other rows: elementwise operations and selections are exact, and sums are of
+integers (see `WEIGHT_SCALE`), so the order of a reduction does not matter. Triton kernels (`kernels.sampling.tokens`)
+sample on devices that support them; PyTorch samples on other devices and where typical_p is set. Both follow the rules
+of `model.sampling.host`. This module does not depend on CUDA; the tests also run on the CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from model.sampling.mask import WORD_BITS, build_masks
 from model.sampling.parameters import NOT_FINITE, SampledToken
 from model.sampling.rows import SamplingRow, uniform
 
-# Candidates of a filtered row that PyTorch looks at first: sorting a whole vocabulary costs far more, and nucleus and
+# Candidates of a filtered row that PyTorch considers first: sorting a whole vocabulary takes far longer, and top_p and
 # top_k rarely reach further. A row whose last candidate is kept is sampled again from the whole vocabulary.
 NUM_CANDIDATES = 1024
 
@@ -51,10 +51,10 @@ class DeviceTokens:
     """A token for each row, sampled without waiting for the device.
 
     Args:
-        logits: [M, V] float32, bfloat16 or float16, contiguous in V. Not changed; must stay as it is until `result`
-            has returned, unless `feeds_next`.
+        logits: [M, V] float32, bfloat16 or float16, contiguous in V. Not changed here; the caller must not change it
+            until `result` has returned, unless `feeds_next`.
         rows: M >= 1 rows.
-        by_kernel: whether Triton kernels sample; None for where they run.
+        by_kernel: whether Triton kernels sample; None if the device supports them.
 
     Attributes:
         tokens: [M] int64, valid ids; arbitrary for a row without a finite largest logit.
@@ -87,14 +87,14 @@ class DeviceTokens:
             self._sample_by_kernel(copies, tables[1], uploaded[1])
         for group in others:
             self._sample_by_torch(group, NUM_CANDIDATES)
-        # The last group is that of filters in PyTorch.
+        # The last group holds the filtered rows that PyTorch samples, which may have to be sampled again.
         self.feeds_next = not others[-1] and not any(row.parameters.needs_history for row in rows)
         self._answers = Download(self._checked)
         self._wanted = [i for i, row in enumerate(rows) if row.parameters.wants_logprobs]
         self._logprobs = self._look_up_logprobs()
 
     def result(self) -> list[SampledToken]:
-        """Wait for the tokens; twice where candidates ran out."""
+        """Wait for the tokens. Rows whose candidates did not suffice are sampled again, which waits a second time."""
         answers: list[int] = self._answers.read().tolist()
         again = [i for i, answer in enumerate(answers) if answer == _AGAIN]
         if again:
@@ -114,7 +114,7 @@ class DeviceTokens:
         sample_tokens(logits, rows, table, self._masks, self.tokens, self._checked)
 
     def _sample_by_torch(self, group: list[int], num_candidates: int) -> None:
-        """Sample the rows of one of PyTorch's groups, some at a time."""
+        """Sample the rows of one of PyTorch's groups, `_ROWS_AT_ONCE` rows at a time."""
         for start in range(0, len(group), _ROWS_AT_ONCE):
             self._sample_some(group[start : start + _ROWS_AT_ONCE], num_candidates)
 
@@ -134,7 +134,7 @@ class DeviceTokens:
         self._checked[at] = torch.where(finite, checked, _BROKEN)
 
     def _look_up_logprobs(self) -> Download | None:
-        """Send the host what `_with_logprobs` takes, for each row that wants log-probabilities."""
+        """Queue the download of the input of `_with_logprobs` for each row that reports log-probabilities."""
         if not self._wanted:
             return None
         logits, tokens = self._logits, self.tokens
@@ -151,7 +151,7 @@ class DeviceTokens:
         keys = _ranking_keys(logits.amax(-1, keepdim=True) - logits)
         top = keys.topk(count, dim=-1, largest=False, sorted=True).values & _ID_MASK
         sampled = logprobs.gather(1, tokens[:, None])
-        # Float64 holds every id and every float32 exactly, so that one transfer is enough.
+        # Float64 represents every id and every float32 exactly, so one transfer is enough.
         columns = (sampled, top, logprobs.gather(1, top))
         return Download(torch.cat([column.double() for column in columns], dim=1))
 
@@ -164,7 +164,11 @@ def sample(
 
 
 def _groups(rows: Sequence[SamplingRow], *, by_kernel: bool) -> list[list[int]]:
-    """Sort rows by what samples them: kernels, kernels from changed logits, PyTorch greedy, unfiltered, filtered."""
+    """Group rows by how they are sampled.
+
+    Returns:
+        Five lists of row indices: kernels; kernels on changed logits; PyTorch greedy, unfiltered and filtered.
+    """
     groups: list[list[int]] = [[], [], [], [], []]
     for i, row in enumerate(rows):
         parameters = row.parameters
@@ -182,10 +186,10 @@ def _indices(rows: list[int], device: torch.device) -> Tensor:
 
 
 def kernel_row(row: SamplingRow, source: int, target: int, mask: int, size: int) -> SampleRow:
-    """Return a row of the table of the kernels.
+    """Return one row of the sampling kernels' table.
 
     Args:
-        row: how to choose.
+        row: how to sample.
         source: row of the logits.
         target: row of the output.
         mask: row of the token masks; -1 for none.
@@ -308,11 +312,11 @@ def sample_rows(
     Args:
         logits: [R, V] float32, biases, penalties and masks applied.
         rows: R rows, each with a temperature above 0; either all are filtered or none is.
-        num_candidates: number of most likely tokens of a filtered row that are looked at; V for all.
+        num_candidates: number of most likely tokens of a filtered row that are considered; V for all.
 
     Returns:
-        Token ids [R] int64, and [R] bool: whether the filters kept candidates only, so that the token is the one
-        that the whole vocabulary gives. Rows without a finite largest logit get an arbitrary valid id.
+        Token ids [R] int64, and [R] bool: whether the filters kept only candidates, so that sampling from the whole
+        vocabulary gives the same token. Rows without a finite largest logit get an arbitrary valid id.
     """
     u, top_k, top_p, min_p_distance, typical_p, inverse_temperature = _parameters(rows, logits)
     distances = (logits.amax(-1, keepdim=True) - logits) * inverse_temperature.float()
@@ -346,7 +350,7 @@ def sample_rows(
 
 
 def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ...]:
-    """Return what `sample_rows` needs of the rows, each [R, 1] float64, in one transfer."""
+    """Return the parameters that `sample_rows` needs, each [R, 1] float64, in one transfer."""
     table = [
         (
             uniform(row.parameters.seed, row.position),
@@ -372,7 +376,7 @@ def _invert(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def _typical(distances: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-    """Return which tokens [R, C] are the most typical ones holding `mass` [R, 1]; those of weight 0 are already cut."""
+    """Return a bool mask [R, C] of the most typical tokens that hold `mass` [R, 1]; tokens of weight 0 are excluded."""
     kept = weights > 0
     total = weights.sum(-1, keepdim=True)
     products = (torch.exp(-distances) * distances * _ENTROPY_SCALE).masked_fill(~kept, 0.0).long()

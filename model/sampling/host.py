@@ -1,7 +1,7 @@
 """Samples tokens on the CPU with NumPy, row by row, so that no row can change the token of another.
 
-NumPy because its calls cost a tenth of PyTorch's at these sizes and its sort uses the CPU's vectors: 10 us for
-4096 keys, against 126 us for `torch.sort` (one core of an AMD EPYC with AVX-512).
+NumPy's calls take a tenth of the time of PyTorch's at these sizes, and its sort is vectorized: 10 us for 4096 keys,
+against 126 us for `torch.sort` (one core of an AMD EPYC with AVX-512).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ENTROPY_SCALE = 2.0**36
 
 
 class HostSampler:
-    """Owns the scratch memory of one row, so that no step asks the system for fresh pages.
+    """Samples rows on the CPU. It owns scratch memory for one row, so that steps allocate no fresh pages.
 
-    Used by one thread at a time. The contents of the buffers between calls have no meaning.
+    Not thread-safe. The contents of the buffers have no meaning between calls.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class HostSampler:
     def _sample(self, distances: Floats, row: SamplingRow) -> int:
         """Sample a token with weights exp(-distance) by inverting their cumulative sum.
 
-        Filters follow transformers' order: top_k, top_p, min_p, typical_p, each on what the one before has kept.
+        Filters follow transformers' order: top_k, top_p, min_p, typical_p. Each filters what the previous one kept.
 
         Args:
             distances: [V] float32, >= 0: how far below the largest one each scaled logit is.
@@ -118,7 +118,7 @@ class HostSampler:
         """
         parameters = row.parameters
         ids: Ints | None = (
-            None  # all of them in ascending order: sorting by distance would gain nothing
+            None  # all of them in ascending order: without filters, no sorting is needed
         )
         if parameters.is_filtered:
             ids, cumulative = self._keep(distances, row)
@@ -149,15 +149,15 @@ class HostSampler:
             distances = distances[ids]
         weights = self._weigh(distances)
         total = int(weights.sum())
-        # Tokens below this weight hold less than 1 - top_p together, so all of them lie outside the nucleus;
-        # without them there are few left to sort. A weight of zero is never sampled.
+        # Tokens below this weight together hold less than 1 - top_p, so all of them lie outside the nucleus. Without
+        # them few are left to sort. A token of weight 0 is never sampled.
         least = max(int((1.0 - parameters.top_p) * total / len(weights)), 1)
         kept = np.greater_equal(weights, least, out=self._mask[: len(weights)])
         if parameters.min_p > 0.0:
-            # Only shortens the tail, so it may come before the nucleus: `total` was summed over all.
+            # min_p only shortens the tail, so it may be applied before top_p: `total` is the sum over all tokens.
             kept &= distances <= np.float32(parameters.min_p_distance)
         num_kept = int(np.count_nonzero(kept))
-        # Kept tokens come first when sorted: dropping a few from a flat row costs more than sorting them.
+        # Kept tokens come first when sorted: dropping only a few from a row takes longer than sorting them.
         if num_kept < 0.75 * len(weights):
             where = np.flatnonzero(kept)
             ids = where if ids is None else ids[where]
@@ -177,8 +177,8 @@ class HostSampler:
     def _ascending(self, values: Floats) -> Ints:
         """Return the positions of non-negative `values` in ascending order, equals by smaller position.
 
-        The bits of a non-negative float sort like the float. With the position below them every key is distinct,
-        so that the fastest sort of NumPy, an unstable one of integers, gives the stable order.
+        The bits of a non-negative float sort like the float. With the position in the low bits every key is distinct,
+        so NumPy's fastest sort, an unstable one of integers, gives the stable order.
 
         Returns:
             A view of scratch memory, valid until the next call.
@@ -192,10 +192,10 @@ class HostSampler:
         return keys
 
     def _typical(self, distances: Floats, weights: Ints, order: Ints, mass: float) -> Ints:
-        """Return the positions of `order` that are among the most typical ones holding `mass` of its weight.
+        """Return the positions of `order` that are among the most typical tokens that hold `mass` of its weight.
 
-        A token's surprise minus the entropy is its distance minus the mean distance: the logarithm of the sum of
-        weights is in both and cancels.
+        A token's surprise minus the entropy equals its distance minus the mean distance: the logarithm of the sum of
+        weights is in both terms and cancels.
 
         Source: Locally Typical Sampling (Meister et al. 2022).
         """

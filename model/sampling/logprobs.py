@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens under the unmodified logits of a model.
 
-The bits of a row's log-probabilities depend on that row's logits alone.
+The log-probabilities of a row depend, bit for bit, on that row's logits alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.sampling.tokens import log_softmax
 
-# Elements of one float32 block of log-probabilities: 64 MiB.
+# Elements of one float32 block of log-probabilities, which takes 64 MiB.
 _BLOCK = 1 << 24
 
 

@@ -14,7 +14,7 @@ WORD_BITS = 32
 
 
 class TokenMasks(NamedTuple):
-    """The masks of a batch. Rows with the same bans share one, rows without bans have none.
+    """The masks of a batch. Rows with the same banned ids share a mask; rows without banned ids have none.
 
     Attributes:
         bits: [K, ceil(V / 32)] int32, K >= 0: bit i % 32 of word i // 32 is 1 where token i may be sampled, as in
@@ -48,5 +48,5 @@ def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
     allowed = np.ones((len(indices), num_words * WORD_BITS), np.bool_)
     for mask, banned in zip(allowed, indices, strict=True):
         mask[[token_id for token_id in banned if 0 <= token_id < vocab_size]] = False
-    # Bytes in the order of ids make words because hosts are little-endian.
+    # Viewing bytes in id order as words is correct because hosts are little-endian.
     return TokenMasks(np.packbits(allowed, axis=1, bitorder="little").view(np.int32), of_rows)

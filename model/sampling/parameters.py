@@ -1,6 +1,6 @@
-"""The sampling parameters of a request and the answer of the sampler, as plain records.
+"""The sampling parameters of a request and the sampler's result for one row, as plain records.
 
-The front end and the bookkeeping of the engine import this module: it needs neither PyTorch nor NumPy.
+This module imports neither PyTorch nor NumPy, because the front end and the engine's scheduler import it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NOT_FINITE = "the model's scores for this token are not finite numbers"
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """How the tokens of one request are chosen. Defaults and limits are already applied.
 
-    The engine decides by the properties below whether a step may skip the sampler, and whether it may be launched
-    before the tokens of the previous step are read. A parameter that changes logits, bans tokens or depends on earlier
-    tokens must therefore be part of them. They are cached because every step reads them for every row.
+    The properties below determine whether a step may skip the sampler, and whether it may be launched before the tokens
+    of the previous step are read. A parameter that changes logits, bans tokens or depends on earlier tokens must
+    therefore be part of them. They are cached because every step reads them for every row.
 
     Attributes:
         max_new_tokens: tokens, at least 1.
-        min_new_tokens: tokens; end-of-sequence and stop ids are banned until that many were generated.
-        temperature: divides the logits; 0 takes the argmax, and ignores the filters below, but not the penalties.
-        top_k: tokens kept, and all that tie with the last of them; 0 keeps all.
+        min_new_tokens: tokens; end-of-sequence and stop ids are banned until this number has been generated.
+        temperature: divides the logits; 0 selects the argmax and ignores the filters below, but not the penalties.
+        top_k: number of most likely tokens kept, plus all that tie with the last of them; 0 keeps all.
         top_p: probability mass kept, in (0, 1]; 1 keeps all.
         min_p: smallest probability kept, relative to the most likely token, in [0, 1]; 0 keeps all.
         typical_p: mass of locally typical tokens kept, in (0, 1]; 1 keeps all.
@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
         eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.
         stop_token_ids: further ids that end the sequence.
-        logprobs: whether each token comes with its log-probability; implied by `top_logprobs`.
+        logprobs: whether the log-probability of each token is reported; implied by `top_logprobs`.
         top_logprobs: most likely tokens reported at each position; 0 for none.
         prompt_logprobs: whether the log-probabilities of the prompt's tokens are reported; such a request takes
             no blocks from the prefix cache, since every position must be computed.
@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def inverse_temperature(self) -> float:
-        """1 / temperature, bounded so that its product with a float32 difference, finite or infinite, is not NaN."""
+        """1 / temperature, bounded so that its product with any float32 difference, even infinity, is not NaN."""
         return min(max(1.0 / self.temperature, 1e-30), 1e30)
 
     @cached_property
@@ -107,14 +107,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether the host must know all earlier tokens before it can have the next one sampled."""
+        """Whether the host must know all earlier tokens before the next one can be sampled."""
         return self.has_penalties or max(map(len, self.bad_words), default=0) > 1
 
     @cached_property
     def argmax_from(self) -> float:
-        """Output tokens before the first that needs no sampler; infinity if all need it.
+        """Number of output tokens after which the sampler is no longer needed; infinity if it is always needed.
 
-        From there on each token is the argmax of the unmodified logits, and no other tokens are reported.
+        From that token on, each token is the argmax of the unmodified logits, and no other tokens are reported.
         """
         if self.temperature != 0.0 or self.top_logprobs or self.bad_words or self.changes_logits:
             return math.inf
@@ -135,11 +135,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class SampledToken(NamedTuple):
-    """The answer of the sampler for one row.
+    """The sampler's result for one row.
 
     Attributes:
-        token_id: the sampled token; None where `error` is set.
-        logprob: natural logarithm of its probability under the unmodified logits; None where not asked for.
+        token_id: the sampled token; None if `error` is set.
+        logprob: natural logarithm of its probability under the unmodified logits; None if not requested.
         top: (token id, log-probability), most likely first, equals by smaller id.
         error: why this row has no token. Other rows of the batch are not affected.
     """

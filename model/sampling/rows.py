@@ -1,6 +1,6 @@
-"""One row to sample: the parameters of its request, the position of the token, and the tokens before it.
+"""The input of the sampler for one row: request parameters, position of the token, and the tokens before it.
 
-Also the random number of a token, which is a function of seed and position.
+Also computes the random number of a token from its seed and position.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class TokenHistory:
-    """The tokens of one sequence, and counts of its output tokens, which are updated from step to step.
+    """The tokens of one sequence and the counts of its output tokens, which are updated incrementally.
 
     Attributes:
-        token_ids: prompt and output. Not copied: tokens that are appended later belong to the history.
+        token_ids: prompt and output. Not copied: tokens that are appended later become part of the history.
         num_prompt_tokens: leading tokens of `token_ids` that are the prompt.
     """
 
@@ -52,8 +52,9 @@ class SamplingRow(msgspec.Struct, frozen=True):
     """How the token of one row of logits is chosen.
 
     Attributes:
-        parameters: of the request.
-        position: of the token to sample in its sequence; the seed and it determine the random number.
+        parameters: the sampling parameters of the request.
+        position: position in the sequence of the token to sample; together with the seed it determines the random
+            number.
         history: the tokens before it; may lack the latest tokens unless `parameters.needs_history`.
     """
 
@@ -85,7 +86,7 @@ def _mix(value: int) -> int:
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of one token of one sequence, a multiple of 2^-53.
 
-    It is a function of its arguments alone: no generator is advanced, so a sampled token does not depend on the rest of
+    It depends on its arguments alone: there is no generator state, so a sampled token does not depend on the rest of
     the batch, on preemption or on how often the step was repeated.
 
     Args:

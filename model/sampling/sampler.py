@@ -1,7 +1,7 @@
-"""Chooses the tokens of a step from its logits, each row by its own parameters.
+"""Samples the tokens of a step from its logits, each row with its own parameters.
 
-Invariant: the token of a row and its log-probabilities are a function of that row's logits and `SamplingRow` alone, bit
-for bit; the other rows, their number and their order cannot change them.
+Invariant: the token of a row and its log-probabilities depend, bit for bit, on that row's logits and `SamplingRow`
+alone, not on the other rows, their number or their order.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from model.sampling.rows import SamplingRow
 
 
 class PendingTokens(Protocol):
-    """The sampled tokens of some rows, which the device may still have to compute."""
+    """The sampled tokens of some rows, which the device may not have computed yet."""
 
     @property
     def tokens(self) -> Tensor:
-        """[M] int64 on the device of the logits, valid ids."""
+        """[M] int64 on the logits' device, valid ids."""
 
     @property
     def feeds_next(self) -> bool:
         """Whether the next step can be launched on `tokens` before the host has read them."""
 
     def result(self) -> list[SampledToken]:
-        """Wait for the tokens; M of them in the order of the rows."""
+        """Wait for the tokens and return M of them in the order of the rows."""
 
 
 class HostTokens:
-    """Tokens that the host has sampled.
+    """Tokens that were sampled on the host.
 
     Attributes:
         feeds_next: whether no row needs its history on the host.
@@ -55,7 +55,7 @@ class HostTokens:
 
 
 class Sampler:
-    """Turns logits into tokens. Keeps only scratch memory between calls; used by one thread at a time."""
+    """Samples tokens from logits. Keeps only scratch memory between calls; not thread-safe."""
 
     def __init__(self) -> None:
         self._host = HostSampler()
@@ -77,7 +77,7 @@ class Sampler:
         """Choose one token for each row without waiting for the device.
 
         Args:
-            logits: as for `forward`; must stay as they are until the result is read, unless it `feeds_next`.
+            logits: as for `forward`; must not change until the result is read, unless the result has `feeds_next`.
             rows: M >= 1 rows.
         """
         assert len(rows) == len(logits), (logits.shape, len(rows))

@@ -1,4 +1,4 @@
-"""Turns token ids into text as they arrive, one detokenizer for each sequence."""
+"""Converts token ids to text incrementally, with one detokenizer per sequence."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from model.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence.
+    """Decodes one growing sequence.
 
-    Invariant: the texts that `push` and `flush` returned, joined, are `tokenizer.decode` of all pushed ids; with a
-    prompt, what these ids add to the text of the prompt. No returned text ends within a character.
+    Invariant: the concatenation of all texts that `push` and `flush` returned equals `tokenizer.decode` of all pushed
+    ids; with a prompt, it equals the text that these ids add to the prompt's. No returned text ends within a character.
 
     Args:
-        tokenizer: of the model that generates the ids.
+        tokenizer: tokenizer of the model that generates the ids.
         skip_special_tokens: whether special tokens add no text.
-        prompt_ids: tokens before the first pushed one. Some tokenizers drop the first space of a text: with the
-            prompt given, that of the continuation is kept.
+        prompt_ids: tokens before the first pushed one. Some tokenizers drop the first space of a text; with the prompt
+            given, the first space of the continuation is kept.
     """
 
     __slots__ = ("_stream",)
@@ -35,9 +35,9 @@ class IncrementalDetokenizer:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the text of the next token depends on that token alone: nothing is held back.
+        """Whether the text of the next token depends on that token alone, because no bytes are held back.
 
-        A token that leaves the stream at rest has the same text whenever it is pushed at rest.
+        If a stream is at rest before and after a token, the token has the same text in every such stream.
         """
         return self._stream.at_rest
 
@@ -51,5 +51,5 @@ class IncrementalDetokenizer:
         return self._stream.push(token_id)
 
     def flush(self) -> str:
-        """Return what is held back at the end of the sequence; bytes of an incomplete character become U+FFFD."""
+        """Return the held-back text at the end of the sequence; bytes of an incomplete character become U+FFFD."""
         return self._stream.flush()

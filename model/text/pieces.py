@@ -1,7 +1,7 @@
-"""What each token adds to a text.
+"""The text or bytes that each token adds to a text.
 
-A token is not a piece of text: a character may be spread over several tokens, and a tokenizer may drop the first space
-of a text. `model.text.streams` joins the pieces.
+Tokens cannot be decoded one by one into text: a character may span several tokens, and a tokenizer may drop the first
+space of a text. `model.text.streams` joins the pieces.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import tokenizers
 from model.errors import TokenizerError
 
 SPACE = "\u2581"
-"""LOWER ONE EIGHTH BLOCK, as which SentencePiece writes a space."""
+"""LOWER ONE EIGHTH BLOCK, which SentencePiece writes for a space."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderRules:
-    """How a tokenizer's decoder turns tokens into text, for decoders whose rules can be applied token by token.
+    """How a tokenizer's decoder converts tokens to text, for decoders that work token by token.
 
     Attributes:
         byte_level: each character of a token stands for one byte; invalid UTF-8 becomes one U+FFFD for each maximal
@@ -37,7 +37,7 @@ class DecoderRules:
 
 
 def recognize(decoder: dict[str, object] | None) -> DecoderRules | None:
-    """Return the rules of a decoder, or None for a decoder that only the library can apply.
+    """Return the rules of a decoder, or None if only the library can apply it.
 
     Args:
         decoder: the value of "decoder" in tokenizer.json.
@@ -87,15 +87,15 @@ class TextPieces:
         skipped: ids of tokens that add no text.
 
     Attributes:
-        rules: of the decoder; None where only the library can apply them.
-        loaded: the pieces so far, by token id.
+        rules: the decoder's rules; None if only the library can apply them.
+        loaded: the pieces computed so far, by token id.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
         self._library = library
         self._skipped = skipped
         self._alphabet = _byte_alphabet()
-        # The state that pickle would store: the decoder's part of tokenizer.json.
+        # The pickle state is the decoder's part of tokenizer.json.
         state = None if library.decoder is None else library.decoder.__getstate__()
         self.rules = recognize(None if state is None else json.loads(state))
         self.loaded: dict[int, str | bytes] = {}
@@ -128,7 +128,7 @@ class TextPieces:
         alphabet = self._alphabet
         try:
             piece = bytes([alphabet[character] for character in token])
-        except KeyError:  # an added token, written as it is
+        except KeyError:  # an added token, whose text is not in the byte alphabet
             return token
         try:
             return piece.decode()

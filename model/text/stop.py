@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """Where a stop string is complete.
+    """The position of a stop string in the text.
 
     Attributes:
         stop: the stop string.
-        start: characters of the whole text before it.
-        end: characters of the whole text up to and including it.
+        start: number of characters of the whole text before it.
+        end: number of characters of the whole text up to and including it.
     """
 
     stop: str
@@ -23,7 +23,7 @@ class StopMatch:
 
 
 class _Node:
-    """The longest beginning of a stop string that the text ends with."""
+    """A state of the automaton: the longest prefix of a stop string that the text ends with."""
 
     __slots__ = ("depth", "failure", "match", "next")
 
@@ -37,11 +37,11 @@ class _Node:
 class StopChecker:
     """Searches one text for any of several stop strings.
 
-    The match is the stop string that is complete first; of several that the same character completes, the longest.
-    It does not depend on how the text is cut into pieces. The time is linear in the text, whatever the stop strings.
+    The match is the stop string that ends first; of several that end at the same character, the longest. It does not
+    depend on how the text is cut into pieces. The time is linear in the text, independent of the stop strings.
 
     Args:
-        stop: stop strings, none of them empty; there may be none at all.
+        stop: stop strings, none of them empty; may itself be empty.
 
     Raises:
         ValueError: a stop string is empty.
@@ -60,7 +60,7 @@ class StopChecker:
 
     @property
     def safe_length(self) -> int:
-        """Characters from the beginning of the text that belong to no stop string, whatever follows; before a match."""
+        """Number of leading characters that belong to no stop string, whatever follows. Not valid after a match."""
         return self._length - self._node.depth
 
     def push(self, delta: str) -> StopMatch | None:
@@ -103,7 +103,7 @@ def _automaton(stop: Sequence[str]) -> _Node:
             while character not in failure.next and failure is not root:
                 failure = failure.failure
             child.failure = failure.next.get(character, root)
-            # A shorter stop string that ends here too; the node's own, longer one goes first.
+            # A shorter stop string may end here too; the node's own, longer one takes precedence.
             child.match = child.match or child.failure.match
             queue.append(child)
     return root

@@ -10,15 +10,15 @@ import tokenizers
 from model.text.pieces import SPACE, DecoderRules, TextPieces
 
 _BROKEN = "\ufffd"
-# Tokens of a prompt that can hold the first bytes of a character whose last bytes are still to come, and some more
-# for decoders without known rules that may look back.
+# Last tokens of a prompt that are decoded: they may hold the first bytes of a character that the output completes, and
+# decoders without known rules may depend on a few tokens more.
 _PROMPT_TAIL = 8
-# Tokens after which text that still looks like half a character is returned.
+# Number of tokens after which text that still ends in an incomplete character is returned.
 _MAX_UNDECIDED = 16
 
 
 class _PieceStream:
-    """Joins pieces. Holds back bytes, at most three, that may still become a character."""
+    """Joins pieces. Holds back at most three bytes, which later bytes may complete to a character."""
 
     __slots__ = ("_at_start", "_loaded", "_pending", "_pieces", "_rules", "_spaces")
 
@@ -28,7 +28,7 @@ class _PieceStream:
         self._rules = rules
         self._pending = b""
         self._spaces = rules.strip_spaces
-        # Whether the rules for the beginning of a text are still to be applied.
+        # Whether the rules for the beginning of a text still apply.
         self._at_start = bool(rules.strip_spaces) or rules.drop_first_marks
 
     @property
@@ -100,7 +100,7 @@ class _PieceStream:
 class _WindowStream:
     """Decodes the last tokens with the library, with and without the new ones, and returns the difference.
 
-    For decoders without known rules. Correct where a token's text depends on a bounded number of tokens before it.
+    It is for decoders without known rules, and correct if a token's text depends on a bounded number of earlier tokens.
     """
 
     __slots__ = ("_library", "_pieces", "_returned", "_window")

@@ -1,6 +1,6 @@
 """Converts text to token ids and back, with a checkpoint's `tokenizer.json`.
 
-The front end calls it from worker threads. Imports no PyTorch.
+The front end calls it from worker threads. This module does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model.json_input import read_json_object
 from model.text.pieces import TextPieces
 from model.text.streams import decode
 
-# The largest in use (256 thousand tokens, with merges) take 33 MiB.
+# The largest tokenizers in use (256 thousand tokens, with merges) take 33 MiB.
 _MAX_FILE_BYTES = 128 << 20
 
 
@@ -26,11 +26,11 @@ class TokenSpan:
     """One token of a text.
 
     Attributes:
-        id: its id.
-        text: the characters it stands for; empty for tokens that the tokenizer adds. Tokens that share a
-            character all have it.
-        start: characters of the text before it.
-        stop: characters of the text up to its end.
+        id: token id.
+        text: the characters that the token stands for; empty for tokens that the tokenizer adds. A character that
+            several tokens share is in the text of each.
+        start: number of characters of the text before it.
+        stop: number of characters of the text up to its end.
     """
 
     id: int
@@ -40,7 +40,7 @@ class TokenSpan:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Immutable once built, so any number of threads may use it at once.
+    """A checkpoint's tokenizer. Immutable once built, and therefore thread-safe.
 
     Args:
         library: the tokenizer that tokenizer.json describes. Truncation and padding are switched off.
@@ -48,9 +48,9 @@ class Tokenizer:
         eos_token: the text of the token that ends one.
 
     Attributes:
-        library: for `model.text.streams`; must not be changed.
-        bos_token, eos_token, bos_token_id, eos_token_id: None where the checkpoint names none.
-        vocab_size: number of tokens, added ones included; a model's logits may be wider.
+        library: the tokenizer of the library, for `model.text.streams`; must not be changed.
+        bos_token, eos_token, bos_token_id, eos_token_id: None if the checkpoint names none.
+        vocab_size: number of tokens, including added ones; a model's logits may be wider.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
-        """Read tokenizer.json and, where there is one, tokenizer_config.json.
+        """Read tokenizer.json and, if it exists, tokenizer_config.json.
 
         Raises:
             TokenizerError: a file is missing, too large, damaged, or contradicts the other.
@@ -107,11 +107,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Names of special tokens in the text become these tokens.
 
-        Releases the interpreter lock: called from a worker thread, a long text does not block the event loop.
+        It releases the interpreter lock, so that a long text encoded in a worker thread does not block the event loop.
 
         Args:
-            text: without lone surrogates, which UTF-8 cannot express.
-            add_special_tokens: whether to add what tokenizer.json adds to every text, such as a first token.
+            text: text without lone surrogates, which UTF-8 cannot encode.
+            add_special_tokens: whether to add the tokens that tokenizer.json adds to every text, such as a BOS token.
 
         Raises:
             TokenizerError: not a text, or with a lone surrogate.
@@ -130,9 +130,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids without a token add nothing.
 
-        For byte-fallback vocabularies (Llama 2's) it differs from the library in one case: where adjacent bytes are
-        partly invalid UTF-8, their valid characters are kept. The library replaces them too, which is impossible for a
-        stream that has already returned them.
+        For byte-fallback vocabularies (Llama 2's) it differs from the library in one case: if adjacent bytes are partly
+        invalid UTF-8, their valid characters are kept. The library replaces these too, which a stream that has already
+        returned them cannot do.
 
         Raises:
             TokenizerError: something in `ids` is not a token id.
@@ -145,9 +145,9 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, special or not, with the space it begins with.
+        """Return the text of one token by itself, special or not, including a leading space.
 
-        A part of a character is U+FFFD; an id without a token has no text.
+        A part of a character becomes U+FFFD; an id without a token has no text.
 
         Raises:
             TokenizerError: not a token id.
@@ -165,13 +165,13 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def pieces(self, skip_special_tokens: bool) -> TextPieces:
-        """Return what each token adds to a text."""
+        """Return the pieces of text that tokens add to a text."""
         return self._pieces[skip_special_tokens]
 
     def _encode(self, text: str, add_special_tokens: bool, *, offsets: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):  # the library would take a pair for two texts
             raise TokenizerError(f"expected a text, got {type(text).__name__}")
-        # A batch of one, since `encode` holds the interpreter lock (1.4 s for 1.1 MB of text).
+        # A batch of one text, because `encode` holds the interpreter lock (1.4 s for 1.1 MB of text).
         encode = self.library.encode_batch if offsets else self.library.encode_batch_fast
         try:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)

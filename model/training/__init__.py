@@ -1,1 +1,1 @@
-"""The recipe of the bundled model. Serving imports none of it."""
+"""The training recipe of the bundled model. Serving does not import this package."""

@@ -21,8 +21,8 @@ pipeline_tag: text-generation
 
 # The bundled model
 
-A small code model that Tessera serves when no other is named: it continues Python, runs on any
-laptop and needs no download. Written from scratch by the recipe in `model/training/`.
+A small code model that Tessera serves by default: it continues Python code, runs on any laptop and
+needs no download. It was trained from scratch by the recipe in `model/training/`.
 
 | | |
 |---|---|
@@ -34,24 +34,25 @@ MLP {intermediate} |
 
 ## Data
 
-The Python standard library as installed with CPython, nothing else: {versions}, the first in full,
-the others where at least half of a file or fragment is not yet in the versions before
-(4-line shingles). {library_files} library files ({library_mb:.1f} MB), {test_files} test files
+Only the Python standard library as installed with CPython: {versions}.
+The first version is used in full; of the others, a file or fragment is used if at least half of it
+is not in an earlier version (4-line shingles).
+These are {library_files} library files ({library_mb:.1f} MB), {test_files} test files
 ({test_mb:.1f} MB) and {fragments:,} fragments cut from the same files: functions, classes, loops and
-file heads, dedented, so that text also begins where users begin to type. Left out: data tables
-written as Python, codec tables, generated files, `pydoc_data`, and third-party packages.
+file heads, dedented, so that training text also begins where users begin to type. Data tables
+written as Python, codec tables, generated files, `pydoc_data` and third-party packages are excluded.
 
 The text is under the Python Software Foundation License Version 2, Copyright (c) 2001 Python
-Software Foundation; all rights reserved (https://docs.python.org/3/license.html). A model this
-small can repeat passages of it: treat long verbatim output as that text, under that licence.
+Software Foundation; all rights reserved (https://docs.python.org/3/license.html). The model can
+repeat passages of it: treat long verbatim output as that text, under that licence.
 
 ## Split
 
 {held_files} whole files ({held_mb:.2f} MB, {held_library_share:.0%} of it library, the rest tests) of the
 first version are held out, under their module path in every version. Training files and fragments
 that share more than 20% of their shingles with a held-out file are dropped. The list is in
-`evaluation.json`. The held-out files were watched while choosing between settings, so a small
-optimism remains in the figures below.
+`evaluation.json`. Results on the held-out files were monitored while settings were chosen, so the
+figures below are slightly optimistic.
 
 ## Figures
 
@@ -62,20 +63,20 @@ optimism remains in the figures below.
 | `xz -9e`, each file by itself | {xz:.3f} |
 | `xz -9e`, all files as one | {xz_one:.3f} |
 
-Each file starts afresh; windows of {context} tokens move by {stride}, so every token is predicted once,
-from all that precedes it at a file's beginning and from at least {stride} tokens later on. The negative
-log2 probabilities are summed and divided by the bytes of the text; the weights' own size is not
-counted, nor is that of xz. Measured with the shipped weights.
+Each file is evaluated separately. Windows of {context} tokens move by {stride}, so every token is predicted
+once: at the beginning of a file from all tokens before it, later from at least {stride} tokens. The negative
+log2 probabilities are summed and divided by the bytes of the text; neither the size of the weights
+nor that of xz is counted. Measured with the shipped weights.
 
 Of {headers} function headers of held-out files (the dedented header alone, no docstring), the greedy
-completion parses as Python for **{parse}**: at most {max_new_tokens} new tokens, cut where the function
-ends, or after the last full line where that limit comes first. {ended} completions ended by
-themselves within the limit, {ended_and_parse} of these parse; most of the others repeat themselves, often
-in a docstring or a comment.
+completion parses as Python for **{parse}**. A completion has at most {max_new_tokens} new tokens and is cut at
+the end of the function, or after the last full line if it reaches that limit. {ended} completions ended
+within the limit, and {ended_and_parse} of these parse; most of the others repeat themselves, often in a
+docstring or a comment.
 
 ## Completions, verbatim
 
-Greedy, at most {sample_tokens} new tokens. The prompt comes first.
+Greedy, at most {sample_tokens} new tokens, each after its prompt.
 
 {samples}
 ## Recipe
@@ -85,21 +86,21 @@ Greedy, at most {sample_tokens} new tokens. The prompt comes first.
     python -m model.training.evaluate --model build/bundled --data build/training-data \\
         --output build/bundled/evaluation.json
 
-First a teacher of {teacher_layers} layers, hidden {teacher_hidden}, dropout {teacher_dropout}, for \
+First a teacher of {teacher_layers} layers, hidden {teacher_hidden}, dropout {teacher_dropout}, is trained for \
 {teacher_steps} steps; then this model for
 {student_steps} steps of {batch_tokens} tokens, {distill_weight:.0%} of its loss against the teacher's \
 predictions. Muon for the
 matrices, AdamW for the rest, weight decay {weight_decay}, tokens split at random in half of the rows.
-Took {seconds} s on one {device} with PyTorch {torch}, compilation included.
+This took {seconds} s on one {device} with PyTorch {torch}, including compilation.
 
 ## Intended use and limits
 
-A first answer from a fresh installation, demonstrations, tests and benchmarks of the server. It knows
-the manner of the standard library, not how to program: code looks right and often parses, but seldom
-does what its name says. Greedy output of a model this small falls into repetition, as above; a
-temperature near 0.7 or a repetition penalty of 1.1 to 1.2 lessens that without ending it. It writes
-like a test suite, because two thirds of its text are one. It follows no instructions and speaks no
-language but Python and the English of its comments.
+The model is for trying a new installation, and for demonstrations, tests and benchmarks of the server. It
+imitates the style of the standard library: its code looks right and often parses, but seldom does what
+the function's name says. Greedy output of a model this small repeats itself, as above; a temperature
+near 0.7 or a repetition penalty of 1.1 to 1.2 reduces repetition but does not remove it. Output often
+resembles a test suite, because two thirds of the training text are tests. The model does not follow
+instructions; it generates only Python and English comments.
 """
 
 
@@ -163,7 +164,7 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the card beside the checkpoint's figures."""
+    """Write the card into the checkpoint's folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=Path("model/bundled"))
     folder: Path = parser.parse_args(arguments).model

@@ -1,4 +1,4 @@
-"""Greedy completions of several prompts at once over the paged cache, for the evaluation of the recipe."""
+"""Greedy completion of a batch of prompts over the paged KV cache, for evaluating the trained model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 def complete_greedily(
     model: DecoderLM, prompts: Sequence[Sequence[int]], max_new_tokens: int, end_id: int
 ) -> list[list[int]]:
-    """Continue each prompt by its most likely tokens.
+    """Continue each prompt greedily.
 
     Args:
         model: in evaluation mode.

@@ -1,6 +1,6 @@
-"""Selects the training text: files of the standard library, the held-out ones, and fragments cut out of files.
+"""Selects the training text: files of the standard library, held-out files, and fragments cut out of files.
 
-Of several versions of the library the first is primary: it contributes whole files and the held-out set. Every further
+The first of several library versions is the primary one: it contributes whole files and the held-out set. Each further
 version contributes only text that the earlier ones do not contain.
 """
 
@@ -26,7 +26,7 @@ LEAK_SHARE = 0.2
 MIN_FRAGMENT_LINES = 3
 MAX_FRAGMENT_LINES = 400
 MIN_HELD_OUT_BYTES, MAX_HELD_OUT_BYTES = 1_000, 60_000
-"""Held-out files are neither stubs nor so large that one of them decides the measurement."""
+"""Limits for held-out files: stubs are excluded, and so are files that would dominate the measurement."""
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 _SKIPPED_FILES = re.compile(
@@ -55,10 +55,10 @@ class SourceFile:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Texts to train on, and whole files that are held out.
+    """Training texts, and whole files that are held out.
 
-    Fragments are definitions, loops and headers, cut out and dedented. Each is its own document, so that a model also
-    sees text that begins like the input of a user.
+    Fragments are definitions, loops and headers, cut out of files and dedented. Each is a separate document, so that
+    training also contains text that begins like a user's input.
     """
 
     library: tuple[SourceFile, ...]

@@ -68,8 +68,8 @@ def compression(
 ) -> dict[str, Any]:
     """Compare the model's bits per byte with `xz -9e` on the same files.
 
-    Every token is predicted once: at the beginning of a file from all tokens before it, further on from
-    at least `STRIDE` and fewer than `CONTEXT_LENGTH` tokens. Files are independent of each other, for both.
+    Every token is predicted once: at the beginning of a file from all tokens before it, later from at least `STRIDE`
+    and fewer than `CONTEXT_LENGTH` tokens. Both the model and xz process each file separately.
     """
     bits = {True: 0.0, False: 0.0}
     sizes = {True: 0, False: 0}

@@ -55,7 +55,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def training_loss(
     model: DecoderLM, rows: Tensor, teachers: Sequence[DecoderLM], distill_weight: float
 ) -> Tensor:
-    """Return the cross-entropy with the text, mixed with that with the teachers' averaged prediction.
+    """Return a weighted sum of two cross-entropies: with the text, and with the teachers' mean prediction.
 
     Args:
         model: to train.

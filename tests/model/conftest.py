@@ -1,4 +1,4 @@
-"""Tokenizers trained on a few sentences, one for each way in which decoders make text of tokens; both samplers."""
+"""Fixtures: tokenizers trained on a few sentences, one for each kind of decoder, and both samplers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def byte_level() -> tokenizers.Tokenizer:
             show_progress=False,
         ),
     )
-    # As written out, and as bytes in disguise: the library decides token by token.
+    # Added tokens are stored as plain text, not in the byte alphabet; the library distinguishes them token by token.
     tokenizer.add_tokens(["<tool call>", "日本", "éé"])
     return tokenizer
 
 
 def byte_fallback(*, strip: bool) -> tokenizers.Tokenizer:
-    """Llama 2 and Mistral (which strip the first space), Gemma: text, and bytes for characters that are rare."""
+    """Llama 2, Mistral (both strip the first space) and Gemma: tokens are text, or bytes for rare characters."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -51,7 +51,7 @@ def byte_fallback(*, strip: bool) -> tokenizers.Tokenizer:
         [line.replace("世界", "") for line in CORPUS],
         trainers.BpeTrainer(vocab_size=380, special_tokens=SPECIAL + names, show_progress=False),
     )
-    # The trainer makes the bytes special, as no checkpoint does: build the vocabulary anew.
+    # The trainer marks the byte tokens as special, unlike real checkpoints: rebuild the tokenizer.
     model = tokenizers.models.BPE(
         vocab={**tokenizer.get_vocab(with_added_tokens=True)},
         merges=[],
@@ -80,7 +80,7 @@ def metaspace(scheme: str) -> tokenizers.Tokenizer:
 
 
 def word_piece() -> tokenizers.Tokenizer:
-    """A decoder that is not taken apart here: the library is asked for the last tokens' text."""
+    """A decoder without known rules: the library decodes the last tokens."""
     words = ["the", "dog", "##s", "##leep", "!", "n't", "你", ",", "'"]
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *words])}
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
@@ -114,7 +114,7 @@ def libraries() -> dict[str, tokenizers.Tokenizer]:
 
 @pytest.fixture(params=["host", "device"])
 def forward(request, few_candidates):
-    """Both ways of sampling; the accelerator's runs on the CPU here, with few candidates at first."""
+    """Both samplers; the device sampler runs on the CPU, with few initial candidates."""
     if request.param == "host":
         return Sampler().forward
     return lambda logits, rows: device_sampling.sample(logits.detach().float().contiguous(), rows)

@@ -22,18 +22,20 @@ _SHAPE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One checkpoint: a family, what differs from the common shape, how it is stored."""
+    """One checkpoint: its family, changes to the common shape, and how it is stored."""
 
     family: str
     changes: dict = dataclasses.field(default_factory=dict)
     shard_size: str = "5GB"
-    rounded: bool = False  # to bfloat16, though the files hold float32
+    rounded: bool = (
+        False  # whether weights are rounded to bfloat16, although the files hold float32
+    )
 
     def config(self):
         return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
 
     def build(self):
-        """The model in transformers, every parameter random, norms and biases too."""
+        """Return the model in transformers; all parameters are random, including norms and biases."""
         torch.manual_seed(0)
         config = self.config()
         model = getattr(transformers, f"{self.family}ForCausalLM")(config)

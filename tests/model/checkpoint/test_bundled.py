@@ -1,4 +1,4 @@
-"""The checkpoint that ships: complete, small, and what its card says."""
+"""The bundled checkpoint is complete, small, and as its model card states."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def test_the_folder_is_complete_and_within_its_size_limits():
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 24 * MIB
 
 
-def test_the_card_is_exactly_what_the_recorded_figures_render_to():
+def test_the_model_card_matches_the_recorded_figures():
     rendered = card.render(_read("config.json"), _read("evaluation.json"), _read("training.json"))
     assert (FOLDER / "README.md").read_text() == rendered
 
 
-def test_the_model_compresses_held_out_files_far_better_than_xz():
+def test_the_model_compresses_held_out_files_better_than_xz():
     figures = _read("evaluation.json")["compression"]
     assert figures["bits_per_byte"] < 0.5 * figures["xz_bits_per_byte"]
     assert figures["bits_per_byte"] < 0.5 * figures["xz_all_files_as_one_bits_per_byte"]
 
 
-def test_the_configuration_is_a_llama_whose_size_the_card_states():
+def test_the_configuration_is_a_llama_of_the_size_in_the_card():
     config = ModelConfig.from_folder(FOLDER)
     assert config.architecture == "LlamaForCausalLM"
     assert config.max_context >= 2048
@@ -68,7 +68,7 @@ def test_the_configuration_is_a_llama_whose_size_the_card_states():
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text())
-def test_the_tokenizer_gives_every_text_back(text):
+def test_the_tokenizer_round_trips_every_text(text):
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if "<|endoftext|>" not in text:
@@ -79,7 +79,7 @@ def test_the_tokenizer_gives_every_text_back(text):
     "text",
     ["", " ", "\n\n\n", "\t x\r\n", "    def f():\n\n        return  1   \n", "é漢\U0001f600\x00"],
 )
-def test_the_tokenizer_gives_white_space_and_other_scripts_back(tokenizer, text):
+def test_the_tokenizer_round_trips_white_space_and_other_scripts(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
@@ -90,7 +90,7 @@ def test_a_prompt_begins_with_the_separator_and_a_line_end_is_one_token(tokenize
     assert "ĠĠĠĠ" in tokens
 
 
-def test_the_first_things_a_user_types_complete_to_python(tokenizer):
+def test_typical_first_prompts_complete_to_python(tokenizer):
     torch.manual_seed(0)
     served = load_model(FOLDER, ModelConfig.from_folder(FOLDER), torch.float32, "cpu")
     prompts = ["def fibonacci(n):\n", "class Stack:\n    def __init__"]

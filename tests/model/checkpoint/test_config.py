@@ -46,7 +46,7 @@ def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
 
-def test_the_classic_form_and_that_of_transformers_5_mean_the_same():
+def test_the_classic_and_the_transformers_5_form_give_the_same_configuration():
     classic = LLAMA | {"rope_scaling": LLAMA3_ROPE}
     new = without(LLAMA, "rope_theta", "torch_dtype") | {
         "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0},
@@ -57,14 +57,14 @@ def test_the_classic_form_and_that_of_transformers_5_mean_the_same():
     assert ModelConfig.from_dict(new).rope == RopeConfig("llama3", 500000.0, 8.0, 256, 1.0, 4.0)
 
 
-def test_the_oldest_name_of_the_rope_type_is_understood():
+def test_the_oldest_key_of_the_rope_type_is_read():
     config = ModelConfig.from_dict(LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}})
 
     assert config.rope == RopeConfig("linear", 500000.0, 2.0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_written_configuration_reads_as_itself_here_and_in_transformers(case):
+def test_a_written_configuration_round_trips_here_and_in_transformers(case):
     config = ModelConfig.from_dict(
         case.config().to_dict() | {"architectures": [case.family + "ForCausalLM"]}
     )
@@ -84,7 +84,7 @@ def test_end_tokens_of_both_files_are_merged(tmp_path):
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (2, 3, 5)
 
 
-def test_absent_keys_mean_what_they_mean_in_transformers():
+def test_absent_keys_have_the_defaults_of_transformers():
     assert ModelConfig.from_dict(without(MISTRAL, "sliding_window")).sliding_window == 4096
     assert ModelConfig.from_dict(without(QWEN3, "head_dim")).head_dim == 128
     assert ModelConfig.from_dict(without(LLAMA, "num_key_value_heads")).num_kv_heads == 4
@@ -93,7 +93,7 @@ def test_absent_keys_mean_what_they_mean_in_transformers():
     assert not ModelConfig.from_dict(QWEN2).attention_output_bias
 
 
-def test_a_qwen_window_counts_only_where_it_is_used():
+def test_a_qwen_window_applies_only_if_it_is_enabled():
     stated = {"sliding_window": 32, "max_window_layers": 1}
 
     unused = ModelConfig.from_dict(QWEN2 | stated)
@@ -105,7 +105,7 @@ def test_a_qwen_window_counts_only_where_it_is_used():
     assert used.mixes_attention
 
 
-def test_a_window_that_no_layer_has_is_dropped():
+def test_a_window_that_no_layer_uses_is_dropped():
     config = ModelConfig.from_dict(
         QWEN2 | {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
     )
@@ -125,11 +125,11 @@ def test_a_window_that_no_layer_has_is_dropped():
         (LLAMA3_ROPE, 512),
     ],
 )
-def test_the_usable_context_is_the_stretched_one(scaling, context):
+def test_the_maximum_context_is_the_extended_one(scaling, context):
     assert ModelConfig.from_dict(LLAMA | {"rope_scaling": scaling}).max_context == context
 
 
-def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts():
+def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
     rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128}
 
     config = ModelConfig.from_dict(LLAMA | {"rope_scaling": rope})
@@ -166,12 +166,12 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_contexts():
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(changes, named):
+def test_an_unsupported_feature_is_rejected_with_its_key(changes, named):
     with pytest.raises(UnsupportedModelError, match=named.replace("(", r"\(")):
         ModelConfig.from_dict(LLAMA | changes)
 
 
-def test_an_unsupported_architecture_is_told_what_is_supported():
+def test_the_error_for_an_unsupported_architecture_lists_the_supported_ones():
     with pytest.raises(
         UnsupportedModelError,
         match="LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
@@ -221,7 +221,7 @@ def test_an_unsupported_architecture_is_told_what_is_supported():
         ),
     ],
 )
-def test_an_absurd_value_is_named_with_its_limit(changes, message):
+def test_the_error_for_an_invalid_value_names_key_and_limit(changes, message):
     with pytest.raises(ModelFolderError, match=message):
         ModelConfig.from_dict(LLAMA | changes)
 
@@ -234,7 +234,7 @@ def test_an_absurd_value_is_named_with_its_limit(changes, message):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window is false"),
     ],
 )
-def test_an_absurd_window_is_named(changes, message):
+def test_the_error_for_an_invalid_window_names_the_key(changes, message):
     with pytest.raises(ModelFolderError, match=message):
         ModelConfig.from_dict(QWEN2 | changes)
 
@@ -250,7 +250,7 @@ def test_an_absurd_window_is_named(changes, message):
         (b" " * (5 * 2**20), "at most 4194304"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path, content, message):
+def test_the_error_for_a_broken_file_names_it(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content)
 
     with pytest.raises(ModelFolderError, match=message) as raised:
@@ -259,14 +259,14 @@ def test_a_broken_file_is_named(tmp_path, content, message):
     assert str(tmp_path / "config.json") in str(raised.value)
 
 
-def test_a_value_is_named_with_its_file(tmp_path):
+def test_the_error_for_an_invalid_value_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": -1}))
 
     with pytest.raises(ModelFolderError, match=r"config\.json: hidden_size"):
         ModelConfig.from_folder(tmp_path)
 
 
-def test_a_long_value_is_shortened_in_the_message():
+def test_a_long_value_is_shortened_in_the_error():
     with pytest.raises(ModelFolderError) as raised:
         ModelConfig.from_dict(LLAMA | {"hidden_size": "x" * 10_000})
 
@@ -274,14 +274,14 @@ def test_a_long_value_is_shortened_in_the_message():
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
-def test_a_folder_without_a_configuration_is_named(tmp_path, name):
+def test_the_error_for_a_folder_without_a_configuration_names_it(tmp_path, name):
     (tmp_path / "empty").mkdir()
 
     with pytest.raises(ModelFolderError, match=name):
         ModelConfig.from_folder(tmp_path / name)
 
 
-def test_the_parameter_count_is_that_of_the_checkpoint():
+def test_the_parameter_count_equals_that_of_the_checkpoint():
     for case in CASES.values():
         model = case.build()
         config = ModelConfig.from_dict(model.config.to_dict())
@@ -324,7 +324,7 @@ ROPE = st.fixed_dictionaries(
         | {key: st.one_of(NUMBERS, JSON) for key in LLAMA},
     ),
 )
-def test_any_value_anywhere_is_either_understood_or_refused(base, changes):
+def test_any_value_of_any_key_is_either_read_or_rejected(base, changes):
     try:
         config = ModelConfig.from_dict(base | changes)
     except (ModelFolderError, UnsupportedModelError):
@@ -338,7 +338,7 @@ def test_any_value_anywhere_is_either_understood_or_refused(base, changes):
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 
-def test_reading_a_configuration_imports_no_torch():
+def test_reading_a_configuration_does_not_import_torch():
     code = (
         f"import sys; from model.checkpoint.config import ModelConfig; import model.checkpoint.hub; \
 ModelConfig.from_dict({LLAMA!r}); assert 'torch' not in sys.modules"

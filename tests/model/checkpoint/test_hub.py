@@ -11,7 +11,7 @@ from model.errors import ModelFolderError
 
 @pytest.fixture
 def no_network(monkeypatch):
-    """Fails a test that tries to fetch."""
+    """Make a test fail if it tries to download."""
 
     def fetch(*args, **kwargs):
         raise AssertionError("fetched")
@@ -21,7 +21,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands in for the download: records its arguments, returns or raises what the test sets."""
+    """Replace the download by a fake that records its arguments and returns or raises what the test sets."""
 
     class Hub:
         answer = "/cache/snapshot"
@@ -43,11 +43,13 @@ def http_error(kind):
     return kind("Hub says no\nand more", response=httpx.Response(403, request=request))
 
 
-def test_an_existing_folder_is_taken_as_it_is(tmp_path, no_network):
+def test_an_existing_folder_is_returned_unchanged(tmp_path, no_network):
     assert resolve(str(tmp_path)) == tmp_path
 
 
-def test_a_relative_folder_wins_over_a_repository_of_that_name(tmp_path, monkeypatch, no_network):
+def test_a_relative_folder_takes_precedence_over_a_repository_of_the_same_name(
+    tmp_path, monkeypatch, no_network
+):
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
 
@@ -61,14 +63,14 @@ def test_a_home_folder_is_found(tmp_path, monkeypatch, no_network):
     assert resolve("~/model") == tmp_path / "model"
 
 
-def test_the_bundled_model_lies_beside_the_code(tmp_path, monkeypatch, no_network):
+def test_the_bundled_model_is_found_in_the_package(tmp_path, monkeypatch, no_network):
     (tmp_path / BUNDLED).mkdir()
     monkeypatch.chdir(tmp_path)
 
     assert resolve(BUNDLED) == Path(__file__).parents[3] / "model" / "bundled"
 
 
-def test_a_file_is_not_a_model(tmp_path, no_network):
+def test_a_file_is_rejected(tmp_path, no_network):
     (tmp_path / "model.safetensors").touch()
 
     with pytest.raises(ModelFolderError, match="is a file; a model is a folder"):
@@ -78,7 +80,7 @@ def test_a_file_is_not_a_model(tmp_path, no_network):
 @pytest.mark.parametrize(
     "name", ["./absent", "/no/such/folder", "gpt2", "a/b/c", "../x", "", "a b"]
 )
-def test_what_is_neither_folder_nor_repository_says_what_a_model_is(
+def test_the_error_for_an_invalid_name_lists_the_accepted_forms(
     name, tmp_path, monkeypatch, no_network
 ):
     monkeypatch.chdir(tmp_path)
@@ -87,7 +89,7 @@ def test_what_is_neither_folder_nor_repository_says_what_a_model_is(
         resolve(name)
 
 
-def test_a_revision_of_a_folder_is_refused(tmp_path, no_network):
+def test_a_revision_of_a_folder_is_rejected(tmp_path, no_network):
     with pytest.raises(ModelFolderError, match="revision 'main' is given, but"):
         resolve(str(tmp_path), revision="main")
 
@@ -125,7 +127,7 @@ def test_only_needed_files_of_a_repository_are_fetched(hub):
     }
 
 
-def test_a_plan_fetches_no_weights(hub):
+def test_config_only_fetches_no_weights(hub):
     resolve("org/name", config_only=True)
 
     ((_, options),) = hub.calls
@@ -154,7 +156,7 @@ def offline():
         (RuntimeError(""), "cannot be fetched: RuntimeError: RuntimeError"),
     ],
 )
-def test_what_went_wrong_is_said_in_one_line(hub, error, message):
+def test_a_failed_download_is_reported_in_one_line(hub, error, message):
     hub.answer = error
 
     with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}"):
@@ -170,7 +172,7 @@ def test_what_went_wrong_is_said_in_one_line(hub, error, message):
         (errors.HfHubHTTPError, "cannot be fetched: HfHubHTTPError: Hub says no"),
     ],
 )
-def test_what_the_hub_answers_is_said_in_one_line(hub, kind, message):
+def test_an_error_of_the_hub_is_reported_in_one_line(hub, kind, message):
     hub.answer = http_error(kind)
 
     with pytest.raises(ModelFolderError, match=f"^model 'org/name' .*{message}"):

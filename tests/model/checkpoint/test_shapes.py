@@ -1,4 +1,4 @@
-"""The shapes that are measured with random weights are those they are named after."""
+"""The benchmark shapes match the models of their names."""
 
 from pathlib import Path
 
@@ -17,7 +17,9 @@ SHAPES = Path(__file__).parents[3] / "server" / "cli" / "bench" / "shapes"
         ("llama-3.1-8b", 8_030_261_248, (32, 8, 128), 131072),
     ],
 )
-def test_a_shape_has_the_parameters_of_its_namesake(name, num_parameters, heads, context):
+def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
+    name, num_parameters, heads, context
+):
     config = ModelConfig.from_folder(SHAPES / name)
 
     assert config.num_parameters == num_parameters

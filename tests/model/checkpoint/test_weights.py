@@ -39,7 +39,7 @@ def load(folder, dtype=torch.float32, **options):
 
 
 def edit(folder, change):
-    """Rewrite the one file of tensors after `change` has altered the dictionary of them."""
+    """Apply `change` to the dictionary of tensors and rewrite the file."""
     tensors = safetensors.torch.load_file(folder / SINGLE)
     change(tensors)
     safetensors.torch.save_file(tensors, folder / SINGLE)
@@ -57,7 +57,7 @@ def first_shard(folder):
 
 @pytest.mark.parametrize("name", ["llama biases", "llama tied", "qwen2", "qwen3 tied biases"])
 @pytest.mark.parametrize("shard_bytes", [2**40, 50_000], ids=["single", "sharded"])
-def test_a_saved_checkpoint_is_that_of_transformers(tmp_path, name, shard_bytes):
+def test_a_saved_checkpoint_equals_that_of_transformers(tmp_path, name, shard_bytes):
     oracle = CASES[name].save(tmp_path / "theirs")
 
     save_checkpoint(load(tmp_path / "theirs", pack=False), tmp_path / "ours", shard_bytes)
@@ -69,7 +69,7 @@ def test_a_saved_checkpoint_is_that_of_transformers(tmp_path, name, shard_bytes)
     assert (tmp_path / "ours" / INDEX).exists() == (shard_bytes == 50_000)
 
 
-def test_a_checkpoint_written_over_another_leaves_nothing_of_it(single):
+def test_saving_over_a_checkpoint_removes_its_weights(single):
     model = load(single, pack=False)
 
     save_checkpoint(model, single, max_shard_bytes=50_000)
@@ -78,7 +78,7 @@ def test_a_checkpoint_written_over_another_leaves_nothing_of_it(single):
     load(single)
 
 
-def test_a_single_file_is_never_larger_than_asked_while_it_holds_two_tensors(single):
+def test_a_file_with_two_or_more_tensors_does_not_exceed_the_limit(single):
     save_checkpoint(load(single, pack=False), single, max_shard_bytes=50_000)
 
     for file in single.glob("*.safetensors"):
@@ -86,7 +86,7 @@ def test_a_single_file_is_never_larger_than_asked_while_it_holds_two_tensors(sin
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 50_000
 
 
-def test_weights_are_converted_to_the_dtype_asked_for(single):
+def test_weights_are_converted_to_the_requested_dtype(single):
     exact = load(single, pack=False)
 
     half = load(single, torch.bfloat16, pack=False)
@@ -99,7 +99,7 @@ def test_a_loaded_model_is_frozen(single):
     assert not any(p.requires_grad for p in load(single).parameters())
 
 
-def test_progress_ends_at_the_bytes_of_all_tensors(sharded):
+def test_progress_ends_at_the_total_bytes(sharded):
     calls = []
 
     load(sharded, progress=lambda done, total: calls.append((done, total)))
@@ -113,7 +113,7 @@ def test_progress_ends_at_the_bytes_of_all_tensors(sharded):
     assert calls == sorted(calls)
 
 
-def test_all_that_does_not_fit_is_reported_together(single):
+def test_all_mismatches_are_reported_in_one_error(single):
     def change(tensors):
         del tensors["model.norm.weight"]
         tensors["model.layers.0.mlp.experts.weight"] = torch.zeros(1)
@@ -140,7 +140,7 @@ def test_a_long_list_of_names_is_shortened(single):
     assert len(str(raised.value)) < 1000
 
 
-def test_stored_rotation_frequencies_and_a_tied_head_are_ignored(tied):
+def test_stored_rotary_frequencies_and_a_tied_head_are_ignored(tied):
     def change(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
         tensors["lm_head.weight"] = torch.zeros(128, 64)
@@ -150,14 +150,14 @@ def test_stored_rotation_frequencies_and_a_tied_head_are_ignored(tied):
     load(tied)
 
 
-def test_a_stored_head_is_needed_where_it_is_not_tied(single):
+def test_an_untied_head_is_required(single):
     edit(single, lambda tensors: tensors.pop("lm_head.weight"))
 
     with pytest.raises(WeightsError, match=r"1 missing: lm_head\.weight"):
         load(single)
 
 
-def test_a_quantized_tensor_is_refused(single):
+def test_a_tensor_of_an_unsupported_dtype_is_rejected(single):
     edit(single, lambda t: t.update({"lm_head.weight": torch.zeros(128, 64, dtype=torch.int8)}))
 
     with pytest.raises(WeightsError, match=r"lm_head\.weight is stored as I8; supported are F32"):
@@ -165,7 +165,7 @@ def test_a_quantized_tensor_is_refused(single):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth"])
-def test_pickle_is_refused_unopened(single, suffix):
+def test_pickle_files_are_rejected_without_being_opened(single, suffix):
     (single / SINGLE).unlink()
     (single / f"pytorch_model{suffix}").write_bytes(b"cposix\nsystem\n(S'false'\ntR.")
 
@@ -173,7 +173,7 @@ def test_pickle_is_refused_unopened(single, suffix):
         load(single)
 
 
-def test_a_folder_without_weights_says_what_is_looked_for(single):
+def test_the_error_for_a_folder_without_weights_names_the_expected_files(single):
     (single / SINGLE).unlink()
 
     with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):
@@ -212,14 +212,14 @@ def negative(file):
     [truncate, empty, header(2**60), header(200), header(2, b"[]"), outside, negative],
     ids=["truncated", "empty", "header of 2^60 bytes", "short", "list", "outside", "negative"],
 )
-def test_a_damaged_file_is_named(sharded, damage):
+def test_the_error_for_a_damaged_file_names_it(sharded, damage):
     damage(first_shard(sharded))
 
     with pytest.raises(WeightsError, match=f"{first_shard(sharded).name} cannot be read"):
         load(sharded)
 
 
-def test_a_shard_that_is_not_there_is_named(sharded):
+def test_the_error_for_a_missing_shard_names_it(sharded):
     first_shard(sharded).unlink()
 
     with pytest.raises(WeightsError, match=r"index\.json names model-00001-of-\d+\.safetensors"):
@@ -230,7 +230,7 @@ def test_a_shard_that_is_not_there_is_named(sharded):
     "name",
     ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "a\\b.safetensors", "x.bin"],
 )
-def test_an_index_cannot_name_a_file_elsewhere(sharded, name):
+def test_an_index_cannot_name_a_file_outside_the_folder(sharded, name):
     (sharded.parent / "secret.safetensors").write_bytes(b"")
     edit_index(sharded, lambda weight_map: weight_map.update({"lm_head.weight": name}))
 
@@ -238,7 +238,7 @@ def test_an_index_cannot_name_a_file_elsewhere(sharded, name):
         load(sharded)
 
 
-def test_a_link_out_of_the_folder_is_refused(sharded, tmp_path_factory):
+def test_a_link_out_of_the_folder_is_rejected(sharded, tmp_path_factory):
     shard = first_shard(sharded)
     shard.rename(tmp_path_factory.mktemp("elsewhere") / "shard")
     shard.symlink_to(tmp_path_factory.getbasetemp() / "elsewhere0" / "shard")
@@ -269,7 +269,7 @@ def test_the_links_of_a_hub_cache_are_followed(sharded, tmp_path_factory):
         ('{"weight_map": {"a": 1}}', "must be the name of a file"),
     ],
 )
-def test_a_broken_index_is_named(sharded, content, message):
+def test_the_error_for_a_broken_index_names_it(sharded, content, message):
     (sharded / INDEX).write_text(content)
 
     with pytest.raises(WeightsError, match=message) as raised:
@@ -278,7 +278,7 @@ def test_a_broken_index_is_named(sharded, content, message):
     assert INDEX in str(raised.value)
 
 
-def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
+def test_the_error_for_a_tensor_that_is_not_in_its_indexed_file_names_it(sharded):
     def change(weight_map):
         weight_map["lm_head.weight"] = first_shard(sharded).name
         weight_map["model.embed_tokens.weight"] = first_shard(sharded).name
@@ -289,7 +289,7 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
         load(sharded)
 
 
-def test_a_tensor_stored_twice_is_refused(sharded):
+def test_a_tensor_stored_twice_is_rejected(sharded):
     tensors = safetensors.torch.load_file(first_shard(sharded))
     safetensors.torch.save_file(tensors, sharded / "model-extra.safetensors")
     edit_index(sharded, lambda weight_map: weight_map.update({"x": "model-extra.safetensors"}))
@@ -298,7 +298,7 @@ def test_a_tensor_stored_twice_is_refused(sharded):
         load(sharded)
 
 
-def test_weights_larger_than_the_machine_are_refused_before_memory_is_taken(single):
+def test_weights_larger_than_free_memory_are_rejected_before_allocation(single):
     config = json.loads((single / "config.json").read_text())
     config |= {"hidden_size": 65536, "intermediate_size": 2**20, "num_hidden_layers": 1000}
     config |= {"head_dim": 128, "num_attention_heads": 512}
@@ -308,7 +308,7 @@ def test_weights_larger_than_the_machine_are_refused_before_memory_is_taken(sing
         load(single, load_format="dummy")
 
 
-def test_dummy_weights_need_a_configuration_alone(single):
+def test_dummy_weights_need_only_a_configuration(single):
     (single / SINGLE).unlink()
 
     first, second = (load(single, load_format="dummy", pack=False) for _ in range(2))
@@ -319,7 +319,7 @@ def test_dummy_weights_need_a_configuration_alone(single):
     assert logits.std() > 0
 
 
-def test_float16_on_the_cpu_gives_the_logits_of_transformers(single):
+def test_float16_on_the_cpu_matches_the_logits_of_transformers(single):
     oracle = transformers.AutoModelForCausalLM.from_pretrained(single)
     ids = torch.tensor([[1, 5, 9, 2]])
     model = load(single, torch.float16)

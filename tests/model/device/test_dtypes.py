@@ -32,7 +32,7 @@ def config_of(num_layers, dtype):
         (2, "bfloat16", True, torch.float32),
     ],
 )
-def test_a_cpu_serves_in_bfloat16_only_large_checkpoints_of_that_dtype(
+def test_a_cpu_uses_bfloat16_only_for_large_bfloat16_checkpoints(
     monkeypatch, num_layers, dtype, has_instructions, chosen
 ):
     monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: has_instructions)
@@ -49,24 +49,24 @@ def test_a_cpu_serves_in_bfloat16_only_large_checkpoints_of_that_dtype(
         ("bfloat16", False, torch.float16),
     ],
 )
-def test_a_gpu_serves_in_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
+def test_a_gpu_uses_half_precision(monkeypatch, dtype, has_bfloat16, chosen):
     arch = CATALOGUE["a100" if has_bfloat16 else "t4"]
     monkeypatch.setattr("model.device.dtypes.detect", lambda device: arch)
 
     assert resolve_dtype("auto", config_of(2, dtype), "cuda") is chosen
 
 
-def test_bfloat16_on_a_gpu_that_only_emulates_it_is_taken_with_a_warning(monkeypatch, caplog):
+def test_bfloat16_on_a_gpu_that_emulates_it_is_used_with_a_warning(monkeypatch, caplog):
     monkeypatch.setattr("model.device.dtypes.detect", lambda device: CATALOGUE["t4"])
 
     assert resolve_dtype("bfloat16", config_of(2, "bfloat16"), "cuda") is torch.bfloat16
     assert "float16 is faster" in caplog.text
 
 
-def test_an_explicit_dtype_is_taken_as_it_is():
+def test_an_explicit_dtype_is_used_unchanged():
     assert resolve_dtype("float16", config_of(2, "bfloat16"), "cpu") is torch.float16
 
 
-def test_an_unknown_dtype_is_refused():
+def test_an_unknown_dtype_is_rejected():
     with pytest.raises(ModelError, match="'int8' is none of auto, float32"):
         resolve_dtype("int8", config_of(2, "bfloat16"), "cpu")

@@ -1,4 +1,4 @@
-"""What goes to a device in one copy comes out as it was."""
+"""Arrays that are packed for a transfer unpack unchanged."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_arrays_keep_their_values_shapes_and_dtypes(tensors):
 
 
 def test_every_array_begins_at_a_multiple_of_16_bytes():
-    # A kernel is compiled anew for pointers that are aligned differently.
+    # Triton compiles a kernel again for pointers with another alignment.
     first = packed()[0].data_ptr()
 
     assert all((tensor.data_ptr() - first) % 16 == 0 for tensor in packed() if tensor.numel())

@@ -1,4 +1,4 @@
-"""Drives a DecoderLM over a paged cache as an engine would, for tests, on the model's device."""
+"""Runs a DecoderLM over a paged cache as an engine does, for tests."""
 
 import random
 
@@ -11,7 +11,7 @@ BLOCK_SIZE = 4
 
 
 class PagedDriver:
-    """Feeds any chunks of any sequences, a step at a time; blocks come from a shuffled pool."""
+    """Runs steps with arbitrary chunks of arbitrary sequences; blocks come from a shuffled pool."""
 
     def __init__(self, model, num_blocks=160, cache_dtype=None):
         config = model.config
@@ -35,9 +35,9 @@ class PagedDriver:
         self._lengths = {}
 
     def step(self, chunks):
-        """Feed {sequence: token ids}; returns {sequence: logits [tokens, V]}.
+        """Run a step with {sequence: token ids}; return {sequence: logits [tokens, V]}.
 
-        Sequences with one token are decoded, the others prefilled.
+        Sequences with one token are decode rows, the others prefill rows.
         """
         ordered = sorted(chunks.items(), key=lambda item: len(item[1]) > 1)
         num_decode = sum(len(tokens) == 1 for _, tokens in ordered)
@@ -88,7 +88,7 @@ class PagedDriver:
 
 
 def logits_in_chunks(model, tokens, chunk, cache_dtype=None):
-    """Logits [S, V] of one sequence fed `chunk` tokens at a time."""
+    """Return the logits [S, V] of one sequence, computed `chunk` tokens at a time."""
     driver = PagedDriver(model, cache_dtype=cache_dtype)
     parts = [
         driver.step({0: tokens[start : start + chunk]})[0] for start in range(0, len(tokens), chunk)
@@ -97,7 +97,7 @@ def logits_in_chunks(model, tokens, chunk, cache_dtype=None):
 
 
 def greedy(model, prompt, steps, cache_dtype=None):
-    """The `steps` tokens that follow `prompt`, and the logits [steps, V] they were chosen from."""
+    """Generate `steps` tokens greedily; return them and their logits [steps, V]."""
     driver = PagedDriver(model, cache_dtype=cache_dtype)
     tokens, rows = list(prompt), []
     new = tokens

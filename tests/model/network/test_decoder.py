@@ -49,7 +49,7 @@ def dense_logits(model, ids):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 8, 50])
-def test_the_size_of_the_chunks_changes_nothing(model, chunk):
+def test_logits_do_not_depend_on_the_chunk_size(model, chunk):
     ids = tokens(50)
 
     torch.testing.assert_close(
@@ -57,14 +57,14 @@ def test_the_size_of_the_chunks_changes_nothing(model, chunk):
     )
 
 
-def test_neighbours_in_a_step_change_nothing(model):
+def test_logits_do_not_depend_on_other_sequences_of_the_step(model):
     sequences = {name: tokens(length, seed=name) for name, length in enumerate((5, 17, 30, 9))}
     driver = PagedDriver(model)
     fed = dict.fromkeys(sequences, 0)
     got = {name: [] for name in sequences}
     step = 0
     while any(fed[name] < len(ids) for name, ids in sequences.items()):
-        # Every step mixes chunks of one token (decoded) with longer ones (prefilled).
+        # Every step mixes decode rows (one token) with longer prefill chunks.
         chunks = {
             name: ids[fed[name] : fed[name] + 1 + (name + step) % 4]
             for name, ids in sequences.items()
@@ -83,7 +83,7 @@ def test_neighbours_in_a_step_change_nothing(model):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("round_to", [torch.float32, torch.bfloat16])
-def test_packing_changes_only_the_speed(tied, round_to):
+def test_packing_does_not_change_the_logits(tied, round_to):
     model, packed = (
         build(dataclasses.replace(CONFIG, tie_word_embeddings=tied)).to(round_to).float()
         for _ in range(2)
@@ -98,7 +98,7 @@ def test_packing_changes_only_the_speed(tied, round_to):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_packing_gives_up_the_original_matrices():
+def test_packing_frees_the_original_matrices():
     model = build().requires_grad_(requires_grad=False)
 
     model.optimize()
@@ -108,9 +108,9 @@ def test_packing_gives_up_the_original_matrices():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_follows_single(model, dtype):
+def test_half_precision_is_close_to_single_precision(model, dtype):
     half = build(dtype=dtype).requires_grad_(requires_grad=False)
-    # What a seed draws in another dtype differs between PyTorch's versions.
+    # Random numbers of a seed in another dtype differ between PyTorch versions.
     half.load_state_dict(model.state_dict())
     half.optimize()
     ids = tokens(30)
@@ -139,19 +139,19 @@ def test_the_dense_path_compiles_to_one_graph():
     torch.testing.assert_close(compiled(ids, positions), model(ids, positions))
 
 
-def test_a_model_that_mixes_layers_plans_for_both_kinds(model):
+def test_a_model_that_mixes_layer_kinds_has_plans_for_both(model):
     assert model.attention_problem(Phase.DECODE, 16).sliding_window is None
     assert model.attention_problem(Phase.DECODE, 16, sliding=True).sliding_window == 12
 
 
-def test_a_model_that_always_slides_has_one_kind_of_problem():
+def test_a_model_with_only_sliding_layers_has_one_attention_problem_per_phase():
     config = dataclasses.replace(CONFIG, layer_types=("sliding_attention",) * 3)
     sliding = DecoderLM(config)
 
     assert sliding.attention_problem(Phase.PREFILL, 16).sliding_window == 12
 
 
-def test_fresh_weights_are_those_of_the_seed():
+def test_initial_weights_are_determined_by_the_seed():
     first, second = build(), build()
 
     assert torch.equal(first.layers[0].qkv, second.layers[0].qkv)
@@ -165,7 +165,7 @@ def test_a_tied_head_is_the_embedding():
     assert "lm_head" not in names
 
 
-def test_the_cache_tells_its_bytes():
+def test_the_cache_reports_its_bytes():
     cache = KVCache(3, 10, 4, 2, 16, torch.bfloat16, "cpu")
 
     assert cache.layer(2).shape == (2, 10, 4, 2, 16)
@@ -178,7 +178,7 @@ def dynamic(max_positions=16, factor=2.0):
     return dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=max_positions)
 
 
-def test_a_dynamic_rotation_depends_on_the_position_alone_when_served():
+def test_a_dynamic_rotation_depends_only_on_the_position_in_serving():
     model = build(dynamic(factor=8.0)).requires_grad_(requires_grad=False)
     ids = tokens(60)
 
@@ -187,7 +187,7 @@ def test_a_dynamic_rotation_depends_on_the_position_alone_when_served():
     torch.testing.assert_close(at_once, one_by_one, rtol=1e-4, atol=1e-4)
 
 
-def test_the_rotation_table_grows_without_changing_its_rows():
+def test_the_rotary_table_grows_without_changing_its_rows():
     rope = build(dynamic()).rope
     positions = torch.tensor([0, 15, 16, 40])
     rope.reserve(41, torch.float32, torch.device("cpu"))
@@ -199,7 +199,7 @@ def test_the_rotation_table_grows_without_changing_its_rows():
         assert torch.equal(old, new)
 
 
-def test_rotations_of_far_positions_keep_float32_precision_in_a_half_model():
+def test_rotations_of_large_positions_have_float32_precision_in_a_half_precision_model():
     rope = build(dataclasses.replace(CONFIG, max_position_embeddings=100_000)).rope
     rope.reserve(100_000, torch.bfloat16, torch.device("cpu"))
     position = torch.tensor([99_999])

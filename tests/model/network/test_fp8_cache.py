@@ -1,4 +1,4 @@
-"""The KV cache in float8: what it holds, and what it costs the bundled model's answers."""
+"""The float8 KV cache: its contents, and its effect on the bundled model's predictions."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def code(tokenizer):
-    """Tokens of Python that the model was not made for."""
+    """Tokens of Python code that the model was not trained on."""
     return tokenizer.encode(Path(__file__).read_text()).ids[:300]
 
 
@@ -53,7 +53,7 @@ def test_a_cache_of_the_models_dtype_has_no_scales():
     assert cache.scales == (None, None, None)
 
 
-def test_the_dtype_is_the_models_or_float8():
+def test_the_cache_dtype_is_the_models_or_float8():
     assert resolve_kv_dtype("auto", torch.bfloat16) is torch.bfloat16
     assert resolve_kv_dtype("fp8", torch.bfloat16) is FP8
     with pytest.raises(ModelError, match="'int8' is none of auto, fp8"):
@@ -61,13 +61,13 @@ def test_the_dtype_is_the_models_or_float8():
 
 
 @pytest.mark.parametrize("chunk", [300, 37])
-def test_float8_changes_what_the_model_expects_next_but_little(bundled, code, chunk):
+def test_float8_changes_the_predicted_distribution_only_slightly(bundled, code, chunk):
     exact = logits_in_chunks(bundled, code, chunk)
 
     rounded = logits_in_chunks(bundled, code, chunk, FP8)
 
-    # Measured: 2.7 % of the logits' spread, a divergence of 0.0018, 97 % the same first choice; a model in
-    # bfloat16 has 0.8 %, 0.0002 and 99 %.
+    # Measured: an error of 2.7 % of the logits' spread, a divergence of 0.0018 and 97 % equal argmax tokens; bfloat16
+    # has 0.8 %, 0.0002 and 99 %.
     assert (rounded - exact).square().mean().sqrt() < 0.05 * exact.std()
     expected, got = exact.log_softmax(-1), rounded.log_softmax(-1)
     assert (expected.exp() * (expected - got)).sum(-1).mean() < 0.005
@@ -77,15 +77,15 @@ def test_float8_changes_what_the_model_expects_next_but_little(bundled, code, ch
     assert abs(surprise[0] - surprise[1]) < 0.03
 
 
-def test_tokens_one_by_one_see_what_a_chunk_sees(bundled, code):
+def test_decoding_token_by_token_matches_one_chunk(bundled, code):
     at_once, one_by_one = (logits_in_chunks(bundled, code[:60], size, FP8) for size in (60, 1))
 
-    # Both read what was written, so only rounding in float32 is between them, unless it moves a number
-    # of a later layer to the next of float8.
+    # Both read the quantized cache, so they differ only by float32 rounding, which may change a float8 number of a
+    # later layer by one step.
     assert (at_once - one_by_one).square().mean().sqrt() < 0.02 * at_once.std()
 
 
-def test_greedy_text_is_that_of_the_exact_cache_for_a_while(bundled, tokenizer):
+def test_greedy_text_begins_like_that_with_the_exact_cache(bundled, tokenizer):
     prompt = tokenizer.encode("def fibonacci(n):\n").ids
 
     exact, rounded = (greedy(bundled, prompt, 16, dtype)[0] for dtype in (None, FP8))
@@ -93,7 +93,7 @@ def test_greedy_text_is_that_of_the_exact_cache_for_a_while(bundled, tokenizer):
     assert exact == rounded
 
 
-def test_no_layer_reads_slots_that_were_never_written(bundled, code):
+def test_layers_read_only_written_slots(bundled, code):
     driver = PagedDriver(bundled, cache_dtype=FP8)
 
     logits = driver.step({0: code[:13], 1: code[:1]})

@@ -1,4 +1,4 @@
-"""Weights in float8: what a model holds of a checkpoint, and what that costs the bundled model's answers."""
+"""Float8 weights: how a checkpoint is quantized, and the effect on the bundled model's predictions."""
 
 from pathlib import Path
 
@@ -33,13 +33,13 @@ def load(folder, dtype=torch.float32, weight_dtype=FP8, **options):
 
 @pytest.fixture(scope="module")
 def code():
-    """Tokens of Python that the model was not made for."""
+    """Tokens of Python code that the model was not trained on."""
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     return tokenizer.encode(Path(__file__).read_text()).ids[:600]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 tied biases"])
-def test_each_row_of_the_layers_matrices_is_rounded_with_a_scale_of_its_own(tmp_path, name):
+def test_each_row_of_a_layers_matrices_is_quantized_with_its_own_scale(tmp_path, name):
     CASES[name].save(tmp_path)
     stored = named_slices(load(tmp_path, weight_dtype=None))
 
@@ -57,7 +57,7 @@ def test_each_row_of_the_layers_matrices_is_rounded_with_a_scale_of_its_own(tmp_
             assert torch.equal(slices[tensor], exact.bfloat16()), tensor
 
 
-def test_a_model_without_quantisation_has_no_scales(tmp_path):
+def test_a_model_without_quantization_has_no_scales(tmp_path):
     CASES["llama"].save(tmp_path)
     plain = load(tmp_path, weight_dtype=None)
 
@@ -65,7 +65,7 @@ def test_a_model_without_quantisation_has_no_scales(tmp_path):
     assert plain.layers[0].qkv_scale is None
 
 
-def test_weights_that_are_drawn_are_quantised_too():
+def test_dummy_weights_are_quantized():
     held = load(FOLDER, load_format="dummy")
 
     weight = dequantise_rows(held.layers[0].down, held.layers[0].down_scale, torch.float32)
@@ -73,7 +73,7 @@ def test_weights_that_are_drawn_are_quantised_too():
     assert held.layers[0].down.dtype is FP8
 
 
-def test_a_checkpoint_that_is_in_float8_already_is_refused_and_says_why(tmp_path):
+def test_a_float8_checkpoint_is_rejected_with_the_reason(tmp_path):
     CASES["llama"].save(tmp_path)
     config = ModelConfig.from_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_is_in_float8_already_is_refused_and_says_why(tmp_path
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_weight_that_is_no_number_is_refused_by_its_tensors_name(tmp_path, bad):
+def test_a_weight_that_is_not_finite_is_rejected_with_its_tensors_name(tmp_path, bad):
     CASES["llama"].save(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -97,7 +97,7 @@ def test_a_weight_that_is_no_number_is_refused_by_its_tensors_name(tmp_path, bad
         load(tmp_path)
 
 
-def test_a_quantised_model_is_not_saved(tmp_path):
+def test_a_quantized_model_cannot_be_saved(tmp_path):
     with pytest.raises(AssertionError):
         save_checkpoint(load(FOLDER, load_format="dummy"), tmp_path)
 
@@ -110,19 +110,19 @@ def test_a_quantised_model_is_not_saved(tmp_path):
         ("fp8", CATALOGUE["t4"], torch.float16, "needs sm_80, .* this is sm_75"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused_with_the_reason(requested, arch, dtype, words):
+def test_unsupported_quantization_is_rejected_with_the_reason(requested, arch, dtype, words):
     with pytest.raises(ModelError, match=words):
         resolve_weight_dtype(requested, dtype, arch)
 
 
 @pytest.mark.parametrize("arch", ["a100", "l4", "h100"])
-def test_gpus_with_our_kernels_take_weights_in_float8(arch):
+def test_gpus_with_triton_kernels_support_float8_weights(arch):
     assert resolve_weight_dtype("fp8", torch.bfloat16, CATALOGUE[arch]) is FP8
     assert resolve_weight_dtype("none", torch.bfloat16, CATALOGUE[arch]) is None
 
 
 def both_in_float8(self, x):
-    """A linear layer as the product in FP8 computes it: the rows that are multiplied are rounded too."""
+    """Compute a linear layer like the FP8 product, which quantizes the activations too."""
     if self._scale is None:
         return functional.linear(x, self._weight, self._bias)
     rounded = dequantise_rows(*quantise_rows(x), x.dtype)
@@ -130,16 +130,16 @@ def both_in_float8(self, x):
     return functional.linear(rounded, weight, self._bias)
 
 
-@pytest.mark.parametrize("both", [False, True], ids=["weights alone", "rows too"])
-def test_float8_changes_what_the_model_expects_next_but_little(code, both, monkeypatch):
+@pytest.mark.parametrize("both", [False, True], ids=["weights only", "weights and activations"])
+def test_float8_changes_the_predicted_distribution_only_slightly(code, both, monkeypatch):
     exact = logits_in_chunks(load(FOLDER, weight_dtype=None), code, 300)
     if both:
         monkeypatch.setattr(PyTorchLinear, "__call__", both_in_float8)
 
     rounded = logits_in_chunks(load(FOLDER), code, 300)
 
-    # Measured: a divergence of 0.0046 and 0.0091, 98 % and 95 % the same first choice, 0.020 and 0.025 more surprise;
-    # docs/decisions/0021-fp8-weights.md has less of each over more text.
+    # Measured: a divergence of 0.0046 and 0.0091, 98 % and 95 % equal argmax tokens, and 0.020 and 0.025 more loss;
+    # docs/decisions/0021-fp8-weights.md has smaller values, measured over more text.
     expected, got = exact.log_softmax(-1), rounded.log_softmax(-1)
     assert (expected.exp() * (expected - got)).sum(-1).mean() < (0.02 if both else 0.01)
     assert (expected.argmax(-1) == got.argmax(-1)).float().mean() > 0.9

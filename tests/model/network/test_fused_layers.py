@@ -1,4 +1,4 @@
-"""Layers with few launches against the same layers operation by operation, in Triton's interpreter."""
+"""Compares fused layers with the same layers computed operation by operation, in Triton's interpreter."""
 
 import dataclasses
 import random
@@ -62,7 +62,7 @@ FP8 = torch.float8_e4m3fn
 def build(weight_dtype=None, dtype=torch.float32, **changes):
     made = DecoderLM(ModelConfig(**SHAPE | changes), dtype, weight_dtype=weight_dtype)
     made.init_weights(std=0.15, seed=0)
-    # What a seed draws in float16 differs between PyTorch's versions.
+    # Random numbers of a seed in float16 differ between PyTorch versions.
     single = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -77,13 +77,13 @@ def build(weight_dtype=None, dtype=torch.float32, **changes):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """Choose the kernels of a GPU, with tensors of the CPU; in few programs, which is what takes the time here."""
+    """Select GPU kernels for CPU tensors, with few programs, because the interpreter's time grows with their number."""
 
     def wide(_problem, _arch):
         return TunedLinear("vector", LinearLaunch(32, 256, 1), "for the test")
 
     def detect(_device=None):
-        return dataclasses.replace(H100, num_sms=8)  # a decode has as many splits
+        return dataclasses.replace(H100, num_sms=8)  # limits the splits of a decode
 
     def switch():
         monkeypatch.setattr(kernels.attention.functional, "detect", detect)
@@ -101,7 +101,7 @@ def optimized(*arguments, **changes):
 
 
 def drive(made, decoded, cache_dtype=None):
-    """Feed prompts, then tokens of as many sequences as `decoded` says; returns all logits."""
+    """Run prompts, then a decode step for each number of sequences in `decoded`; return all logits."""
     driver, rng = PagedDriver(made, cache_dtype=cache_dtype), random.Random(3)
 
     def tokens(count):
@@ -115,7 +115,7 @@ def drive(made, decoded, cache_dtype=None):
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_has_the_logits_and_tokens_of_its_operations(family, on_a_gpu):
+def test_fused_layers_match_the_logits_and_tokens_of_separate_operations(family, on_a_gpu):
     plain = build(**FAMILIES[family])
     expected = drive(plain, (1, 3))
     on_a_gpu()
@@ -130,7 +130,7 @@ def test_a_family_has_the_logits_and_tokens_of_its_operations(family, on_a_gpu):
 
 
 class Product:
-    """Stands in for a product on the tensor cores, which no interpreter has; output and down leave partial sums."""
+    """Fake of a tensor-core projection, which cannot be interpreted; output and down return partial sums."""
 
     def __init__(self, weights, problem):
         self.weights, self.problem = weights, problem
@@ -149,8 +149,8 @@ class Product:
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases"])
-def test_layers_on_the_tensor_cores_are_chained_as_their_operations(family, on_a_gpu, monkeypatch):
-    """A bias behind attention or in the MLP leaves those projections to the library, beside the others."""
+def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, monkeypatch):
+    """With a bias of the output projection or the MLP, the library computes those projections."""
     changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
     expected = drive(build(**changes), (3,))
     on_a_gpu()
@@ -181,7 +181,7 @@ def test_layers_on_the_tensor_cores_are_chained_as_their_operations(family, on_a
 
 
 @triton_interpreter.interpreted
-def test_weights_that_are_fetched_ahead_change_nothing(on_a_gpu, monkeypatch):
+def test_prefetching_weights_does_not_change_the_logits(on_a_gpu, monkeypatch):
     on_a_gpu()
     fused = optimized(num_layers=2)
     expected = drive(fused, (1,))
@@ -190,7 +190,7 @@ def test_weights_that_are_fetched_ahead_change_nothing(on_a_gpu, monkeypatch):
     def fetching(*arguments, ahead, **more):
         assert (
             ahead is None
-        )  # only kernels that are launched early fetch ahead, and the interpreter launches none
+        )  # only kernels with dependent launch prefetch, and the interpreter has none
         fetched.append(fused.layers[0].output)
         weights = fused._bound.layers[0].next_weights
         return rope_and_write_kv(*arguments, ahead=weights, **more)
@@ -203,7 +203,7 @@ def test_weights_that_are_fetched_ahead_change_nothing(on_a_gpu, monkeypatch):
 
 
 @triton_interpreter.interpreted
-def test_a_cache_in_float8_takes_the_keys_and_values_of_the_operations(on_a_gpu):
+def test_a_float8_cache_receives_the_keys_and_values_of_separate_operations(on_a_gpu):
     expected = drive(build(qk_norm=True), (3,), torch.float8_e4m3fn)
     on_a_gpu()
     fused = optimized(qk_norm=True)
@@ -214,7 +214,7 @@ def test_a_cache_in_float8_takes_the_keys_and_values_of_the_operations(on_a_gpu)
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("family", ["llama biases", "qwen3", "sizes that no vector divides"])
-def test_weights_in_float8_have_the_logits_of_their_operations(family, on_a_gpu):
+def test_float8_weights_match_the_logits_of_separate_operations(family, on_a_gpu):
     expected = drive(build(FP8, **FAMILIES[family]), (1, 3))
     on_a_gpu()
     fused = optimized(FP8, **FAMILIES[family])
@@ -227,8 +227,8 @@ def test_weights_in_float8_have_the_logits_of_their_operations(family, on_a_gpu)
 
 
 @triton_interpreter.interpreted
-def test_many_rows_are_rounded_to_float8_as_the_weights_are(on_a_gpu, monkeypatch):
-    """In half precision, the only one that the library multiplies in FP8; a step of 6 rows, and one of 4."""
+def test_activations_of_many_rows_are_quantized_to_float8(on_a_gpu, monkeypatch):
+    """In half precision, the only one with an FP8 product in the library; with steps of 6 and of 4 rows."""
     weight_only = drive(build(FP8, torch.float16, qk_norm=True), ())
     with monkeypatch.context() as patch:
         patch.setattr(PyTorchLinear, "__call__", both_in_float8)
@@ -247,8 +247,8 @@ def test_many_rows_are_rounded_to_float8_as_the_weights_are(on_a_gpu, monkeypatc
 
 @triton_interpreter.interpreted
 @pytest.mark.parametrize(("rows", "of_a_layer"), [(1, 6), (5, 5)])
-def test_a_decoded_token_takes_few_launches(rows, of_a_layer, on_a_gpu, monkeypatch):
-    """With more rows four of a layer's launches are the library's, and are not counted here."""
+def test_a_decode_step_uses_few_launches(rows, of_a_layer, on_a_gpu, monkeypatch):
+    """With more rows, four of a layer's launches are the library's, which are not counted."""
     from triton.runtime import interpreter
 
     on_a_gpu()
@@ -273,7 +273,7 @@ def test_a_decoded_token_takes_few_launches(rows, of_a_layer, on_a_gpu, monkeypa
 @triton_interpreter.interpreted
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_the_argmax_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
+def test_argmax_tokens_match_the_logits(rows, fused, on_a_gpu):
     if fused:
         on_a_gpu()
     made = optimized() if fused else build()
@@ -297,7 +297,7 @@ def test_the_argmax_tokens_are_those_of_the_logits(rows, fused, on_a_gpu):
 
 
 @triton_interpreter.interpreted
-def test_attention_that_no_kernel_takes_is_pytorchs_between_our_projections(on_a_gpu):
+def test_attention_without_a_kernel_falls_back_to_pytorch_between_triton_projections(on_a_gpu):
     expected = drive(build(head_dim=16), (1,))
     on_a_gpu()
     fused = optimized(head_dim=16)
@@ -317,14 +317,14 @@ def test_attention_that_no_kernel_takes_is_pytorchs_between_our_projections(on_a
     ],
     ids=str,
 )
-def test_what_cannot_be_fused_says_why(arch, dtype, reason):
+def test_unsupported_fusion_is_reported_with_the_reason(arch, dtype, reason):
     found = unsupported(dtype, arch)
 
     assert bool(found) == bool(reason)
     assert reason in "; ".join(found)
 
 
-def test_a_model_on_a_gpu_without_our_kernels_is_pytorchs_and_says_so(monkeypatch, caplog):
+def test_a_gpu_without_triton_kernels_falls_back_to_pytorch_with_a_warning(monkeypatch, caplog):
     plain = build()
     monkeypatch.setattr(model.network.decoder, "detect", lambda _device: CATALOGUE["t4"])
 

@@ -1,4 +1,4 @@
-"""The oracle of the whole model is transformers, on every family and variant."""
+"""Compares the whole model with transformers, for every family and variant."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ TEXTS = ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def __init__(s
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
 def pair(request, tmp_path_factory):
-    """A checkpoint as transformers runs it and as we do."""
+    """One checkpoint, loaded by transformers and by this project."""
     folder = tmp_path_factory.mktemp("checkpoint")
     oracle = request.param.save(folder)
     config = ModelConfig.from_folder(folder)
@@ -29,7 +29,7 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundled_pair():
-    """The bundled model as transformers runs it in float32, as we serve it, and its tokenizer."""
+    """The bundled model in transformers (float32), the served model, and the tokenizer."""
     folder = resolve(BUNDLED)
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = load_model(folder, ModelConfig.from_folder(folder), torch.float32, "cpu")
@@ -49,7 +49,7 @@ def assert_close(ours, theirs):
     assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
-def test_a_dense_forward_pass_gives_the_logits_of_transformers(pair):
+def test_a_dense_forward_pass_matches_the_logits_of_transformers(pair):
     oracle, model = pair
     ids = tokens(150)
 
@@ -60,7 +60,7 @@ def test_a_dense_forward_pass_gives_the_logits_of_transformers(pair):
 
 
 @pytest.mark.parametrize("chunk", [100, 33, 1], ids=["at once", "in chunks", "token by token"])
-def test_a_served_prompt_gives_the_logits_of_transformers(pair, chunk):
+def test_a_paged_forward_pass_matches_the_logits_of_transformers(pair, chunk):
     oracle, model = pair
     ids = tokens(100)
 
@@ -69,7 +69,7 @@ def test_a_served_prompt_gives_the_logits_of_transformers(pair, chunk):
     assert_close(ours, oracle_logits(oracle, ids))
 
 
-def test_greedy_generation_gives_the_tokens_of_transformers(pair):
+def test_greedy_generation_matches_the_tokens_of_transformers(pair):
     oracle, model = pair
     prompt = torch.tensor([PROMPT])
 
@@ -89,7 +89,7 @@ def test_greedy_generation_gives_the_tokens_of_transformers(pair):
 
 
 @pytest.mark.parametrize("text", slow_except(TEXTS[:1], TEXTS))
-def test_the_bundled_model_gives_the_logits_and_tokens_of_transformers(bundled_pair, text):
+def test_the_bundled_model_matches_the_logits_and_tokens_of_transformers(bundled_pair, text):
     oracle, model, tokenizer = bundled_pair
     prompt = tokenizer.encode(text)
     ids = torch.tensor([prompt])

@@ -1,4 +1,4 @@
-"""Which models have decode steps in one launch, and what is said of the others."""
+"""Which models support decode steps in a single launch, and the reasons for the others."""
 
 import dataclasses
 
@@ -59,7 +59,7 @@ def test_all_reasons_are_listed():
     assert len(unsupported(shape, torch.float32, CATALOGUE["a100"])) == 4
 
 
-def test_a_slice_of_a_gpu_needs_a_program_for_each_head():
+def test_a_gpu_slice_needs_an_sm_for_each_kv_head():
     slice_of_it = dataclasses.replace(HOPPER, num_sms=16)
     wide = QWEN._replace(num_kv_heads=32, num_heads=32, head_dim=64, hidden_size=2048)
 
@@ -69,7 +69,7 @@ def test_a_slice_of_a_gpu_needs_a_program_for_each_head():
     )
 
 
-def test_dtypes_and_gpus_without_the_kernel_are_named():
+def test_unsupported_dtypes_and_gpus_are_named():
     assert unsupported(QWEN, torch.float32, HOPPER) == ("no float32",)
     assert "needs a GPU" in unsupported(QWEN, torch.bfloat16, CATALOGUE["cpu"])
     assert "needs sm_90, this is sm_80" in unsupported(QWEN, torch.bfloat16, ARCHES[80])
@@ -84,14 +84,14 @@ def test_dtypes_and_gpus_without_the_kernel_are_named():
         ({"sliding_window": 64, "layer_types": ()}, "sliding windows"),
     ],
 )
-def test_what_the_launch_has_not_is_named(monkeypatch, change, message):
+def test_unsupported_features_are_named(monkeypatch, change, message):
     monkeypatch.setattr("model.network.single_launch.shape_unsupported", lambda *_: ())
     model = DecoderLM(dataclasses.replace(CONFIG, **change), torch.bfloat16, "meta")
 
     assert model.single_launch_unsupported(HOPPER) == ((f"no {message}",) if message else ())
 
 
-def test_the_shape_of_a_step_is_that_of_the_model():
+def test_the_step_shape_equals_the_models():
     shape = step_shape(CONFIG)
 
     assert shape.hidden_size == CONFIG.hidden_size

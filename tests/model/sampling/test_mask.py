@@ -9,7 +9,7 @@ from model.sampling.mask import build_masks
 from tests.model.sampling.sampling_rows import logits_of, sampling_row
 
 
-def test_bit_i_of_the_mask_is_one_where_token_i_may_be_sampled() -> None:
+def test_bit_i_of_the_mask_is_one_if_token_i_may_be_sampled() -> None:
     masks = build_masks([sampling_row(banned=(0, 31, 33, 99))], vocab_size=100)
 
     assert masks.bits.dtype == np.int32
@@ -18,7 +18,7 @@ def test_bit_i_of_the_mask_is_one_where_token_i_may_be_sampled() -> None:
     assert words == [0x7FFFFFFE, 0xFFFFFFFD, 0xFFFFFFFF, 0xFFFFFFF7]
 
 
-def test_rows_without_bans_have_no_mask_and_rows_with_the_same_bans_share_one() -> None:
+def test_rows_without_banned_ids_have_no_mask_and_rows_with_the_same_banned_ids_share_one() -> None:
     rows = [sampling_row(), sampling_row(banned=(3,)), sampling_row(banned=(4,)), sampling_row()]
 
     assert build_masks([*rows, rows[1]], 50).of_rows == [-1, 0, 1, -1, 0]
@@ -26,7 +26,7 @@ def test_rows_without_bans_have_no_mask_and_rows_with_the_same_bans_share_one() 
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
-def test_a_mask_reads_back_as_it_was_built_and_ignores_ids_outside_the_vocabulary(vocab) -> None:
+def test_a_mask_round_trips_and_ignores_ids_outside_the_vocabulary(vocab) -> None:
     banned = {0, vocab // 2, vocab - 1}
     masks = build_masks([sampling_row(banned=(*banned, vocab, vocab + 40, -1))], vocab)
 
@@ -36,7 +36,7 @@ def test_a_mask_reads_back_as_it_was_built_and_ignores_ids_outside_the_vocabular
     assert set(np.flatnonzero(~allowed).tolist()) == banned
 
 
-def test_masks_are_applied_to_the_rows_that_have_one_alone() -> None:
+def test_masks_are_applied_only_to_rows_that_have_one() -> None:
     rows = [sampling_row(banned=(1, 40)), sampling_row(), sampling_row(banned=(2,))]
     masks = build_masks(rows, 70)
     logits = logits_of(1, 3, 70)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("few_candidates")
 # --- greedy -----------------------------------------------------------------------------------------------------
 
 
-def test_temperature_zero_takes_the_most_likely_token(forward) -> None:
+def test_temperature_zero_selects_the_argmax(forward) -> None:
     logits = logits_of(0, 5)
 
     tokens = forward(logits, [sampling_row(temperature=0.0)] * 5)
@@ -43,7 +43,7 @@ def test_greedy_ignores_filters_and_seed(forward) -> None:
     assert token.token_id == int(logits.argmax())
 
 
-def test_equal_logits_are_won_by_the_smallest_id(forward) -> None:
+def test_the_argmax_of_equal_logits_is_the_smallest_id(forward) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [40, 17, 80]] = 1.0
 
@@ -65,7 +65,7 @@ def test_half_precision_logits_are_sampled_as_their_float32_values(forward, dtyp
     )
 
 
-def test_the_logits_given_are_left_unchanged(forward) -> None:
+def test_sampling_does_not_change_the_logits(forward) -> None:
     logits = logits_of(3, NUM_KINDS)
     before = logits.clone()
 
@@ -79,7 +79,7 @@ def test_the_logits_given_are_left_unchanged(forward) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.permutations(range(2 * NUM_KINDS)), st.integers(1, 2 * NUM_KINDS))
-def test_a_rows_result_is_bitwise_the_same_alone_and_among_others(seed, order, count) -> None:
+def test_a_rows_result_is_bitwise_equal_alone_and_in_a_batch(seed, order, count) -> None:
     logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
     picked = order[:count]
 
@@ -90,7 +90,7 @@ def test_a_rows_result_is_bitwise_the_same_alone_and_among_others(seed, order, c
 
 
 @pytest.mark.parametrize("vocab", [101, 4096, 50257])
-def test_rows_of_a_real_vocabulary_do_not_depend_on_their_neighbours(forward, vocab) -> None:
+def test_rows_of_a_real_vocabulary_do_not_depend_on_each_other(forward, vocab) -> None:
     logits, rows = logits_of(4, NUM_KINDS, vocab), varied_rows(NUM_KINDS, vocab)
 
     together = forward(logits, rows)
@@ -111,8 +111,8 @@ def test_the_number_of_threads_does_not_change_a_token() -> None:
     assert results[0] == results[1]
 
 
-def test_sampling_leaves_the_global_generators_alone(forward) -> None:
-    # NumPy's legacy generator is the global one, and so the one to watch.
+def test_sampling_does_not_advance_global_generators(forward) -> None:
+    # NumPy's global generator is the legacy one.
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
 
     forward(logits_of(6, NUM_KINDS), varied_rows(NUM_KINDS))
@@ -121,13 +121,13 @@ def test_sampling_leaves_the_global_generators_alone(forward) -> None:
     assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
 
 
-def test_the_accelerators_rules_are_those_of_the_host() -> None:
+def test_the_device_sampler_matches_the_host_sampler() -> None:
     agreed = 0
     for seed in range(40):
         logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)
         host = Sampler().forward(logits, rows)
         device = device_sampling.sample(logits, rows)
-        # exp() may round differently in NumPy and PyTorch: a sample on the very edge of a token may move.
+        # exp() may round differently in NumPy and PyTorch: a sample at the boundary between two tokens may differ.
         agreed += sum(
             h.token_id == d.token_id and [i for i, _ in h.top] == [i for i, _ in d.top]
             for h, d in zip(host, device, strict=True)
@@ -137,9 +137,7 @@ def test_the_accelerators_rules_are_those_of_the_host() -> None:
 
 
 @pytest.mark.parametrize("candidates", [1, 2, 16, 100, 101, 5000])
-def test_the_number_of_candidates_looked_at_first_does_not_change_a_token(
-    monkeypatch, candidates
-) -> None:
+def test_the_initial_number_of_candidates_does_not_change_a_token(monkeypatch, candidates) -> None:
     logits, rows = logits_of(7, 33), varied_rows(33)
     expected = device_sampling.sample(logits, rows)
 
@@ -151,7 +149,7 @@ def test_the_number_of_candidates_looked_at_first_does_not_change_a_token(
 # --- log-probabilities ------------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_natural_and_of_the_unmodified_logits(forward) -> None:
+def test_logprobs_are_natural_logarithms_under_the_unmodified_logits(forward) -> None:
     logits = logits_of(14, 3)
     rows = [
         sampling_row(temperature=0.0, logprobs=True),
@@ -167,7 +165,7 @@ def test_logprobs_are_natural_and_of_the_unmodified_logits(forward) -> None:
         assert type(token.logprob) is float
 
 
-def test_top_logprobs_come_most_likely_first_and_equals_by_smaller_id(forward) -> None:
+def test_top_logprobs_are_sorted_by_probability_then_by_id(forward) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 2.0, 1.0]])
 
     (token,) = forward(logits, [sampling_row(temperature=0.0, top_logprobs=5)])
@@ -177,7 +175,7 @@ def test_top_logprobs_come_most_likely_first_and_equals_by_smaller_id(forward) -
     assert token.logprob == expected[1].item()
 
 
-def test_each_row_gets_the_top_logprobs_it_asked_for(forward) -> None:
+def test_each_row_gets_the_requested_number_of_top_logprobs(forward) -> None:
     logits = logits_of(15, 4)
     asked = [0, 3, 10**6, 1]
 
@@ -187,7 +185,7 @@ def test_each_row_gets_the_top_logprobs_it_asked_for(forward) -> None:
     assert [t.logprob is None for t in tokens] == [True, False, False, False]
 
 
-def test_impossible_tokens_are_left_out_of_the_top(forward) -> None:
+def test_tokens_of_probability_zero_are_not_in_the_top_logprobs(forward) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 5] = 1.0
 
@@ -237,7 +235,7 @@ def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
 
 
 @pytest.mark.parametrize("row", varied_rows(NUM_KINDS), ids=lambda row: str(row.position))
-def test_a_row_of_nothing_but_minus_infinity_fails(forward, row) -> None:
+def test_a_row_with_only_minus_infinity_fails(forward, row) -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[1] = 0.0
 
@@ -247,7 +245,7 @@ def test_a_row_of_nothing_but_minus_infinity_fails(forward, row) -> None:
     assert sound.error is None
 
 
-def test_a_row_whose_last_tokens_are_banned_fails(forward) -> None:
+def test_a_row_whose_remaining_tokens_are_banned_fails(forward) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 2:4] = 1.0
 
@@ -256,7 +254,7 @@ def test_a_row_whose_last_tokens_are_banned_fails(forward) -> None:
         assert token.error
 
 
-def test_a_nan_hidden_behind_a_ban_still_fails_the_row(forward) -> None:
+def test_a_nan_logit_of_a_banned_token_still_fails_the_row(forward) -> None:
     logits = logits_of(19, 1)
     logits[0, 9] = math.nan
 
@@ -268,9 +266,7 @@ def test_a_nan_hidden_behind_a_ban_still_fails_the_row(forward) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [4096, 50257, 151936])
-def test_on_cuda_a_rows_result_is_bitwise_the_same_alone_and_among_others(
-    monkeypatch, vocab
-) -> None:
+def test_on_cuda_a_rows_result_is_bitwise_equal_alone_and_in_a_batch(monkeypatch, vocab) -> None:
     monkeypatch.setattr(device_sampling, "NUM_CANDIDATES", 1024)
     logits, rows = logits_of(20, 33, vocab).cuda(), varied_rows(33, vocab)
 
@@ -281,7 +277,7 @@ def test_on_cuda_a_rows_result_is_bitwise_the_same_alone_and_among_others(
 
 
 @pytest.mark.gpu
-def test_on_cuda_tokens_are_those_of_the_host_but_for_rounding() -> None:
+def test_on_cuda_tokens_match_the_host_except_for_rounding() -> None:
     agreed = 0
     for seed in range(20):
         logits, rows = logits_of(seed, 2 * NUM_KINDS), varied_rows(2 * NUM_KINDS)

@@ -79,7 +79,7 @@ def test_tokens_follow_the_filtered_distribution(filters) -> None:
 
 
 def oracle(scores: torch.Tensor, filters: dict[str, float], seen: list[int] | None = None):
-    """Transformers' processors in the order in which its `generate` applies them."""
+    """Apply transformers' logits processors in the order of its `generate`."""
     from transformers import generation as hf
 
     ids = torch.tensor([seen or []], dtype=torch.int64)
@@ -98,7 +98,7 @@ def oracle(scores: torch.Tensor, filters: dict[str, float], seen: list[int] | No
 
 
 def support(logits: torch.Tensor, filters: dict[str, float], sample, count: int = 400) -> set[int]:
-    """Every token that the row can sample, found by trying every rank of the uniform number."""
+    """Return every token that the row can sample, found with evenly spaced random numbers."""
     rows = [sampling_row(seed=0, position=i, **filters) for i in range(count)]
     return {t.token_id for t in sample(logits.expand(count, -1).contiguous(), rows)}
 
@@ -136,7 +136,7 @@ def evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(
+def test_filters_keep_the_same_tokens_and_probabilities_as_transformers(
     forward, filters, seed
 ) -> None:
     logits = logits_of(100 + seed, 1, vocab=24, scale=1.2)
@@ -145,12 +145,12 @@ def test_filters_keep_what_transformers_keeps_with_the_same_probabilities(
 
     sampled = [t.token_id for t in forward(logits.expand(1024, -1).contiguous(), rows)]
 
-    # Evenly spaced numbers hit each token in proportion to its probability, give or take one at each end.
+    # Evenly spaced numbers hit each token in proportion to its probability, up to one more or less at each end.
     assert np.abs(np.bincount(sampled, minlength=24) - kept * 1024).max() <= 1.01
 
 
 @pytest.mark.usefixtures("evenly_spread")
-def test_top_k_keeps_all_that_tie_with_the_last(forward) -> None:
+def test_top_k_keeps_all_ties_with_the_last_token(forward) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -5.0]])
 
     assert support(logits, {"top_k": 2}, forward, 1024) == {1, 2, 3, 4}
@@ -207,7 +207,7 @@ def test_top_k_above_the_vocabulary_keeps_everything(forward) -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 100.0])
-def test_the_repetition_penalty_is_that_of_transformers(forward, penalty) -> None:
+def test_the_repetition_penalty_matches_transformers(forward, penalty) -> None:
     prompt, output = [3, 3, 50, 7], [8, 50]
     for seed in range(20):
         logits = logits_of(seed, 1)
@@ -266,7 +266,7 @@ def test_ids_outside_the_vocabulary_are_ignored_by_penalties_and_bans(forward) -
     assert forward(logits, [row])[0].token_id == int(logits.argmax())
 
 
-def test_a_kept_history_gives_the_tokens_that_counting_anew_gives(forward) -> None:
+def test_a_reused_history_gives_the_same_tokens_as_a_new_one(forward) -> None:
     tokens = [1, 2]
     kept = TokenHistory(tokens, num_prompt_tokens=2)
     for step in range(25):
@@ -298,7 +298,9 @@ def test_a_kept_history_gives_the_tokens_that_counting_anew_gives(forward) -> No
     ],
     ids=str,
 )
-def test_the_last_token_of_a_bad_word_is_banned_behind_its_others(forward, words, banned) -> None:
+def test_the_last_token_of_a_bad_word_is_banned_after_its_other_tokens(
+    forward, words, banned
+) -> None:
     logits = torch.zeros(1, 10)
     row = {"bad_words": words, "prompt_ids": [1, 6], "output_ids": [8]}
 
@@ -336,7 +338,7 @@ def test_the_largest_biases_in_effect_force_and_ban_a_token(forward) -> None:
     assert top not in support(logits, {"logit_bias": {top: -100.0}}, forward)
 
 
-def test_log_probabilities_are_those_without_the_bias(forward) -> None:
+def test_log_probabilities_do_not_include_the_bias(forward) -> None:
     logits = logits_of(4, 1)
 
     (token,) = forward(logits, [sampling_row(logit_bias={9: 100.0}, top_logprobs=2)])

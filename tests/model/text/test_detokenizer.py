@@ -52,7 +52,9 @@ def sequences(size: int) -> st.SearchStrategy[list[int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from(KINDS), st.booleans())
-def test_a_stream_joined_is_the_text_of_all_tokens(tokenizers_by_kind, data, kind, skip) -> None:
+def test_the_concatenated_stream_equals_the_text_of_all_tokens(
+    tokenizers_by_kind, data, kind, skip
+) -> None:
     tokenizer = tokenizers_by_kind[kind]
     ids = data.draw(sequences(tokenizer.vocab_size))
 
@@ -61,9 +63,7 @@ def test_a_stream_joined_is_the_text_of_all_tokens(tokenizers_by_kind, data, kin
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from([k for k in KINDS if "fallback" not in k]), st.booleans())
-def test_the_text_of_any_tokens_is_that_of_the_library(
-    tokenizers_by_kind, data, kind, skip
-) -> None:
+def test_the_text_of_any_tokens_matches_the_library(tokenizers_by_kind, data, kind, skip) -> None:
     tokenizer = tokenizers_by_kind[kind]
     ids = data.draw(sequences(tokenizer.vocab_size))
 
@@ -72,13 +72,13 @@ def test_the_text_of_any_tokens_is_that_of_the_library(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from(["byte_fallback", "byte_fallback_strip"]), st.booleans())
-def test_byte_fallback_text_is_that_of_the_library_unless_bytes_in_a_row_are_partly_broken(
+def test_byte_fallback_text_matches_the_library_unless_adjacent_bytes_are_partly_invalid(
     tokenizers_by_kind, data, kind, skip
 ) -> None:
     tokenizer = tokenizers_by_kind[kind]
     to_id = tokenizer.library.token_to_id
     whole = st.text(max_size=3).map(lambda text: [f"<0x{b:02X}>" for b in text.encode()])
-    # Bytes without a single whole character: all of them are broken.
+    # Bytes without a complete character: all of them are invalid.
     broken = st.lists(st.sampled_from(["<0xE4>", "<0xFF>", "<0xF0>"]), max_size=3)
     skipped = st.lists(st.just("</s>"), max_size=1)
     word = st.sampled_from(["▁", "▁▁x", "<user>"])
@@ -91,7 +91,7 @@ def test_byte_fallback_text_is_that_of_the_library_unless_bytes_in_a_row_are_par
     assert tokenizer.decode(ids, skip) == expected
 
 
-def test_whole_characters_beside_broken_bytes_are_kept(tokenizers_by_kind) -> None:
+def test_valid_characters_next_to_invalid_bytes_are_kept(tokenizers_by_kind) -> None:
     tokenizer = tokenizers_by_kind["byte_fallback"]
     ids = [tokenizer.library.token_to_id(f"<0x{b:02X}>") for b in "你".encode() + b"\xff" + b"A"]
 
@@ -101,7 +101,7 @@ def test_whole_characters_beside_broken_bytes_are_kept(tokenizers_by_kind) -> No
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_strip"])
-def test_text_survives_the_way_there_and_back(tokenizers_by_kind, kind, text) -> None:
+def test_text_round_trips(tokenizers_by_kind, kind, text) -> None:
     tokenizer = tokenizers_by_kind[kind]
 
     pieces = push_all(tokenizer, tokenizer.encode(text))
@@ -111,7 +111,7 @@ def test_text_survives_the_way_there_and_back(tokenizers_by_kind, kind, text) ->
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_no_piece_ends_within_a_character(tokenizers_by_kind, kind) -> None:
+def test_pieces_do_not_end_within_a_character(tokenizers_by_kind, kind) -> None:
     tokenizer = tokenizers_by_kind[kind]
     ids = tokenizer.encode("🦊界🦊", add_special_tokens=False)
     assert len(ids) > 3
@@ -123,7 +123,7 @@ def test_no_piece_ends_within_a_character(tokenizers_by_kind, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_half_a_character_at_the_end_is_marked_as_broken(tokenizers_by_kind, kind) -> None:
+def test_an_incomplete_character_at_the_end_is_replaced(tokenizers_by_kind, kind) -> None:
     tokenizer = tokenizers_by_kind[kind]
     ids = tokenizer.encode("a🦊", add_special_tokens=False)[:-1]
 
@@ -134,14 +134,14 @@ def test_half_a_character_at_the_end_is_marked_as_broken(tokenizers_by_kind, kin
     assert "a" + rest == tokenizer.library.decode(ids)
 
 
-def test_a_special_token_within_a_character_neither_shows_nor_breaks_it(tokenizers_by_kind) -> None:
+def test_a_skipped_special_token_within_a_character_does_not_break_it(tokenizers_by_kind) -> None:
     tokenizer = tokenizers_by_kind["byte_level"]
     first, *rest = tokenizer.encode("🦊")
 
     assert push_all(tokenizer, [first, tokenizer.eos_token_id, *rest])[-2:] == ["🦊", ""]
 
 
-def test_special_tokens_show_where_they_are_not_skipped(tokenizer) -> None:
+def test_special_tokens_have_text_if_they_are_not_skipped(tokenizer) -> None:
     ids = [tokenizer.bos_token_id, *tokenizer.encode("the", False), tokenizer.eos_token_id]
 
     shown = "".join(push_all(tokenizer, ids, skip=False))
@@ -159,7 +159,7 @@ def test_ids_beyond_the_vocabulary_add_nothing(tokenizer) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 2**70, "7", None, 1.5])
-def test_what_is_not_an_id_is_refused(tokenizer, bad) -> None:
+def test_an_invalid_id_is_rejected(tokenizer, bad) -> None:
     with pytest.raises(TokenizerError, match="not a token id"):
         IncrementalDetokenizer(tokenizer).push(bad)
     with pytest.raises(TokenizerError, match="not a token id"):
@@ -171,7 +171,9 @@ def test_what_is_not_an_id_is_refused(tokenizer, bad) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut", [1, 2, 4, 9])
-def test_a_continuation_adds_what_the_prompts_text_lacks(tokenizers_by_kind, kind, cut) -> None:
+def test_prompt_and_continuation_concatenate_to_the_whole_text(
+    tokenizers_by_kind, kind, cut
+) -> None:
     tokenizer = tokenizers_by_kind[kind]
     ids = tokenizer.encode("the dogs the dog the dogs ! the", False) * 2
     prompt = [tokenizer.bos_token_id, *ids[:cut]]
@@ -192,18 +194,18 @@ def test_the_first_space_is_dropped_without_a_prompt_and_kept_after_one(tokenize
     assert "".join(push_all(tokenizer, ids, prompt=far)) == " the"
 
 
-def test_a_character_begun_in_the_prompt_is_completed(tokenizers_by_kind) -> None:
+def test_a_character_that_begins_in_the_prompt_is_completed(tokenizers_by_kind) -> None:
     tokenizer = tokenizers_by_kind["byte_level"]
     ids = tokenizer.encode("🦊")
 
     assert "".join(push_all(tokenizer, ids[2:], prompt=ids[:2])) == "🦊"
 
 
-# --- cost -------------------------------------------------------------------------------------------------------
+# --- speed ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_stream_costs_no_more_per_token_than_a_short_one(tokenizers_by_kind, kind) -> None:
+def test_the_time_per_token_does_not_grow_with_the_stream(tokenizers_by_kind, kind) -> None:
     tokenizer = tokenizers_by_kind[kind]
     ids = tokenizer.encode("the dogs the dog 你 ! ", False) * 600
 
@@ -217,7 +219,7 @@ def test_a_long_stream_costs_no_more_per_token_than_a_short_one(tokenizers_by_ki
             best = min(best, (time.thread_time() - started) / count)
         return best
 
-    # A growing text would cost thirty times as much here.
+    # Decoding the whole text for each token would take thirty times as long here.
     assert seconds_per_token(len(ids)) < 10 * seconds_per_token(len(ids) // 30)
 
 

@@ -18,7 +18,7 @@ def cut(text: str, at: list[int]) -> list[str]:
 
 
 def first_match(text: str, stop: list[str]) -> StopMatch | None:
-    """The naive answer: grow the text by one character until it ends with a stop string."""
+    """Naive search: extend the text by one character at a time until it ends with a stop string."""
     for end in range(len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
@@ -30,7 +30,7 @@ def first_match(text: str, stop: list[str]) -> StopMatch | None:
 @settings(max_examples=400, deadline=None)
 @given(letters, stops, st.lists(st.integers(0, 40), max_size=10))
 @example("aab", ["aaa", "ab"], [1, 2])
-def test_a_match_is_found_where_searching_the_whole_text_finds_it(text, stop, at) -> None:
+def test_a_match_equals_that_of_a_search_in_the_whole_text(text, stop, at) -> None:
     checker = StopChecker(stop)
 
     found = (checker.push(delta) for delta in cut(text, at))
@@ -40,7 +40,7 @@ def test_a_match_is_found_where_searching_the_whole_text_finds_it(text, stop, at
 
 @settings(max_examples=200, deadline=None)
 @given(letters, st.text(alphabet="ab", min_size=1, max_size=4), st.integers(1, 7))
-def test_one_stop_string_matches_where_find_finds_it(text, stop, size) -> None:
+def test_one_stop_string_matches_where_str_find_finds_it(text, stop, size) -> None:
     checker = StopChecker([stop])
 
     found = (checker.push(text[i : i + size]) for i in range(0, len(text), size))
@@ -48,18 +48,18 @@ def test_one_stop_string_matches_where_find_finds_it(text, stop, size) -> None:
     assert next((match.start for match in found if match), -1) == text.find(stop)
 
 
-def test_a_match_across_pieces_counts_from_the_beginning_of_the_text() -> None:
+def test_a_match_across_pieces_has_positions_in_the_whole_text() -> None:
     checker = StopChecker(["END"])
 
     assert checker.push("the E") is None
     assert checker.push("ND and more") == StopMatch("END", 4, 7)
 
 
-def test_the_stop_string_completed_first_wins_over_one_that_begins_earlier() -> None:
+def test_the_stop_string_that_ends_first_takes_precedence_over_one_that_begins_earlier() -> None:
     assert StopChecker(["abcd", "bc"]).push("xabcd") == StopMatch("bc", 2, 4)
 
 
-def test_of_two_completed_by_the_same_character_the_longer_wins() -> None:
+def test_of_two_stop_strings_that_end_together_the_longer_matches() -> None:
     assert StopChecker(["b", "ab"]).push("aab") == StopMatch("ab", 1, 3)
 
 
@@ -67,7 +67,7 @@ def test_without_stop_strings_nothing_matches() -> None:
     assert StopChecker([]).push("any text") is None
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_rejected() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         StopChecker(["a", ""])
 
@@ -78,7 +78,7 @@ def test_characters_outside_the_basic_plane_count_once() -> None:
     )
 
 
-def test_work_is_proportional_to_the_text_even_for_self_similar_stop_strings() -> None:
+def test_time_is_linear_in_the_text_even_for_self_similar_stop_strings() -> None:
     stop, text = "a" * 5000 + "b", "a" * 200_000
     checker = StopChecker([stop])
 
@@ -86,5 +86,5 @@ def test_work_is_proportional_to_the_text_even_for_self_similar_stop_strings() -
     for i in range(0, len(text), 4):
         assert checker.push(text[i : i + 4]) is None
 
-    assert time.thread_time() - started < 5  # searching anew at every piece takes minutes
+    assert time.thread_time() - started < 5  # searching the whole text at every piece takes minutes
     assert checker.safe_length == 200_000 - 5000

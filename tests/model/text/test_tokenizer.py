@@ -34,7 +34,7 @@ def write_config(folder, **config: object) -> None:
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_its_tokens_and_their_roles(folder) -> None:
+def test_a_folder_provides_tokens_and_their_roles(folder) -> None:
     tokenizer = Tokenizer.from_folder(folder)
 
     assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<s>", 1)
@@ -88,7 +88,7 @@ def test_a_damaged_configuration_is_an_error_that_names_the_file(folder, content
         Tokenizer.from_folder(folder)
 
 
-def test_a_file_of_absurd_size_is_refused_unread(folder) -> None:
+def test_a_file_that_is_too_large_is_rejected_unread(folder) -> None:
     with (folder / "tokenizer.json").open("r+b") as file:
         file.truncate(200 << 20)  # sparse
 
@@ -136,7 +136,7 @@ def test_damaged_added_tokens_are_an_error(folder, added) -> None:
 # --- encoding ---------------------------------------------------------------------------------------------------
 
 
-def test_the_first_token_is_added_where_the_tokenizer_says_so(libraries) -> None:
+def test_the_bos_token_is_added_if_the_tokenizer_adds_it(libraries) -> None:
     tokenizer = Tokenizer(libraries["byte_fallback"], "<s>", "</s>")
 
     assert tokenizer.encode("the fox")[0] == tokenizer.bos_token_id
@@ -170,13 +170,13 @@ def test_a_lone_surrogate_is_an_error(folder, text) -> None:
 
 
 @pytest.mark.parametrize("text", [None, 3, b"bytes", ["a", "b"], ("a", "b"), {"a": 1}], ids=str)
-def test_what_is_no_text_is_an_error(folder, text) -> None:
+def test_input_other_than_a_string_is_an_error(folder, text) -> None:
     with pytest.raises(TokenizerError, match="expected a text, got"):
         Tokenizer.from_folder(folder).encode(text)
 
 
 @pytest.mark.parametrize("text", ["\x00", "\ufeffa", "\u0301" * 50, "\U0010ffff", "\r\n\t "])
-def test_odd_but_valid_text_survives(folder, text) -> None:
+def test_unusual_but_valid_text_round_trips(folder, text) -> None:
     tokenizer = Tokenizer.from_folder(folder)
 
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -205,7 +205,7 @@ def test_spans_cover_the_text(folder) -> None:
     assert {i for s in spans for i in range(s.start, s.stop)} == set(range(len(text)))
 
 
-def test_tokens_that_the_tokenizer_adds_stand_for_no_characters(libraries) -> None:
+def test_added_tokens_have_empty_spans(libraries) -> None:
     tokenizer = Tokenizer(libraries["byte_fallback"], "<s>")
 
     assert tokenizer.encode_with_offsets("the")[0] == TokenSpan(1, "", 0, 0)
@@ -223,7 +223,7 @@ def test_a_pair_template_does_not_matter(libraries) -> None:
 # --- texts of tokens --------------------------------------------------------------------------------------------
 
 
-def test_a_tokens_text_keeps_its_space_and_shows_special_tokens(libraries) -> None:
+def test_a_tokens_text_keeps_its_space_and_includes_special_tokens(libraries) -> None:
     for kind, name, text in (
         ("byte_level", "ĠThe", " The"),
         ("byte_level", "</s>", "</s>"),
@@ -242,7 +242,7 @@ def test_a_tokens_text_keeps_its_space_and_shows_special_tokens(libraries) -> No
         assert tokenizer.token_text(token_id) == text, kind
 
 
-def test_an_id_without_a_token_has_no_text_and_a_wrong_one_is_an_error(libraries) -> None:
+def test_an_id_without_a_token_has_no_text_and_an_invalid_id_is_an_error(libraries) -> None:
     for library in libraries.values():
         tokenizer = Tokenizer(library)
 
@@ -254,7 +254,7 @@ def test_an_id_without_a_token_has_no_text_and_a_wrong_one_is_an_error(libraries
 # --- threads ----------------------------------------------------------------------------------------------------
 
 
-def test_many_threads_may_use_it_at_once(folder) -> None:
+def test_a_tokenizer_is_thread_safe(folder) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     texts = [f"The quick {i} brown 🙂 fox" * (i % 7 + 1) for i in range(200)]
     expected = [tokenizer.library.encode(t).ids for t in texts]
@@ -284,11 +284,11 @@ def test_encoding_a_long_text_does_not_hold_the_interpreter_lock(folder) -> None
     seconds = time.perf_counter() - started
     thread.join()
 
-    # With the lock held there would be a tick or two; making the list of ids at the end does hold it.
+    # With the lock held there would be one or two ticks; building the list of ids at the end does hold it.
     assert ticks >= min(seconds / 0.002 * 0.1, 20)
 
 
-def test_it_imports_no_torch() -> None:
+def test_the_tokenizer_does_not_import_torch() -> None:
     import subprocess
 
     code = "import model.text.tokenizer, sys; sys.exit('torch' in sys.modules)"

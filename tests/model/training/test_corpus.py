@@ -1,4 +1,4 @@
-"""What is trained on and what is kept apart."""
+"""Selection of the training text and of the held-out files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_further_version_adds_only_new_fragments(tmp_path):
     assert set(after.library_fragments) - set(before.library_fragments) == {fresh}
 
 
-def test_every_fragment_of_a_file_parses_and_starts_at_the_margin():
+def test_every_fragment_of_a_file_parses_and_is_dedented():
     text = Path(ast.__file__).read_text()
     fragments = list(fragments_of(text))
     assert len(fragments) > 50
@@ -93,11 +93,11 @@ def test_tables_and_invalid_files_are_left_out_with_their_reason(tmp_path):
     }
 
 
-def test_a_share_out_of_range_is_refused(tmp_path):
+def test_a_share_out_of_range_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"held_out_share is 0\.9"):
         build_corpus([tmp_path], 0.9, seed=0)
 
 
-def test_a_folder_without_python_files_is_refused(tmp_path):
+def test_a_folder_without_python_files_is_rejected(tmp_path):
     with pytest.raises(FileNotFoundError, match="no usable"):
         read_library(tmp_path)

@@ -1,4 +1,4 @@
-"""The recipe in small: prepare a few library files, train for a few steps, measure."""
+"""The training recipe at small scale: prepare a few library files, train for a few steps, evaluate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(
             stdlib / name, library / name, ignore=shutil.ignore_patterns("__pycache__", "tests")
         )
-    # The recipe reads a stream of tests as well; a test suite may not be installed.
+    # The recipe also reads a stream of tests, but the standard library's tests may not be installed.
     (library / "test").mkdir()
     shutil.copy(stdlib / "shelve.py", library / "test" / "test_shelve.py")
     output = root / "data"
@@ -68,7 +68,7 @@ def test_training_lowers_the_loss_and_an_interrupted_run_ends_with_the_same_weig
         run_stage(other, data, tmp_path / "b", device=CPU, compiled=False)
 
 
-def test_a_student_learns_from_a_teacher_and_its_export_serves_the_same(data, tmp_path):
+def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(data, tmp_path):
     short = dataclasses.replace(STAGE, steps=2)
     teacher = run_stage(short, data, tmp_path / "t", device=CPU, compiled=False)
     distilled = dataclasses.replace(short, distill_weight=0.8, seed=1)
@@ -133,7 +133,7 @@ def test_every_document_starts_with_the_separator(data):
             assert arrays[name][-1] == 0
 
 
-def test_the_bits_of_a_file_do_not_depend_on_where_windows_meet(data, tmp_path):
+def test_the_bits_of_a_file_do_not_depend_on_window_boundaries(data, tmp_path):
     model = run_stage(
         dataclasses.replace(STAGE, steps=1), data, tmp_path, device=CPU, compiled=False
     )
@@ -147,7 +147,7 @@ def test_the_bits_of_a_file_do_not_depend_on_where_windows_meet(data, tmp_path):
     assert evaluate.function_headers(read_held_out(data))
 
 
-def test_a_function_is_cut_where_it_ends():
+def test_a_completion_is_cut_at_the_end_of_the_function():
     assert evaluate.cut_function("def f():\n", "    return 1\n\nx = 2\n") == (
         "def f():\n    return 1\n\n"
     )
@@ -156,7 +156,7 @@ def test_a_function_is_cut_where_it_ends():
     assert not evaluate.parses("def f():\n")
 
 
-def test_the_rate_rises_linearly_then_falls_to_almost_zero():
+def test_the_learning_rate_rises_linearly_then_falls_to_almost_zero():
     stage = dataclasses.replace(STAGE, steps=100, learning_rate=1.0, warmup_share=0.1)
     rates = [learning_rate(stage, step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
