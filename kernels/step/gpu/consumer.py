@@ -1,10 +1,10 @@
-"""The consumers of the whole-step kernel: what a decoder computes for one token, from its embedding to the next token.
+"""The consumer warps of the whole-step kernel: compute the decoder for one token, from its embedding to the next token.
 
     norm, qkv | norms per head, rotation, cache write, attention | output, residual | norm, gate, up, SiLU |
     down, residual
 
-A bar stands for the grid barrier. What crosses it goes through global memory, a few KB each. Sums are added up in a
-fixed order. Knows no addresses of weights, which arrive in the ring.
+A bar is the grid barrier. Data crosses it through global memory, a few KB each time. Sums are added in a fixed order.
+Weights arrive in the ring, filled by `kernels.step.gpu.producer`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from kernels.step.gpu.score import (
 
 @gluon.jit
 def consume(
-    ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counter, logits, tokens, logprobs, drawn,
+    ring, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counter, logits, tokens, logprobs, sampled,
     eps, scale, c,
 ):  # fmt: skip
-    """Compute a step; `room` as in `whole_step`.
+    """Compute a step; `buffers` are the arguments of `whole_step` from `hidden` to `totals`.
 
-    What depends on no other program is asked for before each wait, so that memory answers meanwhile.
+    Loads that depend on no other program are issued before each wait, so that the wait hides their latency.
     """
-    hidden, between, qkv, inner, parts, logs, best, totals = room
+    hidden, between, qkv, inner, parts, logs, best, totals = buffers
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     programs = gl.num_programs(0)
@@ -74,7 +74,7 @@ def consume(
     slot = gl.load(slots)
     token = gl.load(ids)
     if token < 0:
-        token = gl.load(drawn + (-1 - token))
+        token = gl.load(sampled + (-1 - token))
     x = embedding + token * c.HIDDEN
     used = 0
     arrivals = 0
@@ -140,8 +140,8 @@ def consume(
     arrive_grid(counter)
     if gl.program_id(0) == 0:
         wait_grid(counter, arrivals + programs)
-        choose(best, totals, tokens, logprobs, drawn)
-        # For the next step: no program waits any more.
+        choose(best, totals, tokens, logprobs, sampled)
+        # Reset the counters for the next step; no program waits for them any more.
         gl.store(counter + TURN, (base + c.LAYERS) & 1)
         gl.store(counter + HEADS_DONE, 0)
         for i in gl.static_range(c.KV_HEADS):
@@ -151,7 +151,7 @@ def consume(
 
 @gluon.jit
 def head_gains(table, layer, ones, dtype: gl.constexpr, c):
-    """Load the gains of queries and keys; anything of their shape where the family has none."""
+    """Load the gains of the query and key norms; without such norms, return `ones`, whose values are not used."""
     if c.NORMS:
         q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
         k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
@@ -187,7 +187,7 @@ def gate_all(ring, xs, out, turn, used, c):
 
 @gluon.jit
 def project(ring, xs, out, turn, bias, number, used, TILES: gl.constexpr, c):
-    """Compute some tiles of queries, keys and values."""
+    """Compute TILES tiles of queries, keys and values."""
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
     sums, used = dot_held(ring, xs, used, TILES, c)
     for t in gl.static_range(TILES):
@@ -201,7 +201,7 @@ def project(ring, xs, out, turn, bias, number, used, TILES: gl.constexpr, c):
 
 @gluon.jit
 def gate(ring, xs, out, turn, number, used, PAIRS: gl.constexpr, c):
-    """Compute some tiles of the gated product."""
+    """Compute PAIRS tiles of the gated product."""
     sums, used = dot_held(ring, xs, used, gl.constexpr(2 * PAIRS), c)
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
@@ -212,7 +212,7 @@ def gate(ring, xs, out, turn, number, used, PAIRS: gl.constexpr, c):
 
 @gluon.jit
 def add_rows(ring, before, out, turn, used, INPUTS: gl.constexpr, c):
-    """Multiply this program's rows by the vector in shared memory and add the residual."""
+    """Multiply this program's rows of weights by the vector in shared memory and add the residual."""
     for i in gl.static_range(len(before)):
         tile = gl.program_id(0) + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
