@@ -1,4 +1,4 @@
-"""Linear layers by PyTorch's products on a GPU, in the weights' dtype or in FP8."""
+"""Linear layers on a GPU by PyTorch's matrix products (cuBLAS), in the activations' dtype or in FP8."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LibraryLinear:
-    """The vendor's product; weights in float8_e4m3fn are converted at each call."""
+    """The vendor library's product; weights in float8_e4m3fn are converted at each call."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weights = weights
@@ -50,7 +50,7 @@ class LibraryLinear:
 
 
 class LibraryFP8Linear:
-    """The vendor's product of weights and rows in FP8."""
+    """The vendor library's product of FP8 weights and FP8 rows."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weights = weights
@@ -62,7 +62,7 @@ class LibraryFP8Linear:
         out: Tensor | None,
         arguments: LinearArguments,
     ) -> Tensor:
-        """Quantize norm(x), or x, multiply and add the residual, shapes as for `VectorLinear`."""
+        """Quantize norm(x), or x without a norm, multiply and add the residual; shapes as for `VectorLinear`."""
         check_linear(x, self._weights, choice, out, arguments)
         norm, residual, best, pdl = arguments
         weight, bias, scale = self._weights

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PyTorchLinear:
-    """Multiplies by row-major weights, which are read where they are; quantized ones are converted at each call."""
+    """Multiplies by the row-major weights without a copy of them; quantized ones are converted at each call."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weight, self._bias, self._scale = weights
