@@ -16,7 +16,7 @@ SMALLEST_AMAX = 2.0**-100
 """A row whose magnitudes are all smaller is quantized as zeros; thus no scale and no inverse of one is subnormal."""
 
 
-def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows so that the largest magnitude of each becomes 448.
 
     Args:
@@ -31,6 +31,6 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
-def dequantise_rows(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_rows(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply rows [..., D] by their scales [...] in float32, and convert the result to `dtype`."""
     return (numbers.float() * scale[..., None]).to(dtype)

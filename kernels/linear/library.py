@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.elementwise.gpu.quantize_rows import quantise_rows
-from kernels.fp8 import dequantise_rows
+from kernels.elementwise.gpu.quantize_rows import quantize_rows
+from kernels.fp8 import dequantize_rows
 from kernels.linear.checks import check_linear
 from kernels.torch_private import multiply_fp8
 
@@ -38,7 +38,7 @@ class LibraryLinear:
         check_linear(x, self._weights, choice, out, arguments)
         weight, bias, scale = self._weights
         residual = arguments.residual
-        weight = weight if scale is None else dequantise_rows(weight, scale, x.dtype)
+        weight = weight if scale is None else dequantize_rows(weight, scale, x.dtype)
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         first = residual if bias is None else bias
@@ -68,7 +68,7 @@ class LibraryFP8Linear:
         weight, bias, scale = self._weights
         assert best is None
         assert scale is not None, "for quantized weights"
-        numbers, factors = quantise_rows(x, *(norm or (None, 0.0)), pdl=pdl)
+        numbers, factors = quantize_rows(x, *(norm or (None, 0.0)), pdl=pdl)
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         product = out if residual is None else torch.empty_like(out)

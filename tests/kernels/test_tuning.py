@@ -135,7 +135,7 @@ def test_sequences_are_many_when_their_heads_are(monkeypatch, num_kv_heads, fewe
     assert [row.min_num_seqs for row in launches] == [fewest, 0]
 
 
-def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_saying_so(monkeypatch):
+def test_a_quantized_cache_takes_rows_of_its_own_and_else_those_of_any_other_saying_so(monkeypatch):
     plain, own = (
         sound_table()[1] | {"provenance": "timed there", "measured": True} | more
         for more in ({}, {"kv_dtypes": [FP8], "head_dims": [64], "dtypes": ["bfloat16"]})
@@ -148,9 +148,9 @@ def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_say
 
     (for_own,) = rows_for(head_dim=64, kv_dtype=FP8)
     (for_other,) = rows_for(head_dim=128, kv_dtype=FP8)
-    (unquantised,) = rows_for(head_dim=64)
+    (unquantized,) = rows_for(head_dim=64)
     assert (for_own.provenance, for_own.measured) == ("timed there", True)
-    assert (unquantised.provenance, unquantised.measured) == ("timed there", True)
+    assert (unquantized.provenance, unquantized.measured) == ("timed there", True)
     assert for_other.provenance == (
         "row for a cache of the queries' dtype, none is for float8_e4m3fn; timed there"
     )

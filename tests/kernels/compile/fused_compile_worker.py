@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
-from kernels.elementwise.gpu.quantize_rows import quantise_rows
+from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
@@ -60,11 +60,11 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "argmax",
+        operation: "linear", "matrix", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
             "chosen", "sample" or "step".
         choice: of a linear layer.
         around: what surrounds the layer: some of "norm", "residual", "bias", "best"; of
-            "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
+            "quantize", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
         tokens: of a step, where that matters.
         head_dim: likewise.
@@ -184,11 +184,11 @@ class FusedCompiler(Compiler):
         parts = torch.empty((4, job.tokens, 4096)) if "parts" in job.around else None
         add_rms_norm(x, x[0], 1e-6, parts=parts, pdl=pdl)
 
-    def _quantise(self, job: FusedJob, pdl: bool) -> None:
+    def _quantize(self, job: FusedJob, pdl: bool) -> None:
         x, gain = torch.empty((job.tokens, 4096), dtype=torch.bfloat16), None
         if "norm" in job.around:
             gain = torch.empty(4096, dtype=torch.bfloat16)
-        quantise_rows(x, gain, 1e-6, pdl=pdl)
+        quantize_rows(x, gain, 1e-6, pdl=pdl)
 
     def _gate(self, job: FusedJob, pdl: bool) -> None:
         silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)

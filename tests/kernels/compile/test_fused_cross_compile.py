@@ -90,10 +90,10 @@ def jobs_for(sm: int) -> list[FusedJob]:
     linears.append(layer(sm, *QKV, 1, "float32"))
     linears += timed(sm)
     linears += [layer(sm, *case, rows, "bfloat16", FP8) for case, rows in fp8_cases(sm)]
-    quantising = [FusedJob(sm, "quantise", around=("norm",), tokens=64), FusedJob(sm, "quantise")]
+    quantizing = [FusedJob(sm, "quantize", around=("norm",), tokens=64), FusedJob(sm, "quantize")]
     return [
         *linears,
-        *(quantising if sm >= ADA else ()),
+        *(quantizing if sm >= ADA else ()),
         FusedJob(sm, "add_norm", tokens=64),
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "add_norm", around=("parts",), tokens=64),

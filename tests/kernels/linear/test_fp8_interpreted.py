@@ -10,7 +10,7 @@ import torch
 from kernels.arch import CATALOGUE
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.errors import ShapeError
-from kernels.fp8 import FP8, dequantise_rows, quantise_rows
+from kernels.fp8 import FP8, dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
@@ -53,7 +53,7 @@ def tensors(choice):
     x.copy_(torch.randn(x.shape))
     weight = torch.randn(problem.matrices * problem.outputs, problem.inputs)
     weight *= problem.inputs**-0.5 * torch.rand(len(weight), 1) * 2
-    return x, *quantise_rows(weight)
+    return x, *quantize_rows(weight)
 
 
 def expected(choice, x, weight, scale, dtype, *, bias=None, norm=None, residual=None):
@@ -61,8 +61,8 @@ def expected(choice, x, weight, scale, dtype, *, bias=None, norm=None, residual=
     if norm is not None:
         x = reference.rms_norm(x, *norm, torch.float32)
     if choice.spec is LIBRARY_FP8:
-        x = reference.dequantise(*reference.quantise(x))
-    result = x.to(dtype) @ reference.dequantise(weight, scale).to(dtype).T
+        x = reference.dequantize(*reference.quantize(x))
+    result = x.to(dtype) @ reference.dequantize(weight, scale).to(dtype).T
     if bias is not None:
         result = result + bias.to(dtype)
     if choice.problem.gated:
@@ -148,7 +148,7 @@ def test_every_number_of_float8_is_converted_by_hand_as_by_the_instruction():
         assert torch.equal(found[:, 0], weight[0, first : first + 4].float())
 
 
-def test_few_rows_are_not_quantised_and_do_not_change_each_other():
+def test_few_rows_are_not_quantized_and_do_not_change_each_other():
     choice = choose(VECTOR, 4, 48, 320)
     x, weight, scale = tensors(choice)
     x[1:, 0] = 1000.0
@@ -159,7 +159,7 @@ def test_few_rows_are_not_quantised_and_do_not_change_each_other():
     assert torch.equal(changed[0], out[0])
 
 
-def test_a_row_that_is_quantised_does_not_depend_on_its_neighbours():
+def test_a_row_that_is_quantized_does_not_depend_on_its_neighbours():
     choice = choose(LIBRARY_FP8, 8, 48, 320)
     x, weight, scale = tensors(choice)
     out = run(choice, x, weight, scale)
@@ -171,17 +171,17 @@ def test_a_row_that_is_quantised_does_not_depend_on_its_neighbours():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1, 96, 1000])
-def test_rows_are_quantised_as_pytorch_does(dtype, size):
+def test_rows_are_quantized_as_pytorch_does(dtype, size):
     rows = torch.randn(5, size).to(dtype) * torch.tensor([1e-3, 1.0, 40.0, 0.0, 1e4])[:, None].to(
         dtype
     )
 
-    numbers, scales = fused.quantise_rows(rows)
+    numbers, scales = fused.quantize_rows(rows)
 
-    wanted, wanted_scales = quantise_rows(rows)
+    wanted, wanted_scales = quantize_rows(rows)
     torch.testing.assert_close(scales[:, 0], wanted_scales)
     assert (numbers.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.99
-    found = dequantise_rows(numbers, scales[:, 0], torch.float32)
+    found = dequantize_rows(numbers, scales[:, 0], torch.float32)
     assert bool(((found - rows.float()).abs() <= rows.float().abs() / 15 + scales * 2**-9).all())
 
 
