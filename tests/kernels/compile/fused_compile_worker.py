@@ -1,4 +1,4 @@
-"""Compile the fused kernels for absent GPUs: `cross_compile_worker` for launches that are no attention.
+"""Compiles all kernels except attention for absent GPUs, as `cross_compile_worker` does for attention.
 
 python -m tests.kernels.compile.fused_compile_worker --serve        a job per line of standard input
 """
@@ -40,7 +40,7 @@ STEPS = {
     ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
 }
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
-"""Models whose steps are one launch, by what surrounds their QKV projection and whether their cache is in FP8."""
+"""Models whose steps are one launch, by the operations around the QKV projection and whether the cache is FP8."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -50,7 +50,7 @@ MATRICES = {
     ("gated", "wide"): (16384, 2048),
     ("parts", "long"): (2048, 8192),
 }
-"""Shapes of weights for 5 to 256 rows, by what they are used for."""
+"""Shapes of weights for 5 to 256 rows, by the features of the projection."""
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -59,16 +59,16 @@ class FusedJob:
     """One compilation.
 
     Attributes:
-        sm: compute capability; kernels are launched dependently from 90 on.
+        sm: compute capability; from 90 on kernels use programmatic dependent launch.
         operation: "linear", "matrix", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
             "chosen", "sample" or "step".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best"; of
+        around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
-        tokens: of a step, where that matters.
+        tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: of the kernels that "argmax", "chosen" and "sample" launch, the one to compile.
+        function: the kernel to compile, of those that "argmax", "chosen" and "sample" launch.
         vocabulary: tokens of a row, for these three.
     """
 
@@ -82,13 +82,13 @@ class FusedJob:
     vocabulary: int = VOCABULARY
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` takes."""
+        """Return the fields that `from_json` takes."""
         plain = self.choice and dataclasses.replace(self.choice, spec=None, refusals=())  # type: ignore[arg-type]
         return dataclasses.asdict(dataclasses.replace(self, choice=plain))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> FusedJob:
-        """Make a job of what came through a pipe."""
+        """Make a job from the fields of `to_json`."""
         choice = fields["choice"]
         if choice is not None:
             choice = LinearChoice(
@@ -116,10 +116,10 @@ class FusedJob:
 
 
 class FusedCompiler(Compiler):
-    """Launches fused kernels, and counts how wide their loads are."""
+    """Compiles fused kernels, and counts their loads by width."""
 
     def launch(self, job: FusedJob) -> None:  # type: ignore[override]
-        """Run what launches, on small tensors or on ones whose memory nobody touches."""
+        """Run the code that launches the kernels, on small tensors or on large ones whose memory is never touched."""
         self.compiled = []
         getattr(self, f"_{job.operation}")(job, job.sm >= 90)
 
