@@ -86,10 +86,10 @@ def block_scaled(
     Returns:
         Output [m, H, D] and log-sum-exp [m, H] in `dtype`; 0 and -inf with nothing to attend to.
     """
-    turn = rotation.to(dtype) / math.sqrt(rotation.shape[0])
-    rows = q.to(dtype) @ turn
+    unit_rotation = rotation.to(dtype) / math.sqrt(rotation.shape[0])
+    rows = q.to(dtype) @ unit_rotation
     rows = _scaled(rows, rows.abs().amax(-1, keepdim=True)).transpose(0, 1)
-    keys, values = (_blocks(x.to(dtype), block) for x in (k.to(dtype) @ turn, v))
+    keys, values = (_blocks(x.to(dtype), block) for x in (k.to(dtype) @ unit_rotation, v))
     group = q.shape[1] // k.shape[1]
     m = torch.full((*rows.shape[:2], 1), float("-inf"), dtype=dtype, device=q.device)
     total, acc = torch.zeros_like(m), torch.zeros_like(rows)

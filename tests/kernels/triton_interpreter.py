@@ -185,7 +185,7 @@ def _repair() -> None:
         bits = clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return interpreter.TensorHandle(bits, tl.float8e4nv)
 
-    def quiet_launch(self, *args, **named):
+    def launch_without_warnings(self, *args, **named):
         """NumPy warns of overflows, and of arithmetic on rows that were never written."""
         nonlocal inside
         try:
@@ -276,7 +276,7 @@ def _repair() -> None:
     builder.create_dot = repaired_dot
     # The interpreter has no `map_elementwise`; the function can be applied to whole arrays.
     tl.map_elementwise = lambda function, *arguments: function(*arguments)
-    interpreter.GridExecutor.__call__ = quiet_launch
+    interpreter.GridExecutor.__call__ = launch_without_warnings
     interpreter._get_np_dtype = dtype_of
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     interpreter.ReduceOps.generic_reduce = reduce_halves

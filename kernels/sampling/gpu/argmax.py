@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOWEST_BITS = tl.constexpr(-(2**31))
-"""Below the `ranking_bits` of every value: stands for no value."""
+"""Below the `ranking_bits` of every value; used where there is no value."""
 
 TILE_WARPS = 8
 _TILE = 8192

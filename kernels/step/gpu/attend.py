@@ -137,11 +137,11 @@ def bring_heads(ring, qkv, vectors, kv_head, eps, c):
     first, second = gl.split(gl.permute(x, [0, 2, 1]))
     other = gl.permute(gl.join(second, first), [0, 2, 1])
     other = gl.convert_layout(other, layout, assert_trivial=True)
-    turned = x * cosine + other * sine
-    turned = gl.where(head > c.GROUP, raw, turned).to(dtype)
+    rotated = x * cosine + other * sine
+    rotated = gl.where(head > c.GROUP, raw, rotated).to(dtype)
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     gl.thread_barrier()
-    ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF], shared).store(turned)
+    ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF], shared).store(rotated)
     gl.thread_barrier()
 
 

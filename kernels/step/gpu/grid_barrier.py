@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 COUNTER_LINE = gl.constexpr(32)
 """Elements from one counter to the next: each counter has its own cache line."""
-TURN = gl.constexpr(1)
+PARITY = gl.constexpr(1)
 """Index among the counters of the half of the vectors that the next step begins with."""
 HEADS_DONE = gl.constexpr(32)
 """Index of the counter of programs that have attended."""
@@ -28,15 +28,15 @@ MISSING = gl.constexpr(-1)
 
 
 @gluon.jit
-def publish(vector, size, turn, place, values, c):
-    """Write this program's numbers to half `turn` of a vector [2, size], and clear their places in the other half."""
+def publish(vector, size, parity, place, values, c):
+    """Write this program's numbers to half `parity` of a vector [2, size], and clear their places in the other half."""
     dtype: gl.constexpr = vector.dtype.element_ty
     bits = values.to(dtype).to(gl.int16, bitcast=True)
     there = gl.where(bits == MISSING, 0x7FFF, bits.to(gl.int32)).to(gl.int16)
     half = vector.to(gl.pointer_type(gl.int16))
-    gl.store(half + turn * size + place, there)
+    gl.store(half + parity * size + place, there)
     if c.EARLY:
-        gl.store(half + (1 - turn) * size + place, gl.full_like(there, MISSING))
+        gl.store(half + (1 - parity) * size + place, gl.full_like(there, MISSING))
 
 
 @gluon.jit

@@ -173,7 +173,7 @@ class StepKernel:
         """Write a token's key and value to the cache, and compute the logits and their argmax.
 
         Args:
-            ids: [1] int64, the token; -1 - i stands for `sampled[i]`.
+            ids: [1] int64, the token; -1 - i selects `sampled[i]`.
             positions: [1] int64, its position; all before it are in the cache.
             slots: [1] int32, the cache slot of its key and value; -1 writes none.
             block_table: [1, columns] int32, blocks of the positions before it.

@@ -59,7 +59,7 @@ def load_own(x, c):
 
 @gluon.jit
 def share(ring, vector, INPUTS: gl.constexpr, PUBLISHED: gl.constexpr, c):
-    """Copy a vector to shared memory; PUBLISHED tells whether programs publish it during this launch."""
+    """Copy a vector to shared memory; PUBLISHED if programs publish it during this launch."""
     WIDTH: gl.constexpr = 4 * COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [CONSUMER_WARPS], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
