@@ -1,7 +1,7 @@
-"""Processors: what kernel selection may know of one, which ones are known, and which one is here.
+"""Describes processors for kernel selection: their properties, a catalogue of known ones, and detection.
 
-The only file that asks the device, and the only one that compares compute capabilities: other files
-ask a `GPUArch` for a capability by its name, or give it a set of compute capabilities.
+This is the only file that queries the device, and the only one that compares compute capabilities. Other
+files read a named capability of a `GPUArch`, or give it a set of compute capabilities.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLACKWELL: Final = frozenset({100, 103, 120, 121})
 TENSOR_CORES: Final = AMPERE | ADA | HOPPER | BLACKWELL
 """Where Triton's `tl.dot` uses tensor cores; it does not on Turing."""
 TRITON: Final = TURING | TENSOR_CORES
-"""Where Triton kernels without `tl.dot` are compiled too."""
+"""Where Triton kernels without `tl.dot` run."""
 FP8_INSTRUCTIONS: Final = ADA | HOPPER | BLACKWELL
 """Where instructions convert float8_e4m3fn, and the library multiplies it."""
 
@@ -45,7 +45,7 @@ _TESTED: Final = frozenset({0, 90})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPUArch:
-    """What kernel selection may know of one processor.
+    """The properties of one processor that kernel selection uses.
 
     Attributes:
         key: short name, as in `CATALOGUE`; "cpu" for the host.
@@ -57,7 +57,7 @@ class GPUArch:
         half_tflops: peak of matrix products of 16-bit floats with float32 accumulation, without
             sparsity, in 10^12 operations per second; 0 if not known.
         float32_tflops: peak of float32 arithmetic outside the tensor cores, in the same unit.
-        fp8_tflops: as `half_tflops`, for products of 8-bit floats; 0 where there are none.
+        fp8_tflops: as `half_tflops`, for products of 8-bit floats; 0 where the processor has none.
     """
 
     key: str
@@ -107,7 +107,7 @@ class GPUArch:
 
     @property
     def tuning_order(self) -> tuple[int, ...]:
-        """Compute capabilities whose launch configurations hold here: its own, then the nearest lower ones.
+        """Compute capabilities whose launch configurations apply here: its own, then the nearest lower ones.
 
         They have the same major number, so their code runs here and their limit of shared memory is no
         higher.
@@ -141,7 +141,7 @@ class GPUArch:
         return peaks.get(dtype, self.half_tflops)
 
     def __str__(self) -> str:
-        """Name for logs, as in `H100 (sm_90)`."""
+        """Return a name for logs, such as `H100 (sm_90)`."""
         return self.name if self.is_cpu else f"{self.name} (sm_{self.sm})"
 
 
@@ -170,7 +170,7 @@ CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
         )
     }
 )
-"""Known processors, for tests and for plans without the device.
+"""Known processors, for tests and for plans on a host without the device.
 
 The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 only.
 
@@ -186,13 +186,13 @@ _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
 
 
 def detect(device: torch.device | str | None = None) -> GPUArch:
-    """Ask the device what it is.
+    """Describe a device.
 
     Args:
         device: the device to describe; None takes the current GPU if there is one, else the CPU.
 
     Returns:
-        The facts that the driver reports. It does not report bandwidth and peaks: they come from
+        The properties that the driver reports. It does not report bandwidth and peaks: they come from
         `CATALOGUE` for a GPU with an entry of this name and number of SMs, and are 0 for others.
 
     Raises:
@@ -235,7 +235,7 @@ def _detect_gpu(index: int) -> GPUArch:
 
 
 def _find_known(name: str, num_sms: int) -> GPUArch | None:
-    """Find the catalogue's entry for a driver's device name, as in `NVIDIA A100-SXM4-80GB`.
+    """Find the catalogue's entry for a driver's device name, such as `NVIDIA A100-SXM4-80GB`.
 
     A partition of a GPU, or a smaller model of the same name, has another number of SMs.
     """

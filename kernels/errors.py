@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class KernelError(Exception):
-    """Root of the errors raised by this package."""
+    """Base class of the errors that this package raises."""
 
 
 class ShapeError(KernelError, ValueError):
@@ -16,4 +16,4 @@ class NoKernelError(KernelError):
 
 
 class UnsupportedDeviceError(KernelError):
-    """The device is not one that the kernels, or PyTorch in their place, are written for."""
+    """Neither the kernels nor their PyTorch replacements support the device."""

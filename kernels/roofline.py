@@ -1,4 +1,4 @@
-"""The roofline of an attention step: the least work it needs, and the least time of a processor for it.
+"""The roofline of an attention step: the minimal work, and the minimal time that a processor needs for it.
 
 The work is every visible key and value read once from main memory, and two matrix products.
 """
@@ -18,7 +18,7 @@ class Work:
     """The work of a step.
 
     Attributes:
-        bytes_moved: of queries and output, and of the keys and values that any query sees, once each.
+        bytes_moved: of queries, output, and the keys and values that at least one query sees, once each.
         flops: operations of the two matrix products over the visible keys; a multiply-add counts as two.
     """
 
@@ -33,7 +33,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The least time of a processor for some work.
+    """The minimal time that a processor needs for some work.
 
     Attributes:
         seconds: the larger of the times that memory and arithmetic need at their peaks.
@@ -68,7 +68,7 @@ def attention_work(
 
 
 def roofline(work: Work, dtype: str, arch: GPUArch) -> Roofline | None:
-    """Return the least time for `work`; None if a peak of the processor is not known.
+    """Return the minimal time for `work`; None if a peak of the processor is not known.
 
     Source: Williams et al., "Roofline: an insightful visual performance model", 2009.
     """

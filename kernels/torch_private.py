@@ -1,6 +1,6 @@
-"""The names of PyTorch outside its public API. No other file uses any; a test checks that.
+"""Wrappers of PyTorch names outside its public API. A test checks that no other file uses such names.
 
-Each function says what is missing publicly. Used with PyTorch 2.11 to 2.13.
+Each docstring says what the public API lacks. Used with PyTorch 2.11 to 2.13.
 """
 # ruff: noqa: SLF001
 
@@ -16,20 +16,20 @@ from torch import Tensor
 def has_bfloat16_instructions() -> bool:
     """Whether the CPU has AVX-512 or AMX instructions for bfloat16.
 
-    PyTorch 2.13 tells it publicly, by `torch.cpu.get_capabilities`; 2.11 does not.
+    PyTorch 2.13 reports it by the public `torch.cpu.get_capabilities`; 2.11 does not.
     """
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices on this CPU, which no public function tells."""
+    """Whether oneDNN multiplies bfloat16 matrices on this CPU; no public function reports it."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Copy a weight into oneDNN's blocks and bind it.
+    """Copy a weight to oneDNN's blocked layout and bind it.
 
-    PyTorch's compiler emits these operators for frozen weights; without `torch.compile` there is no public way.
+    PyTorch's compiler emits these operators for frozen weights; without `torch.compile` no public API uses them.
 
     Args:
         weight: [out, in] float32 or bfloat16 on the CPU.
@@ -44,7 +44,7 @@ def onednn_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 def fbgemm_half_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Copy a float32 weight as float16 into FBGEMM's blocks and bind it, as `onednn_linear` does.
+    """Copy a float32 weight to FBGEMM's blocked float16 layout and bind it, as `onednn_linear` does.
 
     Activations and sums are float32. The public module over these operators, `torch.ao.nn.quantized.dynamic.Linear`,
     is deprecated.
@@ -80,7 +80,7 @@ def multiply_fp8(x: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, out: 
         columns: [1, N] float32, scales of the weight.
         out: [M, N]; written.
     """
-    # Exact accumulation: the fast one keeps 14 bits of a sum.
+    # Fast accumulation keeps only 14 bits of a sum.
     torch._scaled_mm(x, weight, rows, columns, out_dtype=out.dtype, use_fast_accum=False, out=out)
 
 
@@ -114,10 +114,10 @@ def packed_cudnn_attention(
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place, all in few launches, which is not public outside `torch.optim`."""
+    """Multiply all tensors in place in a few launches; the operator is public only inside `torch.optim`."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def add_all(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float) -> None:
-    """Add `factor` times the other tensors in place, all in few launches."""
+    """Add `factor` times the other tensors in place, in a few launches."""
     torch._foreach_add_(list(tensors), list(others), alpha=factor)

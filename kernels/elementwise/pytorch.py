@@ -1,7 +1,4 @@
-"""RMS norm, rotary embedding and gated activation in PyTorch.
-
-Differentiable, for every device. Knows tensors only, nothing of positions or weights' names.
-"""
+"""RMS norm, rotary embedding and gated activation in PyTorch: differentiable, for every device."""
 
 from __future__ import annotations
 
@@ -36,10 +33,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rms_norm_of_few_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Let one fused layer norm do it: (x, -x) has a mean of 0 and the mean square as its variance.
+    """Compute the norm by one layer norm of (x, -x), whose mean is 0 and whose variance is the mean square.
 
-    8 us for a row of 384 where `rms_norm`, six kernels on a CPU, takes 11; as exact, since both
-    work in float32 and round once.
+    It takes 8 us for a row of 384; `rms_norm`, six kernels on a CPU, takes 11 us. Both are equally exact, since
+    they compute in float32 and round once.
     """
     size = x.shape[-1]
     both = torch.cat((x, -x), -1)
@@ -50,7 +47,7 @@ def _rms_norm_of_few_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope_tables(
     angles: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Turn rotation angles into the two tables that `apply_rope` takes, once per step.
+    """Compute the two tables for `apply_rope` from rotation angles.
 
     Args:
         angles: [..., D / 2] float32, radians: position times inverse frequency.
@@ -72,7 +69,7 @@ def rope_tables(
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + D / 2]) of every head: the "rotate half" layout.
 
-    Queries and keys that lie next to each other can be rotated in one call: heads are only batch.
+    Adjacent queries and keys can be rotated in one call, since heads are a batch dimension.
 
     Args:
         x: [..., heads, D] with any strides; [T, heads, D] when packed, [B, S, heads, D] when dense.
@@ -88,7 +85,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Gate the second half by the SiLU of the first: silu(x[..., :F]) * x[..., F:].
+    """Multiply the second half by the SiLU of the first: silu(x[..., :F]) * x[..., F:].
 
     Args:
         x: [..., 2 * F], the gate and up projections side by side.

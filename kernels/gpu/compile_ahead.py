@@ -1,8 +1,8 @@
-"""Compiles the kernels of a piece of work side by side, before it is done, or finds out that all of them are compiled.
+"""Compiles all kernels of some code in parallel before it runs, or checks that all of them are compiled.
 
-Triton compiles a kernel where it is first launched, one after the other. Nearly all of that is spent outside Python, so
-threads compile as many at once as there are processors. Knows no kernel: it has the work done with launches left out,
-or up to the launch of a kernel that is not compiled.
+Triton compiles a kernel at its first launch, one after the other. Nearly all of that time is spent outside Python, so
+threads compile as many kernels at once as there are processors. To find the kernels, this module runs the code without
+its launches, or until it launches a kernel that is not compiled.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _HASHED: Final = re.compile(r"\.(py|so),sha256=")
 
 
 class NotCompiledError(Exception):
-    """A kernel is launched that would have to be compiled first."""
+    """A launched kernel is not in Triton's cache."""
 
 
 @contextlib.contextmanager
 def compile_nothing() -> Iterator[None]:
-    """Launch what is launched inside as long as Triton's cache has it.
+    """Allow only launches of kernels that are in Triton's cache.
 
-    For one thread at a time. Without Triton it does nothing.
+    Only one thread may use it at a time. Without Triton it does nothing.
 
     Raises:
-        NotCompiledError: inside, in the place of a launch whose kernel would have to be compiled.
+        NotCompiledError: inside, instead of launching a kernel that would have to be compiled.
     """
     try:
         from triton.runtime._async_compile import active_mode  # noqa: PLC0415 - not everywhere
@@ -52,7 +52,7 @@ def compile_nothing() -> Iterator[None]:
 
 
 class _CacheAlone:
-    """What Triton hands compilations to, in the place of its threads."""
+    """Replaces the executor to which Triton submits compilations."""
 
     def submit(
         self, key: str, compile_kernel: Callable[[], object], finish: Callable[[object], None]
@@ -61,8 +61,8 @@ class _CacheAlone:
 
         Args:
             key: of the kernel in the cache, before it is hashed.
-            compile_kernel: reads it, or compiles it where it is not there.
-            finish: keeps it at hand.
+            compile_kernel: reads the kernel from the cache, or compiles it.
+            finish: registers it for later launches.
         """
         if not _is_cached(key):
             raise NotCompiledError
@@ -72,7 +72,7 @@ class _CacheAlone:
 
 
 def _is_cached(key: str) -> bool:
-    """Whether Triton would find a kernel; False also where it keeps them elsewhere than in files."""
+    """Whether Triton's cache has a kernel; False if the cache is not one of files."""
     from triton import knobs  # noqa: PLC0415 - not everywhere
     from triton.runtime.cache import FileCacheManager, get_cache_manager  # noqa: PLC0415 - as above
 
@@ -84,7 +84,7 @@ def _is_cached(key: str) -> bool:
 
 
 def _name_compiler() -> None:
-    """Have Triton tell itself from others by less than its files, of which it hashes 400 MB for half a second."""
+    """Replace Triton's key of its own version by a cheaper one: Triton hashes 400 MB of files for half a second."""
     from triton.runtime import cache  # noqa: PLC0415 - not everywhere
 
     key = compiler_key(Path(cache.__file__).parents[1], _record())
@@ -93,13 +93,14 @@ def _name_compiler() -> None:
 
 @contextlib.contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Compile what is launched inside, and do not launch it; on leaving, all of it is compiled.
+    """Compile the kernels that are launched inside without launching them; on leaving, all of them are compiled.
 
-    What the kernels would write stays as it was: nothing inside may take it for a number that decides anything, as an
-    index. For one thread at a time. Without Triton it does nothing. Kernels that do not compile keep no other from it.
+    The outputs of the kernels stay unwritten, so nothing inside may depend on their values, for example as an index.
+    Only one thread may use it at a time. Without Triton it does nothing. A kernel that fails to compile does not stop
+    the others.
 
     Raises:
-        Exception: on leaving, what is raised inside; else what the compiler raises, of several kernels for the first.
+        Exception: on leaving, the exception raised inside; else the compiler's error for the first kernel that failed.
     """
     try:
         from triton import AsyncCompileMode  # noqa: PLC0415 - not everywhere
@@ -113,7 +114,7 @@ def compile_ahead() -> Iterator[None]:
 
     def compile_only(function: object, *arguments: object, **options: object) -> object:
         kernel: Any = launch(function, *arguments, **options | {"warmup": True})
-        # Triton keeps it at hand from then on; until then each launch looks for it anew.
+        # Registers the compiled kernel; until then each launch looks it up again.
         if hasattr(kernel, "future") and kernel.future.done():
             kernel.result(ignore_errors=True)
         return kernel
@@ -130,8 +131,8 @@ def compile_ahead() -> Iterator[None]:
             finally:
                 JITFunction.run = launch
     finally:
-        # Triton does not leave its mode when it is interrupted, or its hooks fail, while it waits for compilations:
-        # all later ones would then go to threads that have ended.
+        # Triton does not leave its mode when it is interrupted, or a hook fails, while it waits for compilations: all
+        # later compilations would then be submitted to threads that have ended.
         active_mode.set(before)
     for compilation in mode.raw_futures:
         if error := compilation.exception():
@@ -139,15 +140,15 @@ def compile_ahead() -> Iterator[None]:
 
 
 def compiler_key(folder: Path, record: str | None = None) -> str:
-    """Tell a compiler from others, so that what one has compiled is not taken for what another would.
+    """Return a key that identifies a compiler, so that kernels compiled by another one are not reused.
 
     Args:
         folder: of its Python modules and libraries.
-        record: what its package says of its files, a line for each with its hash; None has the files themselves
-            looked at.
+        record: the RECORD of its package, one line per file with its hash; None if there is none.
 
     Returns:
-        A hash of its files' hashes, the same wherever they lie; of their names, sizes and times where nothing is said.
+        A hash of the hashes in `record`, which does not depend on the folder; without such hashes, a hash of the names,
+        sizes and modification times of the files in `folder`.
     """
     facts = [line for line in (record or "").splitlines() if _HASHED.search(line)]
     if not facts:
@@ -160,7 +161,7 @@ def compiler_key(folder: Path, record: str | None = None) -> str:
 
 
 def _record() -> str | None:
-    """Read what Triton's package says of its files; None where it was not installed from one, or may be edited."""
+    """Read the RECORD of Triton's package; None if it was not installed from a package, or may be edited."""
     try:
         package = metadata.distribution("triton")
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel starts while the one before it on the stream still runs.
 
-Such a kernel may do work that does not depend on the one before, such as loading weights, until it waits for it.
+Before it waits for the previous kernel, such a kernel may do work that does not depend on it, such as loading weights.
 Two rules keep a chain of such kernels correct:
 
 - Each program waits before it reads what an earlier kernel wrote and before it writes anything. At least one program
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def may_depend(arch: GPUArch, device: torch.device) -> bool:
-    """Whether kernels on a device may be launched so; Triton's interpreter, on CPU tensors, cannot."""
+    """Whether a device supports programmatic dependent launch; Triton's interpreter, on CPU tensors, does not."""
     return arch.has_dependent_launch and device.type == "cuda"
 
 
 def dependent_launch(pdl: bool) -> dict[str, Any]:
-    """Return a kernel's launch options and its constant PDL, which only some GPUs take (`may_depend`)."""
+    """Return a kernel's launch options and its constant PDL; `pdl` needs `may_depend`."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

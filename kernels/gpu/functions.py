@@ -1,7 +1,4 @@
-"""Device functions that the fused kernels share: fetching ahead, norms and rotations, gates, and keys to rank by.
-
-Know values and addresses, not whose they are.
-"""
+"""Device functions that the fused kernels share: prefetching, norms, rotations, gates and ranking keys."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import triton
 import triton.language as tl
 
 LINE_BYTES = tl.constexpr(128)
-"""What the second-level cache fetches at once."""
+"""Bytes that the second-level cache fetches at once."""
 LOWEST_KEY = tl.constexpr(-(2**63))
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
 """The `ranking_bits` of minus infinity."""
@@ -17,7 +14,7 @@ MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def prefetch(addresses):
-    """Have the second-level cache fetch the lines of some addresses; needs no register to arrive in."""
+    """Prefetch the cache lines of some addresses to the second-level cache, without using registers for the data."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
@@ -30,9 +27,10 @@ def prefetch(addresses):
 
 @triton.jit
 def fetch_lines(first, second, lines_1, lines_2, start, COUNT: tl.constexpr):
-    """Have the second-level cache fetch COUNT of the lines of two tensors, numbered one after the other.
+    """Prefetch COUNT lines of two tensors, from line `start` of both together, to the second-level cache.
 
-    Those behind the last are no lines: many programs that fetch the same one would wait for each other.
+    A program whose lines all lie past the end fetches nothing: many programs that fetch the same line would wait for
+    each other.
     """
     if start < lines_1 + lines_2:
         line = tl.minimum(start + tl.arange(0, COUNT), lines_1 + lines_2 - 1)
@@ -42,16 +40,16 @@ def fetch_lines(first, second, lines_1, lines_2, start, COUNT: tl.constexpr):
 
 @triton.jit
 def load_halves(address, exists, D: tl.constexpr):
-    """Load the halves of vectors of D elements, 0 where there are none."""
+    """Load the two halves of vectors of D elements; 0 where they do not exist."""
     first = tl.load(address, mask=exists, other=0.0)
     return first, tl.load(address + D // 2, mask=exists, other=0.0)
 
 
 @triton.jit
-def normalise_halves(first, second, gain_1, gain_2, eps, D: tl.constexpr, dtype: tl.constexpr):
-    """Normalise heads, given in halves, over D; all float32, rounded to `dtype`.
+def normalize_halves(first, second, gain_1, gain_2, eps, D: tl.constexpr, dtype: tl.constexpr):
+    """Normalize heads, given in halves, over D; float32 values that are rounded to `dtype`.
 
-    The projection, the norm and the rotation each round in PyTorch, and a cached key stays for long.
+    PyTorch rounds after the projection, the norm and the rotation, and a cached key is used by many steps.
     """
     squares = tl.sum(first * first + second * second, 1)[:, None]
     scale = 1.0 / tl.sqrt(squares / D + eps)
@@ -74,9 +72,9 @@ def silu(x):
 
 @triton.jit
 def ranking_bits(values):
-    """Return int32 that order like float32 values; what is not a number is the largest.
+    """Return int32 values with the order of float32 values; NaN is the largest.
 
-    Zeros of both signs are equal, as they are to `torch.argmax`.
+    Zeros of both signs are equal, as in `torch.argmax`.
     """
     values = tl.where(values == 0.0, 0.0, values)
     bits = values.to(tl.int32, bitcast=True)
@@ -86,17 +84,17 @@ def ranking_bits(values):
 
 @triton.jit
 def ranked_value(bits):
-    """Return the float32 that `ranking_bits` made int32 of."""
+    """Return the float32 values of `ranking_bits`."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def exponentials(bits, largest):
-    """Return exp(value - largest value) of float32 given by their `ranking_bits`; 0 below all finite numbers.
+    """Return exp(value - largest value) of float32 values given by their `ranking_bits`; 0 from minus infinity down.
 
     Args:
         bits: int32.
-        largest: int32, none of `bits` above it; of a shape that broadcasts.
+        largest: int32, at least all of `bits`; of a shape that broadcasts.
     """
     distances = ranked_value(bits) - ranked_value(largest)
     return tl.where(bits > MINUS_INFINITY, tl.exp(distances), 0.0)
@@ -104,7 +102,7 @@ def exponentials(bits, largest):
 
 @triton.jit
 def log_of_total(total):
-    """Return the logarithm of a sum of `exponentials`, that of the largest among them; 0 where that is not finite."""
+    """Return the logarithm of a sum of `exponentials` that includes the largest; 0 where the largest is not finite."""
     return tl.log(tl.maximum(total, 1.0))
 
 
@@ -116,7 +114,7 @@ def ranked_bits(key):
 
 @triton.jit
 def ranking_keys(values, ids):
-    """Return int64 keys that order by value as `ranking_bits` does, then by smaller id.
+    """Return int64 keys that order by value, as `ranking_bits` does; of equal values the smaller id is larger.
 
     Args:
         values: float32.
@@ -133,6 +131,6 @@ def ranked_id(key):
 
 @triton.jit
 def ranked_is_finite(key):
-    """Say whether a key's value is a finite number: between the infinities' bits."""
+    """Whether a key's value is finite: its bits lie between those of the infinities."""
     bits = key >> 32
     return (bits < 0x7F800000) & (bits > -0x7F800001)

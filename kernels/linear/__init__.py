@@ -1,1 +1,1 @@
-"""Linear layers: which kernel multiplies, and its launch."""
+"""Linear layers: kernel selection, launches and the kernels."""

@@ -20,14 +20,14 @@ def check_linear(
     out: Tensor | None,
     arguments: LinearArguments,
 ) -> None:
-    """Refuse tensors that a kernel would read or write out of their bounds.
+    """Reject tensors that a kernel would read or write out of bounds.
 
     Args:
         x: [rows, C], contiguous in C.
         weights: of the layer.
-        choice: which kernel, and for which problem.
-        out: [rows, N] contiguous, [rows, 2 * N] where the gate is a launch of its own; or None.
-        arguments: what the call absorbs.
+        choice: the kernel and its problem.
+        out: [rows, N] contiguous, [rows, 2 * N] where the gate is a separate launch; or None.
+        arguments: the operations that the call absorbs.
 
     Raises:
         ShapeError: a shape differs from the choice's problem.

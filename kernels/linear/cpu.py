@@ -1,12 +1,12 @@
-"""Linear layers on a CPU, with the weights in the layout that suits the processor.
+"""Linear layers on a CPU, with the weights in the blocked layout of oneDNN or FBGEMM.
 
-A step with few tokens is bound by reading weights, so their layout in memory decides its speed. Two cores of an AMD
-EPYC (Zen 5), all matrices of the bundled model, float32 activations, ms:
+A step with few tokens is bound by reading weights, so their layout in memory decides its speed. Time in ms for all
+matrices of the bundled model with float32 activations, on two cores of an AMD EPYC (Zen 5):
 
     rows of the step                    1      8     64
     row-major, general multiplication   2.97   4.47  -
-    float32 in oneDNN's blocks          0.89   1.32  4.0
-    float16 in FBGEMM's blocks          0.49   0.71  3.7
+    float32 in oneDNN's layout          0.89   1.32  4.0
+    float16 in FBGEMM's layout          0.49   0.71  3.7
 
 docs/decisions/0004-cpu-dtype.md has more.
 """
@@ -33,7 +33,7 @@ _HALF_ERROR: Final = 2.0**-20
 
 
 def unsupported(dtype: str) -> tuple[str, ...]:
-    """List why weights of a dtype have no better layout on this CPU; empty if they have one."""
+    """List why weights of a dtype cannot be packed on this CPU; empty if they can."""
     tests = (
         (platform.machine().lower() not in ("x86_64", "amd64"), "packed on x86-64 only"),
         (not torch.backends.mkldnn.is_available(), "PyTorch has no oneDNN here"),  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def unsupported(dtype: str) -> tuple[str, ...]:
 
 
 class PackedLinear:
-    """Multiplies by a copy of the weights in blocks; not differentiable.
+    """Multiplies by a copy of the weights in a blocked layout; not differentiable.
 
     Float32 weights that float16 can hold, such as those of a bfloat16 checkpoint, are stored as float16; activations
     and sums stay float32, so the result is that of float32 weights.
@@ -66,10 +66,10 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Say whether float16 holds a float32 weight as well as float32 sums can tell.
+    """Whether float16 holds a float32 weight so exactly that float32 sums do not show the difference.
 
-    A bfloat16 number has fewer digits than float16, but more range: those below 2^-17 lose digits.
-    An error of 2^-20 of the largest weight is lost among the rounding of a sum over a row.
+    bfloat16 has fewer digits than float16 but more range: bfloat16 numbers below 2^-17 lose digits.
+    An error of 2^-20 of the largest weight is below the rounding error of a sum over a row.
     """
     if torch.backends.quantized.engine not in ("x86", "fbgemm"):
         return False

@@ -1,4 +1,4 @@
-"""Linear layers by PyTorch's products on a GPU, in the weights' dtype or in FP8."""
+"""Linear layers on a GPU by PyTorch's matrix products (cuBLAS), in the activations' dtype or in FP8."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.elementwise.gpu.quantize_rows import quantise_rows
-from kernels.fp8 import dequantise_rows
+from kernels.elementwise.gpu.quantize_rows import quantize_rows
+from kernels.fp8 import dequantize_rows
 from kernels.linear.checks import check_linear
 from kernels.torch_private import multiply_fp8
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LibraryLinear:
-    """The vendor's product; weights in float8_e4m3fn are converted at each call."""
+    """The vendor library's product; weights in float8_e4m3fn are converted at each call."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weights = weights
@@ -38,7 +38,7 @@ class LibraryLinear:
         check_linear(x, self._weights, choice, out, arguments)
         weight, bias, scale = self._weights
         residual = arguments.residual
-        weight = weight if scale is None else dequantise_rows(weight, scale, x.dtype)
+        weight = weight if scale is None else dequantize_rows(weight, scale, x.dtype)
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         first = residual if bias is None else bias
@@ -50,7 +50,7 @@ class LibraryLinear:
 
 
 class LibraryFP8Linear:
-    """The vendor's product of weights and rows in FP8."""
+    """The vendor library's product of FP8 weights and FP8 rows."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weights = weights
@@ -62,13 +62,13 @@ class LibraryFP8Linear:
         out: Tensor | None,
         arguments: LinearArguments,
     ) -> Tensor:
-        """Quantize norm(x), or x, multiply and add the residual, shapes as for `VectorLinear`."""
+        """Quantize norm(x), or x without a norm, multiply and add the residual; shapes as for `VectorLinear`."""
         check_linear(x, self._weights, choice, out, arguments)
         norm, residual, best, pdl = arguments
         weight, bias, scale = self._weights
         assert best is None
         assert scale is not None, "for quantized weights"
-        numbers, factors = quantise_rows(x, *(norm or (None, 0.0)), pdl=pdl)
+        numbers, factors = quantize_rows(x, *(norm or (None, 0.0)), pdl=pdl)
         if out is None:
             out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
         product = out if residual is None else torch.empty_like(out)

@@ -1,11 +1,11 @@
-"""How a linear layer of a few rows is cut for Hopper's tensor cores, and for how many rows that pays.
+"""Tile sizes of `kernels.linear.gpu.matrix`, and the numbers of rows for which that kernel is faster than others.
 
-    outputs, rows    of a program
-    columns          that it multiplies at once, and has copied at once
-    splits           of the inner dimension, each a program of its own that leaves parts of sums
+    outputs, rows    per program
+    columns          multiplied, and copied, at once
+    splits           of the inner dimension; each split has a program of its own, which writes partial sums
 
-The fewer outputs and rows a program has, the more of them work, and the more often the same rows and weights are read
-from the second-level cache: that, the products, and what each program takes anyway are weighed. Needs no Triton.
+With smaller tiles more programs run at once, but they read the same rows and weights more often from the second-level
+cache. `estimate` weighs these reads, the products and the fixed time of a program. This module does not import Triton.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Final, NamedTuple
 
 FEWEST_ROWS: Final = 5
 ROW_COUNTS: Final = (16, 32, 64, 128, 256)
-"""A layer is cut for the smallest of these numbers of rows that are not too few; with more it cannot be computed."""
+"""Numbers of rows that the kernel is compiled for; a step takes the smallest that is enough, and has at most 256."""
 _MANY_WEIGHTS: Final = 32 << 20
 _FEW_ROWS: Final = 128
 _OUTPUTS: Final = (64, 128)
 _SPLITS: Final = (1, 2, 4, 8)
 _SHARED_BYTES: Final = 192 << 10
-"""For weights and rows; what is left has room for a block of a kernel that is ending."""
+"""Shared memory for weights and rows; the rest is left for a block of the kernel that is ending."""
 _NUM_SM: Final = 132
 _BYTES_PER_US: Final = 80e3
 _FLOPS_PER_US: Final = 4.5e6
-"""That an SM gets from the second-level cache, and computes."""
+"""Bytes that an SM reads from the second-level cache, and operations that it computes."""
 _PROGRAM_US: Final = 1.0
-"""What a program takes before its first product and after its last."""
+"""Time of a program before its first product and after its last."""
 
 
 def most_rows(num_weights: int) -> int:
-    """Return the rows up to which a decoder layer of so many weights is computed so.
+    """Return the number of rows up to which this kernel is used in a decoder layer of `num_weights` weights.
 
     Measured on an H100: a layer of Qwen3-0.6B gains at 256 rows, those of Llama-3.2-1B and 3.1-8B up to 128.
     """
@@ -38,7 +38,7 @@ def most_rows(num_weights: int) -> int:
 
 
 class MatrixLaunch(NamedTuple):
-    """How a layer is cut; see above."""
+    """The tile sizes of a layer; see the module."""
 
     outputs: int
     rows: int
@@ -46,20 +46,20 @@ class MatrixLaunch(NamedTuple):
     splits: int = 1
 
     def stages(self, inputs: int) -> int:
-        """Return how many chunks of weights, and of rows, there is room for in shared memory."""
+        """Return how many chunks of weights, and as many of rows, shared memory holds."""
         chunks = inputs // self.splits // self.columns
         chunk_bytes = 2 * (self.outputs + self.rows) * self.columns
         return min(chunks, _SHARED_BYTES // chunk_bytes)
 
 
 def plan_matrix(outputs: int, inputs: int, rows: int, *, may_split: bool) -> MatrixLaunch:
-    """Return how to cut a layer.
+    """Return the tile sizes with the smallest `estimate`.
 
     Args:
         outputs: rows of the weights.
-        inputs: columns.
+        inputs: columns of the weights.
         rows: of x, one of `ROW_COUNTS`.
-        may_split: whether the result may be parts of sums.
+        may_split: whether the result may be partial sums.
     """
     candidates = [
         MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, splits)
@@ -75,7 +75,7 @@ def plan_matrix(outputs: int, inputs: int, rows: int, *, may_split: bool) -> Mat
 
 
 def estimate(launch: MatrixLaunch, outputs: int, inputs: int, rows: int) -> float:
-    """Return the microseconds that a layer will about take, beside what all ways to cut it take."""
+    """Estimate the microseconds of a layer, without the time that is the same for all tile sizes."""
     columns = inputs // launch.splits
     loads = 2 * (launch.outputs + min(launch.rows, rows)) * columns / _BYTES_PER_US
     computes = 2 * launch.outputs * launch.rows * columns / _FLOPS_PER_US

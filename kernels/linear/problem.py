@@ -1,4 +1,4 @@
-"""A linear layer of one step, as data that a kernel is chosen by."""
+"""The description of a linear layer of one step, by which a kernel is selected."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearProblem:
-    """A linear layer y = x W^T * scale + bias, and what surrounds it.
+    """A linear layer y = x W^T * scale + bias and the operations around it.
 
     Attributes:
         rows: of x, at least 1.
-        outputs: N, rows of the weights; of one half where `gated`.
+        outputs: N, rows of the weights; half of them where `gated`.
         inputs: C, columns of the weights.
         dtype: of input, output and, unless `weight_dtype` says otherwise, weights.
         gated: whether the weights are those of gate and up, and the output is silu(gate) * up.
         weight_dtype: of quantized weights with a float32 scale for each output: "float8_e4m3fn"; else None.
         bias: whether a bias is added.
         residual: whether the output is added to the residual stream.
-        layer_weights: weights of all projections of the decoder layer together; 0 for the output head.
-        trainable: whether the result must be differentiable, and the weights may change.
+        layer_weights: number of weights in all projections of the decoder layer; 0 for the output head.
+        trainable: whether the result must be differentiable and the weights may change.
     """
 
     rows: int
@@ -39,7 +39,7 @@ class LinearProblem:
 
     @property
     def matrices(self) -> int:
-        """Weight rows for one output."""
+        """Weight rows per output."""
         return 2 if self.gated else 1
 
     @property
@@ -49,11 +49,11 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, which a step reads at least."""
+        """Bytes of the weights; a step reads them at least once."""
         return self.matrices * self.outputs * self.inputs * self.item_bytes
 
     def __str__(self) -> str:
-        """One line for logs and tables."""
+        """Return one line for logs and tables."""
         gated = " gated" if self.gated else ""
         weights = f", weights in {self.weight_dtype}" if self.weight_dtype else ""
         return f"{self.rows} x {self.inputs} to {self.outputs}{gated} in {self.dtype}{weights}"

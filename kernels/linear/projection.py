@@ -1,9 +1,10 @@
-"""The projections of a decoder layer: linear layers between the residual stream and what a layer computes.
+"""The projections of a decoder layer: linear layers that read the residual stream or add to it.
 
-    from_residual    y = x' W^T * scale + bias             x' = norm(residual), or silu(gate) * up of that
+    from_residual    y = norm(residual) W^T * scale + bias, or silu(gate) * up of that
     to_residual      residual + x W^T * scale + bias
 
-What the chosen product absorbs (`kernels.linear.registry`) is one launch with it; the rest are launches of their own.
+The chosen product absorbs some of the operations around it (`kernels.linear.registry`); the others are separate
+launches.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Residual(NamedTuple):
     """The residual stream of a step.
 
     Attributes:
-        hidden: [..., C]; on a GPU it is changed in place.
-        partials: [S, T, C] float32 contiguous, sums that are still to be added to it; None for none.
+        hidden: [..., C]; updated in place on a GPU.
+        partials: [S, T, C] float32 contiguous, partial sums that are not yet added to `hidden`; None for none.
     """
 
     hidden: Tensor
@@ -52,7 +53,7 @@ class Projection(Protocol):
     """A linear layer bound to its weights; see `bind_projection`.
 
     Attributes:
-        copies_weights: whether it has a copy of its weights, so that they may be given up.
+        copies_weights: whether it holds a copy of its weights, so that the caller may free them.
     """
 
     copies_weights: bool
@@ -72,28 +73,27 @@ class Projection(Protocol):
         """
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
-        """Project x, [T, C], and add the result to the residual stream, which has no partial sums."""
+        """Project x, [T, C], and add the result to the residual stream, which must have no partial sums."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Project x, [T, C], as it is; returns [T, N], `out` where it is given."""
+        """Project x, [T, C], without norm, gate and residual; returns [T, N], which is `out` if given."""
 
     def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Project x and find the largest output of each row.
+        """Project x and compute the argmax of each row of outputs.
 
         Args:
             x: [T, C], contiguous in C.
             out: [T, N] contiguous; written.
             tokens: [T] int64 contiguous; written, the index of the largest output, the smallest among equals, or -1
-                where it is not a finite number.
-            logprobs: [T] float32 contiguous; written, the logarithm of that output's share of the sum of all
-                exponentials, anything where `tokens` is -1.
+                where the largest output is not finite.
+            logprobs: [T] float32 contiguous; written, the log-softmax of that output, arbitrary where `tokens` is -1.
 
         Returns:
-            [T] int64, a new tensor: `tokens` with valid indices in the place of -1.
+            [T] int64, a new tensor: `tokens` with valid indices instead of -1.
         """
 
     def prefetches(self, rows: int, /) -> bool:
-        """Whether the product of `rows` rows loads its weights before it waits for its input."""
+        """Whether the product for `rows` rows loads its weights before it waits for its input."""
 
 
 def bind_projection(
@@ -107,13 +107,13 @@ def bind_projection(
     layer_weights: int = 0,
     trainable: bool = False,
 ) -> Projection:
-    """Bind a linear layer to its weights and to the kernels that may compute it.
+    """Bind a linear layer to its weights and to the kernels that can compute it.
 
     Args:
-        weights: read where they are at each call, unless they are packed: they must not be replaced.
+        weights: must not be replaced; each call reads them, unless the projection copies them.
         dtype: of inputs and outputs.
         arch: of the device that they lie on.
-        norm: of the input of `from_residual`.
+        norm: of the residual stream in `from_residual`.
         gated: whether the output of `from_residual` is silu(gate) * up.
         residual: whether the projection is for `to_residual`.
         layer_weights: as in `LinearProblem`.
@@ -140,12 +140,12 @@ def bind_projection(
 
 
 def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual], Tensor]:
-    """Bind the norm behind the last layer: takes a residual stream with its partial sums, returns [..., C].
+    """Bind the norm after the last layer, a function from the residual stream with its partial sums to [..., C].
 
     Args:
-        norm: which.
+        norm: the norm.
         arch: of the device that its weight lies on.
-        fused: whether our kernel computes it, else PyTorch.
+        fused: whether a Triton kernel computes it instead of PyTorch.
     """
     if not fused:
         return functools.partial(_normalize, norm)
@@ -154,7 +154,7 @@ def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual],
 
 
 class _FixedProjection:
-    """One product for every number of rows; norm, gate and residual in PyTorch. Differentiable if the product is."""
+    """One product for any number of rows; norm, gate and residual in PyTorch. Differentiable if the product is."""
 
     row_counts: tuple[int, ...] = ()
 
@@ -191,7 +191,7 @@ class _FixedProjection:
 
 
 class _RowProjection:
-    """A product for each number of rows, on a GPU; norm and gate are Triton's where the product absorbs none."""
+    """A product for each number of rows, on a GPU; Triton kernels compute a norm or gate that it does not absorb."""
 
     copies_weights = False
 
@@ -211,7 +211,7 @@ class _RowProjection:
             hidden, norm = _add_and_normalize(norm, residual, pdl=self._pdl), None
         y = product(hidden, choice, None, LinearArguments(norm=norm, pdl=self._pdl))
         if self._problem.gated and not choice.spec.absorbs_gate:
-            # Imported here: Triton is not there on a host without a GPU.
+            # Imported here because Triton is not installed on every host.
             from kernels.elementwise.gpu import norm_and_gate  # noqa: PLC0415
 
             y = norm_and_gate.silu_and_mul(y, pdl=self._pdl)
@@ -257,7 +257,7 @@ class _RowProjection:
         )
 
     def _choose(self, rows: int) -> tuple[LinearChoice, Callable[..., Tensor]]:
-        """Choose what computes so many rows, once for each number."""
+        """Choose the product for `rows` rows; cached for each number."""
         found = self._chosen.get(rows)
         if found is None:
             problem = dataclasses.replace(self._problem, rows=rows)
@@ -281,7 +281,7 @@ def _add_and_normalize(norm: Norm, residual: Residual, *, pdl: bool) -> Tensor:
 
 @functools.cache
 def _load(target: str) -> Callable[..., Any]:
-    """Import a row's class when it is first used."""
+    """Import the class of a registry row when it is first used."""
     module, _, attribute = target.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return loaded

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from kernels.fp8 import dequantise_rows
+from kernels.fp8 import dequantize_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PyTorchLinear:
-    """Multiplies by row-major weights, which are read where they are; quantized ones are converted at each call."""
+    """Multiplies by the row-major weights without a copy of them; quantized ones are converted at each call."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weight, self._bias, self._scale = weights
@@ -25,5 +25,5 @@ class PyTorchLinear:
         """Compute [..., C] to [..., N]."""
         weight = self._weight
         if self._scale is not None:
-            weight = dequantise_rows(weight, self._scale, x.dtype)
+            weight = dequantize_rows(weight, self._scale, x.dtype)
         return functional.linear(x, weight, self._bias)

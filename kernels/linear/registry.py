@@ -1,7 +1,7 @@
-"""The linear layers as rows of data, most preferred first: what each computes, absorbs and does not support.
+"""The registry of linear layers, most preferred row first: what each absorbs and does not support.
 
-A projection of a decoder layer is a product with a norm, a gate or the residual stream around it. A row says which of
-these its product absorbs; `kernels.linear.projection` computes the others in launches of their own.
+A projection of a decoder layer is a product with a norm, a gate or the residual stream around it. A row lists which of
+these its product absorbs; `kernels.linear.projection` computes the others in separate launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES: Final = ("bfloat16", "float16", "float32")
 _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
 _FP8_MULTIPLE: Final = 16
-"""What the library's product in FP8 wants inputs and outputs to be multiples of."""
+"""The library's FP8 product requires inputs and outputs that are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class LinearSpec:
     Attributes:
         name: for tables, plans and tests.
         target: "module:Class", bound to weights when it is first used.
-        unsupported: lists why it cannot compute a problem on a processor; empty if it can.
+        unsupported: returns the reasons why it cannot compute a problem on a processor; empty if it can.
         absorbs_norm: whether an RMS norm of the input is part of its launch.
-        absorbs_gate: whether silu(gate) * up is.
+        absorbs_gate: whether silu(gate) * up is part of its launch.
         absorbs_residual: whether it adds to the residual stream in place.
-        leaves_partials: whether an output for the residual stream is left as partial sums, for the next norm to add.
+        leaves_partials: whether it writes an output for the residual stream as partial sums, which the next norm adds.
         prefetches: whether it loads weights before it waits for its input.
-        row_counts: numbers of rows that it is compiled for; a smaller number takes the next larger one's.
-        any_rows: whether the choice holds for every number of rows.
-        copies_weights: whether it keeps a copy of the weights in a layout of its own.
+        row_counts: numbers of rows that it is compiled for; other numbers are rounded up to one of these.
+        any_rows: whether one choice holds for any number of rows.
+        copies_weights: whether it keeps a copy of the weights in its own layout.
     """
 
     name: str
@@ -65,7 +65,7 @@ def _reasons(*tests: tuple[bool, str]) -> tuple[str, ...]:
 
 
 def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
-    """What holds for every row of a GPU: they stand between kernels of ours that Triton compiles."""
+    """List the reasons that apply to all rows for GPUs, which need the Triton kernels around their product."""
     return arch.unsupported(TENSOR_CORES) + _reasons(
         (problem.trainable, "not differentiable"),
         (problem.dtype not in _DTYPES, f"no {problem.dtype}"),
@@ -136,7 +136,7 @@ VECTOR: Final = LinearSpec(
     absorbs_residual=True,
     row_counts=(1, 2, 4),
 )
-"""One row or a few, on the ordinary cores."""
+"""1 to 4 rows, without tensor cores."""
 MATRIX: Final = LinearSpec(
     name="matrix",
     target="kernels.linear.gpu.matrix:MatrixLinear",
@@ -154,14 +154,14 @@ LIBRARY_FP8: Final = LinearSpec(
     absorbs_norm=True,
     absorbs_residual=True,
 )
-"""The vendor's product in FP8: rows are quantized too, in the launch of the norm or one of their own."""
+"""The vendor library's FP8 product; the rows are quantized too, in the launch of the norm or a separate one."""
 LIBRARY: Final = LinearSpec(
     name="library",
     target="kernels.linear.library:LibraryLinear",
     unsupported=_gpu_unsupported,
     absorbs_residual=True,
 )
-"""The vendor's product for any number of rows; quantized weights are converted each time."""
+"""The vendor library's product, for any number of rows; quantized weights are converted at each call."""
 PACKED: Final = LinearSpec(
     name="packed",
     target="kernels.linear.cpu:PackedLinear",
@@ -169,7 +169,7 @@ PACKED: Final = LinearSpec(
     any_rows=True,
     copies_weights=True,
 )
-"""The CPU library's product with weights in its own layout."""
+"""The products of oneDNN and FBGEMM on a CPU, with weights in their blocked layouts."""
 PYTORCH: Final = LinearSpec(
     name="pytorch",
     target="kernels.linear.pytorch:PyTorchLinear",

@@ -1,7 +1,7 @@
-"""Which kernel computes a linear layer, and how it is launched: a pure choice.
+"""Selects the kernel of a linear layer and its launch, as a pure function.
 
-A step with few rows is bound by reading the weights. Our kernels read them at the speed of memory and absorb the
-neighbouring operations; from some number of rows on the vendor's library is faster.
+A step with few rows is bound by reading the weights. The kernels of this package read them at memory bandwidth and
+absorb the neighbouring operations; above some number of rows the vendor's library is faster.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 WARP_COLUMNS: Final = 32 * VECTOR_COLUMNS
 _WIDE_GATED_BYTES: Final = 32 << 20
-"""Gated weights from which on three rows or four are more arithmetic than the vector kernel hides behind memory."""
+"""From this size of gated weights on, the arithmetic of 3 or 4 rows takes the vector kernel longer than the reads."""
 _FEW_ROWS: Final = 2
 _FULL_SM_WARPS: Final = 64
 _AHEAD_BYTES: Final = 256
-"""Weights that a thread may hold in registers before it waits: a quarter of what it can have."""
+"""Weights that a thread may load to registers before it waits: a quarter of its registers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class LinearLaunch:
     """Tile sizes of the vector kernel.
 
     Attributes:
-        block_n: outputs of a program.
+        block_n: outputs per program.
         block_k: columns of the weights that are loaded at once.
-        num_warps: of a program.
-        ahead: chunks of `block_k` in registers before the wait.
+        num_warps: per program.
+        ahead: chunks of `block_k` columns that are loaded to registers before the wait.
     """
 
     block_n: int
@@ -46,12 +46,12 @@ class LinearLaunch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TunedLinear:
-    """What was faster for a problem where it was timed.
+    """The fastest measured kernel for a problem.
 
     Attributes:
-        kernel: name of the row.
-        launch: its tile sizes; None for the library's.
-        provenance: where the numbers come from, for people.
+        kernel: name of the registry row.
+        launch: its tile sizes; None for the library.
+        provenance: source of the measurement, in words.
     """
 
     kernel: str
@@ -64,13 +64,13 @@ class LinearChoice:
     """The kernel chosen for a problem.
 
     Attributes:
-        problem: what was asked.
+        problem: the layer and its rows.
         spec: the row of the registry.
         launch: its tile sizes; None where it has none.
-        why: one sentence for people.
-        measured: whether the choice was made by timing on this architecture.
-        unpacks: whether the vector kernel converts FP8 by hand, on GPUs without an instruction for it.
-        refusals: (row, its reasons) of the rows before it.
+        why: the reason for the choice, in one sentence.
+        measured: whether the choice is based on timings on this architecture.
+        unpacks: whether the vector kernel converts FP8 by bit operations, on GPUs without an instruction for it.
+        refusals: (name, reasons) of the registry rows that were passed over.
     """
 
     problem: LinearProblem
@@ -88,7 +88,7 @@ class LinearChoice:
 
     @property
     def tiles(self) -> int:
-        """Programs of the vector kernel beside each other over the outputs; 0 for other rows."""
+        """Programs of the vector kernel along the outputs; 0 for other kernels."""
         return -(-self.problem.outputs // self.launch.block_n) if self.launch else 0
 
 
@@ -97,15 +97,15 @@ def select_linear(
     arch: GPUArch,
     table: Callable[[LinearProblem, GPUArch], TunedLinear | None] = lambda *_: None,
 ) -> LinearChoice:
-    """Choose what computes a linear layer; pure, so it also plans for absent hardware.
+    """Choose the kernel of a linear layer; pure, so it also plans for absent hardware.
 
     Args:
         problem: the layer and its rows.
-        arch: where.
-        table: looks up what was timed, or returns None; its rows fit the kernels.
+        arch: the processor.
+        table: looks up measured launches; returns None where there is none.
 
     Returns:
-        The first row that supports the problem and was not slower where it was timed, its launch and why.
+        The first row that supports the problem and was not measured to be slower, with its launch and the reason.
     """
     refusals: list[tuple[str, tuple[str, ...]]] = []
     for spec in REGISTRY:
@@ -145,9 +145,9 @@ def _slower(problem: LinearProblem, tuned: TunedLinear | None) -> tuple[str, ...
 
 
 def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
-    """Return a launch that reads all columns at once, in programs that fill the GPU half at least.
+    """Return a launch that reads all columns at once, with enough programs to fill at least half of the GPU.
 
-    More than four warps wait long for each other where their sums meet.
+    It has at most four warps, since more wait long for each other when they add their sums.
     """
     warps = 1
     while warps < 4 and 2 * warps * WARP_COLUMNS <= problem.inputs:
@@ -165,7 +165,7 @@ def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
 
 
 def launch_mistakes(choice: LinearChoice) -> list[str]:
-    """List why a launch does not fit its kernel and problem; empty where it does."""
+    """List why a launch does not fit its kernel and problem; empty if it does."""
     launch, problem = choice.launch, choice.problem
     if choice.spec is not VECTOR:
         return [] if launch is None else ["the library takes no launch"]

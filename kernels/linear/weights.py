@@ -1,4 +1,4 @@
-"""The tensors of a linear layer, and what one call of its product absorbs."""
+"""The tensors of a linear layer, and the operations that one call of its product absorbs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class LinearWeights(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm: its weight [C], and what is added to the mean square."""
+    """An RMS norm: its weight [C], and the eps that is added to the mean square."""
 
     weight: Tensor
     eps: float
 
 
 class TileBest(NamedTuple):
-    """What an argmax needs of each tile of outputs, for `kernels.sampling.gpu.best_token`.
+    """The results of each tile of outputs from which `kernels.sampling.gpu.best_token` computes the argmax.
 
     Attributes:
         keys: [rows, tiles] int64 contiguous, the largest key.
@@ -44,7 +44,7 @@ class TileBest(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int, tiles: int, device: torch.device | str) -> TileBest:
-        """Allocate them."""
+        """Allocate both tensors."""
         return cls(
             torch.empty((rows, tiles), dtype=torch.int64, device=device),
             torch.empty((rows, tiles), dtype=torch.float32, device=device),
@@ -52,13 +52,13 @@ class TileBest(NamedTuple):
 
 
 class LinearArguments(NamedTuple):
-    """What one call of a product absorbs; only what the row of the registry says that it does.
+    """The operations that one call of a product absorbs; its registry row must support them.
 
     Attributes:
-        norm: of the input rows; None takes them as they are.
-        residual: [rows, N], contiguous in N, added to the output; may be the output. Not where gated.
-        best: takes the best output of each tile; the vector kernel only. Not where gated.
-        pdl: launch before the kernel before has ended.
+        norm: of the input rows; None for no norm.
+        residual: [rows, N], contiguous in N, added to the output; may be the output. Not with a gate.
+        best: written with the largest key of each tile; only by the vector kernel, and not with a gate.
+        pdl: use programmatic dependent launch.
     """
 
     norm: Norm | None = None

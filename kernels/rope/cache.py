@@ -1,4 +1,4 @@
-"""Rotates queries and keys and writes keys and values to the cache, in one launch on a GPU."""
+"""Normalizes and rotates queries and keys and writes keys and values to the cache, in one launch on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def unsupported(dtype: str, arch: GPUArch) -> tuple[str, ...]:
-    """List why `rope_and_write_kv` does not take a dtype on a processor; empty if it does."""
+    """List why `rope_and_write_kv` does not support a dtype on a processor; empty if it does."""
     return (
         *arch.unsupported(TENSOR_CORES),
         *(() if dtype in _DTYPES else (f"no {dtype}",)),
@@ -27,7 +27,7 @@ def unsupported(dtype: str, arch: GPUArch) -> tuple[str, ...]:
 
 
 class CacheSlots(NamedTuple):
-    """Where the keys and values of a step go.
+    """The cache and the slots of a step's keys and values.
 
     Attributes:
         kv: [2, N, S, K, D] contiguous, in the queries' dtype or float8_e4m3fn; index 0 keys, 1 values.
@@ -54,20 +54,20 @@ def rope_and_write_kv(
 
     Args:
         qkv: [T, (H + 2 * K) * D] contiguous; is overwritten.
-        cache: where keys and values go; in FP8 by a second launch.
-        rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them, in
+        cache: cache and slots; an FP8 cache is written by a second launch.
+        rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
             qkv's dtype.
         positions: [T] int64, rows of `rope`.
         norms: of queries and keys, over D; None where the family has none.
-        ahead: weights that are multiplied by next, of more than 127 bytes each: the second-level cache fetches as
-            many of them as it has room for. Pays where what lies between reads little.
-        pdl: launch before the kernel before has ended. `positions` and slots are then read early: what wrote
-            them must be followed by a launch without `pdl` before this one.
+        ahead: weights of the next products, more than 127 bytes each: at most 24 MiB of them are prefetched to the
+            second-level cache. This is faster only if the kernels before those products read little.
+        pdl: use programmatic dependent launch. `positions` and slots are then read before the wait: the kernels that
+            wrote them must be followed by a launch without `pdl` before this one.
 
     Returns:
         The queries [T, H, D], a view of `qkv`.
     """
-    # Imported here: Triton is not there on a host without a GPU.
+    # Imported here because Triton is not installed on every host.
     from kernels.rope.gpu import rope_cache  # noqa: PLC0415
 
     kv, slot_mapping, kv_scale = cache

@@ -56,7 +56,7 @@ def embed_tokens(ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> T
         [T, C], a new tensor.
     """
     if has_kernels(ids.device):
-        # Imported here: Triton is not there on a host without a GPU.
+        # Imported here because Triton is not installed on every host.
         from kernels.sampling.gpu.embed import embed  # noqa: PLC0415
 
         return embed(ids, sampled, table, pdl=may_depend(detect(ids.device), ids.device))
@@ -92,7 +92,7 @@ def argmax_tokens(
     if logprobs is None:
         logprobs = torch.empty_like(tokens, dtype=torch.float32)
     if has_kernels(logits.device):
-        # Imported here: Triton is not there on a host without a GPU.
+        # Imported here because Triton is not installed on every host.
         from kernels.sampling.gpu.argmax import argmax_tokens as compute  # noqa: PLC0415
 
         pdl = may_depend(detect(logits.device), logits.device)
@@ -120,7 +120,7 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     if not has_kernels(logits.device):
         return log_softmax(logits.float()).gather(1, tokens[:, None])[:, 0]
-    # Imported here: Triton is not there on a host without a GPU.
+    # Imported here because Triton is not installed on every host.
     from kernels.sampling.gpu.argmax import chosen_logprobs as compute  # noqa: PLC0415
 
     logprobs = torch.empty_like(tokens, dtype=torch.float32)
@@ -161,7 +161,7 @@ def sample_tokens(
         tokens: [N] int64 contiguous, written at the rows' targets; valid ids whatever the logits.
         checked: [N] int64 contiguous, likewise; the same, but -1 where the largest logit is not finite.
     """
-    # Imported here: Triton is not there on a host without a GPU.
+    # Imported here because Triton is not installed on every host.
     from kernels.sampling.gpu.sample_tokens import sample_tokens as sample  # noqa: PLC0415
 
     kinds = {row.kind for row in rows}

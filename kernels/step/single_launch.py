@@ -1,4 +1,4 @@
-"""A decode step of one sequence in a single launch: a model's layers, its head and the argmax of its logits.
+"""A decode step of one sequence in a single launch: all layers, the output head and the argmax of the logits.
 
 Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim, N blocks, S block size.
 """
@@ -23,14 +23,14 @@ __all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "unsupported
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)
 _ALIGNMENT: Final = 1024
-"""Inputs of a linear layer that a stage of the ring has of 8 outputs."""
+"""Inputs of a linear layer that a stage of the ring holds for 8 outputs."""
 _MOST_HIDDEN: Final = 2048
-"""The hidden state is held in registers, and larger models take longer than their launches."""
+"""The hidden state is held in registers, and steps of larger models take longer than their launches."""
 _MOST_INNER: Final = 8192
 _MOST_GROUP: Final = 4
-"""With 8 the attention needs more registers than there are."""
+"""Query heads per key-value head; with 8, attention needs more registers than there are."""
 _MOST_SMS: Final = 256
-"""Programs that the argmax merges at most."""
+"""Programs whose results the argmax reduces, at most."""
 _TILE: Final = 8
 
 
@@ -39,10 +39,10 @@ StepKernel: TypeAlias = Callable[..., None]
 
 
 def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[str, ...]:
-    """List why the steps of a model cannot be computed in a single launch; empty if they can.
+    """List why the decode steps of a model cannot be single launches; empty if they can.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model.
         dtype: of its weights, and of its KV cache unless that is in FP8.
         arch: of its device.
     """
@@ -91,8 +91,8 @@ def bind_step(
 
     Args:
         weights: of a model for which `unsupported` lists nothing.
-        caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype or float8_e4m3fn; they must stay where
-            they are, as must `scales`.
+        caches: [2, N, S, K, D] contiguous for each layer, in the weights' dtype or float8_e4m3fn; neither they nor
+            `scales` may be replaced.
         scales: [2, N, K, S] float32 contiguous for each layer of a cache in float8_e4m3fn, None for others.
         arch: of their device.
     """

@@ -1,4 +1,4 @@
-"""The sizes and the parameters of a model whose decode step is a single launch.
+"""The sizes and parameters of a model whose decode step is a single launch.
 
 Dimensions: V vocabulary, C hidden size, H query heads, K key-value heads, D head dim.
 """
@@ -50,12 +50,12 @@ class LayerWeights(NamedTuple):
 
 
 class StepWeights(NamedTuple):
-    """Parameters of a model, which are read where they are: none may be replaced.
+    """Parameters of a model; the kernel keeps their addresses, so none may be replaced.
 
     Attributes:
         embedding: [V, C].
         head: [V, C].
-        norm: [C], behind the layers.
+        norm: [C], of the norm after the last layer.
     """
 
     shape: StepShape

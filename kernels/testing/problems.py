@@ -1,7 +1,4 @@
-"""Attention problems with poisoned memory, and the rule for how exact a kernel must be.
-
-Shared by tests and benchmarks. Knows the registry's rows only through the door's shapes.
-"""
+"""Attention problems with poisoned memory, and the tolerance rule for kernels; for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -26,34 +23,34 @@ if TYPE_CHECKING:
     from kernels.attention.spec import KernelSpec
 
 UNUSED_BLOCK = (1 << 23) - 1
-"""Fills the block table past a sequence's end: reading it is out of any test's cache, though its slots
-fit 32 bits for blocks of up to 256 tokens; a larger number would wrap around to a slot that exists.
+"""Fills the block table past a sequence's end. Its slots lie outside of any test's cache, but fit 32 bits
+for blocks of up to 256 tokens; a larger number would wrap around to an existing slot.
 """
 
 _ROUNDINGS = 8
-"""Of a sum in float32, by which the order of its terms may change it: libraries have another for each processor."""
+"""Roundings of a float32 sum by which another order of its terms may change it; the order depends on the processor."""
 
 
 class Layout(enum.Enum):
-    """How the blocks of a sequence lie in the cache."""
+    """The order of a sequence's blocks in the cache."""
 
     CONTIGUOUS = "contiguous"
-    """All next to each other."""
+    """All blocks are adjacent."""
     TWO_RUNS = "two runs"
-    """In two pieces."""
+    """Two runs of adjacent blocks."""
     FRAGMENTED = "fragmented"
-    """No two next to each other."""
+    """No two blocks are adjacent."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One step's attention, ready to run.
+    """The attention of one step, with all tensors.
 
     Attributes:
-        problem: what stays the same.
+        problem: shapes and dtypes.
         batch: the sequences.
         q: [T, H, D].
-        kv: as in the door; NaN in every slot that no sequence has written.
+        kv: as in `kernels.prefill_attention`; NaN in every slot that no sequence has written.
         query_lens: query tokens of each sequence.
         seq_lens: keys of each sequence.
     """
@@ -88,7 +85,7 @@ class AttentionCase:
         )
 
     def cache(self) -> dict[str, Tensor]:
-        """Name further arguments of the door."""
+        """Return further keyword arguments of `decode_attention` and `prefill_attention`."""
         return {}
 
     def _sequences(self) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
@@ -101,7 +98,7 @@ class AttentionCase:
         return {name: getattr(problem, name) for name in names}
 
     def run(self, spec: KernelSpec | None = None) -> Tensor:
-        """Run it through the door, on the given row or on the registry's choice."""
+        """Run it through the public API, with the given registry row or the selected one."""
         selection = None
         if spec is not None:
             arch = kernels.detect(self.q.device)
@@ -109,7 +106,7 @@ class AttentionCase:
         return self.attend(selection)[0]
 
     def attend(self, selection: Selection | None = None) -> tuple[Tensor, Tensor | None]:
-        """Run it through the door; the second is the log-sum-exp where the problem asks for it."""
+        """Run it through the public API; returns the output, and the log-sum-exp where `problem.lse` is set."""
         plan = kernels.plan_attention(self.problem, self.batch, selection=selection)
         out = torch.full_like(self.q, float("nan"))
         lse = None
@@ -128,7 +125,7 @@ class AttentionCase:
     def check_lse(self, lse: Tensor) -> None:
         """Compare a kernel's log-sum-exp with the reference; kernels keep it in float32.
 
-        Keys of a quantised cache may be rounded to the queries' dtype once they have their scale.
+        Keys of a quantized cache may be rounded to the queries' dtype after they are scaled.
         """
         truth = self.expected_lse(torch.float64)
         if self.problem.kv_dtype is not None:
@@ -147,7 +144,7 @@ class PagedCase(AttentionCase):
 
     Attributes:
         block_table: block ids of each sequence.
-        kv_scale: of a quantised cache, as in the door; NaN where no token was written.
+        kv_scale: of a quantized cache, as in `kernels.prefill_attention`; NaN where no token was written.
     """
 
     batch: PagedBatch
@@ -155,27 +152,27 @@ class PagedCase(AttentionCase):
     kv_scale: Tensor | None = None
 
     def keys_and_values(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Gather a sequence's blocks; in float32 if they are quantised."""
+        """Gather a sequence's blocks; in float32 if they are quantized."""
         blocks = self.block_table[seq]
         gathered = self.kv[:, blocks]
         if self.kv_scale is not None:
-            gathered = reference.dequantise(gathered, self.kv_scale[:, blocks].transpose(2, 3))
+            gathered = reference.dequantize(gathered, self.kv_scale[:, blocks].transpose(2, 3))
         keys, values = gathered.flatten(1, 2)[:, : self.seq_lens[seq]].unbind(0)
         return keys, values
 
     def cache(self) -> dict[str, Tensor]:
-        """Name the door's arguments that are there with a quantised cache only."""
+        """Return `kv_scale` if the cache is quantized."""
         return {} if self.kv_scale is None else {"kv_scale": self.kv_scale}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCase(AttentionCase):
-    """A case whose keys and values lie one sequence after the other, [2, T_k, K, D]."""
+    """A case whose keys and values are packed, one sequence after the other, [2, T_k, K, D]."""
 
     batch: PackedBatch
 
     def keys_and_values(self, seq: int) -> tuple[Tensor, Tensor]:
-        """Slice a sequence out."""
+        """Return views of a sequence's keys and values."""
         start = sum(self.seq_lens[:seq])
         keys, values = self.kv[:, start : start + self.seq_lens[seq]].unbind(0)
         return keys, values
@@ -189,7 +186,7 @@ def make_packed_case(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> PackedCase:
-    """Make a problem over packed keys and values, with poison before and behind them.
+    """Make a problem over packed keys and values, with NaN before and after them.
 
     Args:
         problem: shapes and dtype; its block size is None.
@@ -237,11 +234,11 @@ def make_case(
         problem: shapes and dtype.
         query_lens: query tokens of each sequence.
         seq_lens: tokens in the cache of each sequence, its queries included.
-        layout: how each sequence's blocks lie.
+        layout: order of each sequence's blocks.
         seed: of values and block order.
         device: of all tensors.
-        shared_prefix: tokens at the start of every sequence that lie in the same blocks; sequences
-            without tokens have none.
+        shared_prefix: tokens at the start of every sequence that share their blocks; sequences without
+            tokens have none.
     """
     size = problem.block_size
     assert size is not None, "a paged case's problem has a block size"
@@ -262,7 +259,7 @@ def make_case(
             kv[:, block, :used] = torch.randn((2, used, *heads), generator=generator).to(dtype)
     kv_scale = None
     if problem.kv_dtype is not None:
-        kv, kv_scale = _quantised(kv, generator)
+        kv, kv_scale = _quantized(kv, generator)
         kv_scale = kv_scale.to(device)
     shape = (sum(query_lens), problem.num_heads, problem.head_dim)
     width = max(1, *needed)
@@ -280,12 +277,12 @@ def make_case(
     return PagedCase(problem, batch, q, kv.to(device), query_lens, seq_lens, tables, kv_scale)
 
 
-def _quantised(kv: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Quantise a cache whose unwritten slots are NaN, after giving its rows sizes from 2^-6 to 2^6."""
+def _quantized(kv: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Quantize a cache whose unwritten slots are NaN, after scaling its rows by factors from 2^-6 to 2^6."""
     sizes = torch.randint(-6, 7, kv.shape[:-1], generator=generator).exp2()
-    # Values only: keys of such sizes would leave one of them all the weight.
+    # The full range is for values only: with such keys, one key would have all the weight.
     sizes[0] = sizes[0].sqrt().clamp(0.5, 2)
-    numbers, scale = reference.quantise(kv.float() * sizes[..., None])
+    numbers, scale = reference.quantize(kv.float() * sizes[..., None])
     scale = torch.where(kv[..., 0].isnan(), float("nan"), scale)
     return numbers, scale.transpose(2, 3).contiguous()
 
@@ -294,7 +291,7 @@ def _place(needed: list[int], layout: Layout, order: random.Random) -> list[list
     """Give each sequence its block ids, with unused blocks between sequences."""
     total = sum(needed)
     if layout is Layout.FRAGMENTED:
-        # Odd ids only, so that no two are neighbours; shuffled, so that they do not ascend.
+        # Only odd ids, so that no two blocks are adjacent; shuffled, so that the ids do not ascend.
         free = [2 * index + 1 for index in range(total)]
         order.shuffle(free)
         return [[free.pop() for _ in range(count)] for count in needed]
@@ -302,7 +299,7 @@ def _place(needed: list[int], layout: Layout, order: random.Random) -> list[list
     cursor = 1
     for count in needed:
         head = count // 2 if layout is Layout.TWO_RUNS else 0
-        # The first piece lies behind the second, so that ids descend once.
+        # The first run lies after the second, so that ids descend once.
         second = list(range(cursor, cursor + count - head))
         first = list(range(cursor + count - head + 1, cursor + count + 1)) if head else []
         tables.append(first + second)
@@ -311,25 +308,25 @@ def _place(needed: list[int], layout: Layout, order: random.Random) -> list[list
 
 
 def truth_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Name the precision that counts as exact beside `dtype`."""
+    """Return the dtype that is used as exact when a kernel computes in `dtype`."""
     return torch.float64 if dtype is torch.float32 else torch.float32
 
 
 def assert_no_worse_than(
     out: Tensor, truth: Tensor, same_precision: Tensor, *, factor: float = 2.0, atol: float = 1e-5
 ) -> None:
-    """Demand err(out) <= factor * err(same precision) + slack, in the largest absolute error.
+    """Assert that err(out) <= factor * err(same precision) + slack, with err the largest absolute error.
 
     Args:
-        out: what the kernel computed.
+        out: the kernel's result.
         truth: the reference in higher precision.
         same_precision: the reference in the kernel's own precision.
-        factor: how much worse than plain PyTorch of that precision a kernel may be.
-        atol: slack, for problems on which plain PyTorch happens to be exact; more where values are large, so that
-            sums in float32 may be added up in any order.
+        factor: how many times larger the error may be than that of plain PyTorch in the same precision.
+        atol: slack, for problems on which plain PyTorch happens to be exact. For large values the slack grows, so that
+            float32 sums may be added in any order.
 
     Raises:
-        AssertionError: the error is larger, or a value is not finite.
+        AssertionError: the error is larger, the shapes differ, or a value is not finite.
 
     Source: the rule of the FlashAttention tests.
     """
@@ -341,7 +338,7 @@ def assert_no_worse_than(
     error = _largest(out.to(truth.dtype) - truth)
     slack = max(atol, _ROUNDINGS * torch.finfo(torch.float32).eps * _largest(truth))
     allowed = factor * _largest(same_precision.to(truth.dtype) - truth) + slack
-    # Not `error > allowed`, which a reference that is not a number would never be.
+    # Not `error > allowed`, which is never true for a NaN reference.
     if not error <= allowed < math.inf:
         raise AssertionError(f"largest error {error:.3g}, allowed {allowed:.3g}")
 

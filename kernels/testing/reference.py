@@ -1,8 +1,8 @@
-"""Every op written from its formula, to measure the kernels against.
+"""Reference implementations of all operations, written from their formulas, for tests of the kernels.
 
-Slow, and plain enough to be read as the definition. Knows nothing of how a kernel works. Each function
-computes in `dtype`: float32 for the truth of half precision, float64 for that of float32, and the
-problem's own dtype to learn what error that precision brings along.
+They are slow and serve as definitions. Each function computes in `dtype`: float32 as the truth for half
+precision, float64 as the truth for float32, and the problem's own dtype to measure the error of that
+precision.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def attention(
     causal: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Attention of one sequence's last m tokens to all of its n.
+    """Compute the attention of one sequence's last m tokens to all of its n.
 
     Args:
         q: [m, H, D], the last m tokens.
-        k: [n, K, D]; with fewer than m, the first queries have nothing to attend to.
+        k: [n, K, D]; if n < m, the first queries have nothing to attend to.
         v: [n, K, D].
         softmax_scale: factor on the scores.
         sliding_window: tokens that a query attends to, itself included; None for all.
@@ -49,7 +49,7 @@ def attention(
         dtype=dtype,
     )
     values = v.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    # What no query sees may be no number, and a weight of 0 does not make it one.
+    # Values that no query sees may be NaN, and NaN times a weight of 0 is NaN.
     unseen = (scores == float("-inf")).all(dim=1)
     values = values.masked_fill(unseen.T[:, :, None], 0.0)
     sees_nothing = (scores == float("-inf")).all(dim=-1, keepdim=True)
@@ -67,10 +67,10 @@ def log_sum_exp(
     causal: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Natural logarithm of the sum of exponentials of the scores that `attention` weighs by.
+    """Compute the natural logarithm of the sum of exponentials of the scores in `attention`.
 
     Args:
-        q: as in `attention`, as is all else.
+        q: as in `attention`, as are the other arguments.
         k: likewise.
         softmax_scale: likewise.
         sliding_window: likewise.
@@ -119,7 +119,7 @@ def _scores(
 
 
 def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: list[int]) -> Tensor:
-    """Return kv [2, N, S, K, D] with k and v [T, K, D] at their slots; -1 leaves a token out."""
+    """Return a copy of kv [2, N, S, K, D] with k and v [T, K, D] at their slots; slot -1 skips a token."""
     written = kv.clone()
     block_size = kv.shape[2]
     for token, slot in enumerate(slot_mapping):
@@ -129,8 +129,8 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: list[int]) -> Tenso
     return written
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x [..., D] to float8_e4m3fn with a float32 scale for each row, which makes its largest 448.
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x [..., D] to float8_e4m3fn with a float32 scale for each row, so that its largest magnitude is 448.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, table 1 for the largest number.
     """
@@ -139,7 +139,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
-def dequantise(numbers: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(numbers: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Multiply float8 numbers [..., D] by the scales [...] of their rows."""
     return numbers.to(dtype) * scale[..., None].to(dtype)
 

@@ -1,11 +1,10 @@
-"""Attention in FP8 (e4m3) as PyTorch computes it: how much of the result each way of rounding costs.
+"""FP8 (e4m3) attention in PyTorch, to measure the error of each way of rounding.
 
-    per_tensor      one scale for all queries, all keys and all values: the plainest way, to compare with
-    block_scaled    what `hopper_fp8_prefill` does, step by step, rounded where it rounds
-    score_units     how coarsely Hopper's tensor cores sum a score in FP8
+    per_tensor      one scale each for all queries, all keys and all values: the simplest way, as a baseline
+    block_scaled    the steps of `hopper_fp8_prefill`, rounded where it rounds
+    score_units     the granularity of Hopper's tensor cores in the sum of an FP8 score
 
-Sums of the first two are in `dtype`, without the errors of an accumulator. Knows nothing of how a kernel is
-written.
+The first two compute sums in `dtype`, without the errors of an accumulator.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ LARGEST = 448.0
 """The largest number of e4m3."""
 _PRODUCTS = 32
 TERMS = _PRODUCTS + 1
-"""What one matrix instruction adds up: products, and the sum so far."""
+"""Terms that one matrix instruction adds: the products and the sum so far."""
 _KEPT = 13
-"""Binary digits that such a sum keeps of a term, behind the first of the largest."""
-_ROOM = 1 << 25
-"""Products held at a time."""
+"""Binary digits of a term that the sum keeps, counted after the first digit of the largest term."""
+_MOST_PRODUCTS = 1 << 25
+"""Products in memory at a time."""
 
 
 def per_tensor(
@@ -35,7 +34,7 @@ def per_tensor(
     causal: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Attention with one scale per tensor; weights of at most 1 in e4m3.
+    """Compute attention with one scale per tensor; attention weights, at most 1, are rounded to e4m3.
 
     Args:
         q: [m, H, D], the last m tokens of a sequence.
@@ -69,28 +68,28 @@ def block_scaled(
     block: int = 128,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a scale per query and per block of keys and of values, queries and keys rotated.
+    """Compute attention with a scale per query and per block of keys and of values, with rotated queries and keys.
 
-    Blocks are visited from the last to the first; weights are rounded as multiples of 1 / 448 of the
-    largest so far.
+    Blocks are visited from the last to the first; weights are rounded after scaling the largest so far
+    to 448.
 
     Args:
         q: [m, H, D], the last m tokens of a sequence.
         k: [n, K, D], n above 0.
         v: [n, K, D].
-        rotation: [D, D] orthogonal but for its rows' length, sqrt(D).
+        rotation: [D, D], sqrt(D) times an orthogonal matrix.
         softmax_scale: factor on the scores.
         causal: whether a query sees no key after its own token.
-        block: keys of a block.
+        block: keys per block.
         dtype: to compute in.
 
     Returns:
         Output [m, H, D] and log-sum-exp [m, H] in `dtype`; 0 and -inf with nothing to attend to.
     """
-    turn = rotation.to(dtype) / math.sqrt(rotation.shape[0])
-    rows = q.to(dtype) @ turn
+    unit_rotation = rotation.to(dtype) / math.sqrt(rotation.shape[0])
+    rows = q.to(dtype) @ unit_rotation
     rows = _scaled(rows, rows.abs().amax(-1, keepdim=True)).transpose(0, 1)
-    keys, values = (_blocks(x.to(dtype), block) for x in (k.to(dtype) @ turn, v))
+    keys, values = (_blocks(x.to(dtype), block) for x in (k.to(dtype) @ unit_rotation, v))
     group = q.shape[1] // k.shape[1]
     m = torch.full((*rows.shape[:2], 1), float("-inf"), dtype=dtype, device=q.device)
     total, acc = torch.zeros_like(m), torch.zeros_like(rows)
@@ -112,40 +111,40 @@ def block_scaled(
 
 
 def score_units(q: Tensor, k: Tensor) -> Tensor:
-    """Find how coarsely Hopper's tensor cores sum the scores of queries and keys in FP8.
+    """Compute the granularity with which Hopper's tensor cores sum the scores of FP8 queries and keys.
 
-    Of `TERMS` terms, 32 products and what the sum was before them, each is cut at 2^-13 of the power of two in
-    the largest: a unit. Cut terms have either sign, so what is lost goes like a random walk: most often less
-    than sqrt(TERMS) units of less than one each.
+    Each instruction adds `TERMS` terms, 32 products and the sum so far, and truncates each term to a multiple of a
+    unit: 2^-13 of the power of two in the largest term. Truncated terms have either sign, so the error grows like a
+    random walk: it is mostly below sqrt(TERMS) units, since a term loses less than one unit.
 
     Args:
-        q: [..., m, D] float32, numbers of e4m3; D is a multiple of 32.
+        q: [..., m, D] float32 with e4m3 values; D is a multiple of 32.
         k: [..., n, D], likewise.
 
     Returns:
         The sum of each score's units, [..., m, n] float32.
 
-    Source: "DeepSeek-V3 Technical Report", 2024, section 3.5.2, for the cut; Zhang et al., "SageAttention2",
-    2024, for the 13 digits.
+    Source: "DeepSeek-V3 Technical Report", 2024, section 3.5.2, for the truncation; Zhang et al.,
+    "SageAttention2", 2024, for the 13 digits.
     """
-    rows = max(1, _ROOM // (k[..., 0].numel() * _PRODUCTS))
+    rows = max(1, _MOST_PRODUCTS // (k[..., 0].numel() * _PRODUCTS))
     return torch.cat([_units_of_rows(part, k) for part in torch.split(q, rows, -2)], -2)
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to the nearest number of e4m3, the largest for what is larger; in the dtype of `x`."""
-    # By way of float32, as the hardware rounds.
+    """Round to the nearest e4m3 number, in the dtype of `x`; larger magnitudes are clamped to `LARGEST`."""
+    # Rounds via float32, as the hardware does.
     return x.float().clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _scaled(x: Tensor, largest: Tensor) -> Tensor:
-    """Round after division by a scale that makes `largest` the largest number, and multiply again."""
+    """Scale `x` so that `largest` becomes `LARGEST`, round to e4m3, and scale back."""
     scale = largest.clamp(min=1e-12) / LARGEST
     return to_e4m3(x / scale) * scale
 
 
 def _units_of_rows(q: Tensor, k: Tensor) -> Tensor:
-    """As `score_units`, all rows at once."""
+    """Compute `score_units` for all rows at once."""
     total = torch.zeros((), device=q.device)
     units = torch.zeros((), device=q.device)
     for first in range(0, q.shape[-1], _PRODUCTS):
@@ -153,7 +152,7 @@ def _units_of_rows(q: Tensor, k: Tensor) -> Tensor:
         products = q[..., :, None, part] * k[..., None, :, part]
         before, total = total, total + products.sum(-1)
         largest = torch.maximum(products.abs().amax(-1), torch.maximum(before.abs(), total.abs()))
-        # Of no largest the sign is 0, and so is the unit.
+        # If all terms are 0, the sign is 0, and so is the unit.
         units = units + torch.ldexp(largest.sign(), largest.frexp().exponent - 1 - _KEPT)
     return units
 
@@ -165,14 +164,14 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 
 def _hidden(m: int, n: int, first: int, stop: int, causal: bool, like: Tensor) -> Tensor:
-    """Which keys from `first` to `stop` of n a query of the last m does not see, [m, stop - first]."""
+    """Return a mask of the keys from `first` to `stop` of n that the last m queries do not see, [m, stop - first]."""
     key = torch.arange(first, stop, device=like.device)[None, :]
     position = torch.arange(n - m, n, device=like.device)[:, None]
     return key > position if causal else torch.zeros_like(key > position)
 
 
 def _base(largest: Tensor) -> Tensor:
-    """Replace the maximum of what sees nothing: -inf - -inf is not a number."""
+    """Replace the maximum of rows that see no key by 0, since -inf - -inf is NaN."""
     return largest.masked_fill(largest == float("-inf"), 0.0)
 
 

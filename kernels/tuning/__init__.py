@@ -1,9 +1,9 @@
-"""Launch configurations per architecture: tables of data, each row with its provenance.
+"""Launch configurations of attention kernels per architecture: JSON tables, each row with its provenance.
 
-A table is `sm_<compute capability>.json`. A row names the kernel, dtypes, head dims and the longest sequence it
-is for. It may also name dtypes of quantized caches, and `min_heads_per_sm`: the fewest key-value heads, of all
-sequences together, per SM. With that many, a decode fills the GPU without splitting its keys.
-`tests/kernels/tuning_check.py` says what a table must contain.
+A table is `sm_<compute capability>.json`. A row names its kernel, dtypes, head dims and longest sequence. It may also
+name dtypes of quantized caches, and `min_heads_per_sm`: the minimum of key-value heads per SM, of all sequences
+together. With that many, a decode fills the GPU without splitting its keys. `tests/kernels/tuning_check.py` lists what
+a table must contain.
 """
 
 from __future__ import annotations

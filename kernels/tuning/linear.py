@@ -1,6 +1,6 @@
-"""Launches of linear layers that were timed: `linear_sm_<compute capability>.json`, rows with their provenance.
+"""Measured launches of linear layers: `linear_sm_<compute capability>.json`, each row with its provenance.
 
-A row is for one shape and for steps of at most so many rows.
+A row is for one shape of the weights and for steps of at most `max_rows` rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FIELDS = {"outputs", "inputs", "gated", "max_rows", "kernel", "launch", "proven
 
 
 def tuned_linear(problem: LinearProblem, arch: GPUArch) -> TunedLinear | None:
-    """Look up what was timed for a problem: the row for the fewest rows that are enough.
+    """Look up the measured launch for a problem: the row with the smallest sufficient `max_rows`.
 
-    The 16-bit types share a row, since their bytes and instructions are alike; float32 and weights in FP8 have none.
+    bfloat16 and float16 share a row, since their sizes and instructions are alike; float32 and FP8 weights have none.
     """
     if problem.dtype not in _TIMED_DTYPES or problem.weight_dtype is not None:
         return None
@@ -35,7 +35,7 @@ def tuned_linear(problem: LinearProblem, arch: GPUArch) -> TunedLinear | None:
 
 
 def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> TunedLinear | None:
-    """Find a problem's row among those of a table; None without one."""
+    """Find a problem's row in a table; None if it has none."""
     fitting = [
         row
         for row in rows
@@ -50,13 +50,13 @@ def find(problem: LinearProblem, rows: Sequence[dict[str, Any]]) -> TunedLinear 
 
 @functools.cache
 def linear_table(sm: int) -> tuple[dict[str, Any], ...]:
-    """Read the rows for a compute capability; none where there is no table."""
+    """Read the rows for a compute capability; empty without a table."""
     path = _FOLDER / f"linear_sm_{sm}.json"
     return tuple(json.loads(path.read_text())["rows"]) if path.exists() else ()
 
 
 def linear_mistakes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """List what is wrong with a table; empty where nothing is."""
+    """List the mistakes in a table; empty if there are none."""
     found = []
     seen = set()
     for number, row in enumerate(rows):

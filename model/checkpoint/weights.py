@@ -13,7 +13,7 @@ from typing import Final, Literal
 import torch
 from safetensors.torch import save_file
 
-from kernels.fp8 import quantise_rows
+from kernels.fp8 import quantize_rows
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.shards import (
     INDEX_NAME,
@@ -102,7 +102,7 @@ def _loaded(
                 raise WeightsError(
                     f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
                 )
-            numbers, scale = quantise_rows(rows)
+            numbers, scale = quantize_rows(rows)
             slices[name].copy_(numbers)
             scales[name].copy_(scale)
         else:

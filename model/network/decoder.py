@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, detect, plan_attention
-from kernels.fp8 import quantise_rows
+from kernels.fp8 import quantize_rows
 from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Norm, Residual, bind_norm, bind_projection
 from kernels.rope.cache import unsupported as rope_unsupported
@@ -383,7 +383,7 @@ class DecoderLM(nn.Module):
                 if parameter.dtype is self.weight_dtype:
                     # PyTorch has no normal_ for float8.
                     values = torch.empty(parameter.shape, device=parameter.device)
-                    numbers, scale = quantise_rows(values.normal_(0.0, std, generator=generator))
+                    numbers, scale = quantize_rows(values.normal_(0.0, std, generator=generator))
                     parameter.copy_(numbers)
                     self.get_buffer(f"{name}_scale").copy_(scale)
                 elif parameter.ndim > 1:

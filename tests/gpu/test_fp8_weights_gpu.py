@@ -9,7 +9,7 @@ import torch
 import kernels
 from benchmarks.local_engine import LocalEngine
 from kernels.elementwise.gpu import quantize_rows as fused
-from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY_FP8
 from kernels.linear.select import select_linear
@@ -54,7 +54,7 @@ class Layer:
     def __init__(self, outputs, inputs, dtype, *, gated, around):
         shape = ((1 + gated) * outputs, inputs)
         weight = random(*shape, dtype=torch.float32, scale=inputs**-0.5, seed=1)
-        self.weight, self.scale = quantise_rows(weight)
+        self.weight, self.scale = quantize_rows(weight)
         self.bias = random(len(weight), dtype=dtype) if around == "bias" else None
         self.norm = None
         if around == "norm":
@@ -85,8 +85,8 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
     def formula(at):
         values = reference.rms_norm(x, layer.norm.weight, EPS, at) if layer.norm else x.to(at)
         if in_fp8:
-            values = reference.dequantise(*reference.quantise(values)).to(at)
-        weight = dequantise_rows(layer.weight, layer.scale, torch.float32).to(at)
+            values = reference.dequantize(*reference.quantize(values)).to(at)
+        weight = dequantize_rows(layer.weight, layer.scale, torch.float32).to(at)
         result = values @ weight.T + (0 if layer.bias is None else layer.bias.to(at))
         result = reference.silu_and_mul(result, at) if gated else result
         return result if residual is None else result + residual.to(at)
@@ -106,9 +106,9 @@ def test_rows_are_quantised_as_pytorch_does():
         pytest.skip("no product in FP8, which takes them")
     rows = random(99, 4096) * torch.logspace(-30, 4, 99, device=DEVICE)[:, None]
 
-    numbers, scales = fused.quantise_rows(rows.bfloat16())
+    numbers, scales = fused.quantize_rows(rows.bfloat16())
 
-    wanted, wanted_scales = quantise_rows(rows.bfloat16())
+    wanted, wanted_scales = quantize_rows(rows.bfloat16())
     torch.testing.assert_close(scales[:, 0], wanted_scales)
     assert (numbers.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.99
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import FP8, PagedBatch, detect
-from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
@@ -100,7 +100,7 @@ def fill(cache):
         if scale is None:
             layer.copy_(rows)
             continue
-        numbers, scales = quantise_rows(rows)
+        numbers, scales = quantize_rows(rows)
         layer.copy_(numbers)
         scale.copy_(scales.transpose(2, 3))
 
@@ -110,7 +110,7 @@ def rows_of(cache, layer):
     scale = cache.scales[layer]
     if scale is None:
         return cache.layer(layer).float()
-    return dequantise_rows(cache.layer(layer), scale.transpose(2, 3), torch.float32)
+    return dequantize_rows(cache.layer(layer), scale.transpose(2, 3), torch.float32)
 
 
 class Step:
@@ -247,7 +247,7 @@ def test_a_key_and_a_value_are_rounded_as_others_round_them():
 
     # The first layer's are the same before they are rounded.
     at = divmod(int(step.slots), BLOCK)
-    numbers, scales = quantise_rows(exact.layer(0)[:, *at].cpu())
+    numbers, scales = quantize_rows(exact.layer(0)[:, *at].cpu())
     assert torch.equal(cache.layer(0)[:, *at].cpu().view(torch.uint8), numbers.view(torch.uint8))
     assert torch.equal(cache.scales[0][:, at[0], :, at[1]].cpu(), scales)
 

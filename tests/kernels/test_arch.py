@@ -1,4 +1,4 @@
-"""Facts about processors."""
+"""The catalogue of processors, their capabilities, and detection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.arch import (
 from kernels.errors import UnsupportedDeviceError
 
 
-def test_the_catalogue_holds_the_processors_that_plans_are_shown_for():
+def test_the_catalogue_holds_the_documented_processors():
     assert set(CATALOGUE) == {
         "cpu", "t4", "a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090",
     }  # fmt: skip
@@ -35,7 +35,7 @@ def test_the_catalogue_holds_the_processors_that_plans_are_shown_for():
     [("cpu", 0), ("t4", 75), ("a100", 80), ("a10", 86), ("l4", 89), ("rtx4090", 89), ("h100", 90),
      ("h200", 90), ("b200", 100), ("rtx5090", 120)],
 )  # fmt: skip
-def test_compute_capabilities_are_those_of_the_vendor(key, sm):
+def test_compute_capabilities_match_the_vendors_data(key, sm):
     assert CATALOGUE[key].sm == sm
 
 
@@ -53,7 +53,7 @@ def test_the_host_is_detected_as_a_cpu_with_its_cores():
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Makes the driver report one GPU."""
+    """Make the driver report one GPU."""
 
     def report(name, num_sms):
         facts = SimpleNamespace(
@@ -113,9 +113,7 @@ def test_a_driver_name_is_matched_to_the_catalogue(driver, name, key):
         ("NVIDIA H100 NVL", 132),
     ],
 )
-def test_a_gpu_that_is_not_quite_a_known_one_keeps_its_name_and_no_figure_is_guessed(
-    driver, name, num_sms
-):
+def test_a_variant_of_a_known_gpu_keeps_its_name_and_has_no_known_peaks(driver, name, num_sms):
     driver(name, num_sms)
 
     found = detect("cuda:0")
@@ -132,7 +130,7 @@ def test_float32_has_its_own_peak():
     assert h100.peak_tflops("float32") == h100.float32_tflops
 
 
-def test_every_known_gpu_has_figures_for_its_roofline():
+def test_every_known_gpu_has_the_peaks_of_its_roofline():
     for entry in CATALOGUE.values():
         figures = (entry.memory_bandwidth_gbs, entry.half_tflops, entry.float32_tflops)
         assert all(figures) != entry.is_cpu, entry.key
@@ -156,18 +154,18 @@ def gpu(sm):
         ("is_tested", {0, 90}),
     ],
 )
-def test_a_capability_holds_for_its_compute_capabilities_alone(capability, expected):
+def test_a_capability_holds_only_for_its_compute_capabilities(capability, expected):
     assert {sm for sm in range(130) if getattr(gpu(sm), capability)} == expected
 
 
-def test_what_is_for_some_gpus_gives_others_the_reason():
+def test_unsupported_names_the_needed_and_the_given_compute_capability():
     assert gpu(90).unsupported(HOPPER) == ()
     assert gpu(80).unsupported(HOPPER, "no wgmma") == ("needs sm_90, this is sm_80 (no wgmma)",)
     assert gpu(75).unsupported(AMPERE) == ("needs sm_80, sm_86 or sm_87, this is sm_75",)
     assert CATALOGUE["cpu"].unsupported(AMPERE, "no wgmma") == ("needs a GPU",)
 
 
-def test_a_gpu_that_the_assembler_does_not_know_is_told_so():
+def test_unsupported_names_the_assembler_for_a_gpu_that_it_does_not_know():
     (reason,) = gpu(110).unsupported(HOPPER, "no wgmma")
 
     assert reason == (
@@ -175,7 +173,7 @@ def test_a_gpu_that_the_assembler_does_not_know_is_told_so():
     )
 
 
-def test_an_amd_gpu_is_refused_by_name(driver, monkeypatch):
+def test_an_amd_gpu_is_rejected_by_name(driver, monkeypatch):
     driver("AMD Instinct MI300X", 304)
     monkeypatch.setattr(torch.version, "hip", "6.4")
 

@@ -1,4 +1,4 @@
-"""The oracle against loops over single numbers."""
+"""The reference implementations against loops over single numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.testing.problems import assert_no_worse_than
 
 
 def attend_one(q, k, v, query, head, *, scale, window, softcap):
-    """Attention of one query and head in Python floats."""
+    """Compute the attention of one query and head in Python floats."""
     kv_head = head // (q.shape[1] // k.shape[1])
     position = k.shape[0] - q.shape[0] + query
     first = 0 if window is None else max(0, position - window + 1)
@@ -64,7 +64,7 @@ def test_values_of_one_give_exactly_one():
     torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-12)
 
 
-def test_what_no_query_sees_does_not_count():
+def test_keys_that_no_query_sees_do_not_change_the_output():
     q, (k, v) = torch.randn(2, 4, 8), torch.randn(2, 9, 2, 8)
     # The window of the first query begins with key 5.
     seen = reference.attention(q, k[5:], v[5:], softmax_scale=0.5, sliding_window=3)
@@ -72,7 +72,7 @@ def test_what_no_query_sees_does_not_count():
 
     out = reference.attention(q, k, v, softmax_scale=0.5, sliding_window=3)
 
-    # Not equal bits: libraries multiply matrices of other sizes in another order on some processors.
+    # The bits differ on some processors: the order of a library's sums depends on the matrix sizes.
     truth = reference.attention(
         q, k[5:], v[5:], softmax_scale=0.5, sliding_window=3, dtype=torch.float64
     )

@@ -1,4 +1,4 @@
-"""The least work of an attention step, counted by hand."""
+"""The minimal work of an attention step, counted by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_chunk_after_a_history_sees_all_of_it():
     assert work.flops == 4 * 32 * 128 * (9 + 10)
 
 
-def test_a_window_leaves_out_the_keys_below_it():
+def test_a_window_excludes_the_keys_below_it():
     decode = attention_work(problem(Phase.DECODE, sliding_window=100), 1, 1, 1000)
     prefill = attention_work(problem(sliding_window=3), 1, 4, 10)
 
@@ -72,7 +72,7 @@ def test_the_slower_of_memory_and_arithmetic_is_the_bound():
     assert computing.seconds == pytest.approx(1.0)
 
 
-def test_a_cache_in_float8_moves_a_byte_for_each_number_and_a_scale_of_four():
+def test_a_float8_cache_moves_one_byte_per_number_and_four_per_scale():
     half = attention_work(problem(Phase.DECODE), 1, 1, 1000)
     fp8 = attention_work(problem(Phase.DECODE, kv_dtype="float8_e4m3fn"), 1, 1, 1000)
 
@@ -80,7 +80,7 @@ def test_a_cache_in_float8_moves_a_byte_for_each_number_and_a_scale_of_four():
     assert fp8.flops == half.flops
 
 
-def test_float8_is_held_to_the_peak_of_float8():
+def test_the_roofline_of_float8_uses_the_peak_of_float8():
     work = Work(1, 9894 * 10**11)
 
     assert roofline(work, "float8_e4m3fn", CATALOGUE["h100"]).seconds == pytest.approx(
@@ -89,7 +89,7 @@ def test_float8_is_held_to_the_peak_of_float8():
     assert roofline(work, "float8_e4m3fn", CATALOGUE["a100"]) is None
 
 
-def test_float32_is_held_to_the_peak_of_float32():
+def test_the_roofline_of_float32_uses_the_peak_of_float32():
     assert roofline(Work(1, 669 * 10**11), "float32", CATALOGUE["h100"]).seconds == pytest.approx(1)
 
 
@@ -103,5 +103,5 @@ def test_float32_is_held_to_the_peak_of_float32():
     ],
     ids=["cpu", "unknown bandwidth", "unknown peak", "emulated bfloat16"],
 )
-def test_no_time_is_given_where_a_peak_is_not_known(arch):
+def test_the_roofline_is_none_if_a_peak_is_not_known(arch):
     assert roofline(Work(1000, 1000), "bfloat16", arch) is None

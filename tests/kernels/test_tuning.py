@@ -1,4 +1,4 @@
-"""The tables of launch configurations: complete, within limits, and chosen by the right architecture."""
+"""The tables of launch configurations are complete, within limits, and used for the right architecture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_committed_table_has_no_mistakes(sm):
     assert mistakes(sm, table(sm)) == []
 
 
-def test_every_gpu_of_the_catalogue_that_our_kernels_run_on_has_a_table_of_its_own():
+def test_every_catalogue_gpu_with_triton_tensor_cores_has_its_own_table():
     wanted = {arch.sm for arch in CATALOGUE.values() if arch.has_triton_tensor_cores}
 
     assert wanted == set(tables())
@@ -52,7 +52,7 @@ def test_every_gpu_of_the_catalogue_that_our_kernels_run_on_has_a_table_of_its_o
         if arch.sm in spec.sm
     ],
 )
-def test_every_head_dim_and_dtype_finds_a_row_for_any_length(spec, arch):
+def test_every_head_dim_and_dtype_has_a_row_for_any_length(spec, arch):
     for dtype in spec.dtypes:
         for head_dim in spec.head_dims:
             launches = tuned_launches(spec, problem(spec.phase, dtype, head_dim=head_dim), arch)
@@ -75,7 +75,7 @@ def test_every_head_dim_and_dtype_finds_a_row_for_any_length(spec, arch):
         (121, 120),
     ],
 )
-def test_an_architecture_takes_its_own_table_or_the_nearest_older_one_of_its_generation(sm, source):
+def test_an_architecture_uses_its_own_table_or_the_nearest_lower_one_of_its_generation(sm, source):
     assert table_for(gpu(sm)) == source
 
 
@@ -84,7 +84,7 @@ def test_a_generation_without_a_table_has_none(sm):
     assert table_for(gpu(sm)) is None
 
 
-def test_a_borrowed_row_says_so_and_counts_as_not_measured(monkeypatch):
+def test_a_row_from_another_table_says_so_and_counts_as_not_measured(monkeypatch):
     row = sound_table()[0] | {"measured": True, "provenance": "timed there"}
     monkeypatch.setattr(tuning, "table", lambda sm: (row,))
 
@@ -97,7 +97,7 @@ def test_a_borrowed_row_says_so_and_counts_as_not_measured(monkeypatch):
     assert not borrowed.measured
 
 
-def test_what_no_table_knows_gets_the_safe_default_of_its_row_and_says_so(monkeypatch):
+def test_a_problem_without_a_table_row_gets_the_safe_default_and_says_so(monkeypatch):
     spec = PREFILL
     (without_table,) = tuned_launches(spec, problem(spec.phase), gpu(110))
     monkeypatch.setattr(tuning, "table", lambda sm: ())
@@ -108,7 +108,7 @@ def test_what_no_table_knows_gets_the_safe_default_of_its_row_and_says_so(monkey
     assert "no table has this head dim and dtype" in without_row.provenance
 
 
-def test_rows_come_by_number_and_ascending_length_and_an_invariant_problem_gets_the_last(
+def test_rows_are_ordered_by_number_and_length_and_a_batch_invariant_problem_gets_the_last(
     monkeypatch,
 ):
     long, short = (sound_table()[0] | {"max_seqlen_k": length} for length in (None, 512))
@@ -125,7 +125,9 @@ def test_rows_come_by_number_and_ascending_length_and_an_invariant_problem_gets_
 
 
 @pytest.mark.parametrize(("num_kv_heads", "fewest"), [(1, 264), (5, 53), (8, 33), (300, 1)])
-def test_sequences_are_many_when_their_heads_are(monkeypatch, num_kv_heads, fewest):
+def test_the_minimum_of_sequences_follows_from_the_minimum_of_heads_per_sm(
+    monkeypatch, num_kv_heads, fewest
+):
     row = sound_table()[0]
     monkeypatch.setattr(tuning, "table", lambda sm: (row | {"min_heads_per_sm": 2}, row))
     asked = problem(Phase.PREFILL, head_dim=32, num_kv_heads=num_kv_heads, num_heads=num_kv_heads)
@@ -135,7 +137,7 @@ def test_sequences_are_many_when_their_heads_are(monkeypatch, num_kv_heads, fewe
     assert [row.min_num_seqs for row in launches] == [fewest, 0]
 
 
-def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_saying_so(monkeypatch):
+def test_a_quantized_cache_uses_its_own_rows_or_else_others_and_says_so(monkeypatch):
     plain, own = (
         sound_table()[1] | {"provenance": "timed there", "measured": True} | more
         for more in ({}, {"kv_dtypes": [FP8], "head_dims": [64], "dtypes": ["bfloat16"]})
@@ -148,9 +150,9 @@ def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_say
 
     (for_own,) = rows_for(head_dim=64, kv_dtype=FP8)
     (for_other,) = rows_for(head_dim=128, kv_dtype=FP8)
-    (unquantised,) = rows_for(head_dim=64)
+    (unquantized,) = rows_for(head_dim=64)
     assert (for_own.provenance, for_own.measured) == ("timed there", True)
-    assert (unquantised.provenance, unquantised.measured) == ("timed there", True)
+    assert (unquantized.provenance, unquantized.measured) == ("timed there", True)
     assert for_other.provenance == (
         "row for a cache of the queries' dtype, none is for float8_e4m3fn; timed there"
     )
@@ -158,7 +160,7 @@ def test_a_quantised_cache_takes_rows_of_its_own_and_else_those_of_any_other_say
 
 
 def sound_table():
-    """A table in which `mistakes` finds nothing."""
+    """Return a table in which `mistakes` finds nothing."""
     return [
         {
             "kernel": spec.name,
@@ -221,7 +223,7 @@ def test_a_broken_row_is_named_with_its_value_and_the_limit(changes, message):
 
 
 @pytest.mark.parametrize("block_m", [64, 96, 256, "128"])
-def test_a_row_tile_that_the_kernel_was_not_written_for_is_a_mistake(block_m):
+def test_a_row_tile_that_the_kernel_does_not_have_is_a_mistake(block_m):
     rows = [dict(row) for row in table(90)]
     row = next(row for row in rows if row["kernel"] == "hopper_prefill")
     assert {128, 192} >= {row["launch"]["block_m"]}
@@ -246,7 +248,7 @@ def test_a_field_with_a_default_may_be_left_out():
     assert mistakes(86, rows) == []
 
 
-def test_a_row_for_many_heads_stands_beside_that_for_any():
+def test_a_row_for_many_heads_may_accompany_the_row_for_any():
     rows = sound_table()
     rows.append(copy.deepcopy(rows[0]) | {"min_heads_per_sm": 2})
 
@@ -255,7 +257,7 @@ def test_a_row_for_many_heads_stands_beside_that_for_any():
     assert mistakes(86, again)[0].endswith("two rows with max_seqlen_k None")
 
 
-def test_two_rows_for_the_same_case_are_one_too_many():
+def test_two_rows_for_the_same_case_are_a_mistake():
     rows = sound_table()
     rows.append(copy.deepcopy(rows[0]) | {"head_dims": [64], "dtypes": ["float16"]})
 
@@ -267,7 +269,7 @@ def test_two_rows_for_the_same_case_are_one_too_many():
 @pytest.mark.parametrize(
     "change", [{"max_seqlen_k": 4096}, {"head_dims": [32]}, {"dtypes": ["float32"]}]
 )
-def test_a_case_without_a_row_for_any_length_is_missing(change):
+def test_a_case_without_a_row_for_any_length_is_a_mistake(change):
     rows = sound_table()
     rows[1] |= change
 
@@ -277,7 +279,7 @@ def test_a_case_without_a_row_for_any_length_is_missing(change):
     assert all(text.endswith("no row for any length (max_seqlen_k null)") for text in found)
 
 
-def test_a_table_for_no_known_gpu_is_refused():
+def test_a_table_for_an_unknown_gpu_is_a_mistake():
     assert mistakes(87, sound_table()) == ["sm_87 is no GPU of the catalogue"]
 
 

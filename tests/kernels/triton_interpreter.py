@@ -1,7 +1,7 @@
 """Loads Triton's interpreter and repairs it: Triton 3.6 does not support NumPy 2.4 and rounds bfloat16 wrongly.
 
-Call `load` before anything else imports Triton, because a function is interpreted or compiled as the environment says
-when it is decorated; `tests/conftest.py` calls it.
+Call `load` before anything else imports Triton, because the environment decides whether a function is interpreted when
+the function is decorated; `tests/conftest.py` calls it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _MODULES = (
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() or not HAS_TRITON,
-    reason="the interpreter is for hosts without a GPU, and for those that Triton is built for",
+    reason="the interpreter needs a host with Triton and without a GPU",
 )
 
 
 def load() -> None:
-    """Import Triton and our kernels in interpreted form, unless Triton is already imported.
+    """Import Triton and the kernels in interpreted form, unless Triton is already imported.
 
     The environment is restored afterwards, so that child processes compile.
     """
@@ -66,7 +66,7 @@ def load() -> None:
 
 
 def is_loaded() -> bool:
-    """Return whether our kernels run in the interpreter in this process."""
+    """Return whether the kernels run in the interpreter in this process."""
     module = sys.modules.get("kernels.attention.portable.prefill")
     return module is not None and type(module.prefill).__name__ == "InterpretedFunction"
 
@@ -92,9 +92,9 @@ def untouched_memory(shape, dtype):
 
 
 def huge_cache(num_blocks, *block):
-    """Return a paged cache [2, num_blocks, *block] whose value block i lies where key block i + 1 does.
+    """Return a paged cache [2, num_blocks, *block] whose value block i has the address of key block i + 1.
 
-    So each side passes 2^31 elements in half the memory; use every other block.
+    Keys and values thus each pass 2^31 elements in half the memory; use every other block.
     """
     size = math.prod(block)
     memory = untouched_memory(((num_blocks + 1) * size,), torch.bfloat16)
@@ -128,7 +128,7 @@ def _replace_assembly() -> None:
 
 
 def _repair() -> None:
-    """Replace what is wrong or slow in the interpreter. Each docstring below says what happens without the repair."""
+    """Replace wrong or slow parts of the interpreter. Each docstring below says what happens without the repair."""
     import numpy as np
     import triton.language as tl
     from triton.language import semantic
@@ -185,7 +185,7 @@ def _repair() -> None:
         bits = clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return interpreter.TensorHandle(bits, tl.float8e4nv)
 
-    def quiet_launch(self, *args, **named):
+    def launch_without_warnings(self, *args, **named):
         """NumPy warns of overflows, and of arithmetic on rows that were never written."""
         nonlocal inside
         try:
@@ -274,11 +274,11 @@ def _repair() -> None:
         setattr(builder, name, repaired_cast)
     builder.create_fp_to_fp = repaired_conversion
     builder.create_dot = repaired_dot
-    # The interpreter lacks it; the function can be applied to whole arrays.
+    # The interpreter has no `map_elementwise`; the function can be applied to whole arrays.
     tl.map_elementwise = lambda function, *arguments: function(*arguments)
-    interpreter.GridExecutor.__call__ = quiet_launch
+    interpreter.GridExecutor.__call__ = launch_without_warnings
     interpreter._get_np_dtype = dtype_of
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     interpreter.ReduceOps.generic_reduce = reduce_halves
-    # Arguments are on the host already; copying them onto themselves would touch all pages of a huge cache.
+    # Arguments are already on the host; copying them onto themselves would touch all pages of a huge cache.
     interpreter.GridExecutor._restore_args_dev = lambda *_: None

@@ -1,4 +1,4 @@
-"""What a table of launch configurations must contain."""
+"""Checks the contents of a table of launch configurations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALLEST_TILE = 16
 
 
 def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """List what is wrong with a table; empty if nothing is.
+    """List the mistakes in a table; empty if there are none.
 
     Args:
         sm: compute capability that the table is for.
@@ -46,7 +46,7 @@ def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
         found += [f"row {number}: {text}" for text in wrong]
         if not wrong:
             sound.append(row)
-    # A broken row may be the one that fills a gap, so only a table of sound rows is searched for gaps.
+    # A broken row may be meant to fill a gap, so gaps are only searched in tables without broken rows.
     return found or [*_repeated(sound), *_missing(sound, specs)]
 
 

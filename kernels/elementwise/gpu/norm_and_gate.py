@@ -1,7 +1,7 @@
-"""RMS norm with the additions before it, and the gated activation, one launch each, in Triton.
+"""RMS norm after the addition of partial sums, and the gated activation, one launch each, in Triton.
 
-For steps of so many rows that the linear layers leave them to others. The arithmetic is float32
-and is rounded where PyTorch's operations would round.
+They are used in steps whose linear layers do not absorb these operations. They compute in float32 and
+round where PyTorch's operations round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def add_norm(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add SPLITS parts to one row, one after the other, in place, and normalise the sum; program (row)."""
+    """Add SPLITS partial sums to one row in place, in a fixed order, and normalize the sum; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < C
@@ -61,7 +61,7 @@ def add_norm(
 
 @triton.jit
 def gate(x, out, x_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Gate some columns of one row; program (row, columns)."""
+    """Compute BLOCK columns of one row of silu(gate) * up; program (row, columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < F
@@ -77,14 +77,14 @@ def gate(x, out, x_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constex
 def add_rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, parts: Tensor | None = None, pdl: bool = False
 ) -> Tensor:
-    """Add parts of sums to `x` in place and normalise that; without parts, normalise `x`.
+    """Add partial sums to `x` in place and normalize the sum; without partial sums, normalize `x`.
 
     Args:
-        x: [T, C], contiguous in C; becomes the rounded sum.
+        x: [T, C], contiguous in C; replaced by the rounded sum.
         weight: [C].
         eps: added to the mean square.
         parts: [S, T, C] float32 contiguous.
-        pdl: launch before the kernel before has ended.
+        pdl: use programmatic dependent launch.
 
     Returns:
         [T, C], a new tensor.
@@ -96,7 +96,8 @@ def add_rms_norm(
     if rows == 0:
         return out
     block = triton.next_power_of_2(size)
-    # With parts to add, which only few rows have, a thread has half as many columns: each costs it so many loads.
+    # With partial sums, which only steps of few rows have, a thread has half as many columns, since it loads each of
+    # them once per part.
     columns = 256 if parts is None else 128
     add_norm[(rows,)](
         x,
@@ -116,12 +117,12 @@ def add_rms_norm(
 
 
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """Gate the second half of each row by the SiLU of the first.
+    """Multiply the second half of each row by the SiLU of the first.
 
     Args:
         x: [T, 2 * F], contiguous in its rows.
         out: [T, F] contiguous; None allocates it.
-        pdl: launch before the kernel before has ended.
+        pdl: use programmatic dependent launch.
 
     Returns:
         `out`.

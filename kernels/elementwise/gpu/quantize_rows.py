@@ -1,7 +1,6 @@
-"""Rows in FP8 (e4m3) with one scale each, behind an RMS norm or as they are: one launch, in Triton.
+"""Quantizes rows to FP8 (e4m3) with one scale each, optionally after an RMS norm, in one Triton launch.
 
-For the product of matrices in FP8, which takes its rows so. The norm is not rounded in between. Knows nothing of what
-the rows are multiplied by.
+The rows are inputs of an FP8 matrix product. The result of the norm is not rounded before it is quantized.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
 
 @triton.jit
-def quantise_row(
+def quantize_row(
     x,
     gain,
     numbers,
@@ -36,7 +35,7 @@ def quantise_row(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Quantise one row; program (row)."""
+    """Quantize one row; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < C
@@ -58,19 +57,19 @@ def quantise_row(
     tl.store(scales + row, scale)
 
 
-def quantise_rows(
+def quantize_rows(
     x: Tensor, gain: Tensor | None = None, eps: float = 0.0, *, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantise rows, or what an RMS norm makes of them; on GPUs from sm_89 on.
+    """Quantize rows, or their RMS norm; on GPUs from sm_89 on.
 
     Args:
         x: [T, C], contiguous in C.
         gain: [C], the norm's weight; None for no norm.
         eps: added to the norm's mean square.
-        pdl: launch before the kernel before has ended.
+        pdl: use programmatic dependent launch.
 
     Returns:
-        Numbers [T, C] float8_e4m3fn, and what they are to be multiplied by, [T, 1] float32.
+        Numbers [T, C] float8_e4m3fn, and their scales [T, 1] float32.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022, for the format.
     """
@@ -80,7 +79,7 @@ def quantise_rows(
     if rows == 0:
         return numbers, scales
     block = triton.next_power_of_2(size)
-    quantise_row[(rows,)](
+    quantize_row[(rows,)](
         x,
         gain,
         numbers,

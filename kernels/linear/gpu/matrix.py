@@ -1,9 +1,9 @@
-"""A linear layer of 5 to 256 rows on Hopper's tensor cores: bulk copies, as many as there is room for before the wait.
+"""A linear layer of 5 to 256 rows on Hopper's tensor cores, with bulk copies of weights that start before the wait.
 
-Such a step is bound by its weights, by what each kernel waits for the one before, and with many rows by what an SM gets
-from the second-level cache. A program computes 64 or 128 outputs of some rows over a part of the inner dimension. It
-asks for its weights before it waits for the kernel whose output it multiplies; only that output is still to come then.
-Partial sums are not added up here: the norm that follows adds them to the residual stream, in their order.
+Such a step is bound by reading the weights, by the wait of each kernel for the one before, and with many rows by the
+bandwidth of the second-level cache. A program computes 64 or 128 outputs of some rows over a part of the inner
+dimension. It starts to copy weights, as many as shared memory holds, before it waits for the kernel whose output it
+multiplies. It writes partial sums; the norm that follows adds them to the residual stream in a fixed order.
 """
 
 from __future__ import annotations
@@ -54,19 +54,18 @@ def matrix_linear(
 ):
     """Compute some outputs of some rows over one part of the columns; program (rows, outputs, part).
 
-    Where GATED, half of the rows of weights are gates and half are the rows up that belong to them, and there are half
-    as many outputs.
+    Where GATED, half of the weight rows are of the gate and half of the up projection, so there are N / 2 outputs.
 
     Args:
         x_desc: [num_rows, K] in boxes of [ROWS, COLUMNS].
         w_desc: [N, K], gate above up where GATED, in boxes of OUTPUTS rows and COLUMNS.
-        bias: [N]; where BIAS, which is without parts and gates.
+        bias: [N]; where BIAS, which excludes IN_PARTS and GATED.
         out: [num_rows, N], or N / 2 where GATED; [SPLITS, num_rows, N] float32 where IN_PARTS.
         num_rows: of x.
-        OUTPUTS: rows of weights of a program, 16 for each of its warps.
-        ROWS: rows of x of a program, a power of two from 16 to 256.
-        COLUMNS: that are multiplied at once.
-        STAGES: boxes of weights, and of rows, in shared memory.
+        OUTPUTS: rows of weights per program, 16 for each of its warps.
+        ROWS: rows of x per program, a power of two from 16 to 256.
+        COLUMNS: columns that are multiplied at once.
+        STAGES: boxes of weights in shared memory, and as many of rows.
     """
     CHUNKS: gl.constexpr = K // COLUMNS // SPLITS
     dtype: gl.constexpr = x_desc.dtype
@@ -102,7 +101,7 @@ def matrix_linear(
         mbarrier.wait(x_full.index(now), i // STAGES & 1)
         acc = warpgroup_mma(w.index(now), x.index(now).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        # What the products before these have read may be filled again.
+        # The stage that the previous products have read may be filled again.
         gl.thread_barrier()
         following = i - 1 + STAGES
         more = (i > 0) & (following < CHUNKS)
@@ -119,7 +118,7 @@ def matrix_linear(
 
 @gluon.jit
 def copy_weights(w_desc, tile, column, full, target, pred, GATED: gl.constexpr):
-    """Have rows of weights copied, if `pred`."""
+    """Start to copy a box of weights to shared memory, if `pred`."""
     OUTPUTS: gl.constexpr = target.shape[0]
     size: gl.constexpr = OUTPUTS * target.shape[1] * w_desc.dtype.primitive_bitwidth // 8
     mbarrier.expect(full, size, pred=pred)
@@ -133,7 +132,7 @@ def copy_weights(w_desc, tile, column, full, target, pred, GATED: gl.constexpr):
 
 @gluon.jit
 def copy_rows(x_desc, row, column, full, target, pred):
-    """Have the same columns of some rows copied, if `pred`; of rows that do not exist, zeros."""
+    """Start to copy the same columns of ROWS rows, if `pred`; rows that do not exist are zeros."""
     size: gl.constexpr = target.shape[0] * target.shape[1] * x_desc.dtype.primitive_bitwidth // 8
     mbarrier.expect(full, size, pred=pred)
     tma.async_copy_global_to_shared(x_desc, [row, column], full, target, pred=pred)
@@ -141,7 +140,7 @@ def copy_rows(x_desc, row, column, full, target, pred):
 
 @gluon.jit
 def gated(acc, OUTPUTS: gl.constexpr, ROWS: gl.constexpr):
-    """Multiply gates by what belongs to them, which the same thread holds: [OUTPUTS, ROWS] to half of that."""
+    """Compute silu(gate) * up within each thread: [OUTPUTS, ROWS] to [OUTPUTS / 2, ROWS]."""
     eights = gl.reshape(acc, [OUTPUTS // 16, 2, 8, ROWS])
     gate, up = gl.split(gl.permute(eights, [0, 2, 3, 1]))
     return gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [OUTPUTS // 2, ROWS])
@@ -152,7 +151,7 @@ def store(
     acc, bias, out, first_row, tile, part, num_rows, N: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr,
     IN_PARTS: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Write what a program has computed, [OUTPUTS, ROWS]; neighbouring outputs lie with neighbouring threads."""
+    """Store a program's result [OUTPUTS, ROWS]; neighbouring threads hold neighbouring outputs."""
     COUNT: gl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     WIDTH: gl.constexpr = N // 2 if GATED else N
     threads: gl.constexpr = [COUNT // 4, 128 // COUNT]
@@ -172,7 +171,7 @@ def store(
 
 
 class MatrixLinear:
-    """A projection of up to 256 rows bound to its weights, which are read where they are at each call.
+    """A projection of up to 256 rows bound to its weights; it keeps their addresses, so they must not be replaced.
 
     The weights are [N, C], float16 or bfloat16, N and C multiples of 64; [2 * N, C], gate above up, where the problem
     is gated. A projection with a gate or for the residual stream has no bias.
@@ -205,10 +204,10 @@ class MatrixLinear:
         Args:
             x: [rows, C] contiguous, 1 to 256 rows.
             out: None; the output is a new tensor.
-            arguments: `pdl` alone; the kernel absorbs a gate and nothing else.
+            arguments: only `pdl` may be set; the kernel absorbs a gate and nothing else.
 
         Returns:
-            [rows, outputs] in x's dtype; for the residual stream [splits, rows, outputs] float32, to be added up.
+            [rows, outputs] in x's dtype; for the residual stream [splits, rows, outputs] float32 partial sums.
         """
         assert all(it is None for it in (out, *arguments[:3])), "it absorbs a gate alone"
         rows, inputs = x.shape
@@ -247,7 +246,7 @@ class MatrixLinear:
         stacked, inputs = self._weight.shape
         shape, strides, box = [stacked, inputs], [inputs, 1], [outputs, columns]
         if self._gated:
-            # Eight gates, then the eight rows up that belong to them: the thread that has one has the other.
+            # Eight rows of the gate, then the matching eight of the up projection, so that one thread holds both.
             shape = [self._outputs // 8, 2, 8, inputs]
             strides = [8 * inputs, self._outputs * inputs, inputs, 1]
             box = [outputs // 16, 2, 8, columns]

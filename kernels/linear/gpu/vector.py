@@ -1,8 +1,8 @@
-"""A linear layer of one row or a few, as fast as memory sends its weights: products and sums, no tensor cores.
+"""A linear layer of 1 to 4 rows at memory bandwidth, without tensor cores.
 
 A program computes a few outputs over the whole inner dimension, so nothing is split and the order of
-each sum is fixed. Its first chunks of weights are on their way to registers, and the others to the
-second-level cache, before it waits for the kernel whose output it multiplies.
+each sum is fixed. Before it waits for the kernel whose output it multiplies, it starts to load its first
+chunks of weights to registers and to prefetch the others to the second-level cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kernels.linear.weights import LinearArguments, LinearWeights
 
 _VECTOR = tl.constexpr(8)
-"""Elements that a thread loads at once, 16 bytes; their products are added up before any are exchanged."""
+"""Elements that a thread loads at once, 16 bytes; it adds their products before threads exchange sums."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -70,7 +70,7 @@ def vector_linear(
     """Compute BLOCK_N outputs of all rows; program (outputs). Shapes as in `VectorLinear`.
 
     Args:
-        scales: of the weights, float32, one for each of their rows; where SCALED.
+        scales: float32, one for each row of weights; where SCALED.
         best: [rows, programs] int64, the largest key of each program's outputs; where ARGMAX.
         totals: [rows, programs] float32, the sum of exp(output - largest) of each program's outputs; where ARGMAX.
         ROWS: a power of two, at least `num_rows`.
@@ -104,7 +104,7 @@ def vector_linear(
     if PDL:
         gdc_wait()
 
-    # Asked for here, it is there when the sums are; with more rows the registers are needed for weights.
+    # Loaded here, the residual arrives before the sums are done; with more rows, weights need these registers.
     before = ()
     if RESIDUAL and ROWS <= 2:
         before = load_outputs(residual, residual_stride, output, exists, num_rows, ROWS)
@@ -154,7 +154,7 @@ def vector_linear(
 
 @triton.jit
 def load_outputs(base, stride, output, exists, num_rows, ROWS: tl.constexpr):
-    """Load some columns of all rows, [BLOCK_N] each; 0 where there are none."""
+    """Load the columns `output` of all rows, [BLOCK_N] each; 0 where they do not exist."""
     rows = ()
     for r in tl.static_range(ROWS):
         row = tl.load(base + r * stride + output, mask=exists & (r < num_rows), other=0.0)
@@ -173,7 +173,7 @@ def load_first(
     BLOCK_K: tl.constexpr,
     FETCH: tl.constexpr,
 ):
-    """Load COUNT chunks of weights; returns them, and has the cache fetch what is behind them."""
+    """Load and return COUNT chunks of weights; if FETCH, prefetch the columns after them to the second-level cache."""
     tiles = ()
     for i in tl.static_range(COUNT):
         tiles = tiles + (load_chunk(base, first, i, N, K, BLOCK_N, BLOCK_K),)  # type: ignore[assignment]
@@ -184,7 +184,7 @@ def load_first(
 
 @triton.jit
 def zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return COUNT times [ROWS, COLUMNS] float32 of 0."""
+    """Return COUNT tensors [ROWS, COLUMNS] of float32 zeros."""
     tiles = ()
     for _ in tl.static_range(COUNT):
         tiles = tiles + (tl.zeros([ROWS, COLUMNS], tl.float32),)  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def repeat(tile, COUNT: tl.constexpr):
-    """Return a tile COUNT times, float32."""
+    """Return a tile in float32, COUNT times."""
     tiles = ()
     wide = widen(tile)
     for _ in tl.static_range(COUNT):
@@ -203,9 +203,9 @@ def repeat(tile, COUNT: tl.constexpr):
 
 @triton.jit
 def widen(tile):
-    """Convert weights to float32; bytes are those of float8_e4m3fn, for GPUs that cannot convert it, none NaN."""
+    """Convert weights to float32; uint8 holds float8_e4m3fn without NaN, on GPUs that cannot convert it."""
     if tile.dtype == tl.uint8:
-        # Its exponent and fraction as those of a float16 are too small by 2^8, the difference of the biases.
+        # Read as float16, the exponent and fraction give a value too small by 2^8, the difference of the biases.
         bits = tile.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -216,7 +216,7 @@ def widen(tile):
 def load_rows(
     x, num_rows, stride, number, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Load the same columns of all rows, [1, COLUMNS] float32 each; the last row stands for missing ones."""
+    """Load the same columns of all rows, [1, COLUMNS] float32 each; the last row replaces missing ones."""
     rows = ()
     for r in tl.static_range(ROWS):
         row = load_row(x + tl.minimum(r, num_rows - 1) * stride, number, K, COLUMNS)
@@ -235,9 +235,9 @@ def scale(rows, factor, ROWS: tl.constexpr):
 
 @triton.jit
 def add_products(sums, tiles, rows, COUNT: tl.constexpr, HEIGHT: tl.constexpr, PARTS: tl.constexpr):
-    """Add the products of a tile with a row, COUNT times, adding up what one thread holds.
+    """Add the products of a tile with a row, COUNT times; each thread sums its own products.
 
-    [HEIGHT, PARTS * 8] becomes [HEIGHT, PARTS]; nothing is exchanged between threads.
+    [HEIGHT, PARTS * 8] becomes [HEIGHT, PARTS]; threads exchange nothing.
     """
     added = ()
     for r in tl.static_range(COUNT):
@@ -258,7 +258,7 @@ def add_up(
     GATED: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Add up what the threads hold for one row, in one exchange, and divide by the root mean square."""
+    """Reduce the threads' sums of one row in one exchange, and divide by the root mean square."""
     if NORM:
         square = tl.broadcast_to(squares, [BLOCK_N, PARTS])
         if GATED:
@@ -279,7 +279,7 @@ def add_up(
 
 @triton.jit
 def _add_two(a, b, c, d):
-    """Add pairs, so that two sums are exchanged between threads as one."""
+    """Add pairs, so that one exchange between threads reduces two sums."""
     return a + c, b + d
 
 
@@ -292,13 +292,13 @@ def _add_three(a, b, c, d, e, f):
 def load_chunk(
     base, first, number, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Load columns `number` * COLUMNS and on of ROWS rows of weights, 0 where there are none.
+    """Load COLUMNS columns from `number` * COLUMNS on of ROWS rows of weights; 0 where they do not exist.
 
-    Nothing reads them again before the whole model was read, so they leave the caches first.
+    They are evicted from the caches first, since the step reads the rest of the model before it reads them again.
     """
     row = tl.arange(0, ROWS)[:, None]
     column = number * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    # No more by a thread, so that weights of one byte lie with the threads that have their columns of the rows.
+    # A thread loads no more at once, so that it holds the same columns of 1-byte weights and of the rows.
     place = tl.max_contiguous(base + row * K + column, [1, _VECTOR])
     EVEN_ROWS: tl.constexpr = N % ROWS == 0
     if (number + 1) * COLUMNS <= K:
@@ -321,7 +321,7 @@ def load_row(row, number, K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def fetch_columns(base, first, column, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
-    """Have the second-level cache fetch ROWS rows of weights from a column on."""
+    """Prefetch ROWS rows of weights to the second-level cache, from a column on."""
     LINE: tl.constexpr = LINE_BYTES // (base.dtype.element_ty.primitive_bitwidth // 8)
     LINES: tl.constexpr = triton.next_power_of_2((K - column + LINE - 1) // LINE)
     row = tl.minimum(tl.arange(0, ROWS), N - 1 - first)[:, None]
@@ -330,7 +330,7 @@ def fetch_columns(base, first, column, N: tl.constexpr, K: tl.constexpr, ROWS: t
 
 
 class VectorLinear:
-    """A linear layer of up to four rows bound to its weights, which are read where they are at each call."""
+    """A linear layer of up to four rows bound to its weights, which it reads in place at each call."""
 
     def __init__(self, weights: LinearWeights, _problem: LinearProblem) -> None:
         self._weights = weights
@@ -348,7 +348,7 @@ class VectorLinear:
             x: [rows, C], contiguous in C.
             choice: from `kernels.linear.select.select_linear` for these shapes.
             out: [rows, N] contiguous; None allocates it.
-            arguments: what the call absorbs.
+            arguments: the operations that the call absorbs.
 
         Returns:
             `out`.

@@ -1,1 +1,1 @@
-"""Rotary embedding and the cache write behind it in Triton."""
+"""Rotary embedding and the cache write after it in Triton."""

@@ -1,7 +1,7 @@
-"""From the output of a QKV projection to what attention reads: norm per head, rotation, cache write.
+"""The operations between a QKV projection and attention: norm per head, rotation and cache write.
 
-One launch for the tokens of a step, decoded or prefilled. Beside it the second-level cache can fetch what is read
-after a short attention, during which memory has little to do. Knows slots and positions, not sequences.
+One launch processes all tokens of a step, of decodes and prefills. It can also prefetch weights that are read after a
+short attention to the second-level cache, since attention leaves memory bandwidth unused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.gpu.functions import (
     LINE_BYTES,
     fetch_lines,
     load_halves,
-    normalise_halves,
+    normalize_halves,
     rotate_halves,
 )
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FEW_HEADS = 2048
-"""Heads of all tokens up to which each has a program of its own, since these run all at once."""
+"""Up to this number of heads, of all tokens together, each head has a program, since all of them run at once."""
 _MANY_TOKENS = 1024
 _FETCH_LINES = 512
-"""Of a program that has lines fetched."""
+"""Cache lines that a prefetching program fetches."""
 _FETCH_BYTES = 24 << 20
-"""Half of a second-level cache of 50 MB, as Hopper's."""
+"""Half of Hopper's second-level cache of 50 MB."""
 
 
 class RotationLaunch(NamedTuple):
-    """How the work is cut.
+    """The tile sizes of a launch.
 
     Attributes:
-        tokens: of a program, a power of two.
-        heads: of a program, one after the other; what a token shares is then loaded once for all of them.
-        num_warps: of a program.
+        tokens: per program, a power of two.
+        heads: per program, one after the other; the program loads what depends on the token alone only once.
+        num_warps: per program.
     """
 
     tokens: int
@@ -78,10 +78,10 @@ def rotate_and_write(
     FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Treat some heads of some tokens; program (tokens, heads), the heads being those of q, k and v.
+    """Process BLOCK_H heads of BLOCK_T tokens; program (tokens, heads), over the heads of q, k and v.
 
-    HALF is D / 2 rounded up to a power of two. Where FETCH is not 0, programs behind those of the heads
-    have FETCH lines fetched each. Addresses within a program are 32 bits from its first.
+    HALF is D / 2 rounded up to a power of two. If FETCH is not 0, the programs after those of the heads
+    prefetch FETCH lines each. Offsets within a program have 32 bits.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     if FETCH > 0:
@@ -99,7 +99,7 @@ def rotate_and_write(
     exists = is_token & (column < D // 2)
     if PDL:
         gdc_launch_dependents()
-    # Nothing since the last launch that waited for all before it has written these.
+    # These may be read before the wait: they were written before the last launch without `pdl`.
     place = first_token + row
     position = tl.load(positions + place, mask=is_token, other=0, cache_modifier=".cg").to(tl.int32)
     slot = tl.load(slot_mapping + place, mask=is_token, other=-1, cache_modifier=".cg").to(tl.int64)
@@ -132,7 +132,7 @@ def rotate_and_write(
         if NORM:
             gain_1 = tl.where(is_query, q_gains[0], k_gains[0]).to(tl.float32)
             gain_2 = tl.where(is_query, q_gains[1], k_gains[1]).to(tl.float32)
-            first, second = normalise_halves(
+            first, second = normalize_halves(
                 first, second, gain_1, gain_2, eps, D, qkv.dtype.element_ty
             )
         first, second = rotate_halves(first, second, cosine, sine)
@@ -156,7 +156,7 @@ def rotate_and_write(
 
 @triton.jit
 def load_heads(address, exists, num_heads, D: tl.constexpr, COUNT: tl.constexpr):
-    """Load the halves of COUNT heads that lie D apart, of which `num_heads` are there."""
+    """Load one half of each of COUNT heads that lie D elements apart; `num_heads` of them exist."""
     halves = ()
     for i in tl.static_range(COUNT):
         half = tl.load(address + i * D, mask=exists & (i < num_heads), other=0.0)
@@ -165,9 +165,10 @@ def load_heads(address, exists, num_heads, D: tl.constexpr, COUNT: tl.constexpr)
 
 
 def rotation_launch(num_tokens: int, num_heads: int, half: int) -> RotationLaunch:
-    """Choose how the work is cut: small while it is little, so that no program takes long.
+    """Choose the tile sizes: small ones for few heads, so that no program takes long.
 
-    Nothing between: each launch is a kernel to compile. A thread of the larger ones loads 16 bytes at once.
+    There are only three launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at
+    once.
 
     Args:
         num_tokens: T.
@@ -181,7 +182,7 @@ def rotation_launch(num_tokens: int, num_heads: int, half: int) -> RotationLaunc
 
 
 def lines_ahead(tensors: tuple[Tensor, Tensor] | None) -> tuple[int, int]:
-    """Return how many lines of each of two tensors are fetched: what there is room for, the first one's first."""
+    """Return how many lines of each of two tensors are prefetched, up to `_FETCH_BYTES`, those of the first first."""
     if tensors is None:
         return 0, 0
     size = LINE_BYTES.value
@@ -204,22 +205,22 @@ def rope_and_write_kv(
     ahead: tuple[Tensor, Tensor] | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Normalise queries and keys per head, rotate them, and write keys and values to their slots.
+    """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
 
     Args:
         qkv: [T, (H + 2 * K) * D], contiguous in its rows.
         kv: [2, N, S, K, D] contiguous; index 0 keys, 1 values.
-        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` makes them, in
+        rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
             qkv's dtype.
         positions: [T] int64, rows of `rope`.
-        slot_mapping: [T] int32 (int64 is taken too); -1 skips a token's key and value.
+        slot_mapping: [T] int32 or int64; -1 skips a token's key and value.
         norms: weights of the queries' and the keys' norm, [D] each; None where the family has none.
         eps: of the norms.
         q_out: [T, H, D], contiguous in a token; None writes the queries over those in `qkv`.
-        write: False leaves the cache as it is: rotated keys are written over those in `qkv`.
-        ahead: two tensors, read soon after, that the second-level cache is to fetch the first 24 MiB of.
-        pdl: launch before the kernel before has ended. `positions` and `slot_mapping` are then read before
-            the wait: what writes them must be followed by a launch without `pdl` before this one.
+        write: False does not change the cache: rotated keys are written over those in `qkv`.
+        ahead: two tensors that later kernels read; their first 24 MiB are prefetched to the second-level cache.
+        pdl: use programmatic dependent launch. `positions` and `slot_mapping` are then read before the wait:
+            the kernels that write them must be followed by a launch without `pdl` before this one.
 
     Returns:
         The queries [T, H, D]: `q_out`, or a view of `qkv`.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOWEST_BITS = tl.constexpr(-(2**31))
-"""Below the `ranking_bits` of every value: stands for no value."""
+"""Below the `ranking_bits` of every value; used where there is no value."""
 
 TILE_WARPS = 8
 _TILE = 8192
@@ -116,7 +116,7 @@ def choose_best(
     best, sums, tokens, checked, logprobs,
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the most likely token of a row and its log-probability; program (row)."""
+    """Write the argmax of a row and its log-probability; program (row)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()

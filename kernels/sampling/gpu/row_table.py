@@ -63,8 +63,8 @@ def apply_mask(row, values, first, size):
     """
     _, masks, entry = row
     values = values.to(tl.float32)
-    # A branch, so that rows without a mask pay for this load and a test alone. Each word is loaded once: with a load
-    # for each id, threads would exchange the values, for rows without a mask too.
+    # A branch, so that rows without a mask need only this load and a test. Each word is loaded once: with a load for
+    # each id, threads would exchange the values, for rows without a mask too.
     index = tl.load(entry + MASK).to(tl.int32)
     if index >= 0:
         num_words = (size + 31) // 32

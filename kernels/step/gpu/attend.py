@@ -1,8 +1,7 @@
 """Attention in the whole-step kernel: one query token, its keys split over the programs, and the merge of the splits.
 
-Each warp attends its own eighth of a stage's keys and keeps its own maximum, so that nothing is exchanged between
-warps before a split is done. All programs then merge the splits of all heads, which are a few KB. Knows nothing of
-linear layers.
+Each warp attends one eighth of a stage's keys and keeps its own maximum, so that warps exchange nothing before a split
+is done. All programs then merge the splits of all heads, which are a few KB.
 
 Source: Dao et al., "Flash-Decoding", 2023.
 """
@@ -41,9 +40,10 @@ _SMALLEST_AMAX = gl.constexpr(SMALLEST_AMAX)
 def attend(
     ring, qkv, vectors, cache, position, slot, parts, logs, counter, arrivals, used, eps, scale, c
 ):  # fmt: skip
-    """Attend this program's split for the heads of one key-value head; the first one writes the token's key and value.
+    """Attend this program's split for the heads of one key-value head.
 
-    `cache` as `cache_of` returns it; `scale` is in units of log2. Returns `used`, and how many programs attend.
+    The first split also writes the token's key and value. `cache` is a result of `cache_of`; `scale` is in units of
+    log2. Returns `used` and the number of programs that attend.
     """
     kv_head = gl.program_id(0) % c.KV_HEADS
     split = gl.program_id(0) // c.KV_HEADS
@@ -90,7 +90,7 @@ def attend(
 
 @gluon.constexpr_function
 def head_layout(dim):
-    """Registers of heads [rows, 2, dim / 2]: a head for each warp or two, elements of both halves for each thread."""
+    """Return the register layout of heads [rows, 2, dim / 2]: a warp has one or two heads, a thread both halves."""
     if dim == 128:
         return gl.BlockedLayout([1, 2, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0])
     return gl.BlockedLayout([1, 2, 2], [64 // (dim // 2), 1, dim // 4], [8, 1, 1], [2, 1, 0])
@@ -107,7 +107,7 @@ def load_head_vector(vector, c):
 
 @gluon.jit
 def bring_heads(ring, qkv, vectors, kv_head, eps, c):
-    """Receive queries, key and value of a key-value head, normalise and rotate them, to shared memory.
+    """Receive queries, key and value of a key-value head, normalize and rotate them, and store them in shared memory.
 
     `vectors` are cosine, sine, and the gains of queries and keys.
     """
@@ -137,17 +137,17 @@ def bring_heads(ring, qkv, vectors, kv_head, eps, c):
     first, second = gl.split(gl.permute(x, [0, 2, 1]))
     other = gl.permute(gl.join(second, first), [0, 2, 1])
     other = gl.convert_layout(other, layout, assert_trivial=True)
-    turned = x * cosine + other * sine
-    turned = gl.where(head > c.GROUP, raw, turned).to(dtype)
+    rotated = x * cosine + other * sine
+    rotated = gl.where(head > c.GROUP, raw, rotated).to(dtype)
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     gl.thread_barrier()
-    ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF], shared).store(turned)
+    ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF], shared).store(rotated)
     gl.thread_barrier()
 
 
 @gluon.jit
 def scale_of(row, c):
-    """Return what a key or a value [D] is divided by in the cache, and its inverse; 1 where it is not."""
+    """Return the scale of a key or a value [D] in the cache, and its inverse; both are 1 without FP8."""
     scale = 1.0
     inverse = 1.0
     if c.FP8:
@@ -159,11 +159,11 @@ def scale_of(row, c):
 
 @gluon.jit
 def rounded(row, scale, inverse, c):
-    """Divide a key or a value [D] by its scale and round it as the cache does.
+    """Divide a key or a value [D] by its scale and round it to the cache's dtype.
 
     The bits are those of `portable_write_kv`: with the inverse rounded to nearest, one correction makes the quotient
     exact to its last bit (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990). The
-    library's exact division branches, which took 0.6 us of a layer's 18.
+    library's exact division contains branches, which took 0.6 us of a layer's 18 us.
     """
     if c.FP8:
         wide = row.to(gl.float32)
@@ -174,7 +174,7 @@ def rounded(row, scale, inverse, c):
 
 @gluon.jit
 def write_own(target, numbers, scale, slot, kv_head, c):
-    """Write a key or a value to its slot; `target` are the addresses of numbers and scales."""
+    """Write a key or a value to its slot; `target` holds the addresses of the numbers and of the scales."""
     d = gl.arange(0, c.D, layout=numbers.type.layout)
     line = (slot.to(gl.int64) * c.KV_HEADS + kv_head) * c.D
     gl.store(target[0] + line + d, numbers, mask=(d >= 0) & (slot >= 0))
@@ -185,7 +185,7 @@ def write_own(target, numbers, scale, slot, kv_head, c):
 
 @gluon.jit
 def own_key(state, queries, key, value, c):
-    """Begin with the token's own key, in the first warp; `value` is [D] in the registers of the sums."""
+    """Start the running softmax with the token's own key, in the first warp; `value` [D] has the layout of `acc`."""
     after = ()
     for g in gl.static_range(c.GROUP):
         m, total, acc = state[g]
@@ -201,7 +201,7 @@ def own_key(state, queries, key, value, c):
 
 @gluon.jit
 def attend_stages(ring, state, queries, number, position, used, COUNT: gl.constexpr, c):
-    """Attend some stages of keys, from stage `number` of the sequence on."""
+    """Attend COUNT stages of keys, from stage `number` of the sequence on."""
     at: gl.constexpr = gl.SliceLayout(2, c.A)
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, at))[:, None] * (c.KEYS // 8)
     row = row + gl.arange(0, c.KEYS // 8, layout=gl.SliceLayout(0, at))[None, :]
@@ -249,13 +249,13 @@ def attend_stages(ring, state, queries, number, position, used, COUNT: gl.conste
 
 @gluon.jit
 def rows_of(values, like):
-    """Give a number for each row to the threads that hold the row's elements."""
+    """Convert numbers, one for each row of `like`, to the layout of its rows."""
     return gl.convert_layout(values, gl.SliceLayout(1, like.type.layout))
 
 
 @gluon.jit
 def merge_warps(ring, state, parts, logs, split, kv_head, c):
-    """Merge what the warps have, and write the split's result and its log-sum-exp in units of log2."""
+    """Merge the results of the warps; write the split's result and its log-sum-exp in units of log2."""
     for g in gl.static_range(c.GROUP):
         m, total, acc = state[g]
         ring.accs.index(g).store(acc)
@@ -287,7 +287,7 @@ def merge_warps(ring, state, parts, logs, split, kv_head, c):
 
 @gluon.constexpr_function
 def merge_layout(dim):
-    """Registers of parts [splits, heads, dim]: all splits in a thread, so that adding them up exchanges nothing."""
+    """Return the register layout of parts [splits, heads, dim]: a thread holds all splits, so their sum is local."""
     lanes = dim // 4
     return gl.BlockedLayout(
         [MOST_SPLITS.value, 1, 4], [1, 32 // lanes, lanes], [1, 8, 1], [2, 1, 0]
@@ -296,7 +296,7 @@ def merge_layout(dim):
 
 @gluon.jit
 def combine(ring, parts, logs, position, c):
-    """Merge the splits of all heads, asked for all at once, and bring the result to shared memory."""
+    """Load the splits of all heads at once, merge them and store the result in shared memory."""
     HEADS: gl.constexpr = min(c.HEADS, 2048 // c.D)
     layout: gl.constexpr = merge_layout(c.D)
     lines: gl.constexpr = gl.SliceLayout(2, layout)
@@ -306,7 +306,7 @@ def combine(ring, parts, logs, position, c):
         [ring.x.shape[0] * COLUMNS // (HEADS * c.D), HEADS, c.D],
         gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
     )
-    # Each warp asks for one split's logarithms: all programs want the same few lines at once.
+    # Each warp loads the log-sum-exps of one split: all programs read the same few cache lines at once.
     few: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [CONSUMER_WARPS, 1], [1, 0])
     of_few = gl.arange(0, MOST_SPLITS, layout=gl.SliceLayout(1, few))[:, None]
     head_of_few = gl.arange(0, HEADS, layout=gl.SliceLayout(0, few))[None, :]

@@ -1,10 +1,10 @@
-"""The consumers of the whole-step kernel: what a decoder computes for one token, from its embedding to the next token.
+"""The consumer warps of the whole-step kernel: compute the decoder for one token, from its embedding to the next token.
 
     norm, qkv | norms per head, rotation, cache write, attention | output, residual | norm, gate, up, SiLU |
     down, residual
 
-A bar stands for the grid barrier. What crosses it goes through global memory, a few KB each. Sums are added up in a
-fixed order. Knows no addresses of weights, which arrive in the ring.
+A bar is the grid barrier. Data crosses it through global memory, a few KB each time. Sums are added in a fixed order.
+Weights arrive in the ring, filled by `kernels.step.gpu.producer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.step.gpu.grid_barrier import (
     COUNTER_LINE,
     HEAD_READY,
     HEADS_DONE,
-    TURN,
+    PARITY,
     arrive_grid,
     arrive_published,
     publish,
@@ -59,14 +59,14 @@ from kernels.step.gpu.score import (
 
 @gluon.jit
 def consume(
-    ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counter, logits, tokens, logprobs, drawn,
+    ring, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counter, logits, tokens, logprobs, sampled,
     eps, scale, c,
 ):  # fmt: skip
-    """Compute a step; `room` as in `whole_step`.
+    """Compute a step; `buffers` are the arguments of `whole_step` from `hidden` to `totals`.
 
-    What depends on no other program is asked for before each wait, so that memory answers meanwhile.
+    Loads that depend on no other program are issued before each wait, so that the wait hides their latency.
     """
-    hidden, between, qkv, inner, parts, logs, best, totals = room
+    hidden, between, qkv, inner, parts, logs, best, totals = buffers
     dtype: gl.constexpr = ring.data.dtype
     QUERIES: gl.constexpr = c.HEADS * c.D
     programs = gl.num_programs(0)
@@ -74,11 +74,11 @@ def consume(
     slot = gl.load(slots)
     token = gl.load(ids)
     if token < 0:
-        token = gl.load(drawn + (-1 - token))
+        token = gl.load(sampled + (-1 - token))
     x = embedding + token * c.HIDDEN
     used = 0
     arrivals = 0
-    base = gl.load(counter + TURN)
+    base = gl.load(counter + PARITY)
     ready = counter + HEAD_READY + gl.program_id(0) % c.KV_HEADS * COUNTER_LINE
     members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
@@ -90,30 +90,30 @@ def consume(
     q_gain, k_gain = head_gains(table, 0, cosine, dtype, c)
     before = load_own(x, c)
     for layer in range(c.LAYERS):
-        turn = (base + layer) & 1
+        parity = (base + layer) & 1
         vectors = (cosine, sine, q_gain, k_gain)
         cache = cache_of(table, layer, dtype, c)
         xs = normed(ring, gains, eps, c)
         bias = address(table, layer, QKV_BIAS, dtype)
-        used = project_all(ring, xs, qkv, turn, bias, used, c)
+        used = project_all(ring, xs, qkv, parity, bias, used, c)
         arrive_published(ready, c)
 
         used, items = attend(
-            ring, qkv + turn * PROJECTED, vectors, cache, position, slot, parts, logs, counter, (layer + 1) * members,
+            ring, qkv + parity * PROJECTED, vectors, cache, position, slot, parts, logs, counter, (layer + 1) * members,
             used, eps, scale, c,
         )  # fmt: skip
         wait_grid(counter + HEADS_DONE, (layer + 1) * items)
         combine(ring, parts, logs, position, c)
-        used = add_rows(ring, before, between, turn, used, QUERIES, c)
+        used = add_rows(ring, before, between, parity, used, QUERIES, c)
         arrive_published(counter, c)
         arrivals += programs
 
-        x = between + turn * c.HIDDEN
+        x = between + parity * c.HIDDEN
         before = load_own(x, c)
         wait_grid(counter, arrivals)
         share(ring, x, c.HIDDEN, gl.constexpr(True), c)
         xs = normed(ring, mlp_gains, eps, c)
-        used = gate_all(ring, xs, inner, turn, used, c)
+        used = gate_all(ring, xs, inner, parity, used, c)
         arrive_published(counter, c)
         arrivals += programs
 
@@ -122,12 +122,12 @@ def consume(
             following = address(table, layer + 1, INPUT_NORM, dtype)
         gains = load_parts(following, c.HIDDEN, c)
         wait_grid(counter, arrivals)
-        share(ring, inner + turn * c.INNER, c.INNER, gl.constexpr(True), c)
-        used = add_rows(ring, before, hidden, turn, used, c.INNER, c)
+        share(ring, inner + parity * c.INNER, c.INNER, gl.constexpr(True), c)
+        used = add_rows(ring, before, hidden, parity, used, c.INNER, c)
         arrive_published(counter, c)
         arrivals += programs
 
-        x = hidden + turn * c.HIDDEN
+        x = hidden + parity * c.HIDDEN
         before = load_own(x, c)
         next_layer = gl.minimum(layer + 1, c.LAYERS - 1)
         mlp_gains = load_parts(address(table, next_layer, MLP_NORM, dtype), c.HIDDEN, c)
@@ -140,9 +140,9 @@ def consume(
     arrive_grid(counter)
     if gl.program_id(0) == 0:
         wait_grid(counter, arrivals + programs)
-        choose(best, totals, tokens, logprobs, drawn)
-        # For the next step: no program waits any more.
-        gl.store(counter + TURN, (base + c.LAYERS) & 1)
+        choose(best, totals, tokens, logprobs, sampled)
+        # Reset the counters for the next step; no program waits for them any more.
+        gl.store(counter + PARITY, (base + c.LAYERS) & 1)
         gl.store(counter + HEADS_DONE, 0)
         for i in gl.static_range(c.KV_HEADS):
             gl.store(counter + HEAD_READY + i * COUNTER_LINE, 0)
@@ -151,7 +151,7 @@ def consume(
 
 @gluon.jit
 def head_gains(table, layer, ones, dtype: gl.constexpr, c):
-    """Load the gains of queries and keys; anything of their shape where the family has none."""
+    """Load the gains of the query and key norms; without such norms, return `ones`, whose values are not used."""
     if c.NORMS:
         q_gain = load_head_vector(address(table, layer, Q_NORM, dtype), c)
         k_gain = load_head_vector(address(table, layer, K_NORM, dtype), c)
@@ -160,34 +160,34 @@ def head_gains(table, layer, ones, dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def project_all(ring, xs, out, turn, bias, used, c):
+def project_all(ring, xs, out, parity, bias, used, c):
     """Compute this program's queries, keys and values."""
     EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
     count = projected_tiles(c)
     for i in range(count // EACH):
-        used = project(ring, xs, out, turn, bias, i * EACH, used, EACH, c)
+        used = project(ring, xs, out, parity, bias, i * EACH, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            used = project(ring, xs, out, turn, bias, count - n, used, gl.constexpr(n), c)
+            used = project(ring, xs, out, parity, bias, count - n, used, gl.constexpr(n), c)
     return used
 
 
 @gluon.jit
-def gate_all(ring, xs, out, turn, used, c):
+def gate_all(ring, xs, out, parity, used, c):
     """Compute this program's part of the gated product."""
     EACH: gl.constexpr = max(1, 3 * c.PARTS * COLUMNS // c.HIDDEN)
     count = tiles_of_program(c.INNER // ROWS)
     for i in range(count // EACH):
-        used = gate(ring, xs, out, turn, i * EACH, used, EACH, c)
+        used = gate(ring, xs, out, parity, i * EACH, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            used = gate(ring, xs, out, turn, count - n, used, gl.constexpr(n), c)
+            used = gate(ring, xs, out, parity, count - n, used, gl.constexpr(n), c)
     return used
 
 
 @gluon.jit
-def project(ring, xs, out, turn, bias, number, used, TILES: gl.constexpr, c):
-    """Compute some tiles of queries, keys and values."""
+def project(ring, xs, out, parity, bias, number, used, TILES: gl.constexpr, c):
+    """Compute TILES tiles of queries, keys and values."""
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
     sums, used = dot_held(ring, xs, used, TILES, c)
     for t in gl.static_range(TILES):
@@ -195,28 +195,28 @@ def project(ring, xs, out, turn, bias, number, used, TILES: gl.constexpr, c):
         y = sums[t]
         if c.BIAS:
             y = y + gl.load(bias + row).to(gl.float32)
-        publish(out, PROJECTED, turn, row, y, c)
+        publish(out, PROJECTED, parity, row, y, c)
     return used
 
 
 @gluon.jit
-def gate(ring, xs, out, turn, number, used, PAIRS: gl.constexpr, c):
-    """Compute some tiles of the gated product."""
+def gate(ring, xs, out, parity, number, used, PAIRS: gl.constexpr, c):
+    """Compute PAIRS tiles of the gated product."""
     sums, used = dot_held(ring, xs, used, gl.constexpr(2 * PAIRS), c)
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
         value = x / (1.0 + gl.exp(-x)) * sums[2 * t + 1]
-        publish(out, c.INNER, turn, rows_of_tile(number + t, c), value, c)
+        publish(out, c.INNER, parity, rows_of_tile(number + t, c), value, c)
     return used
 
 
 @gluon.jit
-def add_rows(ring, before, out, turn, used, INPUTS: gl.constexpr, c):
-    """Multiply this program's rows by the vector in shared memory and add the residual."""
+def add_rows(ring, before, out, parity, used, INPUTS: gl.constexpr, c):
+    """Multiply this program's rows of weights by the vector in shared memory and add the residual."""
     for i in gl.static_range(len(before)):
         tile = gl.program_id(0) + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
             y, used = dot_shared(ring, used, INPUTS, c)
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
-            publish(out, c.HIDDEN, turn, row, y + before[i].to(gl.float32), c)
+            publish(out, c.HIDDEN, parity, row, y + before[i].to(gl.float32), c)
     return used

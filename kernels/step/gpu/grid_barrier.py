@@ -1,50 +1,51 @@
-"""How the programs of the whole-step kernel meet: what one computes and all need, and the barrier of the grid.
+"""Communication between the programs of the whole-step kernel: published vectors and the grid barrier.
 
-Where programs meet early, a number that crosses says by itself whether it is there: its place holds `MISSING` until
-then, and who finds that asks again. So a program need not wait until its numbers can be seen before it is counted in,
-which takes as long as the barrier itself; the barrier only has readers ask when there is nearly always an answer.
+With EARLY, a published number shows by itself whether it has arrived: its place holds `MISSING` until then, and a
+reader that finds `MISSING` loads again. A program therefore arrives at the barrier without waiting until its numbers
+are visible, which takes as long as the barrier itself. The barrier only delays readers until the first load nearly
+always succeeds.
 
-    layer n        writes half t of a vector, empties half 1 - t, which layer n - 1 wrote and nobody reads any more
+    layer n        writes half t of a vector, clears half 1 - t, which layer n - 1 wrote and no program reads any more
     layer n + 1    writes half 1 - t ...
 
-Emptied places are seen by all before they are filled: between the two every program has been counted in behind a
-fence. Knows nothing of what is computed.
+A cleared place is visible to all programs before it is written again: in between, every program has arrived behind a
+fence.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 COUNTER_LINE = gl.constexpr(32)
-"""Numbers from one counter to the next: a line of the cache for each."""
-TURN = gl.constexpr(1)
-"""Where among the counters it stands which half of the vectors the next step begins with."""
+"""Elements from one counter to the next: each counter has its own cache line."""
+PARITY = gl.constexpr(1)
+"""Index among the counters of the half of the vectors that the next step begins with."""
 HEADS_DONE = gl.constexpr(32)
-"""Where the arrivals of those that attend are counted."""
+"""Index of the counter of programs that have attended."""
 HEAD_READY = gl.constexpr(64)
-"""Where those of the programs of the first key-value head are counted; the others' follow."""
+"""Index of the counter of programs that have projected the first key-value head; those of other heads follow."""
 MISSING = gl.constexpr(-1)
-"""Bits of a number that is not there yet: a NaN that no conversion makes."""
+"""Bits of a number that has not arrived: a NaN that no conversion produces."""
 
 
 @gluon.jit
-def publish(vector, size, turn, place, values, c):
-    """Write numbers of this program to one half of a vector, [2, size], and empty their places in the other."""
+def publish(vector, size, parity, place, values, c):
+    """Write this program's numbers to half `parity` of a vector [2, size], and clear their places in the other half."""
     dtype: gl.constexpr = vector.dtype.element_ty
     bits = values.to(dtype).to(gl.int16, bitcast=True)
     there = gl.where(bits == MISSING, 0x7FFF, bits.to(gl.int32)).to(gl.int16)
     half = vector.to(gl.pointer_type(gl.int16))
-    gl.store(half + turn * size + place, there)
+    gl.store(half + parity * size + place, there)
     if c.EARLY:
-        gl.store(half + (1 - turn) * size + place, gl.full_like(there, MISSING))
+        gl.store(half + (1 - parity) * size + place, gl.full_like(there, MISSING))
 
 
 @gluon.jit
 def received(values, pointers, PACK: gl.constexpr, c):
-    """Ask again for those published numbers that were not there yet, each thread for its own.
+    """Reload published numbers that had not arrived yet; each thread reloads its own.
 
     Args:
-        values: as they were loaded, with at least `PACK` beside each other in each thread.
-        pointers: where.
+        values: as loaded, with at least `PACK` adjacent ones in each thread.
+        pointers: their addresses.
         PACK: 2 or 4.
         c: constants.
     """
@@ -94,19 +95,19 @@ def received(values, pointers, PACK: gl.constexpr, c):
 
 @gluon.jit
 def arrive_published(counter, c):
-    """Count this program in; where it may, before what it has published can be seen."""
+    """Arrive at a counter; with EARLY, possibly before this program's published numbers are visible."""
     count_in(counter, gl.constexpr("relaxed" if c.EARLY else "release"))
 
 
 @gluon.jit
 def arrive_grid(counter):
-    """Count this program in, when all that its consumers have written can be seen."""
+    """Arrive at a counter when everything that this program's consumers have written is visible."""
     count_in(counter, gl.constexpr("release"))
 
 
 @gluon.jit
 def count_in(counter, ORDER: gl.constexpr):
-    """Count this program in, when its consumers have come here, in PTX's order of memory."""
+    """Add 1 to a counter when all consumer threads have come here; ORDER is a memory order of PTX."""
     gl.thread_barrier()
     CODE: gl.constexpr = (
         """{ .reg .pred first; .reg .u32 thread;
@@ -124,7 +125,7 @@ def count_in(counter, ORDER: gl.constexpr):
 
 @gluon.jit
 def fence():
-    """Let this program's next arrival stand for all that it wrote before its last one, such as emptied places."""
+    """Make this program's next arrival cover all that it wrote before its last one, such as cleared places."""
     gl.inline_asm_elementwise(
         """{ .reg .pred first; .reg .u32 thread;
         mov.u32 thread, %tid.x;
@@ -141,9 +142,9 @@ def fence():
 
 @gluon.jit
 def wait_grid(counter, arrivals):
-    """Wait for so many arrivals since the launch; what is loaded then must pass the first-level cache by.
+    """Wait until a counter has `arrivals` since the launch; later loads must bypass the first-level cache.
 
-    One thread asks: more would delay the others' arrivals.
+    One thread polls: more would delay the arrivals of other programs.
     """
     gl.inline_asm_elementwise(
         """{ .reg .pred first, early; .reg .u32 thread, seen;

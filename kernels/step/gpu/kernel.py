@@ -1,10 +1,9 @@
 """A decode step of one sequence in one launch: from its last token to the next one.
 
-Small models are over sooner than their launches: the kernels of a layer wait for each other longer than memory sends
-their weights. Here each SM has one program that stays for the whole step. Its producer streams weights through shared
-memory without a pause, its consumers meet those of the others at a barrier where layers depend on each other.
-
-Knows nothing of sequences or sampling.
+The step of a small model takes less time than its launches: the kernels of a layer wait for each other longer than
+memory takes to send their weights. In this kernel each SM runs one program for the whole step. Its producer streams
+weights through shared memory without a pause. Its consumers wait for those of the other programs at a barrier where
+layers depend on each other.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 _PARTS: Final = 4
 _STAGES: Final = 12
-"""192 KB, beside which there is room for 8192 numbers that a linear layer multiplies."""
+"""192 KB, which leaves enough shared memory for 8192 inputs of a linear layer."""
 _HEAD_FLYING: Final = 4
 _LITTLE_HIDDEN: Final = 1024
 """Up to this size a layer waits for other programs more often than for memory."""
@@ -44,30 +43,32 @@ _LITTLE_HIDDEN: Final = 1024
 @gluon.jit
 def whole_step(
     table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, between, qkv, inner, parts,
-    logs, best, totals, counters, logits, tokens, logprobs, drawn, eps, scale,
+    logs, best, totals, counters, logits, tokens, logprobs, sampled, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr,
     NORMS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """Compute a step; one program per SM, all at once on the GPU, or they wait for each other for ever.
+    """Compute a step with one program per SM; all programs must be resident at once, else they wait for ever.
+
+    Programs exchange their results through the buffers from `hidden` to `totals`. Layers alternate between the two
+    halves of `hidden`, `between`, `qkv` and `inner`, whose bits are those of `MISSING` before the first launch.
 
     Args:
-        table: [LAYERS, fields] int64, addresses of what `step_ring.FIELDS` names.
+        table: [LAYERS, fields] int64, addresses of the tensors that `kernels.step.gpu.ring.FIELDS` names.
         ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
-            `logprobs` and `drawn`.
-        hidden: [2, HIDDEN], where programs find what others have computed, as are the next ones up to `totals`; layers
-            take turns with the halves of these four vectors, whose bits are those of `MISSING` before the first launch.
+            `logprobs` and `sampled`.
+        hidden: [2, HIDDEN], the hidden state after a layer.
         between: [2, HIDDEN], the hidden state between attention and MLP.
         qkv: [2, (HEADS + 2 * KV_HEADS) * D].
         inner: [2, INNER].
         parts: [SPLITS, HEADS, D] in the model's dtype.
         logs: [SPLITS, HEADS] float32.
-        best: [MOST_PROGRAMS] int64, the largest key of a program's scores.
-        totals: [MOST_PROGRAMS] float32, the sum of their exp(score - largest).
+        best: [MOST_PROGRAMS] int64, the largest key of a program's logits.
+        totals: [MOST_PROGRAMS] float32, the sum of their exp(logit - largest).
         counters: [HEAD_READY + KV_HEADS * COUNTER_LINE] int32, 0 before the first launch.
         eps: of all norms.
-        scale: of the scores, in units of log2.
+        scale: of the attention scores, in units of log2.
     """
     c = StepConstants(
         LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS,
@@ -75,22 +76,24 @@ def whole_step(
     )  # fmt: skip
     INPUTS: gl.constexpr = max(INNER, HEADS * D)
     ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
-    room = (hidden, between, qkv, inner, parts, logs, best, totals)
+    buffers = (hidden, between, qkv, inner, parts, logs, best, totals)
     gl.warp_specialize([
         (consume, (
-            ring, table, embedding, norm, ids, positions, slots, cos, sin, room, counters, logits, tokens, logprobs,
-            drawn, eps, scale, c,
+            ring, table, embedding, norm, ids, positions, slots, cos, sin, buffers, counters, logits, tokens, logprobs,
+            sampled, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
     ], [4], [40])  # fmt: skip
 
 
 class StepKernel:
-    """Decode steps of one sequence; its calls share memory, so they must follow one another on one stream.
+    """The decode steps of one sequence. All calls use the same buffers, so they must be ordered on one stream.
 
     Args:
-        weights: as in the door's `bind_step`, as are the caches and their scales.
-        num_sms: of their device.
+        weights: as in `kernels.step.single_launch.bind_step`.
+        caches: likewise.
+        scales: likewise.
+        num_sms: SMs of their device.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class StepKernel:
                 dtype
             )
 
-        self._room = (
+        self._buffers = (
             missing(shape.hidden_size),
             missing(shape.hidden_size),
             missing(queries + 2 * keys),
@@ -165,20 +168,20 @@ class StepKernel:
         logits: Tensor,
         tokens: Tensor,
         logprobs: Tensor,
-        drawn: Tensor,
+        sampled: Tensor,
     ) -> None:
-        """Write a token's key and value to the cache, score the vocabulary and choose the most likely next token.
+        """Write a token's key and value to the cache, and compute the logits and their argmax.
 
         Args:
-            ids: [1] int64, the token; -1 - i stands for the one at `drawn[i]`.
+            ids: [1] int64, the token; -1 - i selects `sampled[i]`.
             positions: [1] int64, its position; all before it are in the cache.
-            slots: [1] int32, where its key and value go; -1 for nowhere.
+            slots: [1] int32, the cache slot of its key and value; -1 writes none.
             block_table: [1, columns] int32, blocks of the positions before it.
-            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` makes them.
+            rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them.
             logits: [1, V] contiguous; written.
-            tokens: [1] int64; written, the most likely token, -1 where the largest logit is not a finite number.
-            logprobs: [1] float32; written, its natural log-probability, anything where there is none.
-            drawn: [capacity] int64; its first element is written, as `tokens` but always a valid id.
+            tokens: [1] int64; written, the argmax of the logits, -1 where the largest logit is not finite.
+            logprobs: [1] float32; written, its natural log-probability, undefined where `tokens` is -1.
+            sampled: [capacity] int64; its first element is written, as `tokens` but always a valid id.
         """
         weights = self._weights
         whole_step[self._grid](
@@ -191,12 +194,12 @@ class StepKernel:
             slots,
             block_table,
             *rope,
-            *self._room,
+            *self._buffers,
             self._counters,
             logits,
             tokens,
             logprobs,
-            drawn,
+            sampled,
             weights.shape.eps,
             weights.shape.softmax_scale * math.log2(math.e),
             **self._constants,
@@ -206,7 +209,7 @@ class StepKernel:
 def addresses(
     weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
 ) -> list[list[int]]:
-    """Return the rows of the table, 0 for what a layer does not have."""
+    """Return the rows of the table of addresses; 0 for tensors that a layer does not have."""
     rows = []
     for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
         tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}

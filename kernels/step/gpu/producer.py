@@ -1,7 +1,7 @@
-"""The producer of the whole-step kernel: warps that copy weights, keys and values to shared memory, in order of use.
+"""The producer warps of the whole-step kernel: copy weights, keys and values to shared memory in the order of use.
 
-It runs as far ahead as the ring has room, past the barriers that the consumers wait at: weights depend on nothing,
-and of keys and values it copies only those that earlier steps have written. Knows nothing of what is computed.
+The producer runs ahead of the consumers until the ring is full, also past the barriers at which they wait: weights
+depend on no computation, and it copies only keys and values that earlier steps have written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kernels.step.gpu.ring import (
 
 @gluon.jit
 def produce(ring, table, head, positions, block_table, c):
-    """Copy what a step reads."""
+    """Copy all weights, keys and values that this program reads in a step."""
     dtype: gl.constexpr = ring.data.dtype
     past = gl.load(positions).to(gl.int32)
     QUERIES: gl.constexpr = c.HEADS * c.D
@@ -88,9 +88,9 @@ def send_rows(ring, weight, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c)
 
 @gluon.jit
 def send_keys(ring, cache, block_table, past, used, c):
-    """Copy the keys and values of this program's head and split, those of the step's own token excepted.
+    """Copy the keys and values of this program's head and split, except those of the step's own token.
 
-    `cache` as `cache_of` returns it.
+    `cache` is a result of `cache_of`.
     """
     WIDE: gl.constexpr = 16 if c.FP8 else 8
     LANES: gl.constexpr = c.D // WIDE
@@ -125,9 +125,9 @@ def send_keys(ring, cache, block_table, past, used, c):
 
 @gluon.jit
 def place_of(block_table, key, past, c):
-    """Find keys in the cache: their blocks, int64, and where in these they are.
+    """Return the cache blocks of keys, int64, and their offsets in these blocks.
 
-    Keys past the last are masked where they are used; the last one stands for them, since it is a number.
+    Indices past the last key return its place, which holds finite numbers; the consumers mask them.
     """
     key = gl.minimum(key, past - 1)
     return gl.load(block_table + key // c.BLOCK_SIZE).to(gl.int64), key % c.BLOCK_SIZE

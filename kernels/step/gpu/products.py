@@ -1,7 +1,7 @@
-"""Products in the whole-step kernel: a vector that all programs have, by the rows of weights that are this one's.
+"""Matrix-vector products of the whole-step kernel: each program multiplies its own rows of weights by the same vector.
 
-The vector lies in shared memory or, normalised, in registers; weights arrive in the ring. Sums are added up in a fixed
-order. Knows no addresses of weights, and not what is multiplied.
+The vector lies in shared memory or, normalized, in registers; weights arrive in the ring. Sums are added in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kernels.step.gpu.ring import (
 
 @gluon.jit
 def rows_of_tile(number, c):
-    """Return which rows of a matrix are those of this program's tile `number`."""
+    """Return the rows of a matrix in this program's tile `number`, [ROWS]."""
     tile = gl.program_id(0) + number * gl.num_programs(0)
     return tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
 
 
 @gluon.jit
 def tiles_of_program(tiles):
-    """Return how many of so many tiles are this program's."""
+    """Return how many of `tiles` tiles this program computes."""
     return (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
 def load_parts(vector, INPUTS: gl.constexpr, c):
-    """Load a vector to every warp, COLUMNS elements a tensor."""
+    """Load a vector into every warp, as tensors of COLUMNS elements."""
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, c.W))
     parts = ()
     for j in gl.static_range(INPUTS // COLUMNS):
@@ -48,7 +48,7 @@ def load_parts(vector, INPUTS: gl.constexpr, c):
 
 @gluon.jit
 def load_own(x, c):
-    """Load what this program's rows of the hidden state are added to, ROWS a tensor."""
+    """Load the residual for this program's rows of the hidden state, as OWN tensors of [ROWS]."""
     before = ()
     for i in gl.static_range(c.OWN):
         tile = gl.program_id(0) + i * gl.num_programs(0)
@@ -59,7 +59,7 @@ def load_own(x, c):
 
 @gluon.jit
 def share(ring, vector, INPUTS: gl.constexpr, PUBLISHED: gl.constexpr, c):
-    """Bring a vector to shared memory, one that programs publish or one that has always been there."""
+    """Copy a vector to shared memory; PUBLISHED if programs publish it during this launch."""
     WIDTH: gl.constexpr = 4 * COLUMNS
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [CONSUMER_WARPS], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -78,7 +78,7 @@ def share(ring, vector, INPUTS: gl.constexpr, PUBLISHED: gl.constexpr, c):
 
 @gluon.jit
 def normed(ring, gains, eps, c):
-    """Load the hidden state from shared memory and normalise it, float32, in every warp."""
+    """Load the hidden state from shared memory into every warp and normalize it in float32."""
     squares = gl.zeros([COLUMNS], gl.float32, layout=gl.SliceLayout(0, c.W))
     raw = ()
     for j in gl.static_range(c.HIDDEN // COLUMNS):
@@ -94,7 +94,7 @@ def normed(ring, gains, eps, c):
 
 @gluon.jit
 def dot_held(ring, xs, used, TILES: gl.constexpr, c):
-    """Multiply the next tiles of weights by a vector held in registers: TILES times [ROWS] float32."""
+    """Multiply the next tiles of weights by a vector held in registers; returns TILES tensors of [ROWS] float32."""
     EACH: gl.constexpr = len(xs) // c.PARTS
     ALL: gl.constexpr = TILES * EACH
     AT_ONCE: gl.constexpr = 2 if ALL % 2 == 0 else 1
@@ -120,7 +120,7 @@ def dot_held(ring, xs, used, TILES: gl.constexpr, c):
 
 @gluon.jit
 def dot_shared(ring, used, INPUTS: gl.constexpr, c):
-    """Multiply the next ROWS rows of weights by the vector in shared memory: [ROWS] float32."""
+    """Multiply the next ROWS rows of weights by the vector in shared memory; returns [ROWS] float32."""
     BATCH: gl.constexpr = stages_at_once(INPUTS // (COLUMNS * c.PARTS))
     sums = gl.zeros([ROWS, COLUMNS], gl.float32, layout=c.W)
     for i in range(INPUTS // (COLUMNS * c.PARTS * BATCH)):
@@ -140,5 +140,5 @@ def dot_shared(ring, used, INPUTS: gl.constexpr, c):
 
 @gluon.constexpr_function
 def stages_at_once(stages):
-    """How many stages are read between two barriers: as many as divide all of them, 4 at most."""
+    """Return how many stages to read between two barriers: the largest divisor of `stages` up to 4."""
     return next(n for n in (4, 3, 2, 1) if stages % n == 0)

@@ -1,15 +1,13 @@
-"""What the roles of the whole-step kernel share: its constants, the ring of shared memory, and which rows are whose.
+"""Shared by producer and consumers of the whole-step kernel: constants, the shared-memory ring, each program's rows.
 
-A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or as many keys and values as have that
-size in the model's dtype; in FP8 they need half of it, and their scales follow. It has two barriers: `full` completes
-when its bytes have arrived, `empty` when they have been used. A role counts the stages it has used and finds place and
-phase in that count:
+A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or keys and values that have the same size
+in the model's dtype. FP8 keys and values fill half a stage, and their scales follow them. A stage has two barriers:
+`full` completes when its bytes have arrived, `empty` when they have been read. Producer and consumers each count the
+stages they have used; the count gives stage and phase:
 
     use n of a ring of S stages    stage n % S, phase (n // S) & 1
-
-Knows nothing of what is computed.
 """
-# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+# An aggregate reads its annotations when its class is created, so they cannot be postponed to strings.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(8)
-"""Of weights in a part: one for each consuming warp."""
+"""Rows of weights in a part: one for each consumer warp."""
 COLUMNS = gl.constexpr(256)
-"""Of weights in a part: 16 bytes for each thread of a warp."""
+"""Columns of weights in a part: 16 bytes for each thread of a warp."""
 MOST_PROGRAMS = gl.constexpr(256)
 MOST_SPLITS = gl.constexpr(8)
-"""Of a sequence: so many results of attention a program holds in registers to merge them."""
+"""Splits of a sequence, at most: to merge them, a program holds all their attention results in registers."""
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
 
@@ -31,7 +29,7 @@ FIELDS = (
     "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
     "key_scales", "value_scales",
 )  # fmt: skip
-"""Of a layer in the table of addresses, in their order."""
+"""Fields of a layer in the table of addresses, in order."""
 (
     QKV,
     OUTPUT,
@@ -52,27 +50,26 @@ _NUM_FIELDS = gl.constexpr(len(FIELDS))
 
 @aggregate
 class StepConstants:
-    """What the kernel is compiled for.
+    """Compile-time constants of the kernel.
 
     Attributes:
-        LAYERS: of the model, as `HIDDEN`, `INNER`, `HEADS`, `KV_HEADS`, `D` and `VOCAB`.
-        GROUP: query heads of a key-value head.
-        BLOCK_SIZE: tokens of a block of the cache.
-        PARTS: of a stage.
-        STAGES: of the ring.
-        FLYING: stages that a program has asked memory for at once. With more, what the consumers ask for waits
-            behind them.
-        HEAD_FLYING: the same behind the layers, where they ask for nothing.
-        EARLY: whether programs meet before what they have computed can be seen (`step_meet`).
-        SPLITS: parts of a sequence that are attended side by side, at most.
-        NORMS: whether queries and keys are normalised per head.
-        BIAS: whether the QKV projection has one.
+        LAYERS: layers of the model; `HIDDEN`, `INNER`, `HEADS`, `KV_HEADS`, `D` and `VOCAB` are its sizes.
+        GROUP: query heads per key-value head.
+        BLOCK_SIZE: tokens per block of the cache.
+        PARTS: parts per stage.
+        STAGES: stages of the ring.
+        FLYING: stages that a program copies at once. More would delay the loads of the consumers.
+        HEAD_FLYING: the same for the output head, during which the consumers issue no loads.
+        EARLY: whether a program arrives at a barrier before its results are visible (`kernels.step.gpu.grid_barrier`).
+        SPLITS: parts of a sequence that are attended in parallel, at most.
+        NORMS: whether queries and keys are normalized per head.
+        BIAS: whether the QKV projection has a bias.
         FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
-        OWN: tiles of ROWS numbers of the hidden state that a program computes, at most.
-        KEYS: keys, and values, of a stage.
-        HEAD_ROWS: heads of a key-value head, its key and its value, rounded up to a power of two.
-        W: registers of a part [ROWS, COLUMNS]: a row for each warp.
-        A: registers of keys [8, KEYS / 8, D]: the first index for each warp.
+        OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
+        KEYS: keys per stage; values likewise.
+        HEAD_ROWS: query heads per key-value head plus 2, for key and value, rounded up to a power of two.
+        W: register layout of a part [ROWS, COLUMNS]: one row per warp.
+        A: register layout of keys [8, KEYS / 8, D]: one index of the first dimension per warp.
     """
 
     LAYERS: gl.constexpr
@@ -135,15 +132,15 @@ class StepConstants:
 
 @aggregate
 class Ring:
-    """Shared memory and its barriers.
+    """The kernel's shared memory and its barriers.
 
     Attributes:
         data: [STAGES, PARTS * ROWS * COLUMNS].
         full: [STAGES, 1], as is `empty`.
-        x: [inputs / 256, 256] what a linear layer multiplies.
-        heads: [HEAD_ROWS, D] queries, key and value of the step's token.
-        accs: [GROUP, 8, D] float32, each warp's share of attention.
-        sums: [2 * GROUP, 8] float32, its maximum and total.
+        x: [inputs / 256, 256], the input of a linear layer.
+        heads: [HEAD_ROWS, D], queries, key and value of the step's token.
+        accs: [GROUP, 8, D] float32, each warp's partial attention output.
+        sums: [2 * GROUP, 8] float32, each warp's maximum and total.
     """
 
     data: gl.shared_memory_descriptor
@@ -179,7 +176,7 @@ def make_ring(dtype: gl.constexpr, INPUTS: gl.constexpr, c):
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
     for i in gl.static_range(c.STAGES):
-        # Each thread of the producer arrives when its own copies have.
+        # Each producer thread arrives when its own copies are complete.
         mbarrier.init(full.index(i), count=PRODUCER_WARPS * 32)
         mbarrier.init(empty.index(i), count=1)
     gl.thread_barrier()
@@ -201,7 +198,7 @@ def cache_dtype(dtype, fp8):
 
 @gluon.jit
 def keys_of(ring, stage, c):
-    """View a stage as keys and values, [2, KEYS, D], and what is behind them."""
+    """View a stage as keys and values, [2, KEYS, D]; in FP8 as [4, KEYS, D], where the scales follow the values."""
     dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return ring.data.index(stage)._reinterpret(dtype, [4 if c.FP8 else 2, c.KEYS, c.D], layout)
@@ -209,7 +206,7 @@ def keys_of(ring, stage, c):
 
 @gluon.jit
 def warps_keys_of(ring, stage, c):
-    """View a stage as the keys and values of each warp, [2, 8, KEYS / 8, D], and what is behind them."""
+    """View a stage as the keys and values of each warp, [2, 8, KEYS / 8, D]; in FP8 the first size is 4."""
     dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
     shape: gl.constexpr = [4 if c.FP8 else 2, 8, c.KEYS // 8, c.D]
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -218,7 +215,7 @@ def warps_keys_of(ring, stage, c):
 
 @gluon.jit
 def scales_of(ring, stage, OF_VALUES: gl.constexpr, c):
-    """View the scales of a stage's keys, or of its values, [KEYS]; a stage is as large as D lines of them."""
+    """View the scales of a stage's keys or values, [KEYS] float32; a stage has the size of D such rows."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lines = ring.data.index(stage)._reinterpret(gl.float32, [c.D, c.KEYS], layout)
     return lines.index(c.D // 2 + OF_VALUES)
@@ -226,7 +223,7 @@ def scales_of(ring, stage, OF_VALUES: gl.constexpr, c):
 
 @gluon.jit
 def warps_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
-    """Load the scales of each warp's keys, or of its values, [8, KEYS / 8] float32; 1 where they have none."""
+    """Load the scales of each warp's keys or values, [8, KEYS / 8] float32; all 1 without FP8."""
     scales = gl.full([8, c.KEYS // 8], 1.0, gl.float32, layout=layout)
     if c.FP8:
         plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -237,7 +234,7 @@ def warps_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
 
 @gluon.jit
 def wait_full(ring, used, c):
-    """Wait for the bytes of use number `used`; returns the stage."""
+    """Wait until the bytes of use number `used` have arrived; returns the stage."""
     stage = used % c.STAGES
     mbarrier.wait(ring.full.index(stage), (used // c.STAGES) & 1)
     return stage
@@ -245,7 +242,7 @@ def wait_full(ring, used, c):
 
 @gluon.jit
 def release(ring, used, COUNT: gl.constexpr, c):
-    """Give stages back, from use number `used` on, when all consumers have read them."""
+    """Release COUNT stages from use number `used` on, when all consumers have read them."""
     gl.thread_barrier()
     for i in gl.static_range(COUNT):
         mbarrier.arrive(ring.empty.index((used + i) % c.STAGES), count=1)
@@ -253,7 +250,7 @@ def release(ring, used, COUNT: gl.constexpr, c):
 
 @gluon.jit
 def wait_empty(ring, used, c):
-    """Wait for room for use number `used`; returns the stage."""
+    """Wait until the stage of use number `used` is free; returns the stage."""
     stage = used % c.STAGES
     mbarrier.wait(ring.empty.index(stage), ((used // c.STAGES) & 1) ^ 1)
     return stage
@@ -261,7 +258,7 @@ def wait_empty(ring, used, c):
 
 @gluon.jit
 def sent(ring, stage, FLYING: gl.constexpr):
-    """Let the stage be full when this thread's copies have arrived, and wait until few are on their way."""
+    """Arrive at the stage's `full` barrier when this thread's copies are done; wait until FLYING - 1 are pending."""
     async_copy.mbarrier_arrive(ring.full.index(stage), increment_count=False)
     async_copy.commit_group()
     async_copy.wait_group(FLYING - 1)
@@ -269,14 +266,14 @@ def sent(ring, stage, FLYING: gl.constexpr):
 
 @gluon.jit
 def address(table, layer, FIELD: gl.constexpr, dtype: gl.constexpr):
-    """Look up where a tensor of a layer lies."""
+    """Look up the address of a tensor of a layer."""
     place = gl.load(table + layer * _NUM_FIELDS + FIELD)
     return place.to(gl.pointer_type(dtype))
 
 
 @gluon.jit
 def cache_of(table, layer, dtype: gl.constexpr, c):
-    """Look up a layer's cache, of a model in `dtype`: where keys and their scales are, then values and theirs."""
+    """Look up the addresses of a layer's cache, for a model in `dtype`: (keys, scales), (values, scales)."""
     numbers: gl.constexpr = cache_dtype(dtype, c.FP8)
     keys = address(table, layer, KEYS, numbers), address(table, layer, KEY_SCALES, gl.float32)
     values = address(table, layer, VALUES, numbers), address(table, layer, VALUE_SCALES, gl.float32)
@@ -285,10 +282,10 @@ def cache_of(table, layer, dtype: gl.constexpr, c):
 
 @gluon.jit
 def key_range(past, split, c):
-    """The stages of keys of a split.
+    """Return the stages of keys that a split attends.
 
     Returns:
-        (splits, first stage, last stage + 1); a split past the last has none.
+        (number of splits, first stage, last stage + 1); the range is empty for a split past the last one.
     """
     stages = (past + c.KEYS - 1) // c.KEYS
     splits = gl.minimum(gl.maximum(stages, 1), c.SPLITS)
@@ -299,7 +296,7 @@ def key_range(past, split, c):
 
 @gluon.jit
 def members_of_head(kv_head, c):
-    """Return how many programs compute a key-value head's queries, keys and values."""
+    """Return how many programs compute the queries, keys and values of a key-value head."""
     return (gl.num_programs(0) - kv_head + c.KV_HEADS - 1) // c.KV_HEADS
 
 
@@ -318,7 +315,7 @@ def projected_row(number, c):
 
 @gluon.jit
 def projected_tiles(c):
-    """Return how many tiles of the QKV projection are this program's."""
+    """Return how many tiles of the QKV projection this program computes."""
     TILES: gl.constexpr = (c.GROUP + 2) * c.D // ROWS
     members = members_of_head(gl.program_id(0) % c.KV_HEADS, c)
     return (TILES - gl.program_id(0) // c.KV_HEADS + members - 1) // members

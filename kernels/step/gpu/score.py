@@ -1,6 +1,6 @@
-"""The end of a step in the whole-step kernel: scores of the vocabulary, the most likely token and how likely it is.
+"""The end of the whole-step kernel: the logits, their argmax and its log-probability.
 
-Each program leaves the best of its own scores, and the first one chooses among those.
+Each program stores the largest key of its own logits, and the first program reduces these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MINUS_INFINITY = gl.constexpr(-0x7F800001)
 
 @gluon.jit
 def score_all(ring, xs, logits, best, totals, used, c):
-    """Compute and store this program's scores, their largest key and the sum of their exponentials."""
+    """Compute and store this program's logits, their largest key and the sum of their exponentials."""
     EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
     key = gl.full([ROWS], _LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
@@ -45,7 +45,7 @@ def score_all(ring, xs, logits, best, totals, used, c):
 
 @gluon.jit
 def score(ring, xs, logits, number, key, total, used, TILES: gl.constexpr, c):
-    """Compute and store some tiles of scores; returns each warp's largest key and sum of exponentials so far, too."""
+    """Compute and store TILES tiles of logits; returns each warp's largest key and sum of exponentials so far."""
     sums, used = dot_held(ring, xs, used, TILES, c)
     keys = ()
     largest = key
@@ -62,8 +62,8 @@ def score(ring, xs, logits, number, key, total, used, TILES: gl.constexpr, c):
 
 
 @gluon.jit
-def choose(best, totals, tokens, logprobs, drawn):
-    """Choose the largest of all programs' keys."""
+def choose(best, totals, tokens, logprobs, sampled):
+    """Reduce the programs' keys to the argmax of the logits; store its token and log-probability."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [CONSUMER_WARPS], [0])
     number = gl.arange(0, MOST_PROGRAMS, layout=layout)
     exists = number < gl.num_programs(0)
@@ -73,7 +73,7 @@ def choose(best, totals, tokens, logprobs, drawn):
     chosen = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     bits = key >> 32
     finite = (bits < 0x7F800000) & (bits > -0x7F800001)
-    gl.store(drawn, chosen)
+    gl.store(sampled, chosen)
     gl.store(tokens, gl.where(finite, chosen, -1))
     total = gl.sum(sums * exponentials(keys, key), 0)
     gl.store(logprobs, 0.0 - gl.log(gl.maximum(total, 1.0)))
@@ -81,21 +81,21 @@ def choose(best, totals, tokens, logprobs, drawn):
 
 @gluon.jit
 def exponentials(keys, largest):
-    """As `kernels.gpu.functions.exponentials`, of keys."""
+    """Like `kernels.gpu.functions.exponentials`, but of keys."""
     bits = (keys >> 32).to(gl.int32)
     return gl.where(bits > _MINUS_INFINITY, gl.exp(ranked_value(keys) - ranked_value(largest)), 0.0)
 
 
 @gluon.jit
 def ranked_value(key):
-    """Return the float32 in a key."""
+    """Return the float32 value in a key."""
     bits = (key >> 32).to(gl.int32)
     return gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def ranking_keys(values, ids):
-    """As `kernels.gpu.functions.ranking_keys`."""
+    """Like `kernels.gpu.functions.ranking_keys`."""
     values = gl.where(values == 0.0, 0.0, values)
     bits = values.to(gl.int32, bitcast=True)
     bits = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -145,9 +145,9 @@ def unquantised(**more):
 def test_a_number_is_off_by_a_sixteenth_at_most_or_by_half_a_step_of_the_smallest():
     case = unquantised()
     rows = torch.cat(case.keys_and_values(0))
-    numbers, scale = reference.quantise(rows)
+    numbers, scale = reference.quantize(rows)
 
-    error = (reference.dequantise(numbers, scale) - rows).abs()
+    error = (reference.dequantize(numbers, scale) - rows).abs()
 
     # Three bits behind the leading one; below 2^-6 numbers are 2^-9 apart.
     allowed = torch.maximum(rows.abs() / 16, scale[..., None] * 2.0**-10)
@@ -157,7 +157,7 @@ def test_a_number_is_off_by_a_sixteenth_at_most_or_by_half_a_step_of_the_smalles
 def test_attention_is_off_by_no_more_than_its_keys_and_values_are():
     case = unquantised()
     keys, values = case.keys_and_values(0)
-    keys8, values8 = (reference.dequantise(*reference.quantise(x)) for x in (keys, values))
+    keys8, values8 = (reference.dequantize(*reference.quantize(x)) for x in (keys, values))
     heads = case.problem.group_size
     # A score is off by at most |q| . |key's error|; weights by a factor of its exponential at most, twice
     # since their sum is off too; the rest is what the values are off by.
@@ -185,7 +185,7 @@ def test_a_scale_for_each_row_beats_one_for_all_where_some_rows_are_outliers():
         scale = rows.abs().max() / 448
         return (rows / scale).to(torch.float8_e4m3fn).float() * scale
 
-    by_row = (reference.dequantise(*reference.quantise(rows)) for rows in (keys, values))
+    by_row = (reference.dequantize(*reference.quantize(rows)) for rows in (keys, values))
     assert 2 * largest_error(case, *by_row) < largest_error(
         case, one_scale(keys), one_scale(values)
     )
@@ -200,7 +200,7 @@ def test_what_is_written_is_read_back():
 
     kernels.write_kv(rows[0], rows[1], kv, slots, kv_scale=scale)
 
-    read = reference.dequantise(kv, scale.transpose(2, 3)).flatten(1, 2)
+    read = reference.dequantize(kv, scale.transpose(2, 3)).flatten(1, 2)
     assert ((read[:, slots.long()] - rows).abs() <= rows.abs().amax(-1, keepdim=True) / 16).all()
     unwritten = torch.ones(64, dtype=torch.bool)
     unwritten[slots.long()] = False

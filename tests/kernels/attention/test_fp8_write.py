@@ -47,7 +47,7 @@ def test_numbers_and_scales_are_bitwise_those_of_the_reference(write, heads, hea
 
     write(rows[0], rows[1], kv, SLOTS, scale)
 
-    numbers, scales = reference.quantise(rows)
+    numbers, scales = reference.quantize(rows)
     kept = SLOTS >= 0
     slots = SLOTS[kept].long()
     stored = kv.view(torch.uint8).flatten(1, 2)[:, slots]

@@ -1,4 +1,4 @@
-"""Compilers for GPUs that are not there: one process of each kind, kept for all jobs of a test process."""
+"""Fixtures that compile for absent GPUs: one process for each kind of job, kept for all tests of a session."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MODULES = {
     "Job": "tests.kernels.compile.cross_compile_worker",
     "FusedJob": "tests.kernels.compile.fused_compile_worker",
 }
-"""What compiles a kind of job."""
+"""The module that compiles each kind of job."""
 
 
 @pytest.fixture(scope="session")
 def compile_job(request):
-    """Compile a job and return its facts; what an earlier run compiled is read from pytest's cache."""
+    """Compile a job and return its facts; results of earlier runs are read from pytest's cache."""
     cache = request.config.cache.mkdir("triton")
     with contextlib.ExitStack() as stack:
         workers = {kind: Worker(cache, module) for kind, module in _MODULES.items()}

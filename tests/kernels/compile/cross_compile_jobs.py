@@ -15,15 +15,15 @@ from kernels.tuning import tuned_launches
 
 ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.has_triton}
 SAMPLED_HEAD_DIMS = frozenset({64, 80, 256})
-"""Of float16, whose code differs from bfloat16's in the type of the instructions only, and of float32."""
+"""Head dims for float16, whose code differs from bfloat16's only in the type of the instructions, and for float32."""
 _HEADS = 32, 8
 _FIRST_TO_LAST = (90, 89, 80, 100, 120, 86, 75)
 _KINDS = (90, 89, 100, 75)
-"""One for each kind of tensor cores, wgmma, mma.sync and tcgen05, and one whose tensor cores Triton does not use."""
+"""One for each kind of tensor cores, wgmma, mma.sync and tcgen05, and one for GPUs without Triton's tensor cores."""
 _READ_FP8 = (89, 90)
-"""Compute capabilities that all head dims over an FP8 cache are compiled for; the others convert as they do."""
+"""Compute capabilities for which all head dims over an FP8 cache are compiled; others use the same conversions."""
 _RELATIVES = {86: 89, 120: 89}
-"""Compute capabilities with the instructions that we use, the registers and the shared memory of another one."""
+"""Compute capabilities whose used instructions, registers and shared memory equal those of another one."""
 _LONGEST = 1 << 30
 
 
@@ -34,13 +34,13 @@ class Job:
     Attributes:
         sm: compute capability.
         kernel: name of a registry's row, `write_kv` or `combine_parts`.
-        stage: "plan" for what is launched once per step, "run" for what each layer launches.
-        problem: what is to be solved; for `write_kv` its shape and dtype count.
+        stage: "plan" for kernels launched once per step, "run" for kernels that each layer launches.
+        problem: the attention problem; for `write_kv` only its shapes and dtypes matter.
         launch: tile sizes.
         num_seqs: sequences of the batch, for the functions that plan a step.
-        name: what is special about it.
-        float32_out: whether the output is float32 whatever the dtype, as that of a cascade's rest.
-        function: which one of what is launched; empty where it is the only one.
+        name: the feature that the job covers; empty for the common case.
+        float32_out: whether the output is float32 for any dtype, like that of the rest of a cascade.
+        function: the launched function to compile; empty where there is only one.
     """
 
     sm: int
@@ -54,14 +54,14 @@ class Job:
     function: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` takes."""
+        """Return the fields that `from_json` takes."""
         fields = dataclasses.asdict(self)
         fields["problem"]["phase"] = self.problem.phase.value
         return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Job:
-        """Make a job of what came through a pipe."""
+        """Make a job from the fields of `to_json`."""
         problem = {**fields["problem"], "phase": Phase(fields["problem"]["phase"])}
         return cls(
             **{
@@ -91,7 +91,7 @@ _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "softcap, blocks of 64, 8 heads a group": {"num_heads": 64, "block_size": 64, "softcap": 30.0},
     "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
 }  # fmt: skip
-"""Compiled for every head dim: the registers are counted out for each, so each may spill alone."""
+"""Compiled for every head dim: each has its own distribution of registers, so each may spill."""
 _FP8_VARIANTS: dict[str, dict[str, Any]] = {
     "lse, 1 head a group": {"num_heads": 8, "lse": True},
     "not causal, 2 heads a group": {"num_heads": 16, "causal": False},
@@ -102,14 +102,14 @@ _FP8_VARIANTS: dict[str, dict[str, Any]] = {
 def problem(
     phase: Phase, dtype: str = "bfloat16", head_dim: int = 128, **more: Any
 ) -> AttentionProblem:
-    """Make the problem that stands for all of its dtype and head dim, or one with some fields changed."""
+    """Make the representative problem of a dtype and head dim, with some fields changed."""
     fields = {"num_heads": _HEADS[0], "num_kv_heads": _HEADS[1], "block_size": 16}
     fields |= {"softmax_scale": head_dim**-0.5, "dtype": dtype, "head_dim": head_dim}
     return AttentionProblem(phase=phase, **{**fields, **more})
 
 
 def jobs_for(sm: int) -> list[Job]:
-    """List what is compiled for a compute capability, each code once."""
+    """List the jobs for a compute capability, without jobs that compile the same code."""
     if not ARCHES[sm].has_triton_tensor_cores:
         return _writing(sm)
     jobs = [
@@ -122,10 +122,11 @@ def jobs_for(sm: int) -> list[Job]:
 
 
 def distinct_jobs() -> list[Job]:
-    """List what is compiled for all architectures, without what is known from another one.
+    """List the jobs for all architectures, without those whose result follows from another architecture.
 
-    What is special about a problem, and float16, are compiled once for each of `_KINDS`; float32, which uses no tensor
-    cores, once. A launch that sm_89 has too is as good on its relatives: they have its registers and shared memory.
+    Jobs with a special feature, and float16, are compiled once for each of `_KINDS`; float32, which uses no tensor
+    cores, once. A launch that sm_89 has too is not compiled for its `_RELATIVES`, which have its registers and shared
+    memory.
     """
     found: dict[Job, Job] = {}
     for sm in _FIRST_TO_LAST:
@@ -141,7 +142,7 @@ def distinct_jobs() -> list[Job]:
 
 
 def representative_jobs() -> set[Job]:
-    """Choose one job of each function for each kind of tensor cores, the commonest dtype and head dim first."""
+    """Choose one job for each function and kind of tensor cores, preferably of the commonest dtype and head dim."""
     found: dict[tuple[Any, ...], Job] = {}
     for job in sorted(distinct_jobs(), key=_is_uncommon):
         if job.sm in _KINDS and (job.problem.kv_dtype is None or job.sm in _READ_FP8):
@@ -155,20 +156,20 @@ def _is_uncommon(job: Job) -> bool:
 
 
 def compiled_rows(sm: int) -> list[KernelSpec]:
-    """List the rows of the registry that launch kernels of ours on a compute capability."""
+    """List the registry rows that launch Triton or Gluon kernels on a compute capability."""
     ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
     return [row for row in ours if row.sm and sm in row.sm]
 
 
 def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
-    """Return the fields of every problem that a row is chosen for."""
+    """Return the fields that all problems of a row have in common."""
     if spec.fp8:
         return {"block_size": None, "fp8": True}
     return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
 
 
 def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
-    """List every launch that selection can give, for every dtype and head dim of the row."""
+    """List every launch that selection can return, for every dtype and head dim of the row."""
     jobs = []
     for dtype in DTYPES:
         for head_dim in sorted(spec.head_dims or ()):
@@ -181,7 +182,7 @@ def _tabled(spec: KernelSpec, sm: int) -> list[Job]:
 
 
 def _variants(spec: KernelSpec, sm: int) -> list[Job]:
-    """List problems whose code differs, on the launches of the commonest head dim."""
+    """List problems with features that change the code, with the launches of the commonest head dim."""
     variants: dict[str, dict[str, Any]] = {
         "softcap and lse": {"softcap": 30.0, "lse": True},
         "3 heads a group": {"num_heads": 24},
@@ -218,7 +219,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
 
 
 def _quantized(spec: KernelSpec, sm: int) -> list[Job]:
-    """List every launch over an FP8 cache, and variants on the commonest head dim."""
+    """List every launch over an FP8 cache, and variants of the commonest head dim."""
     if spec.quantized is None or sm not in (spec.quantized.sm or ()):
         return []
     asked = [
@@ -269,7 +270,7 @@ def _writing(sm: int) -> list[Job]:
 
 
 def _quantizing(sm: int) -> list[Job]:
-    """List the functions that write what the FP8 prefill attends."""
+    """List the functions that quantize the inputs of the FP8 prefill."""
     launch = LaunchConfig(128, 128, 4, 1)
     asked = [
         problem(Phase.PREFILL, dtype, 128, block_size=None, fp8=True)
@@ -291,6 +292,6 @@ def _job(
 
 
 def _launches(spec: KernelSpec, asked: AttentionProblem, sm: int) -> list[LaunchConfig]:
-    """List a problem's launches by length, without what changes no code."""
+    """List a problem's launches by length, without fields that do not change the code."""
     tuned = tuned_launches(spec, asked, ARCHES[sm])
     return list(dict.fromkeys(dataclasses.replace(row.launch, programs_per_sm=1) for row in tuned))

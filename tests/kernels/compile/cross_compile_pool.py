@@ -1,4 +1,4 @@
-"""Processes that compile for absent GPUs, restarted when a compiler ends one. Jobs and facts travel as JSON."""
+"""Processes that compile for absent GPUs, restarted when a compiler crashes. They exchange jobs and facts as JSON."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _ROOT = Path(__file__).parents[3]
 
 
 class Worker:
-    """One process of `cross_compile_worker --serve`, or of another module that answers likewise."""
+    """One process of `cross_compile_worker --serve`, or of another module with the same protocol."""
 
     def __init__(self, cache: Path | None, module: str, *, disassemble: bool = False) -> None:
         self._arguments = [module, "--serve", *(["--sass"] if disassemble else [])]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # A test process that interprets says so in its environment; a compiler must not.
+        # The environment of an interpreting test process makes Triton interpret; a compiler must not.
         self._environment.pop("TRITON_INTERPRET", None)
         if cache is not None:
             self._environment["TRITON_CACHE_DIR"] = str(cache)
         self._process: subprocess.Popen[str] | None = None
 
     def answer(self, job: Job | FusedJob) -> dict[str, Any]:
-        """Compile a job; a process that dies of it is an answer too."""
+        """Compile a job and return its facts; if the process dies, return an error."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *self._arguments],
@@ -89,7 +89,7 @@ class Pool:
             worker.close()
 
     def submit(self, job: Job | FusedJob) -> Future[dict[str, Any]]:
-        """Compile a job when its turn comes."""
+        """Compile a job when a worker is free."""
         return self._threads.submit(self._answer, job)
 
     def _answer(self, job: Job | FusedJob) -> dict[str, Any]:

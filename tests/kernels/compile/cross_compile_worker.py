@@ -1,8 +1,8 @@
-"""Compile a kernel as a launch on some GPU would, without that GPU, and tell what came out.
+"""Compiles kernels for a GPU that is absent, and reports registers, memory and instructions.
 
-The kernel's own classes are run on small CPU tensors with Triton's driver replaced by one that names
-the wanted architecture and its launches by compilations, so that signature, constants and
-specialisation are those of the real launch and not a copy of them.
+It runs the kernel's own classes on small CPU tensors, with Triton's driver replaced by one that reports
+the wanted architecture, and launches replaced by compilations. Signature, constants and specialization
+are therefore those of the real launch and not a copy of them.
 
     python -m tests.kernels.compile.cross_compile_worker --arch 90 --kernel portable_prefill --head-dim 128 \
         --block-m 128 --block-n 64 --warps 8 --stages 3
@@ -10,7 +10,7 @@ specialisation are those of the real launch and not a copy of them.
     python -m tests.kernels.compile.cross_compile_worker --serve
 
 The last reads a job per line from standard input and answers each with a line of facts: a compiler that
-aborts takes only this process with it. `cross_compile_pool` starts such processes.
+aborts ends only this process. `cross_compile_pool` starts such processes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FACTS_VERSION = "4"
-"""Part of the name of cached facts: change it when they change."""
+"""Part of the file name of cached facts; change it when the facts change."""
 PTX_INSTRUCTIONS = (
     "mma.sync", "cp.async.cg", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32", "cp.async.bulk.tensor",
     "setmaxnreg", "e4m3.e4m3", "shfl.sync", "prmt.b32", "griddepcontrol.wait",
@@ -65,7 +65,7 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 
 
 class AbsentGPU(DriverBase):
-    """A driver for an architecture that is not there; the device's index is its compute capability."""
+    """A driver for an absent GPU; the device index is the compute capability."""
 
     sm = 0
 
@@ -94,7 +94,7 @@ class AbsentGPU(DriverBase):
 
 
 class Compiler:
-    """Triton with launches replaced by compilations."""
+    """Replaces Triton's launches by compilations."""
 
     def __init__(self, *, disassemble: bool = False) -> None:
         self._gpu = AbsentGPU()
@@ -118,7 +118,7 @@ class Compiler:
         JITFunction.run = compile_only
 
     def facts(self, job: Job) -> dict[str, Any]:
-        """Compile, or read what an earlier compilation of the same code found."""
+        """Compile a job, or read the facts of an earlier compilation of the same code."""
         start = time.perf_counter()
         kernel, fresh = self._compile(job)
         kind = "sass" if self._disassemble else "ptx"
@@ -141,7 +141,7 @@ class Compiler:
         return facts
 
     def count(self, sass: str) -> dict[str, int]:
-        """Count the machine's own instructions."""
+        """Count the SASS instructions."""
         found = collections.Counter(re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?(\w+)", sass, re.M))
         return {name: found[name] for name in SASS_INSTRUCTIONS if found[name]}
 
@@ -155,7 +155,7 @@ class Compiler:
         return kernel, self._fresh
 
     def launch(self, job: Job) -> None:
-        """Run what launches, with compilation switched on for the job's stage only."""
+        """Run the code that launches the kernels; only the launches of the job's stage are compiled."""
         if job.kernel == "write_kv":
             arguments = _write_arguments(job)
             self.compiled = []
@@ -184,7 +184,7 @@ class Compiler:
             run(q, cache["kv"], out, lse, **{k: v for k, v in cache.items() if k != "kv"})
 
     def _watch(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
-        """Wrap the stage that runs ptxas, the one that sees PTX, its log and the binary."""
+        """Wrap the stage that runs ptxas, to read the PTX, the log and the binary."""
         del backend, rest
         assemble = stages["cubin"]
 
@@ -201,7 +201,7 @@ class Compiler:
 
 
 def _describe(ptx: str, log: str) -> dict[str, Any]:
-    """Take the facts out of PTX and of what ptxas said about it."""
+    """Extract the facts from PTX and the log of ptxas."""
     (usage,) = _USAGE.findall(log)
     (frame,) = _FRAME.findall(log)
     return {
@@ -215,7 +215,7 @@ def _describe(ptx: str, log: str) -> dict[str, Any]:
 
 
 def disassembled(cubin: bytes) -> str:
-    """Return the machine's own instructions as text."""
+    """Return the SASS of a binary as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -243,7 +243,7 @@ def _step(job: Job) -> tuple[PagedBatch | PackedBatch, torch.Tensor, dict[str, t
 
 
 def _cache(problem: AttentionProblem) -> dict[str, torch.Tensor]:
-    """Make a paged cache of three blocks, with its scales where it has any."""
+    """Make a paged cache of three blocks, with scales if it is quantized."""
     assert problem.block_size is not None
     heads, size = problem.num_kv_heads, problem.block_size
     dtype = getattr(torch, problem.cache_dtype)
@@ -256,7 +256,7 @@ def _cache(problem: AttentionProblem) -> dict[str, torch.Tensor]:
 def _write_arguments(
     job: Job,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Make keys and values as they lie in the output of one projection, a cache and slots."""
+    """Make keys and values as views of one projection's output, a cache and slots."""
     heads, head_dim = job.problem.num_kv_heads, job.problem.head_dim
     dtype = getattr(torch, job.problem.dtype)
     qkv = torch.empty((2, 3 * heads, head_dim), dtype=dtype)
@@ -275,12 +275,12 @@ def serve(compiler: Compiler, job_from_json: Callable[[dict[str, Any]], Any]) ->
 def _attempt(compiler: Compiler, job: Job) -> dict[str, Any]:
     try:
         return compiler.facts(job)
-    except Exception as error:  # noqa: BLE001  # whatever the compiler refuses is the answer
+    except Exception as error:  # noqa: BLE001  # any compiler error is reported
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def job_from(**wanted: Any) -> Job:
-    """Make a job from the command line's names; `--sweep` takes a list of the same."""
+    """Make a job from the names of the command line; `--sweep` takes a list of such dictionaries."""
     decode = "decode" in wanted["kernel"]
     asked = problem(
         Phase.DECODE if decode else Phase.PREFILL,
@@ -307,7 +307,7 @@ def job_from(**wanted: Any) -> Job:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="compile kernels for GPUs that are not there")
+    parser = argparse.ArgumentParser(description="compile kernels for absent GPUs")
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--sweep", type=Path)
     parser.add_argument("--output", type=Path)
@@ -330,7 +330,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def summary(job: Job, facts: dict[str, Any]) -> str:
-    """Say it in one line."""
+    """Summarize the facts of a job in one line."""
     if "error" in facts:
         return f"{job}  ERROR {facts['error'].splitlines()[0][:150]}"
     limit = ARCHES[job.sm].shared_memory_bytes
@@ -347,7 +347,7 @@ def summary(job: Job, facts: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Answer one job, a file of them, or standard input."""
+    """Compile one job, a file of jobs, or jobs from standard input."""
     given = _arguments().parse_args()
     if given.serve:
         serve(Compiler(disassemble=given.sass), Job.from_json)

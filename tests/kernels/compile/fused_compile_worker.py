@@ -1,4 +1,4 @@
-"""Compile the fused kernels for absent GPUs: `cross_compile_worker` for launches that are no attention.
+"""Compiles all kernels except attention for absent GPUs, as `cross_compile_worker` does for attention.
 
 python -m tests.kernels.compile.fused_compile_worker --serve        a job per line of standard input
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
-from kernels.elementwise.gpu.quantize_rows import quantise_rows
+from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.linear.gpu.matrix import MatrixLinear
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
@@ -40,7 +40,7 @@ STEPS = {
     ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
 }
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
-"""Models whose steps are one launch, by what surrounds their QKV projection and whether their cache is in FP8."""
+"""Models whose steps are one launch, by the operations around the QKV projection and whether the cache is FP8."""
 MATRICES = {
     ("wide",): (4096, 1024),
     ("gated",): (6144, 1024),
@@ -50,7 +50,7 @@ MATRICES = {
     ("gated", "wide"): (16384, 2048),
     ("parts", "long"): (2048, 8192),
 }
-"""Shapes of weights for 5 to 256 rows, by what they are used for."""
+"""Shapes of weights for 5 to 256 rows, by the features of the projection."""
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -59,16 +59,16 @@ class FusedJob:
     """One compilation.
 
     Attributes:
-        sm: compute capability; kernels are launched dependently from 90 on.
-        operation: "linear", "matrix", "add_norm", "quantise", "gate", "embed", "rope", "best", "argmax",
+        sm: compute capability; from 90 on kernels use programmatic dependent launch.
+        operation: "linear", "matrix", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
             "chosen", "sample" or "step".
         choice: of a linear layer.
-        around: what surrounds the layer: some of "norm", "residual", "bias", "best"; of
-            "quantise", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
+        around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
+            "quantize", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
             `STEPS`; of "matrix" see `MATRICES`.
-        tokens: of a step, where that matters.
+        tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: of the kernels that "argmax", "chosen" and "sample" launch, the one to compile.
+        function: the kernel to compile, of those that "argmax", "chosen" and "sample" launch.
         vocabulary: tokens of a row, for these three.
     """
 
@@ -82,13 +82,13 @@ class FusedJob:
     vocabulary: int = VOCABULARY
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` takes."""
+        """Return the fields that `from_json` takes."""
         plain = self.choice and dataclasses.replace(self.choice, spec=None, refusals=())  # type: ignore[arg-type]
         return dataclasses.asdict(dataclasses.replace(self, choice=plain))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> FusedJob:
-        """Make a job of what came through a pipe."""
+        """Make a job from the fields of `to_json`."""
         choice = fields["choice"]
         if choice is not None:
             choice = LinearChoice(
@@ -116,10 +116,10 @@ class FusedJob:
 
 
 class FusedCompiler(Compiler):
-    """Launches fused kernels, and counts how wide their loads are."""
+    """Compiles fused kernels, and counts their loads by width."""
 
     def launch(self, job: FusedJob) -> None:  # type: ignore[override]
-        """Run what launches, on small tensors or on ones whose memory nobody touches."""
+        """Run the code that launches the kernels, on small tensors or on large ones whose memory is never touched."""
         self.compiled = []
         getattr(self, f"_{job.operation}")(job, job.sm >= 90)
 
@@ -184,11 +184,11 @@ class FusedCompiler(Compiler):
         parts = torch.empty((4, job.tokens, 4096)) if "parts" in job.around else None
         add_rms_norm(x, x[0], 1e-6, parts=parts, pdl=pdl)
 
-    def _quantise(self, job: FusedJob, pdl: bool) -> None:
+    def _quantize(self, job: FusedJob, pdl: bool) -> None:
         x, gain = torch.empty((job.tokens, 4096), dtype=torch.bfloat16), None
         if "norm" in job.around:
             gain = torch.empty(4096, dtype=torch.bfloat16)
-        quantise_rows(x, gain, 1e-6, pdl=pdl)
+        quantize_rows(x, gain, 1e-6, pdl=pdl)
 
     def _gate(self, job: FusedJob, pdl: bool) -> None:
         silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)

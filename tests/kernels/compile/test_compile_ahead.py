@@ -1,4 +1,4 @@
-"""Kernels are compiled side by side and not launched, or found compiled; for a GPU that need not be there."""
+"""Kernels are compiled in parallel without a launch, or found in the cache, for an absent GPU."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def forks():
 
 @pytest.fixture
 def run(forks, tmp_path):
-    """Run a script whose kernels are in a file of its own, as Triton wants them."""
+    """Run a script in its own file, since Triton reads the source of kernels from files."""
 
     def run_script(body):
         (tmp_path / "script.py").write_text(BEGIN + KERNELS + textwrap.dedent(body))
@@ -85,7 +85,7 @@ def run(forks, tmp_path):
     return run_script
 
 
-def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(run):
+def test_kernels_launched_inside_are_compiled_and_not_launched(run):
     done = run(
         """
         with compile_ahead():
@@ -105,7 +105,7 @@ def test_all_that_is_launched_inside_is_compiled_and_nothing_is_launched(run):
     assert done.stdout.splitlines()[1].startswith("launched outside")
 
 
-def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches_again(run):
+def test_a_compiler_error_is_raised_on_leaving_and_launches_are_restored(run):
     done = run(
         """
         run = type(add).run
@@ -122,7 +122,7 @@ def test_what_the_compiler_raises_is_raised_on_leaving_and_launches_are_launches
     assert done.stdout.split() == ["left", "raised"], done.stderr
 
 
-def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(run):
+def test_a_kernel_that_fails_to_compile_does_not_prevent_others_from_compiling(run):
     done = run(
         """
         from triton.runtime._async_compile import active_mode
@@ -145,7 +145,7 @@ def test_what_does_not_compile_keeps_no_other_kernel_from_it_then_or_later(run):
 
 
 @pytest.mark.parametrize("error", ["KeyError", "KeyboardInterrupt"])
-def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_again(error, run):
+def test_an_exception_inside_is_raised_on_leaving_and_launches_are_restored(error, run):
     done = run(
         f"""
         from triton.runtime._async_compile import active_mode
@@ -164,7 +164,7 @@ def test_what_is_raised_inside_is_raised_on_leaving_and_launches_are_launches_ag
     assert done.stdout.split() == ["raised"], done.stderr
 
 
-def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they_were(run):
+def test_an_interruption_while_kernels_compile_does_not_change_later_compilations(run):
     done = run(
         """
         import triton.runtime._async_compile as asynchronous
@@ -189,7 +189,7 @@ def test_an_interruption_while_kernels_compile_leaves_later_compilations_as_they
     assert done.stdout.split() == ["raised", "add"], done.stderr
 
 
-def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(run):
+def test_a_kernel_that_is_not_in_the_cache_raises_and_is_not_compiled(run):
     done = run(
         """
         from triton.runtime._async_compile import active_mode
@@ -208,7 +208,7 @@ def test_a_kernel_that_is_not_compiled_is_refused_and_not_compiled(run):
 
 
 @pytest.mark.parametrize("way", ["with compile_ahead():", "if True:"])
-def test_what_another_process_has_compiled_is_taken_for_compiled(run, way):
+def test_kernels_compiled_by_another_process_are_found(run, way):
     compiled = run(
         f"""
         from kernels.gpu.compile_ahead import _name_compiler
@@ -234,7 +234,7 @@ def test_what_another_process_has_compiled_is_taken_for_compiled(run, way):
     assert found.stdout.splitlines() == ["['add', 'add', 'add']", "refused"], found.stderr
 
 
-def test_a_kernel_whose_files_are_gone_is_not_compiled(run, tmp_path):
+def test_a_kernel_whose_files_are_deleted_counts_as_not_compiled(run, tmp_path):
     compiled = run("with compile_ahead(): add[(1,)](x, SIZE=16)")
     assert compiled.returncode == 0, compiled.stderr
     for file in (tmp_path / "cache").glob("*/add.json"):
@@ -253,7 +253,7 @@ def test_a_kernel_whose_files_are_gone_is_not_compiled(run, tmp_path):
     assert found.stdout.split() == ["refused"], found.stderr
 
 
-def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
+def test_the_compiler_key_depends_on_the_compilers_files(tmp_path):
     (tmp_path / "deep").mkdir()
     library, text = tmp_path / "deep" / "compiler.so", tmp_path / "readme.txt"
     library.write_text("one")
@@ -268,7 +268,7 @@ def test_a_compiler_is_told_from_others_by_its_files(tmp_path):
     assert len({first, second, compiler_key(tmp_path)}) == 3
 
 
-def test_a_compiler_that_was_installed_is_told_by_the_hashes_of_its_files_wherever_it_lies(
+def test_the_compiler_key_of_a_package_depends_on_its_hashes_and_not_on_its_folder(
     tmp_path,
 ):
     record = "triton/a.py,sha256=1,5\ntriton/libtriton.so,sha256=2,9\ntriton/a.pyc,,\n"

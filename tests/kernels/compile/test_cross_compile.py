@@ -1,7 +1,7 @@
-"""Every launch that the tables can give, compiled for every architecture without having one.
+"""Compiles every launch in the tables for every architecture, without such a GPU.
 
-The compiler is the GPU's own: what it says of registers, memory and instructions holds there too. What
-it cannot say is whether a result is right or fast.
+The compiler is the one that is used with the GPU, so registers, memory and instructions are the same there.
+Whether a result is correct, or fast, is not tested.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BULK_COPIES = {
     "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_decode": ("cp.async.bulk.tensor",),
 }
-"""Rows whose loads are the tensor memory accelerator's, some by a warp of its own: what they must use."""
+"""Instructions that rows which load by the tensor memory accelerator must use, some in a separate warp."""
 ROW_SHUFFLES = 32
-"""For maxima and sums of rows. Weights in FP8 that moved to other threads would take hundreds more."""
+"""Shuffles for maxima and sums of rows. Moving FP8 weights to other threads would take hundreds more."""
 JOBS = distinct_jobs()
 
 
 def family(job: Job) -> str | None:
-    """Name the tensor core instruction that a launch must use; None where there is none to use."""
+    """Return the tensor core instruction that a launch must use; None if it must use none."""
     if (
         job.kernel in ("write_kv", "combine_parts")
         or job.stage == "plan"
@@ -50,7 +50,7 @@ def family(job: Job) -> str | None:
 
 
 def faults(job: Job, facts: dict[str, Any]) -> list[str]:
-    """List what is wrong with a compilation."""
+    """List the faults of a compilation."""
     if "error" in facts:
         return [facts["error"]]
     frame = ("stack", "spill_stores", "spill_loads")
@@ -77,7 +77,7 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
 
 
 def _fp8_faults(facts: dict[str, Any]) -> list[str]:
-    """List what is wrong with a kernel whose products are FP8's and whose weights stay where they are."""
+    """List the faults of a kernel that must multiply in FP8 and not move weights between threads."""
     ptx = facts["ptx"]
     found = [] if ptx.get("e4m3.e4m3") else ["has no product in e4m3"]
     if ptx.get("shfl.sync", 0) > ROW_SHUFFLES or ptx.get("prmt.b32"):
@@ -87,7 +87,7 @@ def _fp8_faults(facts: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("job", slow_except(representative_jobs(), JOBS))
-def test_a_launch_compiles_to_the_wanted_instructions_without_spills(job, compile_job):
+def test_a_launch_compiles_to_the_expected_instructions_without_spills(job, compile_job):
     found = faults(job, compile_job(job))
 
     assert not found, f"{job}: {'; '.join(found)}"
@@ -128,7 +128,7 @@ def test_each_fault_is_found(change, fault):
 
 
 @pytest.mark.parametrize("missing", ["cp.async.bulk.tensor", "setmaxnreg", None])
-def test_a_row_that_copies_in_bulk_must_do_so_and_share_out_its_registers(missing):
+def test_a_row_with_bulk_copies_must_use_them_and_redistribute_registers(missing):
     instructions = {"wgmma.mma_async": 24, "cp.async.bulk.tensor": 8, "setmaxnreg": 3}
     instructions.pop(missing, None)
 
@@ -147,7 +147,7 @@ def test_a_row_that_copies_in_bulk_must_do_so_and_share_out_its_registers(missin
     ],
     ids=str,
 )  # fmt: skip
-def test_a_row_in_fp8_must_multiply_in_e4m3_and_leave_weights_in_place(change, fault):
+def test_an_fp8_row_must_multiply_in_e4m3_without_moving_weights(change, fault):
     job = next(job for job in JOBS if job.function == "prefill")
     instructions = {"wgmma.mma_async": 24, "cp.async.bulk.tensor": 8, "setmaxnreg": 3}
     instructions |= {"e4m3.e4m3": 24, "shfl.sync": 24}
@@ -155,7 +155,7 @@ def test_a_row_in_fp8_must_multiply_in_e4m3_and_leave_weights_in_place(change, f
     assert faults(job, GOOD | {"ptx": instructions | change}) == fault
 
 
-def test_a_compiler_that_ends_its_process_is_a_fault_of_its_job_alone(tmp_path):
+def test_a_compiler_crash_is_a_fault_of_its_job_only(tmp_path):
     job = next(job for job in JOBS if job.kernel == "write_kv")
     worker = Worker(tmp_path, "tests.kernels.compile.cross_compile_worker")
     worker.answer(job)

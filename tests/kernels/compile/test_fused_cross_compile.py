@@ -1,6 +1,6 @@
-"""The fused kernels compiled for GPUs that are not here: registers, tensor cores, and how wide they load.
+"""Compiles the fused kernels for absent GPUs, and checks registers, tensor cores and the width of loads.
 
-What memory sends is bound by how many wide loads are on their way, and by how early; both can be counted.
+The memory bandwidth that a kernel reaches depends on how many wide loads it issues and how early; both are counted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_unfiltered", "sample_filtered")
 SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
-"""Rows that a list of candidates holds, just holds and just does not."""
+"""Sizes of rows that a list of candidates holds, just holds and just does not hold."""
 ODD = (((1001, 576, False), ("bias", "best")), ((1536, 576, True), ("bias", "norm")))
 
 
@@ -58,7 +58,7 @@ def layer(
 
 
 def timed(sm: int) -> list[FusedJob]:
-    """List the launches that were timed on a compute capability, for one row and for four."""
+    """List the measured launches of a compute capability, for one row and for four."""
     rows = [row for row in linear_table(sm) if row["launch"] and row["max_rows"] in (1, 4)]
     found = []
     for row in rows:
@@ -71,7 +71,7 @@ def timed(sm: int) -> list[FusedJob]:
 
 
 def fp8_cases(sm: int) -> list[tuple[tuple[tuple[int, int, bool], tuple[str, ...]], int]]:
-    """List layers with weights in FP8, and their rows."""
+    """List layers with FP8 weights, and their numbers of rows."""
     cases = [(QKV, 1), (DOWN, 4)]
     if sm == HOPPER:
         cases += [(case, rows) for case in (OUTPUT, GATE_UP) for rows in (1, 4)]
@@ -80,7 +80,7 @@ def fp8_cases(sm: int) -> list[tuple[tuple[tuple[int, int, bool], tuple[str, ...
 
 
 def jobs_for(sm: int) -> list[FusedJob]:
-    """List what selection gives for the layers of common models, what was timed, and the small operations."""
+    """List the selected kernels for layers of common models, the measured launches, and the small operations."""
     cases = [(case, rows) for case in (QKV, DOWN) for rows in (1, 4)]
     if sm == HOPPER:
         cases = [(case, rows) for case in (QKV, OUTPUT, GATE_UP, DOWN, HEAD) for rows in (1, 4)]
@@ -90,10 +90,10 @@ def jobs_for(sm: int) -> list[FusedJob]:
     linears.append(layer(sm, *QKV, 1, "float32"))
     linears += timed(sm)
     linears += [layer(sm, *case, rows, "bfloat16", FP8) for case, rows in fp8_cases(sm)]
-    quantising = [FusedJob(sm, "quantise", around=("norm",), tokens=64), FusedJob(sm, "quantise")]
+    quantizing = [FusedJob(sm, "quantize", around=("norm",), tokens=64), FusedJob(sm, "quantize")]
     return [
         *linears,
-        *(quantising if sm >= ADA else ()),
+        *(quantizing if sm >= ADA else ()),
         FusedJob(sm, "add_norm", tokens=64),
         FusedJob(sm, "gate", tokens=64),
         FusedJob(sm, "add_norm", around=("parts",), tokens=64),
@@ -125,7 +125,7 @@ JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)]
 
 
 def representative_jobs() -> list[FusedJob]:
-    """Choose one job of each function for Hopper, and linear layers for a GPU without dependent launches."""
+    """Choose one job of each function for Hopper, and linear layers for a GPU without dependent launch."""
     found: dict[tuple[Any, ...], FusedJob] = {}
     for job in JOBS:
         if job.sm == HOPPER or (job.sm == ADA and job.operation == "linear"):
@@ -135,7 +135,7 @@ def representative_jobs() -> list[FusedJob]:
 
 
 def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]:
-    """Return the loads of 16 bytes of a thread of the vector kernel: of weights, of all else."""
+    """Return the numbers of 16-byte loads per thread of the vector kernel: of weights, and of all else."""
     launch, problem = choice.launch, choice.problem
     assert launch is not None
     chunks = -(-problem.inputs // launch.block_k)
@@ -148,7 +148,7 @@ def wide_loads(choice: LinearChoice, around: tuple[str, ...]) -> tuple[int, int]
 def fp8_load_faults(
     job: FusedJob, choice: LinearChoice, sass: dict[str, int], shared: int
 ) -> list[str]:
-    """List what is wrong with the loads of weights in FP8, of 8 bytes, beside which each matrix' scales may be one."""
+    """List the faults of the 8-byte loads of FP8 weights; the scales of each matrix may add one such load."""
     launch, problem = choice.launch, choice.problem
     assert launch is not None
     chunks = -(-problem.inputs // launch.block_k)
@@ -166,7 +166,7 @@ def fp8_load_faults(
 
 
 def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
-    """List what is wrong with a compilation."""
+    """List the faults of a compilation."""
     if "error" in facts:
         return [facts["error"]]
     found = [f"{n}: {facts[n]}" for n in ("stack", "spill_stores", "spill_loads") if facts[n]]
@@ -179,12 +179,12 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if waits != (job.sm >= HOPPER and job.operation not in ("embed", "step")):
         found.append(f"waits {waits} times")
     if job.operation == "rope" and job.tokens > FEW_TOKENS:
-        # What a thread loads for all of a token's elements is narrow: its position and its slot.
+        # The only narrow loads are of a token's position and slot.
         narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
         expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
     if job.operation == "step":
-        # The scales of keys and of values are what is copied by less than 16 bytes.
+        # Only the scales of keys and values are copied by less than 16 bytes at once.
         copies = {name: n for name, n in facts["sass"].items() if name.startswith("LDGSTS.")}
         scales = {"LDGSTS.32": 2} if "fp8" in job.around else {}
         if copies != scales | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:
@@ -197,7 +197,7 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
 
 
 def load_faults(job: FusedJob, choice: LinearChoice, sass: dict[str, int]) -> list[str]:
-    """List what is wrong with the loads of a linear layer."""
+    """List the faults of the loads of a linear layer."""
     weights, others = wide_loads(choice, job.around)
     found = []
     total = sass.get("early LDG.128", 0) + sass.get("LDG.128", 0)
@@ -213,7 +213,7 @@ def load_faults(job: FusedJob, choice: LinearChoice, sass: dict[str, int]) -> li
 
 
 @pytest.mark.parametrize("job", slow_except(representative_jobs(), JOBS))
-def test_a_fused_kernel_compiles_without_spills_and_loads_widely(job, compile_job):
+def test_a_fused_kernel_compiles_without_spills_and_uses_wide_loads(job, compile_job):
     found = faults(job, compile_job(job))
 
     assert not found, f"{job}: {'; '.join(found)}"
@@ -272,6 +272,6 @@ def test_narrow_accesses_of_many_tokens_are_found(narrow):
     assert narrow in str(faults(ROPE, FACTS | {"sass": WIDE_ROPE | {narrow: 1}}))
 
 
-def test_a_job_survives_the_pipe():
+def test_a_job_survives_json():
     for job in (VECTOR, dataclasses.replace(VECTOR, around=()), FusedJob(80, "gate", tokens=3)):
         assert str(FusedJob.from_json(job.to_json())) == str(job)

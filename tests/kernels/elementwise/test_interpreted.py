@@ -1,4 +1,4 @@
-"""Vectors of tokens, greedy choice, norms, gates and the way to the cache in Triton's interpreter, against PyTorch."""
+"""Embeddings, argmax, norms, gates, rotation and cache writes in Triton's interpreter, against PyTorch."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def head(x, weight):
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("vocabulary", [7, 64, 301])
-def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
+def test_the_greedy_token_is_the_argmax_of_the_logits(rows, vocabulary):
     x, weight = torch.randn(rows, INPUTS).half(), torch.randn(vocabulary, INPUTS).half()
 
     token, finite, logprobs, logits = head(x, weight)
 
     assert torch.equal(token, logits.float().argmax(-1))
     assert finite.all()
-    # Of the logits that were stored, not of those before they were rounded.
+    # The log-probability is that of the stored, rounded logits.
     truth = torch.log_softmax(logits.double(), -1).amax(-1)
     torch.testing.assert_close(logprobs.double(), truth, rtol=1e-5, atol=1e-5)
 
@@ -91,13 +91,13 @@ def test_the_smallest_id_wins_among_equals(equals):
     ("value", "finite"),
     [("nan", False), ("inf", False), ("-inf", True), ("60000", True)],
 )
-def test_a_row_without_a_finite_largest_logit_is_told(value, finite):
+def test_a_row_without_a_finite_largest_logit_is_marked(value, finite):
     x, weight = torch.zeros(2, INPUTS).half(), torch.zeros(40, INPUTS).half()
     x[1, 0], weight[17, 0] = 1.0, float(value)
 
     token, is_finite, logprobs, _ = head(x, weight)
 
-    # A product of 0 and infinity is no number either.
+    # The product of 0 and infinity is NaN too.
     assert is_finite.tolist() == [value == "60000", finite]
     if value == "-inf":
         torch.testing.assert_close(logprobs[1].item(), -math.log(39), rtol=1e-5, atol=0.0)
@@ -133,7 +133,7 @@ def test_the_largest_of_any_number_of_keys_is_found(tiles):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 576, 1024])
 @pytest.mark.parametrize("splits", [0, 1, 8], ids=lambda splits: f"{splits} parts")
-def test_a_norm_and_the_parts_it_adds_agree_with_their_formula(dtype, size, splits):
+def test_a_norm_and_the_partial_sums_that_it_adds_agree_with_the_formula(dtype, size, splits):
     before, parts = torch.randn(5, size).to(dtype), torch.randn(splits, 5, size)
     weight = torch.rand(size).to(dtype)
     x = before.clone()
@@ -160,21 +160,21 @@ def test_a_gate_agrees_with_its_formula(dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [8, 576, 2048])
-def test_vectors_are_those_of_ids_and_of_tokens_drawn_before(dtype, size):
+def test_embeddings_are_those_of_ids_and_of_previously_sampled_tokens(dtype, size):
     table = torch.randn(300, size).to(dtype)
-    ids, drawn = torch.tensor([299, -1, 0, -3, 7, -2]), torch.tensor([5, 299, 0, 77])
+    ids, sampled = torch.tensor([299, -1, 0, -3, 7, -2]), torch.tensor([5, 299, 0, 77])
 
-    out = embed(ids, drawn, table)
+    out = embed(ids, sampled, table)
 
     assert torch.equal(out, table[[299, 5, 0, 0, 7, 299]])
-    assert torch.equal(out, embed_tokens(ids, table, drawn))
+    assert torch.equal(out, embed_tokens(ids, table, sampled))
     known = torch.tensor([4, 299])
     assert torch.equal(embed(known, None, table), embed_tokens(known, table))
     assert embed(known[:0], None, table).shape == (0, size)
 
 
 class CacheCase:
-    """Tokens with a projection, a cache full of sevens, and what PyTorch's operations make of them."""
+    """The output of a QKV projection, a cache filled with 7, and the results of PyTorch's operations."""
 
     def __init__(self, tokens, heads, kv_heads, head_dim, dtype, *, norms, block_size=16, seed=0):
         torch.manual_seed(seed)
@@ -192,7 +192,7 @@ class CacheCase:
         self.norms = tuple(torch.rand(2, head_dim).to(dtype) + 0.5) if norms else None
 
     def expected(self, dtype=None):
-        """Do the same step by step; in float32 where a dtype is given."""
+        """Compute queries and cache step by step with PyTorch, in `dtype` if given, else in qkv's."""
         dtype = dtype or self.qkv.dtype
         parts = [self.heads, self.kv_heads, self.kv_heads]
         qkv = self.qkv.to(dtype).unflatten(1, (-1, self.head_dim))
@@ -215,7 +215,7 @@ class CacheCase:
     [(1, 16, 8, 128), (5, 6, 2, 64), (3, 7, 1, 80), (2, 4, 4, 96)],
 )
 @pytest.mark.parametrize("in_place", [False, True], ids=["", "in place"])
-def test_queries_are_turned_and_keys_and_values_reach_their_slots(
+def test_queries_are_rotated_and_keys_and_values_reach_their_slots(
     dtype, norms, tokens, heads, kv_heads, head_dim, in_place
 ):
     case = CacheCase(tokens, heads, kv_heads, head_dim, dtype, norms=norms)
@@ -239,7 +239,7 @@ def test_queries_are_turned_and_keys_and_values_reach_their_slots(
     assert bool((case.kv.flatten(1, 2)[:, untouched] == 7.0).all())
 
 
-def test_keys_that_are_not_written_are_turned_where_they_are():
+def test_keys_that_are_not_written_to_the_cache_are_rotated_in_place():
     case = CacheCase(3, 4, 2, 32, torch.float16, norms=True)
     values = case.qkv.clone()[:, 6 * 32 :]
     k = case.expected()[1][0].flatten(0, 1)
@@ -260,7 +260,7 @@ def test_keys_that_are_not_written_are_turned_where_they_are():
     ("bytes_of", "lines"),
     [((4096, 1000), (32, 7)), ((30 << 20, 4096), (24 << 13, 0)), ((4 << 20, 40 << 20), (4 << 13, 20 << 13))],
 )  # fmt: skip
-def test_what_is_fetched_ahead_is_bounded_and_the_first_goes_first(bytes_of, lines):
+def test_prefetched_lines_are_bounded_and_those_of_the_first_tensor_come_first(bytes_of, lines):
     tensors = tuple(torch.empty(size, dtype=torch.int8, device="meta") for size in bytes_of)
 
     assert rope_cache.lines_ahead(tensors) == lines
@@ -272,7 +272,7 @@ def test_what_is_fetched_ahead_is_bounded_and_the_first_goes_first(bytes_of, lin
 )
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (8, 4), (3, 1)])
-def test_programs_with_several_tokens_and_heads_compute_the_same(
+def test_programs_with_several_tokens_and_heads_give_the_same_result(
     launch, norms, heads, kv_heads, monkeypatch
 ):
     case, same = (
@@ -302,5 +302,5 @@ def test_programs_with_several_tokens_and_heads_compute_the_same(
         (4096, 8, 128, (8, 4, 4)),
     ],
 )
-def test_programs_get_more_tokens_and_heads_as_there_are_more_of_them(tokens, heads, half, wanted):
+def test_programs_have_more_tokens_and_heads_in_larger_steps(tokens, heads, half, wanted):
     assert rotation_launch(tokens, heads, half) == wanted

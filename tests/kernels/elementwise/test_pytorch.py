@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and gated activation against their formulas."""
+"""RMS norm, rotary embedding and gated activation against their formulas."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_rope_of_a_batch_equals_rope_of_each_sequence():
     assert torch.equal(out[1], kernels.apply_rope(x[1], cos, sin))
 
 
-def test_rope_depends_on_the_distance_alone():
+def test_rope_depends_only_on_the_distance():
     q, k = torch.randn(2, 1, 1, 16)
     frequencies = torch.rand(8)
 

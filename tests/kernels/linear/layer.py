@@ -1,4 +1,4 @@
-"""A linear layer by a given choice, with what surrounds it, as a projection computes it."""
+"""Computes a linear layer with a given kernel, and the norm and gate around it, as a projection does."""
 
 from kernels.elementwise.gpu import norm_and_gate
 from kernels.linear.projection import _load
@@ -9,7 +9,7 @@ def linear(
     x, weight, choice, out=None, *,
     bias=None, scale=None, norm=None, residual=None, best=None, pdl=False,
 ):  # fmt: skip
-    """Norm and gate are launches of their own where the product of the choice absorbs none."""
+    """Compute the layer; norm and gate are separate launches where the product does not absorb them."""
     spec, gated = choice.spec, choice.problem.gated
     product = _load(spec.target)(LinearWeights(weight, bias, scale), choice.problem)
     if norm is not None and not spec.absorbs_norm:

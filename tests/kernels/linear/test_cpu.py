@@ -62,7 +62,7 @@ def test_a_packed_weight_multiplies_like_a_plain_one(weight, with_bias, rows):
     assert (packed - plain).abs().max() <= tolerance * plain.abs().max()
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+def test_a_row_does_not_depend_on_the_other_rows():
     weights = LinearWeights(bfloat16_weight(640, 384))
     x, multiply = random(40, 384), PackedLinear(weights, PROBLEM)
 
@@ -107,7 +107,7 @@ def test_only_float32_and_bfloat16_on_a_cpu_are_packed(changes, arch, reason):
     assert reason in PACKED.unsupported(dataclasses.replace(PROBLEM, **changes), arch)
 
 
-def test_other_processors_than_x86_have_no_layout_of_their_own(monkeypatch):
+def test_weights_are_not_packed_on_processors_other_than_x86(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
 
     assert unsupported("float32") == ("packed on x86-64 only",)

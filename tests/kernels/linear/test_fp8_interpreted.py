@@ -1,4 +1,4 @@
-"""Linear layers with weights in FP8, in Triton's interpreter, against the formula on what the weights hold."""
+"""Linear layers with FP8 weights, in Triton's interpreter, against the formula on the dequantized weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from kernels.arch import CATALOGUE
 from kernels.elementwise.gpu import quantize_rows as fused
 from kernels.errors import ShapeError
-from kernels.fp8 import FP8, dequantise_rows, quantise_rows
+from kernels.fp8 import FP8, dequantize_rows, quantize_rows
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import LIBRARY, LIBRARY_FP8, VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch, launch_mistakes, select_linear
@@ -45,7 +45,7 @@ def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, unpac
 
 
 def tensors(choice):
-    """Make the input, rows apart with poison between them, and weights with their scales, far from each other."""
+    """Make the input, with NaN between its rows, and weights with their scales, which differ widely."""
     problem = choice.problem
     dtype = getattr(torch, problem.dtype)
     around = torch.full((problem.rows, problem.inputs + 8), float("nan"), dtype=dtype)
@@ -53,16 +53,16 @@ def tensors(choice):
     x.copy_(torch.randn(x.shape))
     weight = torch.randn(problem.matrices * problem.outputs, problem.inputs)
     weight *= problem.inputs**-0.5 * torch.rand(len(weight), 1) * 2
-    return x, *quantise_rows(weight)
+    return x, *quantize_rows(weight)
 
 
 def expected(choice, x, weight, scale, dtype, *, bias=None, norm=None, residual=None):
-    """Compute the layer by the formulas, in `dtype` throughout but for the rows' rounding to FP8."""
+    """Compute the layer by the formulas in `dtype`; rows are rounded to FP8 where the kernel rounds them."""
     if norm is not None:
         x = reference.rms_norm(x, *norm, torch.float32)
     if choice.spec is LIBRARY_FP8:
-        x = reference.dequantise(*reference.quantise(x))
-    result = x.to(dtype) @ reference.dequantise(weight, scale).to(dtype).T
+        x = reference.dequantize(*reference.quantize(x))
+    result = x.to(dtype) @ reference.dequantize(weight, scale).to(dtype).T
     if bias is not None:
         result = result + bias.to(dtype)
     if choice.problem.gated:
@@ -82,7 +82,7 @@ def check(choice, *operands, **arguments):
         expected(choice, *operands, dtype, **arguments)
         for dtype in (torch.float32, operands[0].dtype)
     )
-    # A number of a row that lies between two of FP8 may fall to either side after a norm.
+    # After a norm, a number halfway between two FP8 numbers may be rounded to either of them.
     factor = 2.0 if choice.spec is VECTOR else 3.0
     assert_no_worse_than(out, truth, plain, factor=factor)
 
@@ -128,13 +128,15 @@ def test_a_residual_is_added_in_place(kernel, biased):
 @pytest.mark.parametrize("outputs", [1, 15, 33])
 @pytest.mark.parametrize(("inputs", "block_k"), [(264, 256), (1000, 512)])
 @pytest.mark.parametrize("unpacks", [False, True], ids=["", "by hand"])
-def test_what_fills_no_tile_agrees_with_the_formula(outputs, inputs, block_k, unpacks):
+def test_sizes_that_are_not_multiples_of_tiles_agree_with_the_formula(
+    outputs, inputs, block_k, unpacks
+):
     choice = choose(VECTOR, 2, outputs, inputs, unpacks=unpacks, block_k=block_k)
 
     check(choice, *tensors(choice))
 
 
-def test_every_number_of_float8_is_converted_by_hand_as_by_the_instruction():
+def test_bit_operations_convert_every_float8_number_exactly():
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     weight = torch.where(numbers.float().isnan(), 0.0, numbers.float()).to(torch.float8_e4m3fn)
     weight = weight.repeat(256, 1)
@@ -148,7 +150,7 @@ def test_every_number_of_float8_is_converted_by_hand_as_by_the_instruction():
         assert torch.equal(found[:, 0], weight[0, first : first + 4].float())
 
 
-def test_few_rows_are_not_quantised_and_do_not_change_each_other():
+def test_few_rows_are_not_quantized_and_do_not_change_each_other():
     choice = choose(VECTOR, 4, 48, 320)
     x, weight, scale = tensors(choice)
     x[1:, 0] = 1000.0
@@ -159,7 +161,7 @@ def test_few_rows_are_not_quantised_and_do_not_change_each_other():
     assert torch.equal(changed[0], out[0])
 
 
-def test_a_row_that_is_quantised_does_not_depend_on_its_neighbours():
+def test_a_quantized_row_does_not_depend_on_the_other_rows():
     choice = choose(LIBRARY_FP8, 8, 48, 320)
     x, weight, scale = tensors(choice)
     out = run(choice, x, weight, scale)
@@ -171,21 +173,21 @@ def test_a_row_that_is_quantised_does_not_depend_on_its_neighbours():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1, 96, 1000])
-def test_rows_are_quantised_as_pytorch_does(dtype, size):
+def test_rows_are_quantized_as_pytorch_does(dtype, size):
     rows = torch.randn(5, size).to(dtype) * torch.tensor([1e-3, 1.0, 40.0, 0.0, 1e4])[:, None].to(
         dtype
     )
 
-    numbers, scales = fused.quantise_rows(rows)
+    numbers, scales = fused.quantize_rows(rows)
 
-    wanted, wanted_scales = quantise_rows(rows)
+    wanted, wanted_scales = quantize_rows(rows)
     torch.testing.assert_close(scales[:, 0], wanted_scales)
     assert (numbers.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.99
-    found = dequantise_rows(numbers, scales[:, 0], torch.float32)
+    found = dequantize_rows(numbers, scales[:, 0], torch.float32)
     assert bool(((found - rows.float()).abs() <= rows.float().abs() / 15 + scales * 2**-9).all())
 
 
-def test_a_row_with_what_is_no_number_has_a_product_that_is_none():
+def test_a_row_with_nan_or_infinity_has_no_finite_output():
     choice = choose(LIBRARY_FP8, 2, 48, 320)
     x, weight, scale = tensors(choice)
     for bad in (float("nan"), float("inf")):
@@ -205,14 +207,14 @@ def test_a_row_with_what_is_no_number_has_a_product_that_is_none():
         (5, "h100", "library_fp8"),
     ],
 )
-def test_what_selection_gives_computes_the_layer(rows, sm, kernel):
+def test_the_selected_kernel_computes_the_layer(rows, sm, kernel):
     choice = select_linear(LinearProblem(rows, 80, 384, "float16", weight_dtype=FP8), CATALOGUE[sm])
 
     assert choice.spec.name == kernel
     check(choice, *tensors(choice))
 
 
-def test_scales_that_do_not_fit_are_refused():
+def test_scales_of_a_wrong_shape_are_rejected():
     choice = choose(VECTOR, 2, 48, 320)
     x, weight, scale = tensors(choice)
     out = torch.empty(2, 48, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""How layers are cut for the tensor cores: right for every shape, and sensible for the models that matter."""
+"""Tile sizes for the tensor cores: valid for every shape, and enough programs for common models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = {
 @pytest.mark.parametrize("may_split", [False, True])
 @pytest.mark.parametrize("rows", ROW_COUNTS)
 @pytest.mark.parametrize(("outputs", "inputs"), sorted(set().union(*LAYERS.values())))
-def test_a_layer_is_cut_into_whole_pieces_that_fit(outputs, inputs, rows, may_split):
+def test_tiles_divide_the_layer_and_fit_shared_memory(outputs, inputs, rows, may_split):
     launch = plan_matrix(outputs, inputs, rows, may_split=may_split)
     stages = launch.stages(inputs)
 
@@ -33,7 +33,7 @@ def test_a_layer_is_cut_into_whole_pieces_that_fit(outputs, inputs, rows, may_sp
 
 @pytest.mark.parametrize("rows", ROW_COUNTS)
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
-def test_what_may_be_split_keeps_nearly_all_processors_busy(model, rows):
+def test_a_layer_that_may_be_split_has_a_program_for_nearly_every_sm(model, rows):
     for outputs, inputs in (LAYERS[model][1], LAYERS[model][3]):
         launch = plan_matrix(outputs, inputs, rows, may_split=True)
 
@@ -41,7 +41,7 @@ def test_what_may_be_split_keeps_nearly_all_processors_busy(model, rows):
         assert 100 <= programs <= 132, launch
 
 
-def test_more_rows_never_take_less():
+def test_the_estimate_never_decreases_with_more_rows():
     for outputs, inputs in set().union(*LAYERS.values()):
         times = [
             estimate(plan_matrix(outputs, inputs, rows, may_split=True), outputs, inputs, rows)
@@ -50,7 +50,7 @@ def test_more_rows_never_take_less():
         assert times == sorted(times)
 
 
-def test_large_layers_are_the_library_s_beyond_128_rows():
+def test_large_layers_use_the_library_beyond_128_rows():
     weights = {name: sum(n * k for n, k in layers) for name, layers in LAYERS.items()}
 
     assert most_rows(weights["qwen3-0.6b"]) == 256

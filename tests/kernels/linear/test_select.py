@@ -1,4 +1,4 @@
-"""The choice of what multiplies, its defaults and its tables: pure, for processors that are not here."""
+"""The selection of a linear layer's kernel, the default launches and the tables, for absent processors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_number_of_rows_decides_the_kernel(rows, kernel):
     ],
     ids=str,
 )
-def test_what_the_vector_kernel_does_not_take_goes_on_with_a_reason(asked, arch, chosen, why):
+def test_problems_that_the_vector_kernel_does_not_support_give_the_reason(asked, arch, chosen, why):
     choice = select_linear(asked, arch)
 
     assert choice.spec.name == chosen
@@ -93,7 +93,7 @@ LAYER = 15_000_000
     ],
     ids=str,
 )  # fmt: skip
-def test_projections_of_a_few_rows_more_take_the_matrix_kernel_or_say_why_not(asked, arch, why):
+def test_projections_of_5_to_256_rows_use_the_matrix_kernel_or_give_the_reason(asked, arch, why):
     choice = select_linear(asked, CATALOGUE[arch])
 
     if why is None:
@@ -117,9 +117,7 @@ def test_projections_of_a_few_rows_more_take_the_matrix_kernel_or_say_why_not(as
         (3, "h100", {"outputs": 28672, "inputs": 4096, "gated": True}, "library_fp8", "3 rows of a wide gate"),
     ],
 )  # fmt: skip
-def test_weights_in_fp8_go_to_the_product_in_fp8_where_it_takes_them(
-    rows, arch, changes, kernel, why
-):
+def test_fp8_weights_use_the_fp8_product_where_it_is_supported(rows, arch, changes, kernel, why):
     asked = dataclasses.replace(problem(rows), weight_dtype=FP8, **changes)
     choice = select_linear(asked, CATALOGUE[arch], tuned_linear)
 
@@ -129,7 +127,7 @@ def test_weights_in_fp8_go_to_the_product_in_fp8_where_it_takes_them(
     assert asked.weight_bytes == asked.matrices * asked.outputs * asked.inputs
 
 
-def test_weights_in_fp8_are_converted_by_hand_where_no_instruction_does():
+def test_fp8_weights_are_converted_by_bit_operations_without_an_instruction():
     asked = dataclasses.replace(problem(), weight_dtype=FP8)
     choices = {key: select_linear(asked, CATALOGUE[key]) for key in ("a100", "l4", "h100")}
 
@@ -151,7 +149,7 @@ def test_weights_are_counted_once_for_each_half():
     assert problem(1, 3072, 1024, "float32").weight_bytes == 3072 * 1024 * 4
 
 
-def test_twice_as_wide_weights_are_held_in_as_many_registers():
+def test_weights_of_twice_the_size_use_no_more_registers():
     half, single = (select_linear(problem(dtype=d), H100).launch for d in ("float16", "float32"))
 
     assert half.ahead == 2
@@ -167,7 +165,7 @@ def test_a_row_of_a_table_comes_before_the_default():
     assert not select_linear(problem(3), H100, lambda asked, arch: find(asked, [ROW])).measured
 
 
-def test_the_row_for_the_fewest_rows_that_are_enough_is_taken():
+def test_the_table_row_with_the_smallest_sufficient_max_rows_is_used():
     library = ROW | {"max_rows": 32, "kernel": "library", "launch": None}
 
     assert find(problem(2), [library, ROW]).kernel == "vector"
@@ -207,10 +205,10 @@ def test_the_tables_hold_no_mistakes(arch):
     assert linear_mistakes(linear_table(arch.sm)) == []
 
 
-def test_what_no_table_knows_is_not_found():
+def test_a_shape_without_a_table_row_has_no_measured_launch():
     assert tuned_linear(problem(1, 7, 8), H100) is None
 
 
-def test_float32_is_not_taken_from_what_was_timed_with_half_as_many_bytes():
+def test_float32_does_not_use_measurements_of_16_bit_types():
     assert tuned_linear(problem(), H100) is not None
     assert tuned_linear(problem(dtype="float32"), H100) is None

@@ -1,4 +1,4 @@
-"""Linear layers with what surrounds them, in Triton's interpreter, against PyTorch."""
+"""Linear layers with norm, gate, bias and residual, in Triton's interpreter, against PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _poison():
 
 
 def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, **launch):
-    """Make a choice that a table could hold."""
+    """Make a choice with a valid launch."""
     problem = LinearProblem(rows, outputs, inputs, dtype, gated)
     config = dataclasses.replace(LAUNCH, **launch) if kernel is VECTOR else None
     choice = LinearChoice(problem, kernel, config, "for the test")
@@ -43,7 +43,7 @@ def choose(kernel, rows, outputs, inputs, dtype="float16", *, gated=False, **lau
 
 
 def tensors(choice, *, seed=0):
-    """Make the input and the weights; rows of the input lie apart, with poison between them."""
+    """Make the input, with NaN between its rows, and the weights."""
     problem = choice.problem
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, problem.dtype)
@@ -77,7 +77,7 @@ def check(choice, x, weight, **arguments):
     out = run(choice, x, weight, **arguments)
     rules = {**arguments, "gated": choice.problem.gated}
     truth = expected(x, weight, torch.float32, **rules)
-    # PyTorch's own operations, in another order than the formula, need more than twice its error.
+    # PyTorch's operations have another order than the formula and more than twice its error.
     factor = 3.0 if choice.spec is LIBRARY else 2.0
     assert_no_worse_than(out, truth, expected(x, weight, x.dtype, **rules), factor=factor)
 
@@ -93,7 +93,7 @@ def test_a_linear_layer_of_a_few_rows_agrees_with_pytorch(kernel, dtype, rows):
 
 @pytest.mark.parametrize("outputs", [1, 15, 33])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_outputs_that_fill_no_tile_agree_with_pytorch(outputs, rows):
+def test_outputs_that_are_not_a_multiple_of_the_tile_agree_with_pytorch(outputs, rows):
     choice = choose(VECTOR, rows, outputs, 320)
 
     check(choice, *tensors(choice))
@@ -104,7 +104,9 @@ def test_outputs_that_fill_no_tile_agree_with_pytorch(outputs, rows):
     [(256, 256, 1, 1), (264, 256, 1, 2), (384, 512, 2, 4), (1000, 256, 1, 3), (2048, 1024, 4, 1)],
 )
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-def test_inputs_that_fill_no_chunk_agree_with_pytorch(inputs, block_k, warps, ahead, gated):
+def test_inputs_that_are_not_a_multiple_of_the_chunk_agree_with_pytorch(
+    inputs, block_k, warps, ahead, gated
+):
     launch = {"block_k": block_k, "num_warps": warps, "ahead": ahead}
     choice = choose(VECTOR, 2, 12, inputs, gated=gated, **launch)
 
@@ -167,7 +169,7 @@ def test_float32_agrees_with_pytorch_to_its_last_digits():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sm", ["a100", "h100"])
-def test_what_selection_gives_computes_the_layer(kernel, sm):
+def test_the_selected_kernel_computes_the_layer(kernel, sm):
     rows = {VECTOR.name: 2, LIBRARY.name: 5}[kernel.name]
     choice = select_linear(LinearProblem(rows, 72, 384, "float16"), CATALOGUE[sm])
 
@@ -180,7 +182,7 @@ def test_what_selection_gives_computes_the_layer(kernel, sm):
     [{"rows": 3}, {"outputs": 41}, {"inputs": 328}, {"gated": True}],
     ids=lambda change: next(iter(change)),
 )
-def test_tensors_that_do_not_fit_the_choice_are_refused(change):
+def test_tensors_that_do_not_fit_the_choice_are_rejected(change):
     choice = choose(VECTOR, 2, 40, 320)
     x, weight = tensors(choice)
     other = dataclasses.replace(choice, problem=dataclasses.replace(choice.problem, **change))

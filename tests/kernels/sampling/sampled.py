@@ -1,6 +1,6 @@
-"""The tokens of sampling rows by the kernels, with tile sizes of a test's choice, and the expected ones.
+"""Samples tokens by the kernels, with given tile sizes, by the host, and by a plain implementation of the rules.
 
-A GPU rounds exponentials differently from NumPy. `by_rule` takes the weights of the GPU, so that everything else is
+A GPU rounds exponentials differently from NumPy. `by_rule` uses the weights of the GPU, so that everything else is
 compared bit for bit.
 """
 
@@ -68,7 +68,7 @@ def weigh(distances, weights, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # noqa:
 
 
 def weights_on(device: torch.device, distances: np.ndarray) -> np.ndarray:
-    """Weigh distances [V] float32 as the kernels on a device do; NumPy's exponential is the interpreter's too."""
+    """Return the weights that the kernels on a device give distances [V] float32; the interpreter uses NumPy's exp."""
     if device.type == "cpu":
         return (np.exp(-distances) * np.float32(WEIGHT_SCALE)).astype(np.int64)
     source = torch.from_numpy(distances).to(device)
@@ -78,7 +78,7 @@ def weights_on(device: torch.device, distances: np.ndarray) -> np.ndarray:
 
 
 def by_rule(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int | None]:
-    """Sample as the rules say, in the plainest way, from the weights of the logits' device."""
+    """Sample by a plain implementation of the rules, with the weights of the logits' device."""
     values = logits.float().cpu().numpy().copy()
     return [_by_rule(line, row, logits.device) for line, row in zip(values, rows, strict=True)]
 

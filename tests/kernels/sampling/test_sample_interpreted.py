@@ -1,4 +1,4 @@
-"""The sampling kernels in Triton's interpreter: bit for bit the tokens of the host's sampler."""
+"""The sampling kernels in Triton's interpreter sample exactly the tokens of the host's sampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if triton_interpreter.HAS_TRITON:
     from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
     from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
 
-# Lists that hold everything, some of it, and hardly anything; rows of several tiles.
+# Capacities for all candidates of a row, for some and for hardly any; all rows have several tiles.
 SIZES = [
     SampleSizes(tile=64, group=4, capacity=512, chunk=64, loads=2),
     SampleSizes(tile=32, group=4, capacity=24, chunk=32, loads=2, row_ways=16),
@@ -39,7 +39,7 @@ def _poison():
 
 
 def row_of_kind(kind: str, vocab: int, seed: int) -> torch.Tensor:
-    """One row of logits [1, vocab]."""
+    """Return one row of logits [1, vocab]."""
     logits = logits_of(seed, 1, vocab)
     if kind == "half":
         return logits.bfloat16()
@@ -68,7 +68,7 @@ def sampling_rows(vocab: int):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_tokens_are_bit_for_bit_those_of_the_host(data):
+def test_tokens_equal_those_of_the_host(data):
     vocab = data.draw(st.sampled_from([1, 2, 31, 101, 160]))
     rows = data.draw(st.lists(sampling_rows(vocab), min_size=1, max_size=3))
     kind = data.draw(st.sampled_from(KINDS))
@@ -81,7 +81,7 @@ def test_tokens_are_bit_for_bit_those_of_the_host(data):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"capacity={sizes.capacity}")
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_size_of_list_changes_a_token(kind, sizes):
+def test_the_capacity_of_the_list_does_not_change_a_token(kind, sizes):
     vocab = 101
     rows = [
         sampling_row(seed=3, position=k, temperature=t, top_k=k, top_p=p, min_p=m)
@@ -110,7 +110,7 @@ def test_no_size_of_list_changes_a_token(kind, sizes):
 @pytest.mark.parametrize(
     "row", [sampling_row(temperature=0.0), sampling_row(), sampling_row(top_k=3)]
 )
-def test_a_row_that_is_not_finite_is_told_and_changes_no_other(value, row):
+def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(value, row):
     logits = logits_of(4, 3)
     logits[1, 77] = value
     rows = [sampling_row(seed=1, top_p=0.9), row, sampling_row(seed=2)]
@@ -121,7 +121,7 @@ def test_a_row_that_is_not_finite_is_told_and_changes_no_other(value, row):
     assert tokens == by_host(logits, rows)
 
 
-def test_a_row_of_nothing_but_minus_infinity_is_told():
+def test_a_row_of_minus_infinity_has_no_token():
     logits = torch.full((3, 70), -INF)
 
     assert (
@@ -145,7 +145,7 @@ def test_a_rows_token_is_the_same_alone_and_among_others():
     assert by_kernel(logits, rows) == alone
 
 
-def test_rows_may_lie_apart_and_stay_as_they_are():
+def test_rows_may_have_a_stride_and_are_not_changed():
     wide = logits_of(5, 4, 150)
     logits, before = wide[:, :101], wide.clone()
     rows = [sampling_row(seed=i, top_k=9 * i) for i in range(4)]
@@ -182,7 +182,9 @@ def test_the_token_of_every_kind_of_row_is_that_of_the_host(by_kernel):
     ],
     ids=str,
 )
-def test_pending_tokens_say_whether_the_next_step_can_follow_unseen(changes, by_torch, by_kernel):
+def test_pending_tokens_tell_whether_the_next_step_can_be_queued_before_they_are_read(
+    changes, by_torch, by_kernel
+):
     rows = [sampling_row(temperature=0.0), sampling_row(**changes)]
 
     for kernels, expected in ((False, by_torch), (True, by_kernel)):
@@ -192,7 +194,7 @@ def test_pending_tokens_say_whether_the_next_step_can_follow_unseen(changes, by_
             assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
 
 
-def test_what_is_not_finite_behind_a_ban_is_told_by_the_kernels_too():
+def test_a_banned_logit_that_is_nan_makes_its_row_fail():
     logits = logits_of(19, 2)
     logits[0, 9] = math.nan
 
@@ -204,7 +206,7 @@ def test_what_is_not_finite_behind_a_ban_is_told_by_the_kernels_too():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [1, 63, 64, 300])
-def test_the_most_likely_token_is_the_first_among_equals(dtype, vocab):
+def test_the_argmax_is_the_first_among_equals(dtype, vocab):
     logits = logits_of(1, 6, vocab).round().to(dtype)
     logits[1:, -1] = torch.tensor([math.nan, INF, 50.0, -INF, -0.0])
     logits[4] = -INF
@@ -266,7 +268,7 @@ def test_a_certain_token_has_a_log_probability_of_zero_and_no_sign():
     assert str(logprobs.item()) == "0.0"
 
 
-def test_candidates_reach_as_far_as_the_filters_ask():
+def test_candidate_bounds_follow_from_the_filters():
     sizes = SampleSizes(group=10, capacity=100)
 
     assert candidate_bounds(100, 7, 0.5, sizes) == (0, 1)  # all fit

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import model as package
 from kernels.arch import CATALOGUE, CPU
-from kernels.fp8 import dequantise_rows, quantise_rows
+from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.pytorch import PyTorchLinear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.tensor_names import named_scales, named_slices
@@ -50,7 +50,7 @@ def test_each_row_of_a_layers_matrices_is_quantized_with_its_own_scale(tmp_path,
     assert scales.keys() == {name for name in stored if name.endswith("_proj.weight")}
     for tensor, exact in stored.items():
         if tensor in scales:
-            numbers, scale = quantise_rows(exact)
+            numbers, scale = quantize_rows(exact)
             assert torch.equal(slices[tensor].view(torch.uint8), numbers.view(torch.uint8))
             assert torch.equal(scales[tensor], scale)
         else:
@@ -68,7 +68,7 @@ def test_a_model_without_quantization_has_no_scales(tmp_path):
 def test_dummy_weights_are_quantized():
     held = load(FOLDER, load_format="dummy")
 
-    weight = dequantise_rows(held.layers[0].down, held.layers[0].down_scale, torch.float32)
+    weight = dequantize_rows(held.layers[0].down, held.layers[0].down_scale, torch.float32)
     assert float(weight.std()) == pytest.approx(held.config.initializer_range, rel=0.02)
     assert held.layers[0].down.dtype is FP8
 
@@ -125,8 +125,8 @@ def both_in_float8(self, x):
     """Compute a linear layer like the FP8 product, which quantizes the activations too."""
     if self._scale is None:
         return functional.linear(x, self._weight, self._bias)
-    rounded = dequantise_rows(*quantise_rows(x), x.dtype)
-    weight = dequantise_rows(self._weight, self._scale, x.dtype)
+    rounded = dequantize_rows(*quantize_rows(x), x.dtype)
+    weight = dequantize_rows(self._weight, self._scale, x.dtype)
     return functional.linear(rounded, weight, self._bias)
 
 
