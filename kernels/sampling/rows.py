@@ -1,4 +1,4 @@
-"""The row table of the sampling kernels: what they know of each row, as columns of numbers."""
+"""The row table of the sampling kernels: the parameters of each row, as columns of numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WEIGHT_SCALE = 2.0**40
 """Probabilities are summed as integers: the weight exp(logit - largest logit) in units of 2^-40.
 
 Integer sums do not depend on the order of the additions, so neither the number of rows nor the way in which a device
-splits a sum can change a sampled token. An int64 holds the sum over 2^22 tokens, and a weight that rounds to zero is
-that of a token 10^12 times less likely than the most likely one.
+splits a sum can change a sampled token. An int64 holds the sum over 2^22 tokens, and a weight rounds to zero only if
+the token is 10^12 times less likely than the most likely one.
 """
 
 _MOST_LISTED = 2048

@@ -1,4 +1,4 @@
-"""Embedding lookup of tokens, some of which are given as positions in the tokens that the step before sampled."""
+"""Embedding lookup of tokens; some are given as indices into the tokens that the previous step sampled."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ target: the count of tokens for top_k, their weight for the others. It is found 
 high), into parts until one token is left: in the list of candidates where the window lies within it, else in the logits
 until the window is small enough for a list.
 
-The functions take what they read as a tuple `row`: what `load_logits` takes, the list, the peak, and the factor on
-distances.
+The functions take a tuple `row`: the row's logits as `load_logits` takes them, the list of candidates, the peak, and
+the factor on distances.
 """
 
 from __future__ import annotations
@@ -247,10 +247,10 @@ def find(
     WAYS: tl.constexpr,
     ROW_WAYS: tl.constexpr,
 ):
-    """Find the first key whose cumulative amount exceeds `target`, after listing the keys around it if they are not.
+    """Find the first key whose cumulative amount exceeds `target`, after listing the keys around it where needed.
 
     Returns:
-        The key, the next one, the amount below that, and the size and window of the list.
+        The key, the next one, the amount below the next one, and the size and window of the list.
     """
     if (target < low_amount) | (target >= high_amount):
         low, high, low_amount, high_amount = end * 0, end, end * 0, _EVERYTHING + end * 0
@@ -293,7 +293,7 @@ def sample_filtered(
     ID_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Apply top_k, top_p and min_p, each to what the one before has kept, and sample; program (row)."""
+    """Apply top_k, top_p and min_p, each to the tokens that the previous filter kept, and sample; program (row)."""
     number = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()

@@ -26,7 +26,7 @@ BULK_COPIES = {
     "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_decode": ("cp.async.bulk.tensor",),
 }
-"""Instructions that rows which load by the tensor memory accelerator must use, some in a separate warp."""
+"""Required instructions of the rows that load by the tensor memory accelerator, some of them in a separate warp."""
 ROW_SHUFFLES = 32
 """Shuffles for maxima and sums of rows. Moving FP8 weights to other threads would take hundreds more."""
 JOBS = distinct_jobs()
