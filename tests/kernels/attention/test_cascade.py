@@ -9,7 +9,7 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE, CPU
-from kernels.attention.cascade import prefix_selection, rest_of, shared_prefix_pays
+from kernels.attention.cascade import prefix_selection, rest_of, shared_prefix_is_faster
 from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.attention.splits import prefix_parts
@@ -48,7 +48,7 @@ def test_every_gpu_from_sm_80_on_reads_a_shared_prefix_once(arch, more):
 )
 def test_elsewhere_every_sequence_reads_its_own(asked, arch):
     assert prefix_selection(asked, arch) is None
-    assert not shared_prefix_pays(asked, arch, 256, 8192)
+    assert not shared_prefix_is_faster(asked, arch, 256, 8192)
 
 
 def test_the_rows_for_prefixes_solve_no_ordinary_decode():
@@ -75,17 +75,17 @@ def test_the_rows_for_prefixes_solve_no_ordinary_decode():
 def test_a_cascade_pays_where_it_saves_more_bytes_than_memory_sends_during_two_launches(
     num_seqs, num_tokens, pays
 ):
-    assert shared_prefix_pays(problem(), H100, num_seqs, num_tokens) is pays
+    assert shared_prefix_is_faster(problem(), H100, num_seqs, num_tokens) is pays
 
 
 def test_a_slower_memory_needs_less_to_be_shared_and_an_unknown_one_the_most():
     unknown = dataclasses.replace(H100, memory_bandwidth_gbs=0)
 
-    assert shared_prefix_pays(problem(), CATALOGUE["l4"], 64, 64)
-    assert not shared_prefix_pays(problem(), H100, 64, 64)
-    assert shared_prefix_pays(problem(), H100, 64, 600)
-    assert not shared_prefix_pays(problem(), unknown, 64, 600)
-    assert shared_prefix_pays(problem(), unknown, 64, 1200)
+    assert shared_prefix_is_faster(problem(), CATALOGUE["l4"], 64, 64)
+    assert not shared_prefix_is_faster(problem(), H100, 64, 64)
+    assert shared_prefix_is_faster(problem(), H100, 64, 600)
+    assert not shared_prefix_is_faster(problem(), unknown, 64, 600)
+    assert shared_prefix_is_faster(problem(), unknown, 64, 1200)
 
 
 def test_the_rest_of_a_batch_is_its_own_tokens_and_blocks():
