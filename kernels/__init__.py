@@ -1,7 +1,7 @@
 """The public API of the kernels: paged attention, attention for training, and the layer operations in PyTorch."""
 
 from kernels.arch import GPUArch, detect
-from kernels.attention.cascade import shared_prefix_pays, takes_shared_prefix
+from kernels.attention.cascade import shared_prefix_is_faster, takes_shared_prefix
 from kernels.attention.functional import (
     decode_attention,
     flash_attention,
@@ -38,7 +38,7 @@ __all__ = [
     "rms_norm",
     "rope_tables",
     "select",
-    "shared_prefix_pays",
+    "shared_prefix_is_faster",
     "silu_and_mul",
     "takes_shared_prefix",
     "write_kv",

@@ -1,4 +1,4 @@
-"""An attention plan for tests whose engine has no model."""
+"""A plan report for tests whose engine has no model."""
 
 from __future__ import annotations
 

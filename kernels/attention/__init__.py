@@ -1,1 +1,1 @@
-"""Attention: the problem, the choice of a kernel, and the kernels. Other packages import it from `kernels`."""
+"""Attention: the problem, the selection of a kernel, and the kernels. Other packages import it from `kernels`."""

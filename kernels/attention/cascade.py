@@ -1,8 +1,8 @@
-"""Cascade attention on the host: a decode that reads the tokens its sequences share once. Pure.
+"""Cascade attention on the host: reads the prefix that a decode's sequences share once for all of them.
 
 A decode step whose sequences begin with the same blocks, such as those of one system prompt, computes its
 attention in three launches instead of one (`kernels/attention/gpu/cascade_decode.py`). This module decides
-for which problems, makes the batch of the second launch, and estimates when the cascade is faster.
+which problems support it, makes the batch of the second launch, and estimates when the cascade is faster.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _logger = logging.getLogger(__name__)
 
 _MORE_LAUNCHES = 2
 _LAUNCH_SECONDS = 15e-6
-"""Cost of a further launch, on the host or on the GPU, whichever bounds the step."""
+"""Time of an additional launch, on the host or on the GPU, whichever bounds the step."""
 _PARTIAL_BYTES = 2 * 2 * 4
 """Per output element, at least: the results of prefix and rest are float32, written and read once."""
 _FASTEST_GBS = max(arch.memory_bandwidth_gbs for arch in CATALOGUE.values())
-"""Assumed for a GPU of unknown bandwidth: with it, reading again costs the least."""
+"""Bandwidth assumed for an unknown GPU. It is the conservative choice: with it, rereading takes the least time."""
 
 
 def prefix_problem(problem: AttentionProblem) -> AttentionProblem:
     """Return the problem of all query tokens of a decode attending to the shared tokens."""
-    # The true number of query tokens is the batch's; no row is chosen by it.
+    # No row depends on max_query_tokens here; the kernel takes the number of query tokens from the batch.
     return dataclasses.replace(problem, causal=False, lse=True, max_query_tokens=1)
 
 
@@ -47,9 +47,9 @@ def prefix_selection(problem: AttentionProblem, arch: GPUArch) -> Selection | No
     """Choose the kernel for the shared tokens of a decode, and log the choice once.
 
     Returns:
-        None if no row supports them, so that each sequence reads them: on a CPU; with a sliding window,
-            whose lower edge may lie among them; and for a batch-invariant problem, since the shared
-            tokens depend on the batch.
+        None if no row supports them, so that each sequence reads them itself: on a CPU; with a sliding window,
+            whose lower edge may lie within the prefix; and for a batch-invariant problem, since the length of the
+            prefix depends on the batch.
     """
     if problem.phase is not Phase.DECODE:
         return None
@@ -68,10 +68,10 @@ def takes_shared_prefix(problem: AttentionProblem, arch: GPUArch) -> bool:
 
 
 def check_prefix(batch: PagedBatch, block_size: int) -> None:
-    """Check a batch's shared prefix against the bounds that the host knows.
+    """Check a batch's shared prefix against the bounds that are known on the host.
 
     Raises:
-        ShapeError: the prefix is no multiple of the block size, or as long as the longest sequence.
+        ShapeError: the prefix is not a multiple of the block size, or is at least as long as the longest sequence.
     """
     prefix, columns = batch.shared_prefix, batch.block_table.shape[-1] * block_size
     if prefix and (prefix % block_size or not 0 < prefix < min(batch.max_seqlen_k, columns)):
@@ -82,7 +82,7 @@ def check_prefix(batch: PagedBatch, block_size: int) -> None:
 
 
 def rest_of(batch: PagedBatch, block_size: int) -> PagedBatch:
-    """Return the batch without its shared tokens, computed on the device; empty sequences stay empty."""
+    """Return the batch without its shared tokens; lengths are computed on the device, empty sequences stay empty."""
     prefix = batch.shared_prefix
     return dataclasses.replace(
         batch,
@@ -93,17 +93,17 @@ def rest_of(batch: PagedBatch, block_size: int) -> PagedBatch:
     )
 
 
-def shared_prefix_pays(
+def shared_prefix_is_faster(
     problem: AttentionProblem, arch: GPUArch, num_seqs: int, num_tokens: int
 ) -> bool:
-    """Whether reading shared tokens once saves more time than the further launches cost.
+    """Whether reading shared tokens once saves more time than the two additional launches take.
 
         (B - 1) * tokens * bytes of a token's keys and values      not read again
           > 16 * B * H * D bytes                                   partial results, written and read
           + bandwidth * 2 launches * 15 us                         not transferred during the launches
 
     Args:
-        problem: of the decode.
+        problem: the decode.
         arch: the processor.
         num_seqs: B, each with one query token.
         num_tokens: tokens that all sequences share.

@@ -1,4 +1,4 @@
-"""Checks of the public operations' arguments. The errors name what is wrong and what is expected."""
+"""Checks the arguments of the public operations. Each error states the given and the expected value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WRITTEN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> None:
-    """Check a batch against itself and the problem, without reading from a GPU.
+    """Check that a batch is consistent and fits the problem, without reading from a GPU.
 
     Raises:
         ShapeError: a tensor's shape, dtype, stride or device, or a bound, is wrong.
@@ -48,7 +48,7 @@ def check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> N
             tensor.shape != shape
             or tensor.dtype is not torch.int32
             or tensor.device != device
-            # Rows of the table may lie apart, as in a slice of a wider one.
+            # Rows of the table need not be adjacent: it may be a slice of a wider table.
             or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1)
         ):
             raise ShapeError(
@@ -63,10 +63,10 @@ def check_batch(problem: AttentionProblem, batch: PagedBatch | PackedBatch) -> N
 
 
 def check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
-    """Check that a log-sum-exp is given if and only if the problem asks for it, in the plan's shape.
+    """Check that an `lse` tensor of the plan's shape is given if and only if the problem has `lse`.
 
     Raises:
-        ShapeError: it is not.
+        ShapeError: the tensor is missing, unexpected or of the wrong shape, dtype, stride or device.
     """
     if lse is None and not plan.problem.lse:
         return
@@ -90,7 +90,7 @@ def check_lse(lse: Tensor | None, plan: AttentionPlan) -> None:
 
 
 def check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, phase: Phase) -> None:
-    """Check tensors against the plan. Takes about a microsecond if they are right.
+    """Check tensors against the plan, in about a microsecond if they match.
 
     Raises:
         ShapeError: a shape, stride, dtype or device differs from the plan's.
@@ -122,10 +122,10 @@ def check_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, out: Tensor, pha
 
 
 def check_scale(kv: Tensor, plan: AttentionPlan, kv_scale: Tensor | None) -> None:
-    """Check that scales are given if and only if the plan's cache is quantized, in its shape.
+    """Check that scales that fit the cache are given if and only if the plan's cache is quantized.
 
     Raises:
-        ShapeError: they are not.
+        ShapeError: the scales are missing, unexpected or of the wrong shape, dtype, stride or device.
     """
     kv_dtype = plan.problem.kv_dtype
     if kv_dtype is None and kv_scale is not None:
@@ -174,7 +174,7 @@ def check_write(
 
 
 def _check_scale_of(kv: Tensor, kv_scale: Tensor) -> None:
-    """Check scales against a cache [2, N, S, K, D]."""
+    """Check scales against a cache kv [2, N, S, K, D]."""
     sides, blocks, size, heads = kv.shape[:4]
     if (
         kv_scale.shape != (sides, blocks, heads, size)

@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 @functools.lru_cache(maxsize=256)
 def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
-    """Choose once per problem and log the choice once: as a warning if a GPU falls back to PyTorch."""
+    """Select the kernel once per problem and log the choice: as a warning if a GPU falls back to PyTorch."""
     selection = select(problem, arch)
     level = logging.DEBUG if arch.is_cpu or not selection.spec.cpu else logging.WARNING
     passed = " | ".join(str(refusal) for refusal in selection.refusals) or "none"
@@ -52,7 +52,7 @@ def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
 
 @functools.cache
 def _factory(target: str) -> AttentionKernelFactory:
-    """Import a row's kernel when it is first used."""
+    """Import a row's kernel on first use."""
     module, _, attribute = target.partition(":")
     return cast("AttentionKernelFactory", getattr(importlib.import_module(module), attribute))
 
@@ -66,11 +66,11 @@ def plan_attention(
     """Choose the kernel and do the work that all layers of a step share.
 
     Args:
-        problem: what stays the same from step to step.
+        problem: the properties that are constant from step to step.
         batch: this step's sequences; its tensors must not change while the plan is in use. If the plan
             is made inside a captured CUDA graph, they may change between replays, within the bounds that
             the batch gives. A plan made before the capture must live as long as the graph.
-        arch: the processor; None asks the batch's device.
+        arch: the processor; None detects that of the batch's device.
         selection: the row to use, from `select`; None chooses one.
 
     Returns:
@@ -78,7 +78,7 @@ def plan_attention(
         them on one stream.
 
     Raises:
-        ShapeError: the batch contradicts itself or the problem.
+        ShapeError: the batch is inconsistent or does not fit the problem.
         NoKernelError: no row supports the problem.
     """
     check_batch(problem, batch)
@@ -102,7 +102,7 @@ def plan_attention(
 def _bind(
     problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
 ) -> tuple[AttentionKernel, Selection | None]:
-    """Bind the kernel of a step: a cascade if the sequences share tokens and a row reads them."""
+    """Bind the kernel to a step's batch: as a cascade if the sequences share a prefix and a row supports it."""
     make = _factory(selection.spec.target)
     if (
         not isinstance(batch, PagedBatch)
@@ -112,7 +112,9 @@ def _bind(
         or not (prefix := prefix_selection(problem, selection.arch))
     ):
         return make(problem, batch, selection), None
-    assert problem.block_size is not None, "check_batch refuses this"
+    assert problem.block_size is not None, (
+        "check_batch raises for a paged batch without a block size"
+    )
     # Imported here because a host without a GPU may have no Triton.
     from kernels.attention.gpu.cascade_decode import CascadeDecode  # noqa: PLC0415
 
@@ -131,7 +133,7 @@ def prefill_attention(
     *,
     kv_scale: Tensor | None = None,
 ) -> None:
-    """Attend a chunk of tokens per sequence to its history and, causally, to itself.
+    """Compute attention of a chunk of tokens per sequence to its history and, causally, to itself.
 
     The chunk's own keys and values are already in the cache. Query i of n sees the cached tokens
     up to seq_len - n + i (aligned to the bottom right), except those outside the window.
@@ -145,8 +147,7 @@ def prefill_attention(
         out: [T, H, D] contiguous; every row of a sequence is written. Rows that attend to nothing
             become 0.
         lse: [T, H] float32 contiguous; the natural logarithm of the sum of exponentials of the
-            scaled scores, -inf for rows that attend to nothing. Given if and only if the problem asks
-            for it.
+            scaled scores, -inf for rows that attend to nothing. Given if and only if the problem has `lse`.
         kv_scale: [2, N, K, S] float32 contiguous; the factor of each key and each value of a head.
             Given if and only if the cache is quantized. Slots without a token may hold any value, in
             `kv` too.
@@ -171,11 +172,11 @@ def decode_attention(
     *,
     kv_scale: Tensor | None = None,
 ) -> None:
-    """Attend one new token per sequence, or a few, to its paged history.
+    """Compute attention of one new token per sequence, or a few, to its paged history.
 
     Args:
         q: [T, H, D] as in `prefill_attention`; T is B unless the problem allows more queries per sequence.
-        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. It holds the new tokens' too.
+        kv: [2, N, S, K, D] contiguous; index 0 is keys, 1 is values. It includes the new tokens.
         plan: from `plan_attention` with `Phase.DECODE`.
         out: [T, H, D] contiguous; every row of a sequence is written. Rows of empty sequences become 0.
         lse: as in `prefill_attention`.
@@ -198,7 +199,7 @@ def _run(
     lse: Tensor | None,
     kv_scale: Tensor | None,
 ) -> None:
-    """Run the plan's kernel; only kernels that read a quantized cache take scales."""
+    """Run the plan's kernel. Only kernels that read a quantized cache have the parameter `kv_scale`."""
     if kv_scale is None:
         plan.run(q, kv, out, lse)
     else:

@@ -1,4 +1,4 @@
-"""How a kernel is launched: the tile sizes, and where they come from."""
+"""Launch configurations: a kernel's tile sizes and their provenance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class LaunchConfig:
         block_n: keys per tile.
         num_warps: warps per thread block, or per role of a warp-specialized kernel.
         num_stages: tiles of keys and values in flight.
-        programs_per_sm: thread blocks per SM that a decode splits its keys for.
-        one_loop: whether a prefill masks every tile, in one loop instead of two.
+        programs_per_sm: thread blocks per SM that a decode's key splits should fill.
+        one_loop: whether a prefill masks every tile, in one loop instead of separate masked and unmasked loops.
     """
 
     block_m: int
@@ -32,10 +32,10 @@ class TunedLaunch:
 
     Attributes:
         launch: the tile sizes.
-        max_seqlen_k: most keys of a sequence that it is for; None for any length.
-        provenance: where the numbers come from.
+        max_seqlen_k: largest number of keys of a sequence that the row applies to; None for any length.
+        provenance: source of the numbers.
         measured: whether they were chosen by timing on this architecture.
-        min_num_seqs: fewest sequences of a step that it is for.
+        min_num_seqs: smallest number of sequences of a step that the row applies to.
     """
 
     launch: LaunchConfig

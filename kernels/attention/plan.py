@@ -1,4 +1,4 @@
-"""What a step's attention is planned as: a kernel bound to the step's batch, with the shapes it takes."""
+"""The plan of a step's attention: a kernel bound to the step's batch, with the shapes that it accepts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class AttentionKernel(Protocol):
     ) -> None:
         """Write the attention of `q` over `kv` to `out`; shapes as in `kernels.attention.functional`.
 
-        A decode on a GPU also takes a float32 `out` for a problem of another dtype: a cascade merges it.
+        A decode on a GPU also accepts a float32 `out` for a problem of another dtype, which a cascade merges.
         """
 
 
 class AttentionKernelFactory(Protocol):
-    """What `KernelSpec.target` names: binds a kernel to the batch of one step."""
+    """Binds a kernel to the batch of one step; `KernelSpec.target` names one."""
 
     def __call__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -45,15 +45,15 @@ class AttentionPlan:
     """A kernel bound to one step's batch; every layer of the step reuses it.
 
     Attributes:
-        problem: what it solves.
-        selection: the chosen row, and why.
+        problem: the problem that it solves.
+        selection: the chosen row and the reason for it.
         run: the bound kernel.
-        q_shape: (T, H, D) that queries and output must have.
-        kv_shape: (S, K, D) that the cache's blocks must have; (K, D) of packed keys and values.
-        dtype: of queries and output.
-        kv_dtype: of the cache.
-        device: of all tensors.
-        prefix: the row that attends to the shared tokens, if the plan reads them once.
+        q_shape: (T, H, D), the shape of queries and output.
+        kv_shape: (S, K, D), the shape of a cache block; (K, D) for packed keys and values.
+        dtype: dtype of queries and output.
+        kv_dtype: dtype of the cache.
+        device: device of all tensors.
+        prefix: the row that computes attention to the shared prefix, if the plan reads it once.
     """
 
     problem: AttentionProblem

@@ -1,4 +1,4 @@
-"""The attention problem, which decides the kernel, and the batch of a step, which a kernel is bound to."""
+"""The attention problem, which determines the kernel, and the batch of one step, to which a kernel is bound."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = (FP8,)
-"""Dtypes of a quantized cache; any other cache has the queries' dtype."""
+"""Dtypes of a quantized cache; an unquantized cache has the queries' dtype."""
 
 
 class Phase(enum.Enum):
-    """Which of the two attention kernels a problem needs."""
+    """The phase of a problem; each phase has its own kernels."""
 
     PREFILL = "prefill"
     """Any number of query tokens per sequence."""
@@ -29,14 +29,14 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What stays the same from step to step and decides the kernel.
+    """The properties of attention that are constant from step to step. They determine the kernel.
 
-    No model or request asks for `softcap`, `batch_invariant` or `fp8` yet. `softcap` is for a model
-    family with capped scores; the other two become options of a request.
+    No model or request uses `softcap`, `batch_invariant` or `fp8` yet. `softcap` is for a model
+    family with capped scores; the other two will be options of a request.
 
     Attributes:
         phase: prefill or decode.
-        dtype: of queries and output, and of the cache unless `kv_dtype` is given: "float32",
+        dtype: dtype of queries and output, and of the cache unless `kv_dtype` is given: "float32",
             "bfloat16" or "float16".
         num_heads: query heads H.
         num_kv_heads: key-value heads K; divides H.
@@ -45,15 +45,15 @@ class AttentionProblem:
         softmax_scale: factor on the scores before the softmax, above 0.
         sliding_window: tokens that a query attends to, itself included; None for all.
         softcap: c in c * tanh(score / c), applied to the scaled scores; None for none.
-        causal: whether a query attends only to keys up to its own token. False in a decode describes
-            its attention to the tokens that all sequences share (`PagedBatch.shared_prefix`).
+        causal: whether a query attends only to keys up to its own token. A decode with False is the
+            attention to the tokens that all sequences share (`PagedBatch.shared_prefix`).
         max_query_tokens: most query tokens of a sequence in a decode: 1, or more for speculation.
         lse: whether the call also writes the log-sum-exp of the scores.
-        batch_invariant: whether a sequence's result must be bitwise the same in every batch; a decode
-            of few sequences is slower for it.
+        batch_invariant: whether a sequence's result must be bitwise the same in every batch. This makes a
+            decode of few sequences slower.
         fp8: whether a prefill may multiply in FP8, which is faster and less exact. Rows that multiply
             in FP8 support only problems that allow it; the other rows ignore this field.
-        kv_dtype: of a quantized paged cache: "float8_e4m3fn"; None for one of `dtype`.
+        kv_dtype: dtype of a quantized paged cache: "float8_e4m3fn"; None for a cache of `dtype`.
 
     Raises:
         ShapeError: a value is out of its range.
@@ -145,25 +145,25 @@ class AttentionProblem:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """What changes from step to step: the query tokens, and the cache blocks they attend to.
+    """The query tokens of one step and the cache blocks that they attend to.
 
     Attributes:
         cu_seqlens_q: [B + 1] int32; query rows of sequence b start at cu_seqlens_q[b].
         seq_lens: [B] int32; tokens in the cache, this step's included.
-        block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read, nor are the
-            blocks that lie before every query's window.
+        block_table: [B, M] int32; entries at or past ceil(seq_len / S) are never read, nor are
+            blocks before every query's window.
         num_tokens: T, query rows of all sequences; the last of `cu_seqlens_q`, or more if the step is
             padded.
         max_seqlen_q: most query tokens of a sequence, or an upper bound.
         max_seqlen_k: largest of `seq_lens`, or an upper bound.
-        shared_prefix: tokens at the start of every sequence that lie in the same blocks, a multiple
+        shared_prefix: tokens at the start of every sequence that are in the same blocks, a multiple
             of S. A decode then reads them once; results differ by rounding only. All query tokens
-            come after them. Empty sequences are allowed, except as the first. A captured graph keeps
-            the number it was captured with.
+            come after them. Empty sequences are allowed, except as the first. A captured CUDA graph keeps
+            the value it was captured with.
         keys_settled: whether a decode may read keys, values and this batch before the preceding kernel
-            has ended, except the keys and values of the query tokens. The caller promises that they, and
-            the plan, were written before the stream's last launch that was not programmatic
-            (`kernels.gpu.dependent_launch`).
+            has ended, except the keys and values of the query tokens. The caller guarantees that they and
+            the plan were written before the stream's last launch that was not a programmatic dependent
+            launch (`kernels.gpu.dependent_launch`).
     """
 
     cu_seqlens_q: Tensor

@@ -20,13 +20,13 @@ _UP_TO_64_HEADS = frozenset(range(1, 65))
 _NEARLY_POWERS_OF_TWO = frozenset(
     heads for heads in _UP_TO_64_HEADS if 8 * heads >= 7 * (1 << (heads - 1).bit_length())
 )
-"""A group takes a power of two of a tile's rows. If more than an eighth of them are unused, the portable kernel is
-as fast."""
+"""A group of query heads takes a power of two of a tile's rows. If more than an eighth of those rows are unused, the
+portable kernel is as fast."""
 _FP8_BY_TRITON = QuantizedCache(
     kv_dtypes=frozenset({FP8}),
     dtypes=frozenset({"bfloat16", "float16"}),
     sm=FP8_INSTRUCTIONS,
-    note="older GPUs have no instruction that converts it",
+    note="older GPUs have no instruction that converts FP8",
 )
 _FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 
@@ -166,4 +166,5 @@ PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
         arch_note=_NO_TENSOR_CORES,
     ),
 )
-"""The kernels that attend all sequences of a decode to their shared tokens; without one, each sequence reads them."""
+"""Kernels that compute attention of all sequences of a decode to their shared tokens. If none supports the problem,
+each sequence reads those tokens itself."""

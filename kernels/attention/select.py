@@ -1,4 +1,4 @@
-"""The choice of the attention kernel for a problem on a processor: pure, and with a reason for each row."""
+"""Selects the attention kernel for a problem on a processor, and records why each preferred row was passed over."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Selection:
         arch: the processor it was chosen for.
         launches: its tile sizes, those for the most sequences first, then those for the shortest ones;
             empty for a PyTorch row.
-        why: one sentence.
-        refusals: the more preferred rows of this phase.
+        why: the reason for the choice, one sentence.
+        refusals: the more preferred rows of this phase, with their reasons.
     """
 
     spec: KernelSpec
@@ -65,10 +65,10 @@ def select(
         [KernelSpec, AttentionProblem, GPUArch], tuple[TunedLaunch, ...]
     ] = tuned_launches,
 ) -> Selection:
-    """Choose the first row that supports the problem. Pure, so it also plans for an absent GPU.
+    """Choose the first row that supports the problem. It accesses no device, so `arch` may be an absent GPU.
 
     Args:
-        problem: what is to be solved.
+        problem: the problem to solve.
         arch: from `detect()` or `kernels.arch.CATALOGUE`.
         registry: rows, most preferred first.
         launches: returns a row's tile sizes, in the order of `Selection.launches`.

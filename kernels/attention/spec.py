@@ -1,4 +1,4 @@
-"""A row of the registry: what a kernel supports, and the reasons for what it does not."""
+"""A row of the registry: what a kernel supports, and its reasons for not supporting a problem."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class QuantizedCache:
     """The quantized caches that a kernel reads.
 
     Attributes:
-        kv_dtypes: of the cache.
-        dtypes: of the queries over such a cache.
-        sm: compute capabilities on which it reads one; None for wherever it runs.
-        note: what the others lack, for the reason.
+        kv_dtypes: supported dtypes of the cache.
+        dtypes: supported dtypes of the queries over such a cache.
+        sm: compute capabilities on which it reads such a cache; None for all that the kernel runs on.
+        note: what other GPUs lack; part of the reason.
     """
 
     kv_dtypes: frozenset[str]
@@ -53,7 +53,7 @@ class KernelSpec:
             host without Triton can read every row.
         dtypes: supported dtypes.
         cpu: whether it runs on a CPU.
-        sm: compute capabilities of the GPUs it runs on; None for every GPU, empty for none.
+        sm: compute capabilities of the GPUs it runs on; None for every GPU, an empty set for none.
         flash_attention: the FlashAttention generation whose algorithm it follows; None for PyTorch's
             own attention.
         head_dims: supported head dims; None for any.
@@ -64,17 +64,17 @@ class KernelSpec:
         packed: whether it reads packed keys and values.
         sliding_window: whether it can limit attention to a window.
         softcap: whether it can cap scores.
-        non_causal: whether a query may see keys after its own token.
+        non_causal: whether it supports queries that see keys after their own token.
         several_queries: whether a decode may have more than one query token per sequence.
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether a sequence's result can be made independent of its batch.
-        fp8: whether it multiplies in FP8; it then supports only problems that allow that.
-        row_tiles: values of `block_m` that it is written for; None for any power of two.
+        fp8: whether it multiplies in FP8; it then supports only problems with `fp8`.
+        row_tiles: supported values of `block_m`; None for any power of two.
         quantized: the quantized caches it reads; None for none.
-        launch: tile sizes that work wherever it runs; `kernels/tuning` has better ones. None for a
-            PyTorch row.
-        note: what a reader of the plan should know about this row.
-        arch_note: what other architectures lack, for the reason.
+        launch: default tile sizes, which work on every GPU that it runs on; `kernels/tuning` has better
+            ones. None for a PyTorch row.
+        note: a remark about this row, shown in the plan.
+        arch_note: what other architectures lack; part of the reason.
     """
 
     name: str

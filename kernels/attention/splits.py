@@ -1,18 +1,18 @@
-"""How many parts a decode's keys are split into, so that thread blocks fill the GPU. Pure.
+"""The number of parts that a decode's keys are split into (split-KV), so that thread blocks fill the GPU.
 
     wanted = programs the GPU holds at once / programs that one split takes
     chunk  = ceil(tiles of all sequences / wanted), in tiles of keys
     splits of a sequence = ceil(its tiles / chunk), at least 1; its tiles divided evenly among them
     order of the launch = the sequences with the longest splits first
 
-A long sequence thus gets more splits than a short one beside it. Their number never exceeds wanted + B,
-whatever the lengths: a launch of that many fits every step of B sequences, and a captured graph can be
-replayed as the lengths grow. If a batch has more splits than the GPU holds at once, the shortest start last;
-a long split that started late would run alone at the end.
+A long sequence thus gets more splits than a short one. The total never exceeds wanted + B, whatever the lengths, so
+a launch of that many fits every step of B sequences, and a captured CUDA graph can be replayed as the lengths grow.
+If a batch has more splits than the GPU holds at once, the shortest start last, because a long split that started
+late would run alone at the end.
 
 The device lists the splits (`kernels/attention/gpu/split_list.py`).
 
-Source: our own; the chunk common to all sequences is that of FlashInfer's decode plan (Ye et al., 2025).
+Source: our own; a chunk size common to all sequences is from FlashInfer's decode plan (Ye et al., 2025).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def splits_wanted(num_sms: int, programs_per_sm: int, programs_per_split: int) -
 
 
 def split_bound(num_seqs: int, max_seqlen_k: int, block_n: int, wanted: int, fixed: int) -> int:
-    """Return the most splits that a step can have, for any lengths.
+    """Return the largest number of splits that a step can have, for any lengths.
 
     Args:
         num_seqs: B.

@@ -167,7 +167,7 @@ def test_a_prefix_read_once_for_all_gives_the_tokens_of_one_read_by_each(
     monkeypatch.setattr(model.network.decoder, "plan_attention", noted)
     for pays in (False, True):
         monkeypatch.setattr(
-            server.engine.runner.model_runner, "shared_prefix_pays", lambda *_, pays=pays: pays
+            server.engine.runner.model_runner, "shared_prefix_is_faster", lambda *_, pays=pays: pays
         )
         engine = make_engine()
         engine.generate(asked[:1])

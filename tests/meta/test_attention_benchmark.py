@@ -1,4 +1,4 @@
-"""The attention benchmark's parts that decide without a GPU: rows, candidates, tables, result files."""
+"""The parts of the attention benchmark that need no GPU: rows, candidates, tables and result files."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def write_result(folder, date, rows, **others):
     path.write_text(json.dumps(record | others))
 
 
-def test_the_tables_of_the_peers_have_the_rows_that_the_limits_are_about():
+def test_every_row_of_the_peers_tables_has_the_best_peer_as_its_bar():
     assert (len(PREFILL), len(DECODE)) == (12, 20)
     assert all(shape.bar == max(shape.peers.values()) for shape in PREFILL)
     assert all(shape.bar == min(shape.peers.values()) for shape in DECODE)
 
 
-def test_operations_and_bytes_are_those_of_the_causal_half_and_of_every_key_and_value():
+def test_flops_count_the_causal_half_and_bytes_count_every_key_and_value():
     prefill = next(shape for shape in PREFILL if str(shape) == "prefill 32/8/128 4x4096")
     decode = next(shape for shape in DECODE if str(shape) == "decode 32/8/128 128x4096")
 
@@ -112,7 +112,7 @@ def test_the_documents_table_shows_the_newest_result_of_each_phase(tmp_path):
     assert "other" not in text
 
 
-def test_a_prefix_that_is_read_once_has_tables_of_its_own(tmp_path):
+def test_decodes_with_a_shared_prefix_have_a_separate_table(tmp_path):
     shared = {"size": "64x(8192 shared + 128)", "us_without_sharing": 400.0, "gain": 8.0}
     rows = [decode_row(25.0), decode_row(50.0) | shared]
     write_result(tmp_path, "2026-01-01", rows)
@@ -123,7 +123,7 @@ def test_a_prefix_that_is_read_once_has_tables_of_its_own(tmp_path):
     assert text.count("64x(8192 shared + 128)") == 1
 
 
-def test_rows_in_fp8_have_tables_of_their_own(tmp_path):
+def test_fp8_prefills_have_a_separate_table(tmp_path):
     rmse = {"half": 3e-4, "per_tensor": 2.6e-2, "fp8": 1e-2, "per_tensor_over_fp8": 2.6}
     fp8 = {"tflops": 800.0, "gain": 2.0, "attention_tflops": 850.0, "attention_gain": 2.125}
     rows = [ROWS[0] | {"fp8": fp8 | {"rmse": rmse, "fa3_tflops_elsewhere": 561.0}}, ROWS[1]]
@@ -137,14 +137,14 @@ def test_rows_in_fp8_have_tables_of_their_own(tmp_path):
     )
 
 
-def test_rows_over_a_cache_in_fp8_have_a_table_of_their_own(tmp_path):
+def test_decodes_over_an_fp8_cache_have_a_separate_table(tmp_path):
     row = decode_row(40.0) | {"fp8_cache": {"us": 22.35, "gain": 1.79, "difference": 0.021}}
     write_result(tmp_path, "2026-01-01", [row])
 
     assert "| 8 x 1024 | 40.0 | **22.4** | **1.79** | 2.1% |" in attention_table(tmp_path)
 
 
-def test_a_decode_over_a_cache_in_fp8_is_held_to_the_one_in_half_precision(monkeypatch):
+def test_a_decode_over_an_fp8_cache_is_compared_with_one_in_half_precision(monkeypatch):
     monkeypatch.setattr(attention_fp8, "arch_of", lambda _device: kernels.detect("cpu"))
     shape = next(shape for shape in TINY if shape.phase == "decode")
     inputs = make_inputs(shape, "float16", torch.device("cpu"))
@@ -159,7 +159,7 @@ def test_a_decode_over_a_cache_in_fp8_is_held_to_the_one_in_half_precision(monke
         time_fp8_cache(inputs, 100.0)
 
 
-def test_the_decodes_that_read_the_most_are_measured_over_a_cache_in_fp8_too():
+def test_the_decodes_that_read_the_most_are_also_measured_over_an_fp8_cache():
     found = [shape for shape in DECODE if has_fp8_cache_row(shape)]
 
     assert {(s.batch, s.length) for s in found} == {
@@ -167,7 +167,7 @@ def test_the_decodes_that_read_the_most_are_measured_over_a_cache_in_fp8_too():
     }  # fmt: skip
 
 
-def test_the_long_rows_of_the_peers_tables_are_measured_in_fp8_too():
+def test_the_long_prefills_of_the_peers_tables_are_also_measured_in_fp8():
     shapes = [shape for shape in (*PREFILL, *MORE_PREFILL) if has_fp8_row(shape)]
 
     assert {((s.hq, s.hkv, s.d), s.batch, s.length) for s in shapes} == set(FA3)
@@ -189,7 +189,7 @@ def test_errors_are_measured_against_float64_on_inputs_with_outliers(monkeypatch
     assert errors["per_tensor_over_fp8"] == pytest.approx(errors["per_tensor"] / 0.25, rel=1e-3)
 
 
-def test_the_inputs_of_a_shared_prefix_lie_in_the_same_blocks_and_count_once():
+def test_a_shared_prefix_is_in_the_same_blocks_and_counted_once():
     shape = next(shape for shape in TINY if shape.shared)
     inputs = make_inputs(shape, "float32", torch.device("cpu"))
     table = inputs.batch.block_table
@@ -202,7 +202,7 @@ def test_the_inputs_of_a_shared_prefix_lie_in_the_same_blocks_and_count_once():
     assert shape.kv_bytes("float32") == 2 * (64 + 3 * 26) * 2 * 32 * 4
 
 
-def test_the_documents_table_says_when_nothing_was_measured(tmp_path):
+def test_without_results_the_documents_table_states_that_nothing_was_measured(tmp_path):
     assert attention_table(tmp_path).startswith("Nothing has been measured")
 
 
@@ -227,7 +227,7 @@ def test_the_summary_counts_the_rows_that_reach_the_best_peer():
     assert decode == "decode: at most the time of the better peer in 2 of 3 rows"
 
 
-def test_the_documents_show_what_the_peers_tables_lack_in_a_table_of_its_own(tmp_path):
+def test_rows_that_are_not_in_the_peers_tables_have_a_separate_table(tmp_path):
     special = {"size": "1x512+8192", "history": 8192, "peer_tflops_elsewhere": {}}
     rows = [row | special | {"peer_tflops": {"fa2": 250.0}} for row in ROWS]
     write_result(tmp_path, "2026-01-01", [*ROWS, *rows])
@@ -254,7 +254,7 @@ def pairs_by_hand(shape):
 
 
 @pytest.mark.parametrize("shape", [*TINY, Shape("prefill", 4, 2, 32, 2, 30, window=50)], ids=str)
-def test_operations_are_counted_as_the_pairs_that_see_each_other(shape):
+def test_flops_are_counted_from_the_visible_pairs_of_query_and_key(shape):
     counted = shape.flops / (4 * shape.d * shape.hq)
 
     # A causal triangle counts half of its diagonal.
@@ -262,7 +262,7 @@ def test_operations_are_counted_as_the_pairs_that_see_each_other(shape):
     assert counted <= pairs_by_hand(shape) <= counted + slack
 
 
-def test_the_mix_of_prompts_and_the_ragged_batches_are_what_they_are_called():
+def test_the_lengths_of_mixed_and_ragged_batches_match_their_names():
     mix, spread, skewed = MORE_PREFILL[0], *MORE_DECODE
     half = sorted(mix.lengths)[len(mix.lengths) // 2]
 
@@ -272,7 +272,7 @@ def test_the_mix_of_prompts_and_the_ragged_batches_are_what_they_are_called():
     assert sum(skewed.lengths) < 0.6 * sum(spread.lengths)
 
 
-def test_rows_are_named_apart():
+def test_rows_have_unique_names():
     shapes = [*PREFILL, *DECODE, *MORE_PREFILL, *MORE_DECODE]
 
     assert len({str(shape) for shape in shapes}) == len(shapes)
@@ -311,7 +311,7 @@ def test_inputs_of_every_kind_of_row_are_checked_against_the_reference(shape, pa
             inputs.check(wrong)
 
 
-def test_a_launch_is_read_over_the_table_s_and_unknown_fields_are_refused():
+def test_a_given_launch_overrides_the_table_and_unknown_fields_are_rejected():
     base = LaunchConfig(64, 64, 4, 2)
 
     assert parse_launch("block_m=128,one_loop=1", base) == LaunchConfig(
@@ -322,7 +322,7 @@ def test_a_launch_is_read_over_the_table_s_and_unknown_fields_are_refused():
         parse_launch("tile=3", base)
 
 
-def test_candidates_leave_out_what_is_known_to_spill_and_what_cannot_fit():
+def test_candidates_exclude_launches_that_spill_or_do_not_fit():
     h100, a10 = CATALOGUE["h100"], CATALOGUE["a10"]
     everything = candidates("portable_prefill", 128, "bfloat16", h100)
     skipped = candidates(
@@ -339,7 +339,7 @@ def test_candidates_leave_out_what_is_known_to_spill_and_what_cannot_fit():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_candidates_of_the_hopper_prefill_hold_its_tables_and_fit(head_dim):
+def test_the_candidates_of_the_hopper_prefill_include_its_tables_and_fit(head_dim):
     h100 = CATALOGUE["h100"]
     spec = next(row for row in REGISTRY if row.name == "hopper_prefill")
     shape = Shape("prefill", 32, 8, head_dim, 1, 512)
@@ -355,7 +355,7 @@ def test_the_candidates_of_the_hopper_prefill_hold_its_tables_and_fit(head_dim):
     )
 
 
-def test_a_result_is_named_after_the_given_commit_and_does_not_say_where_it_was_put(
+def test_a_result_is_named_after_the_given_commit_and_omits_its_output_folder(
     tmp_path, monkeypatch, capsys
 ):
     words = [

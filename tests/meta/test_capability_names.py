@@ -1,4 +1,4 @@
-"""Compute capabilities are compared in one file; every other file asks for a capability by its name."""
+"""Compute capabilities are compared in one file; every other file uses named capabilities."""
 
 import ast
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "kernels" / "arch.py"
 NUMBERS = {"sm", "major", "minor", "compute_capability", "get_device_capability"}
-"""Names under which a compute capability goes."""
+"""Names of variables and attributes that contain a compute capability."""
 FILES = sorted(
     path for package in ("kernels", "model", "server") for path in (ROOT / package).rglob("*.py")
 )
 
 
 def comparisons(source):
-    """Lines that compare a compute capability or compute with one; `is None` and text are neither."""
+    """List the lines that compare a compute capability or calculate with one; `is None` and text do not count."""
     return [node.lineno for node in ast.walk(ast.parse(source)) if _compares(node)]
 
 
@@ -66,5 +66,5 @@ def test_a_comparison_is_found(line):
         'a / f"sm_{sm}"',
     ],
 )
-def test_a_question_by_name_is_none(line):
+def test_a_named_capability_is_not_a_comparison(line):
     assert comparisons(line) == []

@@ -1,4 +1,4 @@
-"""The pages in docs/decisions/ have numbers of their own, and whoever names one names one that is there."""
+"""The pages in docs/decisions/ have unique numbers, and every reference to a page names an existing one."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ PAGES = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 SOURCES = ("kernels", "model", "server", "docs", "benchmarks", "tests", "deploy")
 
 
-def test_every_decision_has_a_number_of_its_own_and_its_page_says_it():
+def test_every_decision_has_a_unique_number_that_its_title_repeats():
     numbers = [int(page.name[:4]) for page in PAGES]
 
     assert numbers == list(range(1, len(PAGES) + 1))
@@ -16,7 +16,7 @@ def test_every_decision_has_a_number_of_its_own_and_its_page_says_it():
         assert page.read_text().startswith(f"# {number}. "), page.name
 
 
-def test_a_decision_that_is_referred_to_is_there():
+def test_every_referenced_decision_exists():
     files = [path for path in ROOT.glob("*") if path.is_file() and path.suffix in {"", ".md"}]
     for folder in SOURCES:
         files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]

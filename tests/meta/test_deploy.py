@@ -1,4 +1,4 @@
-"""The image, the composition and the scrape configuration keep their promises, and agree with the code."""
+"""The image, the Compose file and the Prometheus configuration are consistent with the code."""
 
 import json
 import os
@@ -58,7 +58,7 @@ STAGES = stages()
 
 
 def instructions(target, word):
-    """What an image has of one instruction, inherited ones first."""
+    """List the arguments of an instruction in an image, inherited ones first."""
     stage = STAGES[target]
     inherited = instructions(stage.base, word) if stage.base in STAGES else []
     return inherited + [rest for name, rest in stage.instructions if name == word]
@@ -77,12 +77,12 @@ def context_sources(stage):
 # The Dockerfile.
 
 
-def test_the_last_target_and_so_the_default_one_is_for_machines_without_a_gpu():
+def test_the_default_target_is_the_cpu_image():
     assert set(TARGETS) <= set(STAGES)
     assert list(STAGES)[-1] == "cpu"
 
 
-def test_everything_stands_on_one_base_image_that_an_argument_names():
+def test_all_stages_use_one_base_image_that_a_build_argument_names():
     bases = {stage.base for stage in STAGES.values()} - set(STAGES)
 
     assert bases == {"${BASE_IMAGE}"}
@@ -90,7 +90,7 @@ def test_everything_stands_on_one_base_image_that_an_argument_names():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_runs_as_a_user_without_rights(target):
+def test_an_image_runs_as_an_unprivileged_user(target):
     user, group = instructions(target, "USER")[-1].split(":")
 
     assert int(user) > 1000
@@ -99,13 +99,13 @@ def test_an_image_runs_as_a_user_without_rights(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_service_gets_the_signals_since_no_shell_stands_before_it(target):
+def test_the_service_receives_signals_directly_without_a_shell(target):
     assert json.loads(instructions(target, "ENTRYPOINT")[-1]) == ["tessera", "serve"]
     assert instructions(target, "STOPSIGNAL") == ["SIGTERM"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_checks_its_health_with_what_it_has(target):
+def test_the_health_check_uses_only_programs_in_the_image(target):
     options, command = instructions(target, "HEALTHCHECK")[-1].split(" CMD ")
     script = json.loads(command)[-1]
     limit = int(re.search(r"--timeout=(\d+)s", options)[1])
@@ -115,13 +115,13 @@ def test_an_image_checks_its_health_with_what_it_has(target):
     assert not re.search(r"\b(curl|wget)\b", DOCKERFILE)
 
 
-def test_the_c_compiler_is_where_triton_compiles_at_run_time_and_nowhere_else():
+def test_only_the_gpu_image_has_a_c_compiler_because_triton_needs_it_at_run_time():
     assert any(" gcc libc6-dev" in run for run in instructions("gpu", "RUN"))
     assert not any("gcc" in run for run in instructions("cpu", "RUN"))
 
 
 @pytest.mark.parametrize("name", ["venv-cpu", "venv-gpu"])
-def test_a_change_of_the_source_installs_no_dependency_again(name):
+def test_a_change_of_the_source_does_not_reinstall_dependencies(name):
     assert context_sources(STAGES["requirements"]) == ["pyproject.toml"]
     while name in STAGES:
         assert context_sources(STAGES[name]) == []
@@ -129,7 +129,7 @@ def test_a_change_of_the_source_installs_no_dependency_again(name):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_has_only_settings_that_exist_with_values_that_are_allowed(target):
+def test_an_image_sets_only_existing_settings_to_allowed_values(target):
     settings = {k: v for k, v in environment(target).items() if k.startswith("TESSERA_")}
 
     assert set(settings) <= set(SETTINGS)
@@ -140,7 +140,7 @@ def test_an_image_has_only_settings_that_exist_with_values_that_are_allowed(targ
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_labels_tell_what_the_image_is(target):
+def test_the_labels_describe_the_image(target):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     labels = dict(
         pair.split("=", 1) for pair in shlex.split(" ".join(instructions(target, "LABEL")))
@@ -151,7 +151,7 @@ def test_the_labels_tell_what_the_image_is(target):
     assert labels["org.opencontainers.image.description"].startswith("A text-generation server")
 
 
-def test_what_is_copied_exists_and_is_not_ignored():
+def test_every_copied_path_exists_and_is_not_ignored():
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     allowed = {line[1:] for line in lines if line.startswith("!")}
     sources = {source for stage in STAGES.values() for source in context_sources(stage)}
@@ -166,7 +166,7 @@ def test_what_is_copied_exists_and_is_not_ignored():
 
 @pytest.fixture
 def serve():
-    """Starts a fake service with a status for /health; returns its port."""
+    """Start a fake service with a status for /health; return its port."""
     servers = []
 
     def start(status):
@@ -207,13 +207,13 @@ def test_the_health_check_passes_while_the_service_on_the_configured_port_is_rea
     assert (done.returncode, done.stdout) == (0, '200 {"state":"ready"}\n')
 
 
-def test_the_health_check_fails_while_the_service_is_not_ready_and_repeats_its_words(serve):
+def test_the_health_check_fails_while_the_service_is_not_ready_and_prints_its_reply(serve):
     done = check(TESSERA_PORT=str(serve(503)))
 
     assert (done.returncode, done.stdout) == (1, '503 {"state":"ready"}\n')
 
 
-def test_the_health_check_fails_with_the_address_where_nothing_answers(serve):
+def test_the_health_check_fails_with_the_address_if_no_service_answers(serve):
     serve(200)
     done = check(TESSERA_PORT="1")
 
@@ -222,7 +222,7 @@ def test_the_health_check_fails_with_the_address_where_nothing_answers(serve):
     assert "Traceback" not in done.stderr
 
 
-def test_the_health_check_asks_past_a_proxy(serve):
+def test_the_health_check_ignores_a_proxy(serve):
     done = check(TESSERA_PORT=str(serve(200)), http_proxy="http://127.0.0.1:1")
 
     assert done.returncode == 0
@@ -241,16 +241,16 @@ def test_the_health_check_asks_past_a_proxy(serve):
         ("node serve --port 9004", {}, 8000),
     ],
 )
-def test_the_health_check_finds_the_address_where_the_service_does(command, variables, expected):
+def test_the_health_check_uses_the_address_of_the_service(command, variables, expected):
     host, port = healthcheck.address(command.split(), variables)
 
     assert expected in (port, (host, port))
 
 
-# The composition.
+# The Compose file.
 
 
-def test_prometheus_scrapes_the_port_and_the_route_where_the_metrics_are():
+def test_prometheus_scrapes_the_port_and_the_route_of_the_metrics():
     (job,) = PROMETHEUS["scrape_configs"]
     ((target,),) = (config["targets"] for config in job["static_configs"])
 
@@ -258,7 +258,7 @@ def test_prometheus_scrapes_the_port_and_the_route_where_the_metrics_are():
     assert "GET" in ROUTES[job["metrics_path"]]
 
 
-def test_the_scraped_name_leads_to_the_service_on_a_gpu_too():
+def test_the_scraped_name_is_an_alias_of_the_gpu_service_too():
     assert "tessera" in SERVICES
     assert SERVICES["tessera-gpu"]["networks"]["default"]["aliases"] == ["tessera"]
 
@@ -275,11 +275,11 @@ def test_a_profile_builds_and_runs_its_target(name, target):
     assert set(service["build"]["args"]) <= arguments
 
 
-def test_without_a_flag_the_composition_runs_on_a_cpu():
+def test_compose_runs_on_a_cpu_by_default():
     assert "COMPOSE_PROFILES=cpu\n" in (ROOT / "deploy/.env").read_text()
 
 
-def test_only_the_service_on_a_gpu_asks_for_one():
+def test_only_the_gpu_service_reserves_a_gpu():
     (device,) = SERVICES["tessera-gpu"]["deploy"]["resources"]["reservations"]["devices"]
 
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
@@ -287,7 +287,7 @@ def test_only_the_service_on_a_gpu_asks_for_one():
 
 
 @pytest.mark.parametrize("name", ["tessera", "tessera-gpu"])
-def test_the_composition_has_only_settings_that_exist(name):
+def test_compose_sets_only_existing_settings(name):
     variables = {k for k in SERVICES[name]["environment"] if k.startswith("TESSERA_")}
 
     assert variables <= set(SETTINGS)
@@ -304,7 +304,7 @@ def test_caches_outlive_the_container(name):
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_may_do_and_reach_as_little_as_it_needs(name):
+def test_a_container_has_minimal_privileges_and_publishes_only_on_the_loopback_address(name):
     service = SERVICES[name]
 
     assert service["read_only"] is True
@@ -315,7 +315,7 @@ def test_a_container_may_do_and_reach_as_little_as_it_needs(name):
 
 
 @pytest.mark.parametrize("name", ["tessera", "tessera-gpu"])
-def test_a_container_is_given_the_time_that_its_requests_and_its_engine_are_given(name):
+def test_the_stop_period_covers_the_shutdown_of_requests_and_engine(name):
     period = int(SERVICES[name]["stop_grace_period"].removesuffix("s"))
 
     assert front_end_pool._STOP_SECONDS > serving._SHUTDOWN_SECONDS
@@ -334,7 +334,7 @@ def test_prometheus_waits_until_the_service_is_healthy():
 
 
 @pytest.mark.parametrize("path", ["README.md", "docs/operations.md"])
-def test_a_document_names_only_settings_and_build_arguments_that_exist(path):
+def test_a_document_names_only_existing_settings_and_build_arguments(path):
     text = (ROOT / path).read_text()
     arguments = set(re.findall(r"--build-arg (\w+)", text))
 

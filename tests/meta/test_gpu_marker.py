@@ -1,4 +1,4 @@
-"""A run that asked for GPU tests and skipped them all is a failure, not a pass."""
+"""A run that selects GPU tests and skips all of them fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_pytest(*arguments):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tests would run")
 @pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.slow)])
-def test_gpu_tests_that_were_all_skipped_fail_the_run_and_say_why(processes):
+def test_a_run_fails_with_a_reason_if_all_gpu_tests_were_skipped(processes):
     done = run_pytest("tests/gpu/test_attention_errors_gpu.py", "-m", "gpu", "-n", processes)
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
@@ -27,7 +27,7 @@ def test_gpu_tests_that_were_all_skipped_fail_the_run_and_say_why(processes):
     assert "FAILED: gpu tests were asked for and not one ran" in done.stdout
 
 
-def test_gpu_tests_are_left_out_of_an_ordinary_run():
+def test_gpu_tests_are_not_part_of_a_default_run():
     done = run_pytest("tests/gpu/test_attention_errors_gpu.py")
 
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,4 +1,4 @@
-"""Test processes share a GPU's memory: each waits until what it needs is free. Here without a GPU."""
+"""Test processes share a GPU's memory: each waits until the memory it needs is free. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def another_process(path, gib):
-    """A test process that takes memory and holds it until its input ends."""
+    """Run a test process that reserves memory until its standard input closes."""
     command = [sys.executable, "-c", HOLD.format(total=TOTAL_GIB), str(path), str(gib)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -50,7 +50,7 @@ def this_process(path, free_gib=TOTAL_GIB, wait_seconds=30.0):
     return contextlib.closing(memory)
 
 
-def test_a_test_starts_when_others_have_left_what_it_needs(path):
+def test_a_test_starts_when_the_memory_it_needs_is_free(path):
     with another_process(path, 6) as other, this_process(path) as memory:
         assert held(other)
         memory.take(4)
@@ -62,7 +62,7 @@ def test_a_test_starts_when_others_have_left_what_it_needs(path):
         assert memory.is_held
 
 
-def test_memory_that_other_tests_use_is_waited_for_and_then_said(path):
+def test_waiting_for_memory_of_other_tests_times_out_with_an_error(path):
     with another_process(path, 6) as other, this_process(path, wait_seconds=0.1) as memory:
         assert held(other)
 
@@ -74,7 +74,7 @@ def test_memory_that_other_tests_use_is_waited_for_and_then_said(path):
         assert not memory.is_held
 
 
-def test_memory_that_another_program_uses_is_waited_for_and_then_said(path):
+def test_waiting_for_memory_of_another_program_times_out_with_an_error(path):
     with this_process(path, free_gib=3, wait_seconds=0.1) as memory:
         with pytest.raises(NotFreeError, match=r"for other programs, 3\.0 GiB are free"):
             memory.take(4)
@@ -90,7 +90,7 @@ def test_memory_of_a_process_that_was_killed_is_free(path):
         memory.take(TOTAL_GIB)
 
 
-def test_all_memory_is_taken_whatever_another_program_uses(path):
+def test_all_memory_can_be_reserved_while_another_program_uses_some(path):
     with this_process(path, free_gib=3, wait_seconds=0.1) as memory:
         memory.take(None)
 
@@ -98,7 +98,7 @@ def test_all_memory_is_taken_whatever_another_program_uses(path):
             small.wait(0.5)
 
 
-def test_a_test_that_needs_much_is_not_overtaken(path):
+def test_a_test_that_needs_much_memory_is_not_overtaken_by_later_ones(path):
     with this_process(path) as memory, another_process(path, 4) as other:
         assert held(other)
         with another_process(path, 8) as large:

@@ -1,4 +1,4 @@
-"""docs/http.md names everything a client can meet: what is in the code is in the document."""
+"""docs/http.md describes every route, field, error, metric, label, endpoint and header of the code."""
 
 import inspect
 import re
@@ -67,7 +67,7 @@ def test_every_label_value_is_described(label):
     assert {member.value for member in label} <= NAMED
 
 
-def test_every_endpoint_that_requests_are_counted_under_is_described():
+def test_every_endpoint_label_of_the_request_metrics_is_described():
     assert {endpoint for dialect in DIALECTS for endpoint in dialect.endpoints} <= NAMED
 
 

@@ -1,4 +1,4 @@
-"""No module imports itself through others, not even for types alone."""
+"""There are no import cycles, not even for types alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("kernels", "model", "server")
 
 
 def modules(root):
-    """Name the files of all modules below `root`."""
+    """Map the names of all modules below `root` to their files."""
     found = {}
     for package in PACKAGES:
         for path in (root / package).rglob("*.py"):
@@ -22,20 +22,20 @@ def modules(root):
 
 
 def imports(name, path, known):
-    """Name the modules that a module imports anywhere: at its top, for types alone and inside functions."""
+    """Return the modules that a module imports: at its top, for types alone and inside functions."""
     wanted = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             wanted.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            # What is no module is a name in the module it is imported from.
+            # A name that is not a module is an attribute of the module it is imported from.
             wanted |= {module if module in known else str(node.module) for module in inner}
     return wanted & known - {name}
 
 
 def cycles(root=ROOT):
-    """List the groups of modules of which each imports all others of its group, by way of others perhaps."""
+    """List the groups of modules that import each other, directly or through other modules."""
     files = modules(root)
     graph = {name: imports(name, path, files.keys()) for name, path in files.items()}
     reached = {name: _reached(graph, name) for name in graph}
@@ -54,7 +54,7 @@ def _reached(graph, start):
     return found
 
 
-def test_no_module_imports_itself_through_others():
+def test_there_are_no_import_cycles():
     assert cycles() == []
 
 
@@ -68,7 +68,7 @@ def test_no_module_imports_itself_through_others():
         ("import model.a", "x = 1", False),
     ],
 )
-def test_a_cycle_is_found_wherever_the_import_stands(tmp_path, a, b, cycle):
+def test_a_cycle_is_found_wherever_the_import_statement_is(tmp_path, a, b, cycle):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a.py").write_text(a)
     (tmp_path / "model" / "b.py").write_text(b)

@@ -1,4 +1,4 @@
-"""Our package `kernels` shares its name with one that transformers looks for."""
+"""Our package `kernels` has the same name as a package that transformers looks for."""
 
 from pathlib import Path
 

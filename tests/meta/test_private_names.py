@@ -1,4 +1,4 @@
-"""PyTorch's private names are used in one file."""
+"""PyTorch's private names are used in one file only."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The whole surface of the service, so that no route appears or changes its methods unnoticed."""
+"""All routes of the service and their methods."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def test_every_route_and_method_is_listed_here(app):
     assert routes == ROUTES
 
 
-def test_the_openapi_document_has_every_route_but_its_own(app):
+def test_the_openapi_document_describes_every_route_except_its_own(app):
     paths = app.openapi()["paths"]
 
     assert set(paths) == set(ROUTES) - {"/docs", "/openapi.json"}

@@ -1,10 +1,10 @@
-"""Cascade attention: a decode of sequences that begin with the same blocks, which are read once.
+"""Cascade attention: a decode whose sequences begin with the same blocks reads those blocks once.
 
-    prefix    every token of the batch over the shared tokens, in several parts      PrefixKernel
-    rest      each sequence over its own tokens, which come last                     the decode row's kernel
-    merge     the parts and the rest by their log-sum-exp, into the output           combine_parts
+    prefix    attention of every query token to the shared tokens, in several parts      PrefixKernel
+    rest      attention of each query token to the rest of its own sequence              the decode row's kernel
+    merge     merges the parts and the rest by log-sum-exp into the output               combine_parts
 
-All partial results are float32, so that only the merged one is rounded. `kernels.attention.cascade` decides
+All partial results are float32, so that only the merged output is rounded. `kernels.attention.cascade` decides
 when a cascade is used.
 
 Source: Juravsky et al., "Hydragen", 2024; Ye et al., "Cascade Inference", 2024.
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from kernels.attention.problem import AttentionProblem, PagedBatch
 
 _ROWS = 4
-"""Rows that a program merges: few, since a decode has few rows and each has several parts."""
+"""Rows that a program merges. A decode has few rows, and each has several parts."""
 _ELEMENTS = 8192
-"""Partial results that a program holds at once: 64 registers a thread at 4 warps."""
+"""Elements of partial results that a program holds at once: 64 registers per thread with 4 warps."""
 
 
 class PrefixKernel(Protocol):
-    """Attends every token of a batch to the tokens that its sequences share.
+    """Computes attention of every query token of a batch to the tokens that its sequences share.
 
     Attributes:
-        num_parts: P, partial results that it writes for each row.
+        num_parts: P, the number of partial results that it writes for each row.
     """
 
     num_parts: int
@@ -53,13 +53,13 @@ class PrefixKernel(Protocol):
 
 
 class CascadeDecode:
-    """One step's decode attention on a GPU; shapes as in `kernels.decode_attention`.
+    """Cascade attention of one decode step on a GPU; shapes as in `kernels.decode_attention`.
 
     Args:
-        problem: of the decode.
-        batch: all tokens, the shared ones included.
-        prefix: attends to the shared tokens.
-        rest: attends to the tokens after them, and writes the log-sum-exp.
+        problem: the decode.
+        batch: all tokens, including the shared ones.
+        prefix: kernel for the shared tokens.
+        rest: kernel for the tokens after them; it writes the log-sum-exp.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CascadeDecode:
         self.merge(out, lse)
 
     def merge(self, out: Tensor, lse: Tensor | None = None) -> None:
-        """Merge the partial results of the two kernels."""
+        """Merge the partial results of the two kernels into `out` and `lse`."""
         combine_parts[(self._tiles,)](
             self._partial_out,
             self._partial_lse,

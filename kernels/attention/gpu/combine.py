@@ -1,7 +1,7 @@
-"""Merging partial attention results by their log-sum-exp.
+"""Merges partial attention results by their log-sum-exp.
 
-`combine_columns` is a device function in Triton: among the programs of a tile, the one that finishes last
-calls it. `combine_parts` is a kernel: it merges the results of other kernels.
+`combine_columns` is a Triton device function, called by the last program of a tile to finish. `combine_parts` is a
+kernel that merges the results of other kernels.
 
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """
@@ -28,19 +28,19 @@ def combine_columns(
     PARTS: tl.constexpr,
     LSE_UNIT: tl.constexpr = 1.0,
 ):
-    """Merge some columns of all parts of one tile.
+    """Merge COLUMNS columns of all parts of one tile.
 
     Args:
         partial_out: [parts, ROWS, D] float32, each divided by its own sum.
-        partial_lse: [parts, ROWS] float32; -inf for a part that saw nothing. LSE_UNIT times it is in
-            units of log2, as is what is returned.
+        partial_lse: [parts, ROWS] float32; -inf for a part without visible keys. Multiplied by LSE_UNIT, it is in
+            units of log2.
         first_part: index of the tile's first part.
-        num_parts: of the tile.
-        part_step: between the indices of its parts.
+        num_parts: number of the tile's parts.
+        part_step: distance between the indices of the tile's parts.
         column: the first column.
 
     Returns:
-        ([ROWS, COLUMNS], [ROWS]): merged output and its log-sum-exp.
+        ([ROWS, COLUMNS], [ROWS]): merged output, and its log-sum-exp in units of log2.
     """
     rows = tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
@@ -51,7 +51,7 @@ def combine_columns(
         part = start + tl.arange(0, PARTS)
         exists = part < num_parts
         line = (first_part + part * part_step).to(tl.int64)[:, None] * ROWS + rows[None, :]
-        # Other programs wrote these, so the first-level cache must be bypassed.
+        # Other programs wrote these, so the loads must bypass the L1 cache.
         lse = tl.load(
             partial_lse + line, mask=exists[:, None], other=-float("inf"), cache_modifier=".cg"
         )
@@ -93,11 +93,11 @@ def combine_parts(
     PARTS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """Merge all parts of a few rows; program (rows), a row being one head of one token.
+    """Merge all parts of ROWS rows; program (row tile). A row is one head of one token.
 
-    partial_out is [parts, part_step * ROWS, D] float32, partial_lse the same without D and in units of
-    the natural logarithm. Rows that the last part saw nothing for become 0: it has each token's own
-    key, so they are those of sequences without tokens.
+    partial_out is [parts, part_step * ROWS, D] float32; partial_lse is the same without D, natural logarithm. Rows for
+    which the last part has no visible keys become 0: that part contains each token's own key, so these rows belong to
+    empty sequences.
     """
     D: tl.constexpr = D1 + D2
     tile = tl.program_id(0)

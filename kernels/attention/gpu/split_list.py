@@ -1,11 +1,11 @@
-"""The splits of a decode: their list, made on the device, and the buffers of their partial results.
+"""The splits of a decode: a list that the device makes, and the buffers of their partial results.
 
 The list is made once per step from the lengths on the device, so that neither planning nor a captured
-graph depends on them:
+CUDA graph depends on the lengths:
 
-    split      programs of one (sequence, key-value head, row tile), neighbours in the launch
+    split      a range of a sequence's keys; its programs, one per (key-value head, row tile), are adjacent
     chunk      key tiles of a split: ceil(tiles of all sequences / splits wanted), see kernels/attention/splits.py
-    order      sequences with the longest splits first, so that the launch ends with short ones
+    order      sequences with the longest splits first, so that the launch ends with short splits
 
 Each program writes its partial result. The last program of a (sequence, key-value head, row tile) to
 finish merges them.
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 SPLIT_FIELDS = tl.constexpr(8)
-"""A split: sequence (-1 for none), query start, query tokens, keys, first key, end, number, count."""
+"""Fields of a split: sequence (-1 for an unused entry), query start, query tokens, keys of the sequence, first key,
+end key, number of the split within its sequence, splits of the sequence."""
 
 
 @triton.jit(do_not_specialize=["num_seqs", "wanted", "fixed", "window"])
@@ -49,8 +50,8 @@ def list_splits(
 ):
     """List the splits of a step; one program per entry of `splits`, [entries, 8] int32.
 
-    `fixed` is the chunk in tiles, or 0 to aim at `wanted` splits. Program `entry` writes the split of that
-    number, counted in the order of the sequences, to its place in the order of the launch. Also sets
+    `fixed` is the chunk in tiles; 0 derives the chunk from `wanted` splits. Program `entry` computes split number
+    `entry` in the order of the sequences, and writes it to its position in the order of the launch. It also resets
     `arrivals` to 0.
     """
     entry = tl.program_id(0)
@@ -101,11 +102,11 @@ class SplitList:
 
     Attributes:
         splits: [entries, 8] int32, made on the device.
-        arrivals: [B, tiles] int32, the programs of a tile that have finished; 0 between launches.
+        arrivals: [B, tiles] int32, the number of programs of a tile that have finished; 0 between launches.
         partial_out: [entries * tiles, merge_rows, D] float32.
         partial_lse: [entries * tiles, merge_rows] float32, units of log2.
         row_tiles: tiles of query rows of a key-value head.
-        merge_rows: rows of a tile that can exist, rounded up to a power of two.
+        merge_rows: most rows of a tile that hold a query, rounded up to a power of two.
         num_programs: thread blocks of a launch.
     """
 
@@ -115,9 +116,9 @@ class SplitList:
         """List the splits of a step.
 
         Args:
-            problem: for its heads, window and batch invariance.
-            batch: for its lengths.
-            selection: for its tile sizes.
+            problem: gives heads, window and batch invariance.
+            batch: gives the lengths.
+            selection: gives the tile sizes.
             num_rows: most query rows of a sequence for one key-value head.
         """
         launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)

@@ -1,4 +1,4 @@
-"""Device functions in Triton for kernels that list a prefill's tiles: reading lengths and writing an entry."""
+"""Triton device functions for kernels that list a prefill's tiles: they read lengths and write an entry."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 TILE_FIELDS = tl.constexpr(6)
-"""A tile: sequence (-1 for none), its first row, query start, query tokens, key start, keys."""
+"""Fields of a tile: sequence (-1 for an unused entry), its first row, query start, query tokens, key start, keys."""
 
 
 @triton.jit
 def load_lengths(cu_seqlens_q, seq_lens, cu_seqlens_k, b, real, PAGED: tl.constexpr):
-    """Load the extents of sequences: (query start, query tokens, key start, keys), int32 each."""
+    """Load (query start, query tokens, key start, keys) of sequences, int32 each."""
     q_start = tl.load(cu_seqlens_q + b, mask=real, other=0)
     q_len = tl.load(cu_seqlens_q + b + 1, mask=real, other=0) - q_start
     if PAGED:

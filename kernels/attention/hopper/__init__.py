@@ -1,1 +1,1 @@
-"""Attention in Gluon for Hopper's tensor cores and bulk copies."""
+"""Attention in Gluon for Hopper, with WGMMA and TMA."""

@@ -1,8 +1,8 @@
-"""A consumer of a Hopper prefill: a warp group that attends 64 query rows of every item.
+"""Consumer warp group of the Hopper prefill kernel: computes attention for 64 query rows of every work item.
 
-It issues the scores of the next tile, then the values of this one, and computes exponentials while the
-tensor cores multiply. Consumers take turns at issuing (`ping_pong`), so that the exponentials of one overlap
-the products of another. `pipeline` has the buffers and barriers.
+A consumer issues the score WGMMA (Q K^T) of the next key tile, then the output WGMMA (P V) of the current one, and
+computes exponentials while the tensor cores run. Named barriers order the consumers (`ping_pong`), so that the
+softmax of one warp group overlaps the WGMMAs of another. `pipeline` defines the buffers and mbarriers.
 
 Source: Shah et al., "FlashAttention-3", 2024.
 """
@@ -19,7 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention.hopper.ping_pong import keep_rows, pass_turn, take_turn, turn
+from kernels.attention.hopper.ping_pong import (
+    barrier_arrive,
+    barrier_sync,
+    consumer_barrier,
+    keep_rows,
+)
 from kernels.attention.hopper.pipeline import (
     ROWS,
     first_kept,
@@ -45,11 +50,11 @@ FIELDS = gl.constexpr(5)
 
 @gluon.jit
 def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr, c):
-    """Attend the rows of consumer `INDEX` of every item."""
-    MINE: gl.constexpr = turn(INDEX)
-    NEXT: gl.constexpr = turn((INDEX + 1) % c.CONSUMERS)
+    """Compute attention for the rows of consumer `INDEX` of every item."""
+    MINE: gl.constexpr = consumer_barrier(INDEX)
+    NEXT: gl.constexpr = consumer_barrier((INDEX + 1) % c.CONSUMERS)
     if INDEX == c.CONSUMERS - 1:
-        pass_turn(NEXT)
+        barrier_arrive(NEXT)
     done = 0
     consumed = 0
     queries = 0
@@ -83,7 +88,7 @@ def consume(pipe, o_desc, out, lse, scale, window, softcap, INDEX: gl.constexpr,
         head, first_row, q_start, q_len, num_keys = next_item(pipe, done, FIELDS)
     tma.store_wait(0)
     if INDEX == 0:
-        take_turn(MINE)
+        barrier_sync(MINE)
 
 
 @gluon.jit
@@ -91,10 +96,10 @@ def attend_item(
     pipe, tiles, my_row, q_len, num_keys, consumed, queries, scale, window, softcap,
     INDEX: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Attend this consumer's rows of an item to all of its tiles.
+    """Compute attention of this consumer's rows of an item over all of its key tiles.
 
     Returns:
-        (maximum and sum of exponentials of each row, output before it is divided by that sum).
+        (row maximum, row sum of exponentials, output before the division by that sum).
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
     factor = scale
@@ -112,7 +117,7 @@ def attend_item(
         consumed += passed
     if count > 0:
         token = (my_row + gl.arange(0, ROWS, layout=row_layout)) // c.BOX
-        # Rows past the sequence's end repeat its last row, so that they need no masks.
+        # Rows past the sequence's end use the causal limit of its last token, so that they need no extra mask.
         last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
         m, parts, p = start_item(
             q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
@@ -138,7 +143,7 @@ def attend_item(
 
 @gluon.jit
 def finish_item(pipe, p, acc, first, used, q_len, num_keys, window, c):
-    """Multiply the values of an item's last tile, which is number `used` of the ring and begins at key `first`."""
+    """Issue the output WGMMA of an item's last tile: tile number `used` of the ring, which begins at key `first`."""
     buffer = used % c.STAGES
     mbarrier.wait(pipe.v_full.index(buffer), (used // c.STAGES) & 1)
     if c.WINDOW:
@@ -153,13 +158,13 @@ def finish_item(pipe, p, acc, first, used, q_len, num_keys, window, c):
 
 @gluon.jit
 def pass_over(pipe, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
-    """Release tile number `used` of the ring, which no row of this consumer sees."""
+    """Release tile number `used` of the ring without reading it, because no row of this consumer sees its keys."""
     buffer = used % c.STAGES
     phase = (used // c.STAGES) & 1
-    # An arrival counts for the barrier's current phase, so this tile's phase must have begun.
+    # An arrive counts toward the mbarrier's current phase, so wait until this tile's phase has begun.
     mbarrier.wait(pipe.k_full.index(buffer), phase)
-    take_turn(MINE)
-    pass_turn(NEXT)
+    barrier_sync(MINE)
+    barrier_arrive(NEXT)
     mbarrier.wait(pipe.v_full.index(buffer), phase)
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
     mbarrier.arrive(pipe.v_empty.index(buffer), count=1)
@@ -170,17 +175,17 @@ def start_item(
     q, pipe, consumed, last, count, last_seen, num_keys, window, factor, scale, softcap,
     MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Compute the exponentials of an item's first tile, the one at the end of its keys."""
+    """Compute the exponentials of the tile that an item visits first, which holds its last keys."""
     dtype: gl.constexpr = pipe.q.dtype
     buffer = consumed % c.STAGES
     phase = (consumed // c.STAGES) & 1
     zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, c.S_LAYOUT))
     mbarrier.wait(pipe.k_full.index(buffer), phase)
-    take_turn(MINE)
+    barrier_sync(MINE)
     keys = pipe.k.index(buffer).permute((1, 0))
     s = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
-    pass_turn(NEXT)
+    barrier_arrive(NEXT)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
     mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(count == 1) & c.OWN_OUTPUT)
@@ -200,19 +205,19 @@ def consume_tile(
     i, state, q, pipe, consumed, last, count, edge, inside, last_seen, num_keys, window,
     factor, scale, softcap, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Issue the scores of tile i, then the values of tile i - 1; exponentials of i meanwhile."""
+    """Issue the score WGMMA of tile i, then the output WGMMA of tile i - 1, and compute the exponentials of tile i."""
     dtype: gl.constexpr = pipe.q.dtype
     m, parts, acc, p = state
     k_buffer = (consumed + i) % c.STAGES
     v_buffer = (consumed + i - 1) % c.STAGES
     zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
     mbarrier.wait(pipe.k_full.index(k_buffer), ((consumed + i) // c.STAGES) & 1)
-    take_turn(MINE)
+    barrier_sync(MINE)
     keys = pipe.k.index(k_buffer).permute((1, 0))
     s_async = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
     mbarrier.wait(pipe.v_full.index(v_buffer), ((consumed + i - 1) // c.STAGES) & 1)
     acc_async = warpgroup_mma(p, pipe.v.index(v_buffer), acc, is_async=True)
-    pass_turn(NEXT)
+    barrier_arrive(NEXT)
     s = warpgroup_mma_wait(1, deps=(s_async,))
     mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
     mbarrier.arrive(pipe.q_empty.index(0), count=1, pred=(i == count - 1) & c.OWN_OUTPUT)
@@ -233,12 +238,13 @@ def consume_tile(
 def store_output(
     pipe, o_desc, out, acc, my_row, head, q_start, q_len, count, INDEX: gl.constexpr, c
 ):
-    """Write 64 rows: in one bulk copy, or one by one if some are past the sequence's end or no head's."""
+    """Write 64 rows: with one TMA store, or with plain stores if some lie past the sequence or belong to no head."""
     dtype: gl.constexpr = pipe.o.dtype
-    # The queries' buffer is this item's only if it has keys; otherwise the next item's queries are in it.
+    # Without OWN_OUTPUT the output is staged in the queries' buffer. An item without keys does not own that buffer:
+    # it may already contain the next item's queries.
     whole: gl.constexpr = c.BOX == c.GROUP
     if whole & (my_row + ROWS <= q_len * c.BOX) & ((count > 0) | c.OWN_OUTPUT):
-        # The copy of the item before must have read its source; only the thread that issued it can wait.
+        # The previous item's TMA store must have read the staging buffer; only the thread that issued it can wait.
         tma.store_wait(0)
         gl.thread_barrier()
         staged = pipe.o.index(INDEX)

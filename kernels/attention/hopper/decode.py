@@ -1,12 +1,11 @@
-"""Decode attention for Hopper in Gluon: bulk copies, all in flight at once, merged in the same launch.
+"""Decode attention for Hopper in Gluon: split-KV with TMA copies, merged in the same launch.
 
-A decode is bound by how early its bytes are requested and how many are in flight. A thread block has the
-tensor memory accelerator copy its first tiles of keys and values to shared memory, as many as fit, before it
-computes. Its four warps then attend tile by tile, and each buffer is filled again once it is free. The 64 rows
-of the matrix instruction are the query heads of one key-value head, of one token or of several, so that
-speculation reads each key once.
+The speed of a decode depends on how early its loads are issued and how many bytes are in flight. Before it computes,
+a thread block issues TMA copies of its first key and value tiles to all stages, as many as fit in shared memory.
+Its four warps then process tile by tile, and each stage is refilled once it is free. The 64 rows of the WGMMA are
+the query heads of one key-value head, for one token or for several, so that speculation reads each key once.
 
-`split_list` has the splits and their partial results; the last split to finish merges them (`merge`).
+`split_list` defines the splits and their partial results; the last split to finish merges them (`merge`).
 
 Source: Dao et al., "Flash-Decoding", 2023.
 """
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 FEW_ROWS = gl.constexpr(8)
 PART_COLUMNS = gl.constexpr(64)
-"""Columns of 2-byte elements whose rows are consecutive in shared memory; 8 rows are one pattern of banks."""
+"""Width of a swizzled row: 64 two-byte elements are 128 bytes. Eight such rows form one contiguous swizzle atom."""
 
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])
@@ -81,10 +80,10 @@ def decode(
     EARLY: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Attend one tile of rows to one split; program (split, key-value head, row tile).
+    """Compute attention of one row tile over one split; program (split, key-value head, row tile).
 
-    The heads of a split are neighbours in the launch, since they read neighbouring bytes of the same blocks. If EARLY,
-    tiles without keys of the query tokens are requested before the wait for the kernel that writes those keys.
+    The heads of a split are adjacent programs, since they read adjacent bytes of the same blocks. If EARLY, copies of
+    tiles without keys of the query tokens are issued before the wait for the preceding kernel, which writes those keys.
     """
     c = DecodeConstants(
         HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
@@ -110,7 +109,7 @@ def decode(
     count = gl.load(record + 7)
     if seq >= 0:
         counter = arrivals + seq * TILES + tile
-        # Counting an arrival in memory takes longer than in the second-level cache.
+        # The atomic add on the counter is faster if its line is already in the L2 cache.
         fetch_ahead(counter)
         acc, log_sum = attend_split(
             q_desc, k_desc, v_desc, block_table + seq.to(gl.int64) * table_stride, kv_head,
@@ -134,7 +133,7 @@ def decode(
 
 @gluon.jit
 def fetch_ahead(pointer):
-    """Prefetch a line of memory to the second-level cache."""
+    """Prefetch the cache line of an address into the L2 cache."""
     code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     address = pointer.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise(code, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
@@ -145,7 +144,9 @@ def attend_split(
     q_desc, k_desc, v_desc, table, kv_head, first_row, q_start, q_len, num_keys, begin, end,
     scale, window, softcap, c, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Attend a tile of rows to keys `begin` to `end`; if EARLY, wait for the preceding kernel after the first requests.
+    """Compute attention of a row tile over keys `begin` to `end`.
+
+    If EARLY, the wait for the preceding kernel comes after the first copies.
 
     Returns:
         ([ROWS, D], [ROWS]): output of the split, and its log-sum-exp in units of log2.
@@ -174,7 +175,7 @@ def attend_split(
     rows = ()
     for j in gl.static_range(c.STAGES):
         rows = rows + (rows_of_tile(table, 0, begin + j * c.BLOCK_N, kept, end, c),)  # type: ignore[assignment]
-    # Tiles with a key of the query tokens, and those past `tiles`, are not early.
+    # The first `early` tiles hold no key of the query tokens, so the preceding kernel does not write to them.
     early = 0
     if EARLY:
         early = gl.minimum(gl.maximum(num_keys - q_len - begin, 0) // c.BLOCK_N, tiles)
@@ -220,9 +221,9 @@ def attend_split(
 
 @gluon.jit
 def copy_queries(q_desc, token, kv_head, full, q, c):
-    """Start copying a tile's rows; of a single token, only the rows that are consecutive in shared memory.
+    """Issue the copy of a tile's query rows; if FEW, of the first swizzle atom (8 rows) only.
 
-    The contents of the other rows then affect no row that exists.
+    The other rows of shared memory then stay uninitialized, which affects only rows that are never stored.
     """
     dtype: gl.constexpr = q_desc.dtype
     if c.FEW:
@@ -244,7 +245,7 @@ def copy_queries(q_desc, token, kv_head, full, q, c):
 def attend_tile(
     state, q, k, v, k_full, v_full, phase, start, last_seen, kept, num_keys, scale, window, softcap, c
 ):  # fmt: skip
-    """Attend all rows to one tile of keys once it has arrived."""
+    """Process one tile of keys and values once its mbarriers complete."""
     dtype: gl.constexpr = q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, c.O_LAYOUT, 2)
     m, total, acc = state
@@ -271,7 +272,7 @@ def attend_tile(
 
 
 class HopperDecode:
-    """One step's decode attention on Hopper; shapes as in `kernels.decode_attention`."""
+    """Decode attention of one step on Hopper; shapes as in `kernels.decode_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection

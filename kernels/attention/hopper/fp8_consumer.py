@@ -1,15 +1,15 @@
-"""A consumer of the FP8 Hopper prefill: a warp group that attends 64 query rows of every item.
+"""Consumer warp group of the FP8 Hopper prefill kernel: computes attention for 64 query rows of every work item.
 
-It differs from `consumer` in what FP8 needs:
+It differs from `consumer` as follows:
 
-    scales       each query row has a scale, and so has each tile of keys and each tile of values
-    sums         the tensor cores keep about 14 bits of a sum, so they sum over one tile only: the tile's
-                 product with the values is added to the others in float32
-    weights      up to 448 instead of 1, the range of e4m3; they stay in the registers of the scores, since
-                 the values are stored in the order that this gives the keys (`fp8_quantize`)
+    scales       each query row, each tile of keys and each tile of values has a scale
+    sums         an FP8 WGMMA accumulates with about 14 bits, so it accumulates over one tile only; the outputs
+                 of the tiles (P V) are added in float32
+    weights      the softmax weights go up to 448, the largest e4m3 number, instead of 1; they stay in the
+                 registers of the scores, since `fp8_quantize` stores the values in the matching order
 
-Source: Shah et al., "FlashAttention-3", 2024, for the roles and for FP8 with block scales; the
-"DeepSeek-V3 Technical Report", 2024, section 3.3, for the bits of a sum and the remedy.
+Source: Shah et al., "FlashAttention-3", 2024, for the warp roles and for FP8 with block scales; the
+"DeepSeek-V3 Technical Report", 2024, section 3.3, for the accumulator's precision and the remedy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.attention.hopper.consumer import store_output
-from kernels.attention.hopper.ping_pong import pass_turn, take_turn, turn
+from kernels.attention.hopper.ping_pong import barrier_arrive, barrier_sync, consumer_barrier
 from kernels.attention.hopper.pipeline import ROWS, key_range, next_item, output_row, row_exists
 from kernels.attention.hopper.scores import mask_scores
 
@@ -32,16 +32,16 @@ FIELDS = gl.constexpr(6)
 """Fields of an item: head, first row, first query token, query tokens, keys, first block of keys."""
 _LN_2 = gl.constexpr(0.6931471805599453)
 _OFFSET = gl.constexpr(8.807354922057604)
-"""log2(448): the largest weight of a row becomes the largest e4m3 number."""
+"""log2(448): scales the largest weight of a row to the largest e4m3 number."""
 
 
 @gluon.jit
 def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.constexpr, c):
-    """Attend the rows of consumer `INDEX` of every item."""
-    MINE: gl.constexpr = turn(INDEX)
-    NEXT: gl.constexpr = turn((INDEX + 1) % c.CONSUMERS)
+    """Compute attention for the rows of consumer `INDEX` of every item."""
+    MINE: gl.constexpr = consumer_barrier(INDEX)
+    NEXT: gl.constexpr = consumer_barrier((INDEX + 1) % c.CONSUMERS)
     if INDEX == c.CONSUMERS - 1:
-        pass_turn(NEXT)
+        barrier_arrive(NEXT)
     done = 0
     consumed = 0
     queries = 0
@@ -50,7 +50,7 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
         tiles = key_range(first_row, q_len, num_keys, 0, c)
         my_row = first_row + INDEX * ROWS
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT)) + my_row
-        # Rows past the sequence's end repeat its last token.
+        # Rows past the sequence's end use the scale and the causal limit of its last row.
         seen = gl.minimum(rows, q_len * c.BOX - 1)
         factors = gl.load(q_factors + output_row(seen, q_start, head, c))
         m, total, acc, consumed, queries = attend_item(
@@ -72,7 +72,7 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
         head, first_row, q_start, q_len, num_keys, first_block = next_item(pipe, done, FIELDS)
     tma.store_wait(0)
     if INDEX == 0:
-        take_turn(MINE)
+        barrier_sync(MINE)
 
 
 @gluon.jit
@@ -80,11 +80,11 @@ def attend_item(
     pipe, tiles, token, q_len, num_keys, consumed, queries, factors, scales, num_scales,
     INDEX: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Attend this consumer's rows of an item to all of its tiles.
+    """Compute attention of this consumer's rows of an item over all of its key tiles.
 
     Returns:
-        (maximum and sum of exponentials of each row, output before it is divided by that sum, tiles
-        and items with keys that this consumer has used so far).
+        (row maximum, row sum of exponentials, output before the division by that sum, tiles consumed so far,
+        query stages consumed so far).
     """
     row_layout: gl.constexpr = gl.SliceLayout(1, c.S_LAYOUT)
     buffer = queries % c.QUERY_STAGES
@@ -126,9 +126,9 @@ def consume_tile(
     i, state, q, pipe, consumed, last, edge, last_seen, num_keys, factors, scales,
     num_scales, MINE: gl.constexpr, NEXT: gl.constexpr, c,
 ):  # fmt: skip
-    """Issue the scores of tile i, then the values of tile i - 1; exponentials of i meanwhile.
+    """Issue the score WGMMA of tile i, then the output WGMMA of tile i - 1, and compute the exponentials of tile i.
 
-    The accumulator is in units of the value scale and the maximum of the last tile added.
+    The accumulator is relative to the value scale and the row maximum of the tile added last.
     """
     m, parts, acc, packed, fade, v_scale = state
     k_buffer = (consumed + i) % c.STAGES
@@ -140,12 +140,12 @@ def consume_tile(
     no_values = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
     p = to_operand(packed, c)
     mbarrier.wait(pipe.k_full.index(k_buffer), ((consumed + i) // c.STAGES) & 1)
-    take_turn(MINE)
+    barrier_sync(MINE)
     keys = pipe.k.index(k_buffer).permute((1, 0))
     s_async = warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
     values = pipe.v.index(v_buffer).permute((1, 0))
     pv_async = warpgroup_mma(p, values, no_values, use_acc=False, is_async=True)
-    pass_turn(NEXT)
+    barrier_arrive(NEXT)
     s = warpgroup_mma_wait(1, deps=(s_async,))
     mbarrier.arrive(pipe.k_empty.index(k_buffer), count=1)
     if i < edge:
@@ -161,13 +161,13 @@ def consume_tile(
 
 @gluon.jit
 def scores(pipe, q, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
-    """Multiply the queries by tile number `used` of the ring, and wait for the result."""
+    """Issue the score WGMMA of tile number `used` of the ring, and wait for the result."""
     buffer = used % c.STAGES
     mbarrier.wait(pipe.k_full.index(buffer), (used // c.STAGES) & 1)
-    take_turn(MINE)
+    barrier_sync(MINE)
     zeros = gl.zeros([ROWS, c.BLOCK_N], gl.float32, layout=c.S_LAYOUT)
     s = warpgroup_mma(q, pipe.k.index(buffer).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    pass_turn(NEXT)
+    barrier_arrive(NEXT)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(pipe.k_empty.index(buffer), count=1)
     return s
@@ -175,7 +175,7 @@ def scores(pipe, q, used, MINE: gl.constexpr, NEXT: gl.constexpr, c):
 
 @gluon.jit
 def weigh(pipe, p, used, c):
-    """Multiply weights by the values of tile number `used` of the ring, and wait for the result."""
+    """Issue the output WGMMA of tile number `used` of the ring, and wait for the result."""
     buffer = used % c.STAGES
     zeros = gl.zeros([ROWS, c.D], gl.float32, layout=c.O_LAYOUT)
     values = pipe.v.index(buffer).permute((1, 0))
@@ -187,7 +187,7 @@ def weigh(pipe, p, used, c):
 
 @gluon.jit
 def add_tile(acc, fade, pv, c):
-    """Add a tile's output in float32."""
+    """Rescale the accumulator by `fade`, and add a tile's output in float32."""
     out_rows: gl.constexpr = gl.SliceLayout(1, c.O_LAYOUT)
     return acc * gl.convert_layout(fade, out_rows, assert_trivial=True)[:, None] + pv
 
@@ -205,31 +205,31 @@ def softmax_step(s, m, factor, c):
 
 @gluon.jit
 def row_maximum(s, c):
-    """Return the largest score of each row: first among a thread's own, in eight chains instead of two."""
+    """Return the largest score of each row; each thread reduces its own scores in eight chains instead of two."""
     x = gl.max(s.reshape([ROWS, c.BLOCK_N // 8, 8]), 1)
     return gl.convert_layout(gl.max(x, 1), gl.SliceLayout(1, c.S_LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
 def partial_sums(e, c):
-    """Sum a thread's own elements of each row, [ROWS, 4]; the threads' sums are added at the end."""
+    """Sum each thread's own elements of a row, [ROWS, 4]; the threads' sums are added at the end of an item."""
     return gl.sum(gl.sum(e.reshape([ROWS, c.BLOCK_N // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
 def spread(row_values, parts):
-    """Give a value of each row the layout of its partial sums; it stays in the same thread."""
+    """Convert a value per row to the layout of the row's partial sums; it stays in the same thread."""
     layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     return gl.convert_layout(row_values, layout, assert_trivial=True)
 
 
 @gluon.jit
 def pack_weights(e, c):
-    """Round weights to e4m3, four to a register, [ROWS, BLOCK_N / 4] int32.
+    """Round weights to e4m3 and pack four into each register, [ROWS, BLOCK_N / 4] int32.
 
-    No weight moves to another thread. A thread of the scores has columns 2 t and 2 t + 1 of every 8; of an FP8
-    operand it has 4 t to 4 t + 3 of every 16. So the 16 columns are renumbered, in the order in which
-    `fp8_quantize` stores the values.
+    No weight moves to another thread. In the accumulator of the scores, thread t holds columns 2 t and 2 t + 1 of
+    every 8; in an FP8 operand it holds columns 4 t to 4 t + 3 of every 16. So every 16 columns are renumbered, in the
+    order in which `fp8_quantize` stores the values.
     """
     x = e.reshape([ROWS, c.BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     x = gl.convert_layout(x.reshape([ROWS, c.BLOCK_N]), c.P_LAYOUT)
@@ -250,10 +250,10 @@ def pack_weights(e, c):
 
 @gluon.jit
 def to_operand(packed, c):
-    """Give packed weights the layout of a tensor-core operand; every byte stays in its register.
+    """Convert packed weights to the layout of a WGMMA operand; every byte stays in its register.
 
-    The assembly takes four registers at a time: rows r and r + 8 of columns n and n + 4. Output k takes the
-    bytes of register k, in the positions of all four.
+    The assembly takes four registers at a time: rows r and r + 8 of columns n and n + 4. Its output k is register k,
+    read as four bytes that Triton assigns to the positions of the four inputs.
     """
     b0, b1, b2, b3 = gl.inline_asm_elementwise(
         "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",

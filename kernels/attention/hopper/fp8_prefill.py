@@ -1,11 +1,11 @@
-"""Prefill attention on Hopper's FP8 tensor cores: queries, keys and values are quantized, then attended.
+"""Warp-specialized prefill attention on Hopper's FP8 tensor cores.
 
     quantize      one pass over queries, keys and values (`fp8_quantize`)
-    producer      one warp that copies tiles of them to shared memory, a few ahead (`fp8_producer`)
-    consumers     warp groups of 64 query rows that attend them (`fp8_consumer`)
+    producer      one warp that issues TMA copies of the quantized tiles, a few stages ahead (`fp8_producer`)
+    consumers     warp groups that compute attention for 64 query rows each (`fp8_consumer`)
 
-Input and output are half precision; docs/decisions/0014-fp8-prefill.md has the error. Roles and work list are
-those of `prefill`. This module has the launch.
+Input and output are half precision; docs/decisions/0014-fp8-prefill.md reports the error. The warp roles and the work
+list are those of `prefill`. This module launches the kernel.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def prefill(
     CAUSAL: gl.constexpr,
     LSE: gl.constexpr,
 ):
-    """Attend all items; one program per SM. Shapes as in `kernels.prefill_attention`."""
-    # A block of keys is a tile: there are no cache blocks, and neither window nor softcap.
+    """Process all items; one program per SM. Shapes as in `kernels.prefill_attention`."""
+    # Keys are packed, in blocks of one tile. Window and softcap are unsupported.
     c = Constants(
         HEADS, GROUP, D, 1, BLOCK_N, BLOCK_M, BLOCK_N, STAGES, False, CAUSAL, False, False, LSE, True, 1
     )  # fmt: skip
@@ -74,7 +74,7 @@ def prefill(
         pipe, q_desc, k_desc, v_desc, tiles, first_blocks, num_blocks, counter, num_entries,
         late_heads, num_items, c,
     )  # fmt: skip
-    # Registers of a thread: 64 Ki divided over the warp groups, in steps of 8.
+    # Registers per thread (setmaxnreg): 64 Ki per SM divided over the warp groups, in steps of 8.
     gl.warp_specialize([
         (consume, (pipe, o_desc, out, lse, q_factors, scales, num_scales, gl.constexpr(0), c)),
         (consume, (pipe, o_desc, out, lse, q_factors, scales, num_scales, gl.constexpr(1), c)),
@@ -83,7 +83,7 @@ def prefill(
 
 
 class HopperFP8Prefill:
-    """One step's prefill attention in FP8 on Hopper, over packed keys; shapes as in `kernels.prefill_attention`."""
+    """Prefill attention of one step in FP8 on Hopper, over packed keys; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -131,7 +131,7 @@ class HopperFP8Prefill:
         self.attend(keys, buffers, out, lse)
 
     def quantize(self, q: Tensor, kv: Tensor) -> tuple[KeyBlocks, Quantized]:
-        """Quantize a layer into buffers that all layers share."""
+        """Quantize one layer's queries, keys and values into buffers that all layers share."""
         if self._buffers is None or self._num_keys != kv.shape[1]:
             self._num_keys = kv.shape[1]
             keys = plan_key_blocks(self._batch.cu_seqlens_k, self._num_keys, self._block_n)
@@ -143,7 +143,7 @@ class HopperFP8Prefill:
     def attend(
         self, keys: KeyBlocks, buffers: Quantized, out: Tensor, lse: Tensor | None = None
     ) -> None:
-        """Attend quantized operands, as `quantize` returns them; other arguments as in a call."""
+        """Compute attention of the operands that `quantize` returned; other arguments as in `__call__`."""
         out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
         k, v = buffers.k.flatten(0, 2), buffers.v.flatten(0, 2)
         num_blocks = keys.blocks.shape[0]

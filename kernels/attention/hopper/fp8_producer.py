@@ -1,4 +1,4 @@
-"""The producer of the FP8 Hopper prefill: as `producer`, for keys and values in blocks of a tile each."""
+"""Producer warp of the FP8 Hopper prefill kernel: like `producer`, for keys and values in blocks of one tile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def produce(
     num_items,
     c,
 ):
-    """Supply items until none is left.
+    """Fetch items and issue their copies until none is left.
 
     `first_blocks` and `num_blocks` as in `fp8_quantize`, other arguments as in `producer`.
     """
@@ -36,7 +36,7 @@ def produce(
     queries = 0
     num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
     while item < num_items:
-        # Requested now, so that the reply has arrived when this item is finished.
+        # The atomic is issued now, so that its result is available when this item is finished.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         seq, head, first_row, q_start, q_len, _, num_keys = read_item(
             tiles, item, num_entries, late_heads, num_long, c
@@ -67,6 +67,6 @@ def produce(
 
 @gluon.jit
 def copy_block(desc, row, full, tile, c):
-    """Start copying a block of keys or values; `full` completes with its last byte."""
+    """Issue the copy of a block of keys or values; mbarrier `full` completes with its last byte."""
     mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
     tma.async_copy_global_to_shared(desc, [row, 0], full, tile)

@@ -1,21 +1,22 @@
-"""Queries, keys and values in FP8 (e4m3) for Hopper's FP8 tensor cores.
+"""Quantize queries, keys and values to FP8 (e4m3) for Hopper's FP8 tensor cores.
 
     queries   rotated, then divided by a scale for each token and head
     keys      rotated, then divided by a scale for each block of keys and head
     values    divided by a scale for each block of keys and head; transposed
 
-The rotation is a Hadamard matrix with random signs along the head dim, the same for queries and keys, so that
-the scores do not change. It spreads an outlier over its row: e4m3 rounds each element by up to a sixteenth of
-itself; if one element decides a score, so does its error, while the errors of many equal parts average out.
+The rotation multiplies the head dim by a Hadamard matrix with random signs, the same for queries and keys, so that the
+scores do not change. It spreads an outlier over its row. e4m3 rounds each element by up to a sixteenth of itself: the
+error of a score that depends on one large element is that element's error, while the errors of many elements of equal
+size average out.
 
 Each sequence's keys are cut into blocks of one tile, the last one padded with zeros, so that a tile is one
-contiguous block whose scale is one number:
+contiguous block with one scale:
 
     keys      [K, blocks, block_n, D]
-    values    [K, blocks, D, block_n], since FP8 products take a second operand with contiguous keys
+    values    [K, blocks, D, block_n], since an FP8 WGMMA needs the keys contiguous in its second operand
     scales    [3, K, blocks] float32: of keys, of values, and 1 / that of values
 
-Values are in the order in which the registers hold the weights of their keys (`key_of_slot`).
+Values are stored in the order in which the registers hold the weights of their keys (`key_of_slot`).
 
 Source: Shah et al., "FlashAttention-3", 2024, section 3.3, for block scales, the rotation and the order.
 """
@@ -40,7 +41,7 @@ _SMALLEST = tl.constexpr(1e-12)
 _QUERY_ROWS = tl.constexpr(64)
 """Rows of a program's tile."""
 _BLOCK_FIELDS = tl.constexpr(2)
-"""Fields of a block: its first key among all keys, and the number of its keys (0 for no block)."""
+"""Fields of a block: its first key among all keys, and the number of its keys (0 for an unused entry)."""
 _SEED = 3
 
 
@@ -62,10 +63,10 @@ def rotation(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit
 def key_of_slot(slot):
-    """Return the number of the key whose value is in a slot of its block.
+    """Return the index of the key whose value is in a slot of its block.
 
-    Of 16 keys, a thread of a score product has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; as weights in FP8
-    it has slots 4 t to 4 t + 3.
+    Of every 16 keys, thread t holds the scores of 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in the accumulator, and slots
+    4 t to 4 t + 3 in an FP8 operand.
     """
     return slot // 16 * 16 + slot // 2 % 2 * 8 + slot // 4 % 4 * 2 + slot % 2
 
@@ -108,26 +109,26 @@ def quantize_queries(
     D: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Quantize queries; a program does `TILES` times 64 rows of [T * H, D].
+    """Quantize queries; each program processes `TILES` tiles of 64 rows of [T * H, D].
 
     Args:
         q: [T, H, D], dense along D.
         quantized: [T, H, D] e4m3.
-        factors: [T, H] float32, the factors of products with these queries.
-        matrix: [D, D], `rotation`.
+        factors: [T, H] float32, the factors on the scores of these queries.
+        matrix: [D, D], from `rotation`.
         num_rows: T * H.
         q_stride: elements from one token to the next.
         q_head_stride: elements from one head to the next.
         factor: common to all of `factors`.
     """
     column = tl.arange(0, D)
-    turn = tl.load(matrix + column[:, None] * D + column[None, :])
+    hadamard = tl.load(matrix + column[:, None] * D + column[None, :])
     for tile in tl.static_range(TILES):
         row = (tl.program_id(0) * TILES + tile) * _QUERY_ROWS + tl.arange(0, _QUERY_ROWS)
         exists = row < num_rows
         source = (row // HEADS).to(tl.int64) * q_stride + row % HEADS * q_head_stride
         x = tl.load(q + source[:, None] + column[None, :], mask=exists[:, None], other=0.0)
-        x = tl.dot(x, turn, input_precision="ieee")
+        x = tl.dot(x, hadamard, input_precision="ieee")
         largest = tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST)
         inverse = 1.0 / largest * LARGEST
         x = x * inverse[:, None]
@@ -161,7 +162,7 @@ def quantize_keys_and_values(
         quantized_k: [K, blocks, BLOCK_N, D] e4m3.
         quantized_v: [K, blocks, D, BLOCK_N] e4m3.
         scales: [3, K, blocks] float32.
-        matrix: [D, D], `rotation`.
+        matrix: [D, D], from `rotation`.
         blocks: as `list_key_blocks` writes them.
         num_blocks: entries of `blocks`.
         k_stride: elements from one key to the next; the other strides accordingly.
@@ -179,8 +180,8 @@ def quantize_keys_and_values(
     place = (head * num_blocks + block).to(tl.int64) * (BLOCK_N * D)
     if tl.program_id(2) == 0:
         x = load_rows(k + head * k_head_stride, first, slot, count, k_stride, column)
-        turn = tl.load(matrix + column[:, None] * D + column[None, :])
-        x, fitted, _ = fit(tl.dot(x, turn, input_precision="ieee"))
+        hadamard = tl.load(matrix + column[:, None] * D + column[None, :])
+        x, fitted, _ = fit(tl.dot(x, hadamard, input_precision="ieee"))
         tl.store(scale, fitted)
         x = x.to(quantized_k.dtype.element_ty)
         tl.store(quantized_k + place + slot[:, None] * D + column[None, :], x)
@@ -195,14 +196,14 @@ def quantize_keys_and_values(
 
 @triton.jit
 def load_rows(x, first, key, count, stride, column):
-    """Load keys of a block, or values, in the order `key`; 0 from `count` on."""
+    """Load the keys or values of a block in the order `key`; rows from `count` on are 0."""
     row = (first + key).to(tl.int64) * stride
     return tl.load(x + row[:, None] + column[None, :], mask=(key < count)[:, None], other=0.0)
 
 
 @triton.jit
 def fit(x):
-    """Scale a block so that its largest element becomes 448; return (block, scale, 1 / scale)."""
+    """Scale a block so that its largest magnitude becomes 448; return (block, scale, 1 / scale)."""
     largest = tl.maximum(tl.max(tl.abs(x)), _SMALLEST)
     inverse = 1.0 / largest * LARGEST
     return x * inverse, largest / LARGEST, inverse
@@ -233,7 +234,7 @@ def plan_key_blocks(cu_seqlens_k: Tensor, num_keys: int, size: int) -> KeyBlocks
     """
     num_seqs = cu_seqlens_k.shape[0] - 1
     device = cu_seqlens_k.device
-    # Blocks are counted per sequence, since each may end with a partial one.
+    # Each sequence may end with a partial block.
     most = num_keys // size + num_seqs
     blocks = torch.empty((most, _BLOCK_FIELDS.value), dtype=torch.int32, device=device)
     first_blocks = torch.empty(num_seqs, dtype=torch.int32, device=device)
@@ -255,7 +256,7 @@ class Quantized:
 
     Attributes:
         q: [T, H, D] e4m3.
-        factors: [T, H] float32, the factors of a query's scores, beside the keys' scale.
+        factors: [T, H] float32, the factors on a query's scores, to be multiplied by the keys' scale.
         k: [K, blocks, block_n, D] e4m3.
         v: [K, blocks, D, block_n] e4m3.
         scales: [3, K, blocks] float32.
@@ -269,7 +270,7 @@ class Quantized:
 
 
 def make_buffers(q: Tensor, kv: Tensor, plan: KeyBlocks) -> Quantized:
-    """Allocate what `quantize` writes for queries [T, H, D] and keys and values [2, T_k, K, D]."""
+    """Allocate the outputs of `quantize` for queries [T, H, D] and keys and values [2, T_k, K, D]."""
     heads, head_dim = kv.shape[-2:]
     blocks = plan.blocks.shape[0]
     e4m3 = torch.float8_e4m3fn
@@ -289,8 +290,8 @@ def quantize(q: Tensor, kv: Tensor, plan: KeyBlocks, buffers: Quantized, factor:
         q: [T, H, D], dense along D.
         kv: [2, T_k, K, D], dense along D.
         plan: the blocks of the keys.
-        buffers: written to.
-        factor: on the scores of the given queries and keys.
+        buffers: the outputs.
+        factor: factor on the scores of the given queries and keys.
     """
     num_rows, head_dim = q.shape[0] * q.shape[1], q.shape[2]
     keys, values = kv.unbind(0)

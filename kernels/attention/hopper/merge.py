@@ -1,8 +1,8 @@
-"""The results of a Hopper decode's splits: writing them, and merging the parts of a tile; `combine` in Gluon.
+"""Store the results of a Hopper decode's splits, and merge the parts of a tile: the Gluon version of `gpu.combine`.
 
 Source: Dao et al., "Flash-Decoding", 2023: out = sum of out_i * exp(lse_i - lse) over the parts i.
 """
-# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+# `aggregate` evaluates the annotations when the class is defined, so this module cannot postpone them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,10 +23,10 @@ _MERGE_ELEMENTS = 8192
 
 @aggregate
 class DecodeConstants:
-    """The constants of a decode, with the names that the prefill's functions use.
+    """Compile-time constants of the decode kernel, with the names that the prefill's device functions use.
 
-    `BOX` is `GROUP` rounded up to a power of two: the rows of a tile for a token's query heads. `FEW` means that there
-    is one token, of at most 8 rows.
+    `BOX` is `GROUP` rounded up to a power of two: the tile rows of one query token. `FEW` means that a sequence has one
+    query token, of at most 8 rows.
     """
 
     HEADS: gl.constexpr
@@ -79,7 +79,7 @@ class DecodeConstants:
 
 @gluon.jit
 def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
-    """Write the result of a tile that is not split, [ROWS, D] and [ROWS] in units of log2."""
+    """Write the output of a tile that is not split, [ROWS, D], and its log-sum-exp, [ROWS] in units of log2."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
     column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
     place = output_row(first_row + row, q_start, kv_head, c)
@@ -98,7 +98,7 @@ def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
 
 @gluon.jit
 def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c):
-    """Write a split's result, [ROWS, D] and [ROWS] in units of log2, for the merge."""
+    """Write a split's partial output, [ROWS, D], and its log-sum-exp, [ROWS] in units of log2, for the merge."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
     column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
     first_line = part.to(gl.int64) * c.MERGE_ROWS
@@ -114,10 +114,10 @@ def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c
 def merge_parts(
     out, lse, partial_out, partial_lse, first_part, num_parts, kv_head, first_row, q_start, q_len, c
 ):  # fmt: skip
-    """Merge the parts of one tile, whose indices are `KV_HEADS * ROW_TILES` apart, and write the result."""
+    """Merge the parts of one tile and write the output; the parts' indices are `KV_HEADS * ROW_TILES` apart."""
     STEP: gl.constexpr = c.KV_HEADS * c.ROW_TILES
     PARTS: gl.constexpr = parts_at_once(c.MERGE_ROWS, c.D)
-    # A thread holds all parts of its elements, so that their sum needs no exchange.
+    # A thread holds all parts of its elements, so that their sum needs no exchange between threads.
     cube: gl.constexpr = merge_layout(PARTS, c.MERGE_ROWS)
     plane: gl.constexpr = gl.SliceLayout(0, cube)
     lines: gl.constexpr = gl.SliceLayout(2, cube)
@@ -131,7 +131,7 @@ def merge_parts(
         exists = start + part < num_parts
         line = (first_part + (start + part) * STEP).to(gl.int64)[:, None] * c.MERGE_ROWS
         line = line + row[None, :]
-        # Other programs wrote these, so the first-level cache must be bypassed.
+        # Other programs wrote these, so the loads must bypass the L1 cache.
         logs = gl.load(
             partial_lse + line, mask=exists[:, None], other=float("-inf"), cache_modifier=".cg"
         )
@@ -168,18 +168,18 @@ def merge_parts(
 
 @gluon.constexpr_function
 def parts_at_once(rows, columns):
-    """Return the number of parts of a given size that a merge holds at once."""
+    """Return the number of parts of [rows, columns] that a merge holds at once."""
     return max(1, min(16, _MERGE_ELEMENTS // (rows * columns)))
 
 
 @gluon.constexpr_function
 def merge_layout(parts, rows):
-    """Registers of [parts, rows, columns] in 4 warps: parts within a thread, rows over the warps."""
+    """Return the layout of [parts, rows, columns] in 4 warps: parts within a thread, rows over the warps."""
     warps = min(4, rows)
     return gl.BlockedLayout([parts, 1, 4], [1, 1, 32], [1, warps, 4 // warps], [2, 1, 0])
 
 
 @gluon.jit
 def _rows_of(values, plane: gl.constexpr):
-    """Give a number for each row to the threads that hold the row's elements."""
+    """Convert one value per row to the layout `plane`, in which each row's elements are held."""
     return gl.convert_layout(values, gl.SliceLayout(1, plane))

@@ -1,14 +1,13 @@
-"""The constants, buffers, barriers and work items that the roles of a Hopper kernel share.
+"""State that the warp roles of a Hopper prefill kernel share: constants, buffers, mbarriers and work items.
 
-A buffer has two barriers: `full` completes when its bytes have arrived, `empty` when every consumer has
-finished with it. A role counts its uses of a ring; the count gives the buffer and the barrier's phase:
+Each stage of a ring of buffers has two mbarriers: `full` completes when the stage's bytes have arrived, `empty` when
+every consumer has released it. Each role counts its uses of a ring; the count gives the stage and the phase:
 
-    use n of a ring of S buffers    buffer n % S, phase (n // S) & 1
+    use n of a ring of S stages    stage n % S, phase (n // S) & 1
 
-The keys of an item are visited from its last tile to its first, so that the tiles that need masks come
-first.
+The key tiles of an item are visited from last to first, so that the tiles that need masks come first.
 """
-# Annotations of an aggregate are looked at when it is made, so they cannot be postponed to strings.
+# `aggregate` evaluates the annotations when the class is defined, so this module cannot postpone them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,15 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(64)
-"""Query rows of a consumer: the rows of one warp group's matrix instruction."""
-_ITEM_ROOM = gl.constexpr(8)
+"""Query rows of a consumer: the M dimension of a WGMMA."""
+_ITEM_WORDS = gl.constexpr(8)
 """Integers of a posted item: its fields, rounded up to a power of two."""
-_WIDEST_IN_PARTS = 128
+_WIDEST_OWN_RANGE = 128
+"""Largest head dim for which `OWN_RANGE` is set."""
 
 
 @gluon.constexpr_function
 def accumulator_layout(columns, operand_bytes=2):
-    """Return the layout of a warp group's product of `columns` columns."""
+    """Return the register layout of a WGMMA accumulator with `columns` columns."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 32 // operand_bytes]
     )
@@ -32,20 +32,22 @@ def accumulator_layout(columns, operand_bytes=2):
 
 @gluon.constexpr_function
 def rows_of_token(group):
-    """Return the rows of a tile for a query token with `heads` heads: a power of two."""
+    """Return the tile rows of a query token with `group` heads per key-value head, a power of two."""
     return 1 << (group - 1).bit_length()
 
 
 @aggregate
 class Constants:
-    """The constants of a kernel; sizes are in elements.
+    """Compile-time constants of a prefill kernel; sizes are in elements.
 
     Attributes:
-        BOX: `GROUP` rounded up to a power of two: the rows of a tile for a query token.
-        PAGE: keys of one bulk copy.
-        OPERAND_BYTES: bytes of a multiplied element; 1 for FP8, whose values are transposed.
-        QUERY_STAGES: items whose queries are in shared memory at once, in the memory of one in half precision.
-        OWN_RANGE: whether a consumer skips tiles that none of its rows sees; wide heads lack the registers.
+        BOX: `GROUP` rounded up to a power of two: the tile rows of one query token.
+        PAGE: keys of one TMA copy.
+        OWN_OUTPUT: whether outputs have a staging buffer of their own; else they are staged in the queries' buffer.
+        OPERAND_BYTES: bytes of an element of a WGMMA operand; 1 for FP8, whose values are transposed.
+        QUERY_STAGES: stages of the query ring; two stages in FP8 need the memory of one in half precision.
+        CONSUMERS: consumer warp groups.
+        OWN_RANGE: whether a consumer skips tiles that none of its rows sees; larger head dims lack the registers.
     """
 
     HEADS: gl.constexpr
@@ -94,7 +96,7 @@ class Constants:
         self.CONSUMERS = gl.constexpr(BLOCK_M // ROWS.value)
         self.OPERAND_BYTES = gl.constexpr(OPERAND_BYTES)
         self.QUERY_STAGES = gl.constexpr(2 if OPERAND_BYTES == 1 else 1)
-        self.OWN_RANGE = gl.constexpr(D <= _WIDEST_IN_PARTS)
+        self.OWN_RANGE = gl.constexpr(D <= _WIDEST_OWN_RANGE)
         self.S_LAYOUT = gl.constexpr(accumulator_layout(BLOCK_N, OPERAND_BYTES))
         self.O_LAYOUT = gl.constexpr(accumulator_layout(D, OPERAND_BYTES))
         self.P_LAYOUT = gl.constexpr(
@@ -104,15 +106,15 @@ class Constants:
 
 @aggregate
 class Pipeline:
-    """Shared memory and its barriers.
+    """Shared-memory buffers and their mbarriers.
 
     Attributes:
         q: [QUERY_STAGES * (2 or 4), ROWS, D] ring of items' queries, a part for each consumer.
         k: [STAGES, BLOCK_N, D] ring of key tiles.
         v: [STAGES, BLOCK_N, D] ring of value tiles; [STAGES, D, BLOCK_N] in FP8.
-        o: [2 or 4, ROWS, D] outputs to be copied to memory; `q` itself if both do not fit.
-        items: [2 * _ITEM_ROOM, 1] int32, ring of two posted items.
-        q_full: barrier, as are the other attributes that end in _full or _empty.
+        o: [2 or 4, ROWS, D] staging buffer of the outputs; `q` itself if both do not fit.
+        items: [2 * _ITEM_WORDS, 1] int32, ring of two posted items.
+        q_full: mbarriers, one per stage, as are the other attributes that end in _full or _empty.
     """
 
     q: gl.shared_memory_descriptor
@@ -151,7 +153,7 @@ class Pipeline:
 
 @gluon.jit
 def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
-    """Allocate all buffers and set up their barriers; the types are those of operands and output."""
+    """Allocate all buffers and initialize their mbarriers; `operand` and `output` are element types."""
     parts: gl.constexpr = 2 if c.CONSUMERS == 2 else 4
     q = make_tiles(operand, c.QUERY_STAGES * parts, ROWS, c.D)
     k = make_tiles(operand, c.STAGES, c.BLOCK_N, c.D)
@@ -163,7 +165,7 @@ def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
     if c.OWN_OUTPUT:
         o = make_tiles(output, parts, ROWS, c.D)
     item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_ROOM, 1], item_layout)
+    items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_WORDS, 1], item_layout)
     q_full, q_empty = make_barriers(c.QUERY_STAGES, c)
     k_full, k_empty = make_barriers(c.STAGES, c)
     v_full, v_empty = make_barriers(c.STAGES, c)
@@ -176,14 +178,14 @@ def make_pipeline(operand: gl.constexpr, output: gl.constexpr, c):
 
 @gluon.jit
 def make_tiles(dtype: gl.constexpr, tiles: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Allocate tiles in the layout that the tensor cores read and bulk copies write."""
+    """Allocate tiles in the swizzled layout that WGMMA reads and TMA writes."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     return gl.allocate_shared_memory(dtype, [tiles, rows, columns], layout)
 
 
 @gluon.jit
 def make_barriers(buffers: gl.constexpr, c):
-    """Set up the two barriers of each buffer of a ring."""
+    """Initialize the full and the empty mbarrier of each stage of a ring."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [buffers, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [buffers, 1], layout)
@@ -195,7 +197,7 @@ def make_barriers(buffers: gl.constexpr, c):
 
 @gluon.jit
 def post(pipe, done, fields):
-    """Post item number `done` to the consumers; a head of -1 ends their work.
+    """Post item number `done` to the consumers; a head of -1 stops them.
 
     The fields are head, first row, first query token, query tokens, keys, and those that only some kernels have.
     """
@@ -204,19 +206,19 @@ def post(pipe, done, fields):
     mbarrier.wait(pipe.item_empty.index(slot), ((done // 2) & 1) ^ 1)
     zero = gl.zeros([1], gl.int32, layout=layout)
     for i in gl.static_range(len(fields)):
-        pipe.items.index(slot * _ITEM_ROOM + i).store(zero + fields[i])
+        pipe.items.index(slot * _ITEM_WORDS + i).store(zero + fields[i])
     gl.thread_barrier()
     mbarrier.arrive(pipe.item_full.index(slot), count=1)
 
 
 @gluon.jit
 def next_item(pipe, done, FIELDS: gl.constexpr):
-    """Read the fields that the producer posted."""
+    """Wait for item number `done` of the producer, and read its fields."""
     slot = done % 2
     mbarrier.wait(pipe.item_full.index(slot), (done // 2) & 1)
     fields = ()
     for i in gl.static_range(FIELDS):
-        field = _read(pipe.items.index(slot * _ITEM_ROOM + i))
+        field = _read(pipe.items.index(slot * _ITEM_WORDS + i))
         fields = fields + (field,)  # type: ignore[assignment]  # Gluon cannot unpack
     gl.thread_barrier()
     mbarrier.arrive(pipe.item_empty.index(slot), count=1)
@@ -225,13 +227,13 @@ def next_item(pipe, done, FIELDS: gl.constexpr):
 
 @gluon.jit
 def _read(field):
-    """Read one number of an item."""
+    """Read one field of an item."""
     return gl.max(field.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def first_kept(q_len, num_keys, window):
-    """Return the first key of a sequence in any query's window; keys before it may be gone from the cache."""
+    """Return the first key of a sequence in any query's window; blocks before it may have been freed."""
     return gl.maximum(num_keys - q_len - window + 1, 0)
 
 
@@ -240,7 +242,8 @@ def key_range(first_row, q_len, num_keys, window, c):
     """Return the key tiles of a row tile, counted from the last to the first.
 
     Returns:
-        (last + 1, tiles, tiles at the end that need masks, tiles before those at the window's edge).
+        (index of the last tile + 1, number of tiles, number of tiles at the end that need masks, number of tiles
+        before those that the window's lower edge masks).
     """
     return range_of_rows(first_row, c.BLOCK_M, q_len, num_keys, window, c)
 
@@ -270,11 +273,11 @@ def range_of_rows(first_row, rows: gl.constexpr, q_len, num_keys, window, c):
 
 @gluon.jit
 def own_tiles(tiles, my_row, q_len, num_keys, window, c):
-    """Return the tiles of an item that a consumer attends to.
+    """Return the key tiles of an item that one consumer's rows see.
 
     Returns:
-        (tiles to skip at the end of the keys, tiles to skip at their start, and for the tiles between them,
-        as `key_range`: last + 1, tiles, tiles that need masks, tiles before those at the window's edge).
+        (number of tiles to skip at the end of the keys, number of tiles to skip at their start, and the four results
+        of `key_range` for the tiles between them).
     """
     last, count, edge, inside = tiles
     passed = 0
@@ -291,13 +294,13 @@ def own_tiles(tiles, my_row, q_len, num_keys, window, c):
 
 @gluon.jit
 def output_row(row, q_start, head, c):
-    """Return the row of the output for a row of a sequence."""
+    """Return the output row of a tile row of a sequence."""
     return (q_start + row // c.BOX).to(gl.int64) * c.HEADS + head * c.GROUP + row % c.BOX
 
 
 @gluon.jit
 def row_exists(row, q_len, c):
-    """Whether a row is that of a query head of the sequence."""
+    """Whether a tile row belongs to a query head of the sequence."""
     exists = row // c.BOX < q_len
     if c.BOX != c.GROUP:
         exists = exists & (row % c.BOX < c.GROUP)

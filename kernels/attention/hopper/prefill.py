@@ -1,18 +1,18 @@
-"""Prefill attention for Hopper in Gluon: bulk copies by a producer warp, warp groups that consume them.
+"""Warp-specialized prefill attention for Hopper in Gluon.
 
-    producer    one warp: takes the next work item and has the tensor memory accelerator copy its queries,
-                keys and values to shared memory, always a few tiles ahead (`producer`)
-    consumers   two or three warp groups of 64 query rows each, in ping-pong on the tensor cores: one
-                multiplies while another computes exponentials; each issues the scores of the next tile
-                before it multiplies the values of this one (`consumer`)
+    producer    one warp: fetches the next work item and issues TMA copies of its queries, keys and values to
+                shared memory, a few stages ahead of the consumers (`producer`)
+    consumers   two or three warp groups of 64 query rows each, in ping-pong: the softmax of one overlaps the
+                WGMMAs of another; each issues the score WGMMA of the next tile before the output WGMMA of the
+                current one (`consumer`)
 
-Thread blocks are persistent and take items from a counter, short ones last, so that ragged batches end evenly
-and the start of an item overlaps the item before it. Items are the tiles of `work_items`, listed once per step,
-times the key-value heads.
+Thread blocks are persistent and fetch items from a global counter (a dynamic tile scheduler). Short items come last,
+so that ragged batches end evenly, and the start of an item overlaps the end of the item before it. Items are the
+tiles of `work_items`, listed once per step, times the key-value heads.
 
-This module has the launch; `pipeline` has what the roles share.
+This module launches the kernel; `pipeline` defines the state that the warp roles share.
 
-Source: Shah et al., "FlashAttention-3", 2024, for the roles, the ping-pong and the overlap.
+Source: Shah et al., "FlashAttention-3", 2024, for the warp roles, the ping-pong and the overlap.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 _MOST_ITEMS = 1 << 30
-"""Most items: they are counted in 32 bits, and each thread block counts one past the end."""
+"""Most items: the counter has 32 bits, and each thread block increments it once past the end."""
 _ALIGNMENT = 16
-"""Bytes. Addresses and strides of the tensor memory accelerator are multiples of it."""
+"""Bytes; TMA addresses and strides must be multiples of it."""
 _LARGEST_INT32 = (1 << 31) - 1
 
 
@@ -80,7 +80,7 @@ def prefill(
     LSE: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
 ):
-    """Attend all items; one program per SM.
+    """Process all items; one program per SM.
 
     Shapes as in `kernels.prefill_attention`; `scale` and `softcap` as `exponents` returns them, `tiles` as in
     `work_items.list_items`, `counter` as in `producer.produce`.
@@ -94,7 +94,7 @@ def prefill(
         pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries,
         late_heads, num_items, k_head_stride, window, c,
     )  # fmt: skip
-    # Registers of a thread: 64 Ki divided over the warp groups, in steps of 8.
+    # Registers per thread (setmaxnreg): 64 Ki per SM divided over the warp groups, in steps of 8.
     if c.CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (pipe, o_desc, out, lse, scale, window, softcap, gl.constexpr(0), c)),
@@ -111,7 +111,7 @@ def prefill(
 
 
 class HopperPrefill:
-    """One step's prefill attention on Hopper; shapes as in `kernels.prefill_attention`."""
+    """Prefill attention of one step on Hopper; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
@@ -141,7 +141,7 @@ class HopperPrefill:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
-            # Queries, output and two tiles each of keys and values of 256 elements do not fit.
+            # With a head dim of 256, shared memory cannot hold queries, output and two stages of keys and values.
             "OWN_OUTPUT": problem.head_dim <= 128,
             "num_warps": launch.num_warps,
         }
@@ -193,11 +193,11 @@ class HopperPrefill:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The work that the thread blocks of a step divide among themselves.
+    """The work items of a step and the counter of the tile scheduler.
 
     Attributes:
         items: the list.
-        counter: [2] int32, items taken and thread blocks finished; 0 before and after a launch.
+        counter: [2] int32, items fetched and thread blocks finished; 0 before and after a launch.
         num_items: entries times key-value heads.
         grid: thread blocks.
     """
@@ -214,7 +214,7 @@ def plan_work(
     """List a step's work in tiles of `block_m` rows, for one thread block per SM.
 
     Raises:
-        ShapeError: there are more items than 32 bits count.
+        ShapeError: there are more items than a 32-bit counter holds.
     """
     items = plan_items(
         batch,
@@ -246,12 +246,12 @@ def attends_nothing(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None) -> b
 
 
 def exponents(problem: AttentionProblem) -> tuple[float, float]:
-    """Return scale and softcap as the kernel takes them, in units of log2.
+    """Return the kernel's scale and softcap arguments, in units of log2.
 
         without a softcap    s * scale
-        with one             softcap - 2 * softcap / (exp2(s * scale) + 1)
+        with a softcap       softcap - 2 * softcap / (exp2(s * scale) + 1)
 
-    The second is softcap * tanh by the hardware's exponential, which is to base 2.
+    The second form is softcap * tanh, computed with the hardware's base-2 exponential.
     """
     scale, softcap = problem.softmax_scale * math.log2(math.e), 0.0
     if problem.softcap is not None:
@@ -260,7 +260,7 @@ def exponents(problem: AttentionProblem) -> tuple[float, float]:
 
 
 def bulk_strides(name: str, tensor: Tensor, strides: tuple[int, ...]) -> tuple[int, int]:
-    """Check that bulk copies can address a tensor.
+    """Check that TMA can address a tensor.
 
     Args:
         name: for the message.

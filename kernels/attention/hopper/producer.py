@@ -1,8 +1,8 @@
-"""The producer of a Hopper prefill: one warp that copies queries, keys and values for the consumers.
+"""Producer warp of the Hopper prefill kernel: copies queries, keys and values for the consumers.
 
-It takes work items from a counter that all thread blocks share, posts them, and has the tensor memory
-accelerator copy to shared memory, a few tiles ahead of the consumers. Keys are copied a cache block at a time,
-packed keys a tile at a time.
+It fetches work items from a counter that all thread blocks share, posts them to the consumers, and issues TMA copies
+to shared memory, a few stages ahead of the consumers. One copy moves a cache block of a paged cache (at most a tile),
+or a tile of packed keys.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ def produce(
     pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries, late_heads,
     num_items, k_head_stride, window, c,
 ):  # fmt: skip
-    """Copy items until none is left; `counter` is [2] int32, items taken and thread blocks finished."""
+    """Fetch items and issue their copies until none is left.
+
+    `counter` is [2] int32: items fetched, thread blocks finished.
+    """
     item = gl.program_id(0)
     done = 0
     loaded = 0
     queries = 0
     num_long = gl.load(tiles + 2 * num_entries * TILE_FIELDS)
     while item < num_items:
-        # Requested now, so that the reply has arrived when this item is finished.
+        # The atomic is issued now, so that its result is available when this item is finished.
         following = gl.atomic_add(counter, 1) + gl.num_programs(0)
         seq, head, first_row, q_start, q_len, k_start, num_keys = read_item(
             tiles, item, num_entries, late_heads, num_long, c
@@ -92,7 +95,7 @@ def read_item(tiles, item, num_entries, late_heads, num_long, c):
 
 @gluon.jit
 def finish(counter):
-    """Set the counters to 0 for the next layer, if this is the last thread block to finish."""
+    """Reset the counters for the next layer if this is the last thread block to finish."""
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -100,7 +103,7 @@ def finish(counter):
 
 @gluon.jit
 def copy_queries(pipe, q_desc, queries, token, head, c):
-    """Start copying an item's queries, a part for each consumer, once their buffer is free."""
+    """Issue the copies of an item's queries, one part for each consumer, once their stage is free."""
     tokens: gl.constexpr = ROWS // c.BOX
     buffer = queries % c.QUERY_STAGES
     full = pipe.q_full.index(buffer)
@@ -116,16 +119,16 @@ def copy_queries(pipe, q_desc, queries, token, head, c):
 
 @gluon.jit
 def rows_of_tile(table, k_start, start, kept, num_keys, c):
-    """Return the first rows of a tile's parts among all keys.
+    """Return the first row of each part of a tile, counted over all keys of the cache or of the packed tensor.
 
-    They are looked up before the first copy, so that the latencies of the table's entries overlap.
+    All entries of the block table are loaded before the first copy, so that their latencies overlap.
     """
     rows = ()
     for j in gl.static_range(c.BLOCK_N // c.PAGE):
         key = start + j * c.PAGE
         row = k_start + key
         if c.PAGED:
-            # The ids of other blocks are undefined. Block 0 is copied instead; no row sees its keys.
+            # Other entries of the table are undefined. Block 0 is copied in their place; no row sees its keys.
             needed = (key < num_keys) & (key + c.PAGE > kept)
             block = gl.load(table + key // c.BLOCK_SIZE, mask=needed, other=0)
             row = block * c.BLOCK_SIZE + key % c.BLOCK_SIZE
@@ -135,7 +138,7 @@ def rows_of_tile(table, k_start, start, kept, num_keys, c):
 
 @gluon.jit
 def copy_tile(desc, rows, column, full, tile, c):
-    """Start copying a tile of keys or values, part by part; `full` completes with its last byte."""
+    """Issue the copies of a tile of keys or values, part by part; mbarrier `full` completes with the last byte."""
     mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
     for j in gl.static_range(c.BLOCK_N // c.PAGE):
         part = tile.slice(j * c.PAGE, c.PAGE, dim=0)

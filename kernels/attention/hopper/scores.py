@@ -1,4 +1,4 @@
-"""Softcap, masks, exponentials and their sums on a tile of scores in the registers of a warp group."""
+"""Softmax on a tile of scores in the registers of a warp group: softcap, masks, exponentials and row sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mask_scores(s, start, last_seen, num_keys, window, c):
     """Set the scores of keys that a row does not see to -inf; `start` is the tile's first key."""
     key = start + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(0, c.S_LAYOUT))
     if c.CAUSAL:
-        # No row sees past the sequence's end, so the end needs no test.
+        # The causal limit of every row lies within the sequence, so `num_keys` needs no test.
         distance = last_seen[:, None] - key[None, :]
         seen = distance >= 0
         if c.WINDOW:
@@ -36,10 +36,10 @@ def mask_scores(s, start, last_seen, num_keys, window, c):
 
 @gluon.jit
 def mask_tile(s, start, last_seen, num_keys, window, c):
-    """As `mask_scores`, with fewer instructions if a row is limited by its own token only."""
+    """Like `mask_scores`, with fewer instructions for a causal mask without a window."""
     if c.CAUSAL and not c.WINDOW:
-        # Column 8 i + 2 t + j is register (i, j) of thread t, so what a register is compared with is
-        # known to the compiler, and what it is compared to is one number for each row.
+        # Column 8 i + 2 t + j is register (i, j) of thread t. Each comparison is between 8 i + j, a compile-time
+        # constant of the register, and one limit per row and thread.
         x = s.reshape([ROWS, c.BLOCK_N // 8, 4, 2])
         L: gl.constexpr = x.type.layout
         eight = gl.arange(
@@ -72,7 +72,7 @@ def softmax_step(s, m, factor):
 
 @gluon.jit
 def softmax_tile(s, m, factor, c):
-    """As `softmax_step`, with a maximum in eight chains instead of two."""
+    """Like `softmax_step`, with the maximum computed in eight chains instead of two."""
     x = gl.max(gl.max(s.reshape([ROWS, c.BLOCK_N // 8, 8]), 1), 1)
     largest = gl.convert_layout(x, gl.SliceLayout(1, c.S_LAYOUT), assert_trivial=True)
     new_m = gl.maximum(m, largest * factor)
@@ -82,13 +82,13 @@ def softmax_tile(s, m, factor, c):
 
 @gluon.jit
 def row_sums(e, c):
-    """Sum a thread's own elements of each row, [ROWS, 4]; the threads' sums are added at an item's end."""
+    """Sum each thread's own elements of a row, [ROWS, 4]; the threads' sums are added at the end of an item."""
     return gl.sum(gl.sum(e.reshape([ROWS, c.BLOCK_N // 8, 4, 2]), 1), 2)
 
 
 @gluon.jit
 def fade_sums(parts, fade):
-    """Rescale sums as of `row_sums`."""
+    """Rescale the partial sums of `row_sums` by a factor per row."""
     layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
     return parts * gl.convert_layout(fade, layout, assert_trivial=True)[:, None]
 

@@ -1,7 +1,7 @@
-"""The work items of a Hopper prefill: tiles of query rows, in an order with which thread blocks end together.
+"""The work items of a Hopper prefill: tiles of query rows, ordered so that the thread blocks end at the same time.
 
-Thread blocks take items from a counter, two in advance. So they end at the same time only if the last items are
-short, of whatever sequence or head. Tiles of one sequence and head read the same keys, so most of the launch
+Thread blocks fetch items from a counter, two in advance. They end at the same time only if the last items are short,
+whichever sequence and head these belong to. Tiles of one sequence and head read the same keys, so most of the list
 keeps them together:
 
     most heads       head by head, sequence by sequence, latest tile first
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from kernels.attention.problem import PackedBatch
 
 _STEPS = tl.constexpr(16)
-"""Steps that the longest tile's keys are divided into, to find which tiles are short."""
+"""Steps that the longest tile's keys are divided into, to find the tiles that are short."""
 _SHORT_STEPS = tl.constexpr(12)
-"""Most steps that a short tile sees. If all tiles see nearly the same, none is worth reading its keys again."""
+"""Most steps that a short tile sees. Tiles that see nearly as many keys as the longest stay in the main order, since
+moving them to the end would read their keys again."""
 _MOST_KEYS = 1 << 30
 _LATE_PER_SM = 6
 """Fewest items per SM of the last heads."""
@@ -57,11 +58,11 @@ def list_items(
     """List the tiles of a step twice; one program per entry of `tiles`, [2 * entries + 1, 6] int32.
 
         entries     the longest sequences first, each one's last tiles before its first
-        entries     the same without the short tiles, and behind them those, longest first
+        entries     the same order without the short tiles; then the short tiles, longest first
         1           number of tiles of the second list that are not short
 
-    At most `wanted` tiles are short, not counting those that see nothing, and none that sees more than three
-    quarters of the keys of the longest. No tile visits more than `most_keys` keys.
+    At most `wanted` tiles are short, not counting tiles that see no key. A short tile sees at most three quarters of
+    the keys that the longest tile sees. No tile visits more than `most_keys` keys.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -85,7 +86,7 @@ def list_items(
     my_keys = tl.sum(tl.where(mine, k_len, 0), 0)
     my_count = tl.sum(tl.where(mine, count, 0), 0)
     my_short = tl.sum(tl.where(mine, short, 0), 0)
-    # Entries of a sequence are neighbours; this is the index of the tile among them.
+    # Entries of a sequence are adjacent; this is the index of the tile among them.
     tile = entry - tl.sum(tl.where(b < seq, count, 0), 0)
     first = (k_len > my_keys) | ((k_len == my_keys) & (b < seq))
     place = tl.sum(tl.where(first, count, 0), 0) + my_count - 1 - tile
@@ -94,7 +95,7 @@ def list_items(
         seen = my_keys
         if CAUSAL:
             last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, my_queries - 1)
-            # Below 0 if there are more queries than keys; it only has to order tiles as the count does.
+            # This is below 0 if there are more queries than keys, which does not matter: it only orders tiles.
             seen = my_keys - my_queries + last + 1
         as_short = tl.where(b < seq, seen - 1, seen)
         shorter = _tiles_below(as_short, count, q_len, k_len, GROUP, CAUSAL, BLOCK_M)
@@ -118,7 +119,7 @@ def list_items(
 def _tiles_below(
     keys, count, q_len, k_len, GROUP: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return how many of each sequence's tiles see at most a number of keys: if causal, its first ones."""
+    """Return how many tiles of each sequence see at most `keys` keys; if causal, they are its first tiles."""
     below = tl.zeros_like(count)
     if CAUSAL:
         tokens = tl.minimum(tl.maximum(keys - (k_len - q_len), 0), q_len)
@@ -132,8 +133,8 @@ class Items:
 
     Attributes:
         tiles: [2 * entries + 1, 6] int32, as `list_items` writes them.
-        table: the batch's block table; for packed keys a tensor in its place that is never read.
-        num_entries: entries of either list, used or not.
+        table: the batch's block table; for packed keys a dummy tensor that is never read.
+        num_entries: entries of each list, including unused ones.
         late_heads: heads of the second list.
     """
 
@@ -165,7 +166,7 @@ def plan_items(
         window: most keys that a token sees; None for no limit.
     """
     num_seqs = batch.num_seqs
-    # Tiles are counted per sequence, since each may end with a partial one.
+    # Each sequence may end with a partial tile.
     most = batch.num_tokens * group // block_m + num_seqs
     late_heads = min(num_heads, -(-_LATE_PER_SM * num_sms // max(most, 1)))
     cu_seqlens_q = batch.cu_seqlens_q

@@ -1,1 +1,1 @@
-"""Attention in Triton for every GPU with tensor cores that Triton can use."""
+"""Attention in Triton for every GPU whose tensor cores Triton supports."""

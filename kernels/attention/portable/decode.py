@@ -1,7 +1,7 @@
-"""Decode attention in Triton: split over the keys of the paged cache, merged in the same launch.
+"""Decode attention in Triton over the paged cache: split-KV, merged in the same launch.
 
-A decode has few rows and many keys. To keep every SM reading, the keys of a sequence are split over several
-programs (`split_list`). Each writes its partial result; the last to finish merges them (`combine`).
+A decode has few rows and many keys. The keys of a sequence are split over several programs (`split_list`), so that
+every SM has keys to read. Each program writes its partial result; the last to finish merges them (`combine`).
 
 Source: Dao et al., "Flash-Decoding", 2023; the last block merging as in Osama et al., "Stream-K", 2023.
 """
@@ -22,7 +22,7 @@ from kernels.attention.portable.tile import (
     attend,
     check_head_stride,
     load_rows,
-    normalise,
+    normalize,
     scale_arguments,
     split_head_dim,
     store_rows,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 _MERGE_ELEMENTS = 8192
-"""Elements of partial results that a merge holds at once: 64 registers a thread at 4 warps."""
+"""Elements of partial results that a merge holds at once: 64 registers per thread with 4 warps."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -80,9 +80,9 @@ def decode(
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend one tile of rows to one split; program (split, key-value head, row tile).
+    """Compute attention of one row tile over one split; program (split, key-value head, row tile).
 
-    The heads of a split are neighbours in the launch, since they read neighbouring bytes of the same blocks.
+    The heads of a split are adjacent programs, since they read adjacent bytes of the same blocks.
     """
     TILES: tl.constexpr = KV_HEADS * ROW_TILES
     D: tl.constexpr = D1 + D2
@@ -134,7 +134,7 @@ def decode(
             stride, stride, scale, window, softcap,
             True, True, WINDOW, SOFTCAP, True, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2, FP8,
         )  # fmt: skip
-    acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
+    acc1, acc2, log_sum = normalize(acc1, acc2, m, total)
     out_row = q_row * HEADS + head
     if count == 1:
         store_rows(
@@ -145,7 +145,7 @@ def decode(
             tl.store(lse + out_row, log_sum * LN_2, mask=exists)
         return
 
-    # No more than MERGE_ROWS rows exist; with few heads that is less than a tile.
+    # At most MERGE_ROWS rows exist; with few heads that is less than a tile.
     line = program.to(tl.int64) * MERGE_ROWS + tl.arange(0, BLOCK_M)
     store_rows(partial_out, line * D, exists, acc1, acc2, D1, D2)
     tl.store(partial_lse + line, log_sum, mask=exists)
@@ -187,7 +187,7 @@ def decode(
 
 
 class PortableDecode:
-    """One step's decode attention on a GPU; shapes as in `kernels.decode_attention`."""
+    """Decode attention of one step on a GPU; shapes as in `kernels.decode_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection

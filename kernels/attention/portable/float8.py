@@ -1,4 +1,4 @@
-"""Device functions in Triton that convert float8_e4m3fn to the dtypes that the portable kernels multiply."""
+"""Triton device functions that convert float8_e4m3fn to the dtypes in which the portable kernels multiply."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def unpack_pairs(pairs):
-    """Convert pairs of e4m3 bytes in 16 bits to float16: the low bytes, the high bytes.
+    """Convert 16-bit pairs of e4m3 bytes to two float16 tensors: the low bytes and the high bytes.
 
-    It takes one permutation and two conversions for four numbers; the compiler's own code takes three times
-    as many.
+    Four numbers take one permutation and two conversions; the code that the compiler generates takes three times as
+    many instructions.
     """
     return tl.inline_asm_elementwise(
         """
@@ -41,8 +41,7 @@ def times(number, factor):
 @triton.jit
 def rescale(tile, scale, dtype: tl.constexpr):
     """Multiply the rows of a float8 tile by their scales."""
-    # A mapped function, because the compiler would move plain arithmetic after the exchange through shared
-    # memory, where every warp would convert the whole tile: 2672 instructions instead of 760 for a tile of
-    # 64 keys on sm_89.
+    # `map_elementwise` keeps the compiler from moving the arithmetic after the exchange through shared memory, where
+    # every warp would convert the whole tile: 2672 instructions instead of 760 for a tile of 64 keys on sm_89.
     wide = tile.to(tl.float16).to(tl.float32)
     return tl.map_elementwise(times, wide, scale[:, None]).to(dtype)

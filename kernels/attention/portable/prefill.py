@@ -1,7 +1,7 @@
 """Prefill attention in Triton: tiles of packed query heads over paged or packed keys and values.
 
-One program attends one tile of query rows of one key-value head to all keys that the rows see. It looks up
-its tile in a list that is made once per step on the device, so that planning does not wait for the device.
+One program computes attention of one tile of query rows of one key-value head to all keys that the rows see. It reads
+its tile from a list that the device makes once per step, so that planning does not wait for the device.
 
 Source: Dao, "FlashAttention-2", 2023 for the loop; packing the query heads that share a key-value head
 into one tile as in Shah et al., "FlashAttention-3", 2024.
@@ -22,7 +22,7 @@ from kernels.attention.portable.tile import (
     attend,
     check_head_stride,
     load_rows,
-    normalise,
+    normalize,
     scale_arguments,
     split_head_dim,
     store_rows,
@@ -64,7 +64,7 @@ def list_tiles(
     seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
     mine = b == seq
     num_keys = tl.sum(tl.where(mine, k_len, 0), 0)
-    # Entries of a sequence are neighbours; this is the index of the tile among them.
+    # Entries of a sequence are adjacent; this is the index of the tile among them.
     tile = entry - tl.sum(tl.where(b < seq, count, 0), 0)
     before = (k_len > num_keys) | ((k_len == num_keys) & (b < seq))
     place = tl.sum(tl.where(before, count, 0), 0)
@@ -114,7 +114,7 @@ def prefill(
     ONE_LOOP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attend one tile of rows; program (tile, key-value head). Shapes as in `kernels.prefill_attention`."""
+    """Compute attention of one row tile; program (tile, key-value head). Shapes as in `kernels.prefill_attention`."""
     record = tiles + tl.program_id(0) * TILE_FIELDS
     seq = tl.load(record)
     if seq < 0:
@@ -137,9 +137,9 @@ def prefill(
     last_token = tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
     lowest = history + first_row // GROUP
     highest = history + last_token
-    # Rows past the sequence's end repeat its last row, so that they need no masks.
+    # Rows past the sequence's end use the causal limit of its last token, so that they need no extra mask.
     last_seen = tl.minimum(history + token, highest)
-    # If there are more queries than keys, the first queries see nothing.
+    # If there are more queries than keys, the first queries see no key.
     end = tl.maximum(tl.minimum(highest + 1, num_keys), 0) if CAUSAL else num_keys
     begin = 0
     if WINDOW:
@@ -155,7 +155,7 @@ def prefill(
         k_stride, v_stride, scale, window, softcap,
         PAGED, CAUSAL, WINDOW, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
-    acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
+    acc1, acc2, log_sum = normalize(acc1, acc2, m, total)
     out_row = q_row * HEADS + head
     store_rows(
         out, out_row * (D1 + D2), exists,
@@ -169,16 +169,15 @@ def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tup
     """List the tiles of a step on its device.
 
     Args:
-        batch: for its lengths.
-        group: rows that a query token takes.
+        batch: gives the lengths.
+        group: rows per query token.
         block_m: query rows of a tile.
 
     Returns:
-        The tiles as in `list_tiles`, and the block table; for packed keys a tensor in its place that is
-        never read.
+        The tiles as in `list_tiles`, and the block table; for packed keys a dummy tensor that is never read.
     """
     num_seqs = batch.num_seqs
-    # Tiles are counted per sequence, since each may end with a partial one.
+    # Each sequence may end with a partial tile.
     most = batch.num_tokens * group // block_m + num_seqs
     cu_seqlens_q = batch.cu_seqlens_q
     tiles = torch.empty((most, TILE_FIELDS.value), dtype=torch.int32, device=cu_seqlens_q.device)
@@ -202,7 +201,7 @@ def plan_tiles(batch: PagedBatch | PackedBatch, group: int, block_m: int) -> tup
 
 
 class PortablePrefill:
-    """One step's prefill attention on a GPU; shapes as in `kernels.prefill_attention`."""
+    """Prefill attention of one step on a GPU; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection

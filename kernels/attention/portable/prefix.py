@@ -1,11 +1,11 @@
-"""The first part of a cascade in Triton: every token of a decode over the keys that all sequences share.
+"""The first launch of a cascade in Triton: attention of every query token of a decode to the shared keys.
 
-The tokens of the batch are the rows of one problem, so a tile of keys is read once per tile of rows instead of
-once per sequence. The keys are split over programs until the GPU is full. All partial results are written, and
-`combine` merges them with those of each sequence's other tokens. The number of splits follows from numbers that
-the host has, so no list is made on the device.
+All query tokens of the batch are rows of one problem, so a tile of keys is read once per tile of rows instead of once
+per sequence. The keys are split over programs until the GPU is full. The kernel writes all partial results, and
+`combine` merges them with those of each sequence's other keys. The number of splits depends only on values that the
+host knows, so the device makes no list.
 
-It attends without causality, since the shared tokens come before every query.
+There is no causal mask, since the shared tokens come before every query.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.attention.portable.tile import (
     attend,
     check_head_stride,
     load_rows,
-    normalise,
+    normalize,
     scale_arguments,
     split_head_dim,
     store_rows,
@@ -67,9 +67,9 @@ def prefix(
     ONE_LOOP: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attend one tile of rows to one part of the keys; program (part, key-value head, row tile).
+    """Compute attention of one row tile over one part of the keys; program (part, key-value head, row tile).
 
-    The row tiles of a part are neighbours in the launch, since they read the same keys.
+    The row tiles of a part are adjacent programs, since they read the same keys.
     """
     program = tl.program_id(0)
     first_row = program % row_tiles * BLOCK_M
@@ -99,23 +99,23 @@ def prefix(
         stride, stride, scale, 0, softcap,
         True, False, False, SOFTCAP, ONE_LOOP, BLOCK_SIZE, BLOCK_M, BLOCK_N, D1, D2, FP8,
     )  # fmt: skip
-    acc1, acc2, log_sum = normalise(acc1, acc2, m, total)
+    acc1, acc2, log_sum = normalize(acc1, acc2, m, total)
     line = part.to(tl.int64) * lines + q_row * HEADS + head
     store_rows(out, line * (D1 + D2), exists, acc1, acc2, D1, D2)
     tl.store(lse + line, log_sum * LN_2, mask=exists)
 
 
 class PortablePrefix:
-    """One step's attention to the shared tokens on a GPU.
+    """Attention of one step to the shared tokens, on a GPU.
 
     Attributes:
-        num_parts: P, partial results of each row.
+        num_parts: P, the number of partial results per row.
     """
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
-        assert isinstance(batch, PagedBatch), "shared tokens lie in blocks"
+        assert isinstance(batch, PagedBatch), "a shared prefix needs a paged cache"
         assert batch.shared_prefix > 0
         launch = selection.launch_for(batch.shared_prefix, batch.num_seqs)
         row_tiles = -(-batch.num_tokens * problem.group_size // launch.block_m)

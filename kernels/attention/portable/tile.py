@@ -1,14 +1,14 @@
 """The inner loop of the portable kernels: one tile of query rows over a range of keys.
 
-Device functions in Triton, inlined into the kernels of `prefill`, `decode` and `prefix`.
+Triton device functions, inlined into the kernels of `prefill`, `decode` and `prefix`.
 
     rows      the query heads of one key-value head, packed token by token: row r is head r % G of
-              token r // G, so that one read of the keys serves all heads that share them
+              token r // G, so that all heads of a group share one read of the keys
     keys      tokens first to last of one sequence; tile edges are multiples of BLOCK_N
     head dim  a power of two D1, or the sum of two, D1 + D2: 80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64,
-              because a tile's edges must be powers of two and padding 80 to 128 would waste a third
+              because tile sizes must be powers of two and padding 80 to 128 would waste a third
 
-Scores are kept in units of log2, since the hardware's exponential is to base 2: m is the running
+Scores are in units of log2, since the hardware's exponential has base 2: m is the running
 maximum of score * log2(e), total the running sum of exp2(score - m).
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FEWEST_SEQUENCES = 64
-"""Fewest sequences that a step's work list is compiled for; every further power of two is a compilation."""
+"""Smallest number of sequences for which a step's work list is compiled; each larger power of two is compiled too."""
 _LARGEST_INT32 = (1 << 31) - 1
 _WIDEST_WINDOW = 1 << 30
-"""Longer than any sequence; a position minus this fits 32 bits, also for positions before the first key."""
+"""Longer than any sequence; a position minus this fits in 32 bits, also for positions before the first key."""
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
     """Split a head dim into two powers of two, the second possibly 0.
 
     Raises:
-        AssertionError: it is not the sum of at most two powers of two of at least 16.
+        AssertionError: it is neither a power of two nor the sum of two, each at least 16.
     """
     first = 1 << (head_dim.bit_length() - 1)
     second = head_dim - first
@@ -53,9 +53,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 def check_head_stride(q: Tensor) -> None:
-    """Check that the heads of a token are close enough; tokens may have any distance.
+    """Check that the heads of a token lie within 2^31 elements; tokens may have any distance.
 
-    The offset of a head is computed in 32 bits, since 64 bits need registers that the largest tiles do not
+    The offset of a head is computed in 32 bits, since 64-bit offsets need registers that the largest tiles do not
     have.
 
     Raises:
@@ -69,16 +69,13 @@ def check_head_stride(q: Tensor) -> None:
 
 
 def scale_arguments(kv: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the scales of keys and of values as the kernels take them.
-
-    Without scales it returns tensors that the kernels do not read.
-    """
+    """Return the kernels' arguments for the scales of keys and values; dummy tensors if there are no scales."""
     keys, values = (kv if kv_scale is None else kv_scale).unbind(0)
     return keys, values
 
 
 def window_argument(problem: AttentionProblem) -> int:
-    """Return the window as the kernels take it; 0 for none."""
+    """Return the kernels' window argument; 0 for none."""
     return min(problem.sliding_window or 0, _WIDEST_WINDOW)
 
 
@@ -115,7 +112,7 @@ def store_rows(base, offsets, mask, first, second, D1: tl.constexpr, D2: tl.cons
 
 @triton.jit
 def tanh(x):
-    """Compute the hyperbolic tangent by the base-2 exponential; it is exact at both ends, where it is +-1."""
+    """Compute the hyperbolic tangent with the base-2 exponential; exactly -1 and 1 for large magnitudes."""
     return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
 
 
@@ -133,18 +130,18 @@ def load_blocks(table, key, num_keys, BLOCK_SIZE: tl.constexpr, PAGED: tl.conste
 def keys_of_tile(
     start, num_keys, lowest, window, MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Number the keys of the tile at `start`, and say which of them may be read."""
+    """Return the indices of the keys of the tile at `start`, and the mask of those that may be read."""
     key = start + tl.arange(0, BLOCK_N)
     exists = key < num_keys
     if WINDOW and MASK:
-        # Keys before every row's window may be gone from the cache, so they are not read.
+        # The blocks of keys before every row's window may have been freed, so they are not read.
         exists = exists & (key > lowest - window)
     return key, exists
 
 
 @triton.jit
 def offsets_in_blocks(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return each key's place in its block; it is the same for all tiles that whole blocks fit into."""
+    """Return each key's offset in its block; it is the same for all tiles if BLOCK_SIZE divides BLOCK_N."""
     offset = key % BLOCK_SIZE
     if BLOCK_N % BLOCK_SIZE == 0:
         offset = tl.arange(0, BLOCK_N) % BLOCK_SIZE
@@ -153,7 +150,7 @@ def offsets_in_blocks(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def cap_scores(scores, scale, softcap, SOFTCAP: tl.constexpr):
-    """Cap the scores if asked; also return the factor that converts them to units of log2."""
+    """Apply the softcap, if there is one; also return the factor that converts the scores to units of log2."""
     if SOFTCAP:
         scores = tanh(scores * (scale / softcap)) * (softcap * LOG2_E)
         factor = 1.0
@@ -187,7 +184,7 @@ def dequantize(
     BLOCK_N: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """Multiply both parts of a float8 tile by the scales of its keys, which are ordered by block, then by token."""
+    """Multiply both parts of a float8 tile by the scales of its keys, which are stored by block, then by token."""
     first, second = tiles
     place = block.to(tl.int64) * stride + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
     scale = load_part(scales + place, exists, MASK)
@@ -226,20 +223,20 @@ def attend_tiles(
     D2: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attend to the key tiles from begin to end; without masks, every row sees every key in them."""
+    """Process the key tiles from begin to end; without MASK, every row must see every key in them."""
     acc1, acc2, m, total = state
     q1, q2 = q
     key = begin + tl.arange(0, BLOCK_N)
     block = load_blocks(table, key, num_keys, BLOCK_SIZE, PAGED)
     for start in tl.range(begin, end, BLOCK_N):
         key, exists = keys_of_tile(start, num_keys, lowest, window, MASK, WINDOW, BLOCK_N)
-        # By the cache's contract slots fit 32 bits; offsets of elements do not.
+        # The cache has fewer than 2^31 slots, but element offsets may exceed 32 bits.
         slot = key
         if PAGED:
             slot = block * BLOCK_SIZE + offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
         slot = slot.to(tl.int64)
         here = block
-        # Block ids are read a tile ahead, since keys cannot be fetched before their address is known.
+        # Block ids are loaded a tile ahead, since keys cannot be loaded before their address is known.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, PAGED)
         k1, k2 = load_rows(k_base, slot * stride_k, exists, D1, D2, MASK)
         if FP8:
@@ -260,7 +257,7 @@ def attend_tiles(
         fade = tl.exp2(m - base)
         total = total * fade + tl.sum(p, 1)
         m = new_m
-        # Values that were not read are 0 instead of the memory's contents, since 0 * NaN is NaN.
+        # Masked values are loaded as 0, since their weight is 0 but 0 * NaN is NaN.
         v1, v2 = load_rows(v_base, slot * stride_v, exists, D1, D2, MASK)
         if FP8:
             v1, v2 = dequantize(
@@ -304,9 +301,9 @@ def attend(
     D2: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Attend to the keys from begin to end of one sequence, masking only the tiles that need it.
+    """Compute attention to the keys from begin to end of one sequence, masking only the tiles that need it.
 
-    With ONE_LOOP all tiles are masked, which costs arithmetic and saves the wait for memory at the start of a
+    With ONE_LOOP all tiles are masked, which takes more arithmetic but avoids the wait for memory at the start of a
     second loop.
 
         begin      clear              full                end
@@ -314,11 +311,11 @@ def attend(
           | lower edge|    no masks      | the last tile    |
 
     Args:
-        q: ([BLOCK_M, D1], [BLOCK_M, D2]); without D2 the first part twice.
+        q: ([BLOCK_M, D1], [BLOCK_M, D2]); the first part twice if D2 is 0.
         k_base: pointer to key 0 of the head: of the cache if PAGED, else of the sequence.
         v_base: pointer to value 0, as `k_base`.
-        scales: if FP8, pointers to the scales of the head's keys and values in block 0, and the elements
-            between the scales of one block and the next.
+        scales: if FP8, pointers to the scales of the head's keys and values in block 0, and the stride in elements
+            between the scales of two blocks.
         table: pointer to the sequence's block ids.
         begin: first key, a multiple of BLOCK_N.
         end: one past the last key that any row sees.
@@ -371,7 +368,7 @@ def attend(
 
 
 @triton.jit
-def normalise(acc1, acc2, m, total):
+def normalize(acc1, acc2, m, total):
     """Divide by the sums; rows that saw no key become 0 with a log-sum-exp of -inf.
 
     Returns:

@@ -1,19 +1,19 @@
-"""The inner loop of the portable kernels over a float8_e4m3fn cache: as `tile`, with a scale for each key and value.
+"""The inner loop of the portable kernels over a float8_e4m3fn cache: like `tile`, with a scale for each key and value.
 
-    scores     (q . k) * key's scale: the dot multiplies the cache's own numbers, in float16
-    weights    exp2(score - m) * value's scale / w, in float16; the sum of exponentials is without scales
+    scores     (q . k) * key's scale: the dot multiplies the unscaled cache elements, in float16
+    weights    exp2(score - m) * value's scale / w, in float16; the sum of exponentials excludes the scales
     values     read as pairs of bytes and converted to float16 in registers
 
 Float16 represents every e4m3 number exactly, and the hardware converts e4m3 to it; bfloat16 would take three
 more instructions for two numbers. Float16 has a smaller range, so:
 
     q          is clamped to 65504
-    weights    are kept up to 2^15 instead of 1, so that a weight of a 2^29th of the largest still has all
+    weights    go up to 2^15 instead of 1, so that a weight of 2^-29 of the largest still has all
                11 bits; w, a power of two, is at least the largest scale of a value so far
 
-A pair of bytes is two neighbouring dimensions of one key. Loaded as 16-bit numbers, a tile of values can be
-transposed for the tensor cores as it is read from shared memory, which cannot be done with single bytes. The
-even and the odd columns are then two products with the same weights.
+A pair of bytes is two adjacent dimensions of one key. A tile of values that is loaded as 16-bit numbers can be
+transposed for the tensor cores as it is read from shared memory, which is impossible with single bytes. The
+even and the odd columns are then two matrix products with the same weights.
 
 Source: scales outside the dot as in SageAttention, Zhang et al., 2024; larger weights as in Shah et al.,
 "FlashAttention-3", 2024.
@@ -36,16 +36,16 @@ from kernels.attention.portable.tile import (
 
 _LARGEST_FLOAT16 = tl.constexpr(65504.0)
 _WEIGHT_BITS = tl.constexpr(15.0)
-"""The largest weight is 2^15; float16 ends just below 2^16."""
+"""The largest weight is 2^15; the largest float16 is just below 2^16."""
 _SMALLEST_SCALE = tl.constexpr(2.0**-120)
-"""Initial w, a power of two; scales that `write_kv` makes are larger."""
+"""Initial w, a power of two; the scales that `write_kv` writes are larger."""
 
 
 def takes_pairs(first: int, second: int) -> bool:
     """Whether to use `attend_pairs` for a head dim of first + second.
 
-    Four warps share the columns of one product, eight each. With fewer than 32 columns they would repeat each
-    other's work, and converting the tile first costs less.
+    Four warps divide the columns of one matrix product, eight each. With fewer than 32 columns they would compute the
+    same columns, and converting the tile first is faster.
     """
     return min(first, second or first) >= 64
 
@@ -72,13 +72,13 @@ def inverse_power_of_two(x):
 
 @triton.jit
 def larger_of_both(a0, b0, a1, b1):
-    """Reduce two tensors at once, with a single wait for the other warps."""
+    """Reduce two tensors in one reduction, with a single synchronization of the warps."""
     return tl.maximum(a0, a1), tl.maximum(b0, b1)
 
 
 @triton.jit
 def weigh_values(p, pairs, acc, fade):
-    """Add the even and the odd columns of a tile of values, weighted, to their sums."""
+    """Multiply the even and the odd columns of a tile of values by the weights, and add them to the accumulators."""
     even, odd = unpack_pairs(pairs)
     acc_even, acc_odd = acc
     acc_even = tl.dot(p, even, acc_even * fade[:, None])
@@ -88,7 +88,7 @@ def weigh_values(p, pairs, acc, fade):
 
 @triton.jit
 def interleave(acc, w):
-    """Join the even and the odd columns, and multiply by the values' scale."""
+    """Interleave the even and the odd columns, and multiply by the values' scale `w`."""
     even, odd = acc
     joined = tl.join(even, odd)
     return joined.reshape(joined.shape[0], 2 * joined.shape[1]) * w[:, None]
@@ -119,15 +119,15 @@ def attend_pairs(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """Attend to the keys from begin to end of one sequence, as `tile.attend` does in one loop.
+    """Compute attention to the keys from begin to end of one sequence, like `tile.attend` with ONE_LOOP.
 
     Args:
         q: as in `attend`, as are all arguments that are not listed here.
-        v_base: pointer to value 0 of the head, in pairs.
-        stride: elements between one key and the next, and between values.
+        v_base: pointer to value 0 of the head, in pairs of bytes.
+        stride: elements between one key and the next, and between one value and the next.
 
     Returns:
-        As `attend` does.
+        As for `attend`.
     """
     k_scales, v_scales, stride_scale = scales
     q1, q2 = q
@@ -146,10 +146,10 @@ def attend_pairs(
     for start in tl.range(begin, end, BLOCK_N):
         key, exists = keys_of_tile(start, num_keys, lowest, window, True, WINDOW, BLOCK_N)
         offset = offsets_in_blocks(key, BLOCK_SIZE, BLOCK_N)
-        # By the cache's contract slots fit 32 bits; offsets of elements do not.
+        # The cache has fewer than 2^31 slots, but element offsets may exceed 32 bits.
         slot = (block * BLOCK_SIZE + offset).to(tl.int64)
         place = block.to(tl.int64) * stride_scale + offset
-        # Block ids are read a tile ahead, since keys cannot be fetched before their address is known.
+        # Block ids are loaded a tile ahead, since keys cannot be loaded before their address is known.
         block = load_blocks(table, key + BLOCK_N, num_keys, BLOCK_SIZE, True)
         k_scale = load_part(k_scales + place, exists, True)
         v_scale = load_part(v_scales + place, exists, True)

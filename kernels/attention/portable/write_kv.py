@@ -1,4 +1,4 @@
-"""Writing a step's keys and values to the paged cache, in Triton."""
+"""Writes a step's keys and values to the paged cache, in Triton."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scatter(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one token's key and value, [HEADS, D] each, to its slot; program per token."""
+    """Copy one token's key and value, [HEADS, D] each, to its slot; program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -51,9 +51,9 @@ def scatter(
 def e4m3_bits(x):
     """Round numbers of at most 448 to e4m3, to the nearest, ties to even; return bytes.
 
-    It computes with bits, so that every GPU and the interpreter round as PyTorch does: the compiler has the
-    conversion only from sm_89 on. Below 2^-6 e4m3 numbers are multiples of 2^-9, which is the distance of
-    float32 numbers around 2^14, so adding 2^14 rounds to a multiple.
+    Integer arithmetic makes every GPU and the interpreter round as PyTorch does; the compiler supports the conversion
+    only from sm_89 on. Below 2^-6, e4m3 numbers are multiples of 2^-9, the spacing of float32 numbers above 2^14,
+    so adding 2^14 rounds to such a multiple.
     """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -66,10 +66,10 @@ def e4m3_bits(x):
 
 @triton.jit
 def quantize(rows):
-    """Divide rows [heads, D] by a 448th of their largest magnitudes; return bytes of e4m3, and the divisors."""
+    """Divide rows [heads, D] by 1/448 of their largest magnitudes; return e4m3 bytes and the divisors."""
     wide = rows.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
-    # Exact division, bit by bit as PyTorch divides.
+    # Correctly rounded division gives the same bits as PyTorch.
     scale = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
     scale = tl.where(largest >= _SMALLEST_AMAX, scale, 1.0)
     return e4m3_bits(tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))), scale
@@ -94,7 +94,7 @@ def scatter_fp8(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Quantize one token's key and value, [HEADS, D] each, to its slot; program per token."""
+    """Quantize one token's key and value, [HEADS, D] each, and write them to its slot; program (token)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
@@ -158,5 +158,5 @@ def write_kv(
 
 
 def _warps(elements: int) -> int:
-    """Return the warps for eight elements a thread, a load of 16 bytes in half precision."""
+    """Return the number of warps for eight elements per thread, a 16-byte load in half precision."""
     return min(8, max(1, elements // 256))

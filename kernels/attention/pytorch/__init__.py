@@ -1,1 +1,1 @@
-"""Attention in PyTorch: the kernels of the CPU and the fallback of every GPU."""
+"""Attention in PyTorch: the kernels for the CPU and the fallback for every GPU."""

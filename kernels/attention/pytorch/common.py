@@ -1,4 +1,4 @@
-"""Helpers of the PyTorch kernels: reading runs of cache slots, and attention over dense tensors."""
+"""Helpers of the PyTorch kernels: views of runs of cache slots, and attention over dense tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_blocks(kv: Tensor, needed: int) -> None:
-    """Check that a cache has all blocks that the plan reads.
+    """Check that a cache contains all blocks that the plan reads.
 
     Raises:
         ShapeError: the cache has fewer than `needed` blocks.
@@ -29,9 +29,9 @@ def check_blocks(kv: Tensor, needed: int) -> None:
 
 
 class RunView(NamedTuple):
-    """Sizes and strides of the view of a layer's cache that holds the keys of one run.
+    """Size, stride and offset of the view of a layer's cache that contains the keys of one run.
 
-    `read` makes the view in one step, because a chain of views costs a microsecond for each.
+    `read` makes the view with one call, because each view of a chain takes a microsecond.
 
     Attributes:
         size: (1, K, length, D).
@@ -76,13 +76,13 @@ def dense_attention(
     *,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attend q [b, h, m, D] to k and v [b, h, n, D].
+    """Compute attention of q [b, h, m, D] over k and v [b, h, n, D].
 
     Args:
         q: queries.
         k: keys, any strides with D contiguous; none may be NaN.
-        v: values, as keys.
-        problem: for its scale and softcap.
+        v: values, like the keys.
+        problem: gives scale and softcap.
         mask: additive, broadcast to [b, h, m, n], 0 or -inf, in q's dtype; no row all -inf.
         is_causal: whether query i sees keys 0 to i only; not with `mask` or a softcap.
 

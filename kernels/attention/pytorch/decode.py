@@ -1,14 +1,14 @@
-"""Decode attention over the paged cache in PyTorch: the CPU's kernel, and the fallback for every GPU.
+"""Decode attention over the paged cache in PyTorch: the kernel for the CPU, and the fallback for every GPU.
 
-Long histories are attended to in place. Short or scattered ones are gathered first, several sequences
-at a time, because a call costs more than copying them.
+Long sequences are read in place. Short or scattered ones are gathered first, several sequences at a time, because a
+call takes longer than copying them.
 
-    blocks of a sequence     7 8 9 | 3 4        two runs of neighbouring slots
+    blocks of a sequence     7 8 9 | 3 4        two runs of consecutive slots
     in place                 attend(7 8 9), attend(3 4), merge by log-sum-exp
     gathered                 copy slots of several sequences to [b, n, K, D], padded; attend once
 
-The query heads of one key-value head become the rows of one small matrix, which is 7 times faster than
-one row per query head, and needs no copy of the keys.
+The query heads of one key-value head are the rows of one small matrix, which is 7 times faster than
+one row per query head and needs no copy of the keys.
 
 Source: docs/decisions/0003-cpu-decode-attention.md for the choice and its measurements.
 """
@@ -38,29 +38,29 @@ Measured on an EPYC 9005 core: a call takes 11 us before it reads anything.
 """
 _CALL_COST_BYTES_THREADED = 1024 * _KIB
 """The same with several threads, which a call must wake: 512 KiB if idle threads spin, as OpenMP's do by
-default, and 2 MiB if they sleep (`OMP_WAIT_POLICY=PASSIVE`); this is between the two.
+default, and 2 MiB if they sleep (`OMP_WAIT_POLICY=PASSIVE`). The value lies between the two.
 """
 _GROUP_BYTES = 4096 * _KIB
-"""Most bytes gathered at once, so that they are still in the processor's cache when they are read again."""
+"""Most bytes gathered at once, so that they are still in the processor's cache when attention reads them."""
 _GPU_CALL_COST_BYTES = 16384 * _KIB
 _GPU_GROUP_BYTES = 262144 * _KIB
 
 
 _GATHER_CALLS = 2.3
-"""A gathered call takes about as long as this many in place, before it copies anything: 25 us."""
+"""A gathered call takes about as long as this many calls in place, before it copies anything: 25 us."""
 _MERGE_CALLS = 1
 """Merging the partial results of runs takes about as long as one more call."""
 _PADDING_COST = 3
-"""A padded token is copied, then attended to, which takes about twice as long as copying it."""
+"""A padding token is copied and then attended to, which takes about twice as long as copying it."""
 
 
 class Gather(NamedTuple):
-    """Sequences that one call attends to, after copying their keys and values together.
+    """Sequences whose keys and values are copied together and processed by one attention call.
 
     Attributes:
         rows: [b] int64 query rows; None for all rows in order.
         slots: [b * n] int64 cache slots; a shorter sequence repeats one of its own slots, so that
-            nothing outside the sequences is read.
+            no slot outside the sequences is read.
         mask: [b, 1, 1, n] additive; None if all sequences have n tokens.
         num_seqs: b.
     """
@@ -74,7 +74,7 @@ class Gather(NamedTuple):
 def divide(
     sequences: list[HostSequence], token_bytes: int, call_bytes: int, group_bytes: int
 ) -> tuple[list[HostSequence], list[list[HostSequence]]]:
-    """Decide which sequences to attend to in place and which to gather together.
+    """Decide which sequences to read in place and which to gather together.
 
     Args:
         sequences: in order of their rows.
@@ -83,12 +83,12 @@ def divide(
         group_bytes: most bytes gathered at once.
 
     Returns:
-        Sequences with a call per run; and groups with one call each, which costs less than the calls
-        of its sequences, copying and padding included.
+        The sequences read in place, with a call per run; and the groups, with one call each. A group takes less
+        time than the calls of its sequences would, including copies and padding.
     """
 
     def gain(sequence: HostSequence, longest: int) -> int:
-        """Return the bytes that can be copied in the time that joining a group saves."""
+        """Return the time that joining a group saves, in bytes that can be copied in that time."""
         num_runs = len(sequence.runs)
         calls = num_runs + (_MERGE_CALLS if num_runs > 1 else 0)
         padding = _PADDING_COST * (longest - sequence.num_keys)
@@ -109,21 +109,21 @@ def divide(
             groups[-1].append(sequence)
         else:
             groups.append([sequence])
-    worth: list[list[HostSequence]] = []
+    gathered: list[list[HostSequence]] = []
     for group in groups:
         total = sum(gain(sequence, group[0].num_keys) for sequence in group)
         if total > _GATHER_CALLS * call_bytes:
-            worth.append(group)
+            gathered.append(group)
         else:
             in_place += group
-    return in_place, worth
+    return in_place, gathered
 
 
 class TorchDecode:
-    """One step's decode attention; shapes as in `kernels.decode_attention`.
+    """Decode attention of one step; shapes as in `kernels.decode_attention`.
 
-    `call_bytes` replaces the measured cost of a call: with 0 every run is read in place, with a large
-    number all are gathered.
+    `call_bytes` overrides the measured time of a call: with 0 every run is read in place, with a large
+    number all sequences are gathered.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class TorchDecode:
             call_bytes = _GPU_CALL_COST_BYTES
         group_bytes = _GROUP_BYTES if on_cpu else _GPU_GROUP_BYTES
         token_bytes = 2 * problem.num_kv_heads * problem.head_dim * dtype.itemsize
-        # Merging partial results needs their log-sum-exp. Only the CPU's call returns it, and capped
-        # scores do not use that call.
+        # Merging partial results needs their log-sum-exp. Only PyTorch's CPU attention returns it, and
+        # problems with a softcap do not use that function.
         can_merge = on_cpu and problem.softcap is None
         in_place, groups = divide(sequences, token_bytes, call_bytes, group_bytes)
         if not can_merge:
@@ -163,8 +163,8 @@ class TorchDecode:
         self._gathers = [_gather(group, num_seqs, dtype, device) for group in groups]
         most = max((gather.slots.numel() for gather in self._gathers), default=0)
         row = problem.num_kv_heads * problem.head_dim
-        # Allocated once per step: a buffer per layer would fault its pages in every time.
-        # A normal tensor, even if planned in inference mode, so that the plan can run outside that mode.
+        # Allocated once per step: a new buffer per layer would cause page faults every time.
+        # Not an inference tensor, even if planned in inference mode, so that the plan can run outside that mode.
         with torch.inference_mode(mode=False):
             self._scratch = torch.empty((2, most, row), dtype=dtype, device=device)
 
@@ -218,7 +218,7 @@ class TorchDecode:
             .transpose(1, 2)
             for side in (0, 1)
         )
-        # Later rows are padding.
+        # Rows from num_seqs on are padding.
         queries = q[: gather.num_seqs] if gather.rows is None else q.index_select(0, gather.rows)
         queries = queries.view(gather.num_seqs, problem.num_kv_heads, problem.group_size, -1)
         result = dense_attention(queries, keys, values, problem, gather.mask)
@@ -253,7 +253,7 @@ def _gather(
 
 
 def _merge_runs(q: Tensor, kv: Tensor, views: tuple[RunView, ...], scale: float) -> Tensor:
-    """Attend q [1, K, G, D] to each run in place, and merge the results by log-sum-exp.
+    """Compute attention of q [1, K, G, D] over each run in place, and merge the results by log-sum-exp.
 
     Source: Dao et al., Flash-Decoding, 2023: partial results weighted by softmax of their lse.
     """

@@ -1,4 +1,4 @@
-"""Dense causal attention in PyTorch for training: differentiable, on every device and under `torch.compile`."""
+"""Dense causal attention in PyTorch for training: differentiable, on any device, compatible with `torch.compile`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A paged batch on the host, for the PyTorch kernels: block tables as runs of neighbouring cache slots.
+"""A paged batch on the host, for the PyTorch kernels: converts block tables to runs of consecutive cache slots.
 
-They are computed once per step.
+The runs are computed once per step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostSequence:
-    """One sequence's part of a step.
+    """The part of a step that belongs to one sequence.
 
     Attributes:
         row: its first query row.
@@ -56,7 +56,7 @@ def slot_runs(blocks: list[int], start: int, stop: int, block_size: int) -> tupl
     first, last = start // block_size, -(-stop // block_size)
     used = blocks[first:last]
     head = used[0]
-    # One comparison in C takes 2 us for 128 blocks, the loop below 15.
+    # This comparison runs in C and takes 2 us for 128 blocks; the loop below takes 15 us.
     if used == list(range(head, head + len(used))):
         return (Run(head * block_size + start % block_size, stop - start),)
     runs: list[Run] = []
@@ -72,12 +72,12 @@ def slot_runs(blocks: list[int], start: int, stop: int, block_size: int) -> tupl
 
 
 def host_sequences(problem: AttentionProblem, batch: PagedBatch) -> list[HostSequence]:
-    """Read the batch to the host and find the runs of every sequence that has queries.
+    """Copy the batch to the host and find the runs of every sequence that has queries.
 
     Raises:
-        ShapeError: query rows do not ascend from 0, a sequence is shorter than its queries, or its
-            block table is too short or holds a negative block; a decode does not have one query
-            per sequence.
+        ShapeError: query rows do not ascend from 0; a sequence has more queries than tokens; its block
+            table is too short or contains a negative block; or a sequence of a decode does not have
+            exactly one query.
     """
     offsets: list[int] = batch.cu_seqlens_q.tolist()
     lengths: list[int] = batch.seq_lens.tolist()

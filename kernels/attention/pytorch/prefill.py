@@ -1,10 +1,10 @@
-"""Causal prefill attention over the paged cache in PyTorch: the CPU's kernel, and the fallback for every GPU.
+"""Causal prefill attention over the paged cache in PyTorch: the kernel for the CPU, and the fallback for every GPU.
 
 Each sequence is computed in one of three ways:
 
     folded    few queries, long history: the query heads of a key-value head are rows of one matrix
-    tiled     many queries on a CPU: products of whole tiles, up to the diagonal
-    shared    other sequences: query heads stay heads, and share a key-value head's keys by a stride of 0
+    tiled     many queries on a CPU: matrix products of whole tiles, up to the diagonal
+    shared    other sequences: query heads stay a dimension; a stride of 0 repeats the keys of their key-value head
 
 Source: docs/decisions/0003-cpu-decode-attention.md for the choice and its measurements.
 """
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 _FOLDED_QUERIES = 16
-"""Up to this many queries folding is 10 to 30 % faster; its mask has a row for every query head."""
+"""Up to this many queries, folding is 10 to 30 % faster; its mask has a row for every query head."""
 _TILED_QUERIES = 64
-"""From this many queries on whole tiles are faster: by 0 to 40 % in float32, 1.3 to 3.5 times in bfloat16."""
+"""From this many queries on, whole tiles are faster: by 0 to 40 % in float32, 1.3 to 3.5 times in bfloat16."""
 _TILE_ELEMENTS = 4 * 1024 * 1024
 """Most scores of a tile over all heads, 16 MiB in float32."""
 
 
 class TorchPrefill:
-    """One step's prefill attention; shapes as in `kernels.prefill_attention`."""
+    """Prefill attention of one step; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch, selection: Selection | None = None
@@ -76,7 +76,7 @@ class TorchPrefill:
 def _way(
     sequence: HostSequence, problem: AttentionProblem, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """Choose how to attend q [m, H, D] to k and v [1, K, n, D] and write out [m, H, D]."""
+    """Choose the function that computes attention of q [m, H, D] over k and v [1, K, n, D] into out [m, H, D]."""
     dtype: torch.dtype = getattr(torch, problem.dtype)
     window = problem.sliding_window
     if window is not None and window >= sequence.num_keys:
@@ -146,7 +146,7 @@ def _tiled(
     v: Tensor,
     out: Tensor,
 ) -> None:
-    """Attend tile by tile; a tile of queries i to j reads keys 0 to history + j only.
+    """Compute attention tile by tile; a tile of queries i to j reads only keys 0 to history + j.
 
     `diagonal` is the causal mask of a whole tile, [tile, tile].
     """

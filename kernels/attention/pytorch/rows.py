@@ -1,7 +1,7 @@
-"""The targets of the registry's PyTorch rows, and their reading of a quantized cache.
+"""The factories of the registry's PyTorch rows, and their support for a quantized cache.
 
-PyTorch's attention takes no float8. So the blocks that a step reads are copied, converted and multiplied by
-their scales, some sequences at a time, and the row's kernel attends to each copy.
+PyTorch's attention does not support float8. So the blocks that a step reads are copied, converted and multiplied by
+their scales, a few sequences at a time, and the row's kernel reads each copy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 COPIED_BYTES = 64 * 1024 * 1024
-"""Most bytes of float32 copied at once, unless a single sequence has more. It bounds the memory that a step of
-many sequences needs."""
+"""Most bytes of float32 copied at once, unless a single sequence needs more. It limits the memory of a step with
+many sequences."""
 
 
 class _Part(NamedTuple):
-    """Neighbouring sequences of a step: their rows, the blocks that are copied, and their kernel."""
+    """Consecutive sequences of a step: their rows, the blocks that are copied, and their kernel."""
 
     rows: slice
     blocks: Tensor
@@ -66,12 +66,12 @@ def make_decode(
 
 
 class Dequantized:
-    """One step's attention over a float8 cache; shapes as in `kernels.attention.functional`."""
+    """Attention of one step over a float8 cache; shapes as in `kernels.attention.functional`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch, selection: Selection | None = None
     ) -> None:
-        host_sequences(problem, batch)  # raises for a batch that contradicts itself
+        host_sequences(problem, batch)  # raises ShapeError if the batch is inconsistent
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         offsets: list[int] = batch.cu_seqlens_q.tolist()
         reads = _blocks_read(problem, batch, offsets)
@@ -112,7 +112,7 @@ class Dequantized:
 
 
 def _blocks_read(problem: AttentionProblem, batch: PagedBatch, offsets: list[int]) -> list[_Read]:
-    """Find, for every sequence, the blocks with tokens that a query sees."""
+    """Find the blocks of each sequence that contain tokens visible to its queries."""
     size, window = problem.block_size, problem.sliding_window
     assert size is not None, "packed keys and values are not quantized"
     lengths: list[int] = batch.seq_lens.tolist()
@@ -127,7 +127,7 @@ def _blocks_read(problem: AttentionProblem, batch: PagedBatch, offsets: list[int
 
 
 def _divide(problem: AttentionProblem, reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Group neighbouring sequences, as many as may be copied at once."""
+    """Group consecutive sequences whose copies together need at most `COPIED_BYTES`."""
     assert problem.block_size is not None
     block_bytes = 8 * problem.block_size * problem.num_kv_heads * problem.head_dim
     part: list[_Read] = []
@@ -144,7 +144,7 @@ def _divide(problem: AttentionProblem, reads: list[_Read]) -> Iterator[list[_Rea
 
 
 def _renumbered(batch: PagedBatch, part: list[_Read], rows: slice) -> PagedBatch:
-    """Return the batch of some of a step's sequences, with blocks numbered in the order of their copies."""
+    """Return the batch of the sequences in `part`, with blocks numbered in the order of their copies."""
     begin, end = part[0].seq, part[-1].seq + 1
     width = max(read.first + len(read.blocks) for read in part)
     table = torch.zeros((len(part), width), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Writing a step's keys and values to the paged cache, in PyTorch."""
+"""Writes a step's keys and values to the paged cache, in PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def write_kv(
     """Write each token's key and value to its slot; shapes as in `kernels.write_kv`."""
     if slot_mapping.shape[0] == 0:
         return
-    # This costs a microsecond per layer.
+    # This check takes a microsecond per layer.
     if _smallest(slot_mapping) < 0:
         kept = slot_mapping >= 0
         k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kernels import Phase, detect, shared_prefix_pays, takes_shared_prefix
+from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
 from model.network.step import StepOutput
 from model.sampling.logprobs import prompt_logprobs
@@ -202,7 +202,7 @@ class ModelRunner:
         if not takers:
             return None
         # Full layers alone take it, and a model's are all alike.
-        return functools.partial(shared_prefix_pays, takers[0], arch)
+        return functools.partial(shared_prefix_is_faster, takers[0], arch)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
         """Return the sampler's row for the next token of a sequence; its history is kept between steps."""

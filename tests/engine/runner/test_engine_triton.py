@@ -96,7 +96,9 @@ def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
 
     expected = answers()
     request.getfixturevalue("as_on_a_gpu")
-    monkeypatch.setattr(server.engine.runner.model_runner, "shared_prefix_pays", lambda *_: True)
+    monkeypatch.setattr(
+        server.engine.runner.model_runner, "shared_prefix_is_faster", lambda *_: True
+    )
 
     assert answers() == expected
     assert len(prefixes) > 4

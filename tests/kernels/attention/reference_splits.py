@@ -1,4 +1,4 @@
-"""The splits of a decode's keys on the host: the reference for the list that the device makes."""
+"""Splits of a decode's keys, computed on the host: the reference for the list that the device makes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def plan_splits(
         fixed: tiles of a split; 0 if `wanted` decides.
 
     Returns:
-        The splits in the order of the launch, those of a sequence next to each other. A sequence that
-        attends to nothing has one, empty split.
+        The splits in the order of the launch; those of a sequence are adjacent. A sequence without keys
+        has one empty split.
     """
     firsts = [first // block_n for first, _ in ranges]
     tiles = [-(-stop // block_n) - first for first, (_, stop) in zip(firsts, ranges, strict=True)]

@@ -1,4 +1,4 @@
-"""Batch-invariant results are bitwise the same among any neighbours; in Triton's interpreter, on small shapes."""
+"""Batch-invariant results have the same bits in every batch; in Triton's interpreter, on small shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _poison(monkeypatch):
 
 
 def among(asked, kept, count, seed):
-    """A sequence's output among `count - 1` random ones, and alone over the same cache."""
+    """Return a sequence's output in a batch with `count - 1` random sequences, and alone over the same cache."""
     rng = random.Random(seed)
     longest = 200 if count < 100 else 20
     most = asked.max_query_tokens if asked.phase is Phase.DECODE else 12
@@ -51,7 +51,7 @@ def among(asked, kept, count, seed):
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("count", NEIGHBOURS)
-def test_a_sequence_has_the_same_bits_alone_and_among_random_neighbours(phase, count):
+def test_a_sequence_has_the_same_bits_alone_and_in_a_random_batch(phase, count):
     asked = problem(phase, "bfloat16", 2, 1, 32, batch_invariant=True)
 
     together, alone = among(asked, 1 if phase is Phase.DECODE else 40, count, seed=count)
@@ -60,7 +60,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_random_neighbours(phase, c
 
 
 @pytest.mark.parametrize("kept", [1, 2, 5])
-def test_several_queries_of_a_decode_have_the_same_bits_among_neighbours(kept):
+def test_several_queries_of_a_decode_have_the_same_bits_alone_and_in_a_random_batch(kept):
     asked = problem(Phase.DECODE, "bfloat16", 6, 2, 32, batch_invariant=True, max_query_tokens=5)
 
     together, alone = among(asked, kept, 17, seed=kept)
@@ -69,7 +69,7 @@ def test_several_queries_of_a_decode_have_the_same_bits_among_neighbours(kept):
 
 
 @pytest.mark.parametrize("chunk", [32, 50])
-def test_a_prompt_in_chunks_has_the_same_bits_whatever_is_computed_beside_each(chunk):
+def test_a_chunked_prompt_has_the_same_bits_whatever_else_is_in_the_batch(chunk):
     asked = problem(Phase.PREFILL, "bfloat16", 6, 2, 32, batch_invariant=True)
     lengths = [KEPT, 70, 33]
     case = make_case(asked, [KEPT, 20, 33], lengths)

@@ -1,4 +1,4 @@
-"""When a decode reads once what its sequences share: which problems can, and when it pays."""
+"""Cascade attention on the host: which problems support it, and when it is faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE, CPU
-from kernels.attention.cascade import prefix_selection, rest_of, shared_prefix_pays
+from kernels.attention.cascade import prefix_selection, rest_of, shared_prefix_is_faster
 from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
 from kernels.attention.splits import prefix_parts
@@ -46,20 +46,20 @@ def test_every_gpu_from_sm_80_on_reads_a_shared_prefix_once(arch, more):
     ],
     ids=["cpu", "turing", "window", "batch invariant", "head dim", "block size", "prefill"],
 )
-def test_elsewhere_every_sequence_reads_its_own(asked, arch):
+def test_unsupported_problems_have_no_prefix_kernel(asked, arch):
     assert prefix_selection(asked, arch) is None
-    assert not shared_prefix_pays(asked, arch, 256, 8192)
+    assert not shared_prefix_is_faster(asked, arch, 256, 8192)
 
 
-def test_the_rows_for_prefixes_solve_no_ordinary_decode():
+def test_prefix_rows_are_not_selected_for_an_ordinary_decode():
     assert not {row.name for row in PREFIX_REGISTRY} & {row.name for row in REGISTRY}
     with pytest.raises(NoKernelError, match="causal only"):
         kernels.select(problem(causal=False), H100)
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "num_tokens", "pays"),
-    # 4 KiB a token; 30 us are 100.6 MB on an H100, and partial results 65 KiB a sequence.
+    ("num_seqs", "num_tokens", "faster"),
+    # 4 KiB per token; an H100 transfers 100.6 MB in 30 us; partial results are 65 KiB per sequence.
     [
         (1, 1 << 20, False),
         (2, 8192, False),
@@ -72,23 +72,23 @@ def test_the_rows_for_prefixes_solve_no_ordinary_decode():
         (256, 0, False),
     ],
 )
-def test_a_cascade_pays_where_it_saves_more_bytes_than_memory_sends_during_two_launches(
-    num_seqs, num_tokens, pays
+def test_a_cascade_is_faster_if_it_saves_more_bytes_than_memory_transfers_during_two_launches(
+    num_seqs, num_tokens, faster
 ):
-    assert shared_prefix_pays(problem(), H100, num_seqs, num_tokens) is pays
+    assert shared_prefix_is_faster(problem(), H100, num_seqs, num_tokens) is faster
 
 
-def test_a_slower_memory_needs_less_to_be_shared_and_an_unknown_one_the_most():
+def test_slower_memory_needs_a_shorter_prefix_and_unknown_memory_the_longest():
     unknown = dataclasses.replace(H100, memory_bandwidth_gbs=0)
 
-    assert shared_prefix_pays(problem(), CATALOGUE["l4"], 64, 64)
-    assert not shared_prefix_pays(problem(), H100, 64, 64)
-    assert shared_prefix_pays(problem(), H100, 64, 600)
-    assert not shared_prefix_pays(problem(), unknown, 64, 600)
-    assert shared_prefix_pays(problem(), unknown, 64, 1200)
+    assert shared_prefix_is_faster(problem(), CATALOGUE["l4"], 64, 64)
+    assert not shared_prefix_is_faster(problem(), H100, 64, 64)
+    assert shared_prefix_is_faster(problem(), H100, 64, 600)
+    assert not shared_prefix_is_faster(problem(), unknown, 64, 600)
+    assert shared_prefix_is_faster(problem(), unknown, 64, 1200)
 
 
-def test_the_rest_of_a_batch_is_its_own_tokens_and_blocks():
+def test_the_rest_of_a_batch_has_the_tokens_and_blocks_after_the_prefix():
     table = torch.arange(24, dtype=torch.int32).view(3, 8)
     lengths = torch.tensor([65, 0, 100], dtype=torch.int32)
     batch = PagedBatch(torch.arange(4, dtype=torch.int32), lengths, table, 3, 1, 128, 64)

@@ -1,4 +1,4 @@
-"""A decode that reads what its sequences share once, in Triton's interpreter, against the reference."""
+"""Cascade attention in Triton's interpreter, against the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _poison():
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    """Gives the prefix tiles that small problems fill more than one of, and counts its launches."""
+    """Make the tiles of the prefix kernel so small that small problems fill several."""
 
     def tuned(*_arguments):
         return (TunedLaunch(LAUNCH, None, "for the test", measured=False),)
@@ -44,7 +44,7 @@ def _small_tiles(monkeypatch):
 
 @pytest.fixture
 def prefixes(monkeypatch):
-    """The number of shared tokens of every launch that reads them once."""
+    """Record the number of shared tokens of every launch of the prefix kernel."""
     from kernels.attention.portable.prefix import PortablePrefix
 
     seen = []
@@ -65,7 +65,7 @@ def shared_case(asked, query_lens, seq_lens, prefix, **more):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (7, 1)], ids=str)
-def test_own_lengths_of_every_kind_agree_with_the_reference(prefixes, dtype, heads, kv_heads):
+def test_ragged_lengths_after_the_prefix_agree_with_the_reference(prefixes, dtype, heads, kv_heads):
     asked = problem(DECODE, dtype, heads, kv_heads, lse=True)
     case = shared_case(asked, [1] * 5, [97, 160, 112, 113, 250], 96)
 
@@ -98,7 +98,7 @@ def test_every_block_size_agrees_with_the_reference(prefixes, block_size):
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_several_queries_of_a_sequence_stay_causal_among_themselves(prefixes, group):
     asked = problem(DECODE, "bfloat16", group, 1, max_query_tokens=4, lse=True)
-    # Own tokens are as many as queries, one more, and many; one sequence has no query.
+    # After the prefix come as many tokens as queries, one more, or many; one sequence has no query.
     case = shared_case(asked, [4, 1, 0, 3, 2], [68, 65, 80, 67, 190], 64)
 
     check(case)
@@ -114,7 +114,7 @@ def test_one_sequence_agrees_with_the_reference(prefixes):
 
 @pytest.mark.parametrize("num_sms", [1, 200])
 @pytest.mark.parametrize("prefix", [16, 32, 80, 400])
-def test_the_prefix_agrees_with_the_reference_whatever_its_splits(prefixes, num_sms, prefix):
+def test_the_prefix_agrees_with_the_reference_for_any_number_of_splits(prefixes, num_sms, prefix):
     arch = dataclasses.replace(SMALL_GPU, num_sms=num_sms)
     case = shared_case(
         problem(DECODE, lse=True), [1] * 7, [prefix + n for n in range(1, 8)], prefix
@@ -143,7 +143,7 @@ def test_a_prefix_that_ends_inside_a_tile_agrees_with_the_reference(monkeypatch,
     check(shared_case(problem(DECODE), [1] * 3, [130, 113, 120], 112))
 
 
-def test_the_result_is_that_without_the_hint():
+def test_the_result_equals_that_without_a_shared_prefix():
     case = shared_case(problem(DECODE, "float32", lse=True), [1] * 4, [100, 101, 117, 200], 96)
     plain = dataclasses.replace(case, batch=dataclasses.replace(case.batch, shared_prefix=0))
 
@@ -154,7 +154,7 @@ def test_the_result_is_that_without_the_hint():
     torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-6)
 
 
-def test_the_shared_blocks_are_read_through_the_first_row_alone():
+def test_the_shared_blocks_are_read_only_through_the_first_row_of_the_table():
     case = shared_case(problem(DECODE), [1] * 3, [100, 101, 117], 96)
     case.batch.block_table[1:, :6] = UNUSED_BLOCK
 
@@ -173,7 +173,7 @@ def test_sequences_without_tokens_become_zero_with_a_log_sum_exp_of_minus_infini
     assert prefixes == [64]
 
 
-def test_rows_that_pad_a_step_and_bounds_above_the_lengths_change_nothing():
+def test_padding_rows_and_loose_bounds_do_not_change_the_result():
     case = shared_case(problem(DECODE), [1, 1], [70, 145], 64)
     batch = dataclasses.replace(case.batch, num_tokens=9, max_seqlen_k=4000)
     q = torch.cat((case.q, torch.full((7, 6, 64), float("nan"), dtype=torch.float16)))
@@ -184,7 +184,7 @@ def test_rows_that_pad_a_step_and_bounds_above_the_lengths_change_nothing():
     assert torch.isnan(out[2:]).all()
 
 
-def test_a_plan_serves_every_layer_of_its_step():
+def test_one_plan_runs_every_layer_of_its_step():
     layers = [
         make_case(problem(DECODE), [1, 1], [170, 145], shared_prefix=128, seed=seed)
         for seed in range(3)
@@ -206,7 +206,7 @@ def test_queries_may_be_a_slice_of_a_wider_tensor():
 
 
 @pytest.mark.parametrize("more", [{"sliding_window": 40}, {"batch_invariant": True}], ids=str)
-def test_the_hint_is_ignored_where_a_result_would_depend_on_it(prefixes, more):
+def test_a_shared_prefix_is_ignored_if_the_result_would_depend_on_it(prefixes, more):
     case = shared_case(problem(DECODE, **more), [1] * 3, [70, 145, 66], 64)
 
     plan = kernels.plan_attention(case.problem, case.batch, selection=select(DECODE))
@@ -216,7 +216,7 @@ def test_the_hint_is_ignored_where_a_result_would_depend_on_it(prefixes, more):
     assert prefixes == []
 
 
-def test_a_batch_invariant_result_is_bitwise_the_same_with_the_hint():
+def test_a_batch_invariant_result_has_the_same_bits_with_a_shared_prefix():
     case = shared_case(problem(DECODE, "bfloat16", batch_invariant=True), [1] * 2, [70, 145], 64)
     plain = dataclasses.replace(case, batch=dataclasses.replace(case.batch, shared_prefix=0))
 
@@ -233,7 +233,7 @@ def test_the_plan_names_the_row_that_reads_the_prefix():
     assert plan.selection.spec.name == "portable_decode"
 
 
-def test_the_cpu_ignores_the_hint():
+def test_the_cpu_ignores_a_shared_prefix():
     case = shared_case(problem(DECODE, "float32"), [1] * 3, [70, 145, 66], 64)
 
     plan = kernels.plan_attention(case.problem, case.batch)
@@ -243,7 +243,7 @@ def test_the_cpu_ignores_the_hint():
 
 
 @pytest.mark.parametrize("prefix", [-16, 8, 96, 112])
-def test_a_prefix_that_cannot_be_shared_is_refused(prefix):
+def test_an_invalid_shared_prefix_is_rejected(prefix):
     case = make_case(problem(DECODE), [1, 1], [96, 60])
     batch = dataclasses.replace(case.batch, shared_prefix=prefix)
 

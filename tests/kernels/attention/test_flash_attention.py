@@ -28,7 +28,7 @@ def reference_batch(q, k, v, window, dtype):
 @pytest.mark.parametrize("length", [1, 2, 33])
 def test_values_and_gradients_agree_with_the_reference(dtype, heads, kv_heads, window, length):
     torch.manual_seed(0)
-    # Drawn in float32: what a seed draws in another dtype differs between PyTorch's versions.
+    # Sampled in float32: the numbers that a seed gives in another dtype differ between PyTorch versions.
     q = torch.randn(2, length, heads, 16).to(dtype)
     k, v = torch.randn(2, 2, length, kv_heads, 16).to(dtype)
     grad = torch.randn(2, length, heads, 16).to(dtype)
@@ -42,7 +42,7 @@ def test_values_and_gradients_agree_with_the_reference(dtype, heads, kv_heads, w
         out.backward(grad.to(out.dtype))
         results.append([out.detach(), *(x.grad for x in inputs)])
 
-    # With a window of 1 plain bfloat16 happens to be exact per head, and only its sum is rounded.
+    # With a window of 1 plain bfloat16 is exact per head, and only the sum over heads is rounded.
     atol = 0.02 if dtype is torch.bfloat16 else 1e-5
     for actual, truth, same in zip(*results, strict=True):
         assert_no_worse_than(actual, truth, same, atol=atol)
@@ -59,6 +59,6 @@ def test_values_and_gradients_agree_with_the_reference(dtype, heads, kv_heads, w
     ],
     ids=["heads", "length", "values", "head dim", "dims"],
 )
-def test_shapes_that_do_not_fit_are_refused(q, k, v):
+def test_inconsistent_shapes_are_rejected(q, k, v):
     with pytest.raises(ShapeError, match="expected q"):
         kernels.flash_attention(torch.empty(q), torch.empty(k), torch.empty(v), 0.3)

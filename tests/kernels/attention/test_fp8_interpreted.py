@@ -1,4 +1,4 @@
-"""Attention over an FP8 cache in Triton's interpreter, against the reference on what the cache holds."""
+"""Attention over an FP8 cache in Triton's interpreter, against the reference on the dequantized cache."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_kind_of_tile_agrees_with_the_reference(phase, one_loop, block_n):
 
 
 @pytest.mark.parametrize("num_sms", [1, 200])
-def test_a_decode_agrees_with_the_reference_whatever_its_splits(num_sms):
+def test_a_decode_agrees_with_the_reference_for_any_number_of_splits(num_sms):
     case = make_case(fp8_problem(Phase.DECODE, lse=True), [1] * 4, [500, 3, 0, 129])
 
     check(case, arch=dataclasses.replace(SMALL_GPU, num_sms=num_sms))
@@ -117,12 +117,12 @@ def test_values_of_any_size_agree_with_the_reference(phase, size):
     assert error <= 0.02 * float(truth.abs().max())
 
 
-def test_many_keys_of_small_weight_beside_one_of_nearly_all_still_count():
-    # As with the first token of many models: its weight is large, its value almost nothing.
+def test_many_keys_of_small_weight_are_exact_beside_one_of_nearly_all_weight():
+    # Like the first token of a sequence in many models: its weight is large, its value almost zero.
     case = make_case(fp8_problem(Phase.DECODE, heads=1, kv_heads=1, softmax_scale=1.0), [1], [3000])
     first = case.block_table[0][0]
     case.q[:] = 1.0
-    # Scores are 0 and 14: e^14 is four hundred times the number of the others.
+    # Scores are 14 for the first key and 0 for the others; e^14 is 400 times the number of the others.
     case.kv[0] = 0.0
     case.kv[0, first, 0] = 14 / 64
     case.kv_scale[0] = 1.0
@@ -135,7 +135,7 @@ def test_many_keys_of_small_weight_beside_one_of_nearly_all_still_count():
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_unused_numbers_and_scales_outside_the_window_are_never_read(phase):
+def test_keys_values_and_scales_outside_the_window_are_never_read(phase):
     case = make_case(fp8_problem(phase, sliding_window=20), queries(phase, 5), [200])
     for block in case.block_table[0][:10]:
         case.kv[:, block] = float("nan")
@@ -144,7 +144,7 @@ def test_unused_numbers_and_scales_outside_the_window_are_never_read(phase):
     assert torch.isfinite(check(case)).all()
 
 
-def test_queries_past_the_range_of_float16_give_finite_numbers():
+def test_queries_past_the_range_of_float16_give_finite_outputs():
     case = make_case(fp8_problem(Phase.DECODE), [1, 1], [40, 90])
     case.q[:, :, 0] = 1e30
 
@@ -154,7 +154,7 @@ def test_queries_past_the_range_of_float16_give_finite_numbers():
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_batch_invariant_result_is_bitwise_that_of_the_sequence_alone(phase, monkeypatch):
+def test_a_batch_invariant_result_has_the_bits_of_the_sequence_alone(phase, monkeypatch):
     from kernels.attention.gpu import split_list
 
     monkeypatch.setattr(split_list, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
@@ -176,7 +176,7 @@ def test_a_batch_invariant_result_is_bitwise_that_of_the_sequence_alone(phase, m
     assert torch.equal(alone, together[first:])
 
 
-def test_what_the_kernel_wrote_the_kernel_reads():
+def test_decode_reads_the_rows_that_the_scatter_kernel_wrote():
     from kernels.attention.portable.write_kv import write_kv
 
     case = make_case(fp8_problem(Phase.DECODE), [1], [60])

@@ -1,4 +1,4 @@
-"""The CPU's rows over an FP8 cache, what the door refuses, and what the rounding costs."""
+"""The CPU rows over an FP8 cache, the checks of scales, and the error of FP8 rounding."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_rows_without_tokens_become_zero():
     assert torch.equal(case.run(), torch.zeros_like(case.q))
 
 
-def test_a_step_of_many_sequences_is_dequantised_some_at_a_time(monkeypatch):
+def test_a_step_of_many_sequences_is_dequantized_in_parts(monkeypatch):
     copied = []
 
     class Noted(torch_rows.TorchDecode):
@@ -100,7 +100,7 @@ def test_a_step_of_many_sequences_is_dequantised_some_at_a_time(monkeypatch):
             super().__call__(q, kv, out, lse)
 
     monkeypatch.setattr(torch_rows, "TorchDecode", Noted)
-    # Eight blocks of 16 tokens, 2 heads and 32 numbers; one sequence has more.
+    # The limit is eight blocks of 16 tokens, 2 heads and 32 elements; one sequence has more.
     monkeypatch.setattr(torch_rows, "COPIED_BYTES", 8 * 2 * 4 * 16 * 2 * 32)
     lengths = [50, 0, 33, 70, 200, 16, 16]
     case = make_case(problem(Phase.DECODE), [1] * 7, lengths, layout=Layout.FRAGMENTED)
@@ -110,8 +110,8 @@ def test_a_step_of_many_sequences_is_dequantised_some_at_a_time(monkeypatch):
     assert copied == [7, 5, 13, 2]
 
 
-def test_sequences_that_lie_in_the_same_blocks_take_the_memory_of_those_that_do_not():
-    # As in the steps before the first request, by which memory is measured.
+def test_sequences_that_share_blocks_need_as_much_memory_as_those_that_do_not():
+    # The dummy steps that measure memory at startup put all sequences into the same blocks.
     case = make_case(problem(Phase.DECODE), [1] * 3, [40, 40, 40])
     batch = dataclasses.replace(case.batch, block_table=torch.zeros((3, 3), dtype=torch.int32))
 
@@ -121,7 +121,7 @@ def test_sequences_that_lie_in_the_same_blocks_take_the_memory_of_those_that_do_
 
 
 def largest_error(case, keys, values):
-    """Of attention over other keys and values, against that over the case's own."""
+    """Return the largest error of attention over other keys and values, relative to the case's own."""
     rules = {"softmax_scale": case.problem.softmax_scale, "dtype": torch.float64}
     q = case.q[: case.query_lens[0]]
     exact = reference.attention(q, *case.keys_and_values(0), **rules)
@@ -129,38 +129,38 @@ def largest_error(case, keys, values):
 
 
 def paged(case, keys, values):
-    """The case's cache with other keys and values of its only sequence."""
+    """Return the case's cache with other keys and values for its only sequence."""
     kv = case.kv.clone()
     slots = torch.tensor(case.block_table[0])[:, None] * 16 + torch.arange(16)
     kv.flatten(1, 2)[:, slots.flatten()[: len(keys)]] = torch.stack((keys, values))
     return kv
 
 
-def unquantised(**more):
+def unquantized(**more):
     return make_case(
         problem(Phase.PREFILL, "float32", head_dim=64, kv_dtype=None, **more), [60], [200]
     )
 
 
-def test_a_number_is_off_by_a_sixteenth_at_most_or_by_half_a_step_of_the_smallest():
-    case = unquantised()
+def test_the_rounding_error_of_a_number_is_at_most_a_sixteenth_or_half_the_smallest_step():
+    case = unquantized()
     rows = torch.cat(case.keys_and_values(0))
     numbers, scale = reference.quantize(rows)
 
     error = (reference.dequantize(numbers, scale) - rows).abs()
 
-    # Three bits behind the leading one; below 2^-6 numbers are 2^-9 apart.
+    # e4m3 has three mantissa bits; below 2^-6 its numbers are 2^-9 apart.
     allowed = torch.maximum(rows.abs() / 16, scale[..., None] * 2.0**-10)
     assert (error <= allowed * (1 + 1e-6)).all()
 
 
-def test_attention_is_off_by_no_more_than_its_keys_and_values_are():
-    case = unquantised()
+def test_the_errors_of_keys_and_values_bound_the_error_of_attention():
+    case = unquantized()
     keys, values = case.keys_and_values(0)
     keys8, values8 = (reference.dequantize(*reference.quantize(x)) for x in (keys, values))
     heads = case.problem.group_size
-    # A score is off by at most |q| . |key's error|; weights by a factor of its exponential at most, twice
-    # since their sum is off too; the rest is what the values are off by.
+    # The error of a score is at most |q| . |key's error|. A weight changes by at most the exponential of twice that,
+    # since the sum of weights changes too. The errors of the values are added.
     shift = torch.einsum(
         "mhd,nhd->hmn", case.q[:60].abs(), (keys8 - keys).abs().repeat_interleave(heads, 1)
     ).max()
@@ -168,16 +168,16 @@ def test_attention_is_off_by_no_more_than_its_keys_and_values_are():
     allowed = factor * float(values.abs().max()) + float((values8 - values).abs().max())
 
     assert largest_error(case, keys8, values8) <= allowed
-    # The bound is that of the worst case: rounding errors of different keys mostly cancel.
+    # The bound is the worst case: rounding errors of different keys mostly cancel.
     assert largest_error(case, keys8, values8) <= 0.1 * float(values.abs().max())
 
 
-def test_a_scale_for_each_row_beats_one_for_all_where_some_rows_are_outliers():
-    case = unquantised(heads=2)
+def test_a_scale_per_row_is_more_exact_than_one_per_tensor_if_some_rows_are_outliers():
+    case = unquantized(heads=2)
     keys, values = (rows.clone() for rows in case.keys_and_values(0))
-    # The last queries see the outlier, a key opposite to them, with a weight of nothing.
+    # The outlier key points opposite to the last query, so its weight is almost zero.
     keys[0] = -10 * case.q[59]
-    # Numbers with all their bits span a factor of 2^15: a smaller outlier would cost the others none.
+    # e4m3 has full precision over a factor of 2^15: a smaller outlier would not make the other rows less exact.
     values[0] *= 50_000
     case = dataclasses.replace(case, kv=paged(case, keys, values), q=case.q[59:], query_lens=[1])
 
@@ -191,7 +191,7 @@ def test_a_scale_for_each_row_beats_one_for_all_where_some_rows_are_outliers():
     )
 
 
-def test_what_is_written_is_read_back():
+def test_written_rows_are_read_back():
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((2, 40, 2, 32), generator=generator)
     kv = torch.full((2, 4, 16, 2, 32), float("nan")).to(torch.float8_e4m3fn)
@@ -220,7 +220,7 @@ def test_what_is_written_is_read_back():
         (lambda case: {"kv": case.kv.float()}, "torch.float8_e4m3fn"),
     ],
 )
-def test_the_door_refuses_scales_that_are_not_those_of_the_cache(change, message):
+def test_decode_rejects_scales_that_do_not_fit_the_cache(change, message):
     case = make_case(problem(Phase.DECODE), [1], [40])
     plan = kernels.plan_attention(case.problem, case.batch)
     arguments = {"kv": case.kv, "kv_scale": case.kv_scale} | change(case)
@@ -232,7 +232,7 @@ def test_the_door_refuses_scales_that_are_not_those_of_the_cache(change, message
     assert message in str(error.value)
 
 
-def test_the_door_refuses_scales_for_a_cache_that_has_none():
+def test_prefill_rejects_scales_for_an_unquantized_cache():
     case = make_case(problem(Phase.PREFILL, kv_dtype=None), [3], [40])
     plan = kernels.plan_attention(case.problem, case.batch)
     out, scale = torch.empty_like(case.q), torch.ones(())
@@ -252,7 +252,7 @@ def test_the_door_refuses_scales_for_a_cache_that_has_none():
         (torch.float8_e5m2, None, "kv torch.float8_e4m3fn"),
     ],
 )
-def test_writing_refuses_scales_that_are_not_those_of_the_cache(dtype, scale, message):
+def test_writing_rejects_scales_that_do_not_fit_the_cache(dtype, scale, message):
     rows = torch.zeros((2, 2, 32))
     kv = torch.zeros((2, 3, 16, 2, 32)).to(dtype)
 
@@ -269,7 +269,7 @@ def test_writing_refuses_scales_that_are_not_those_of_the_cache(dtype, scale, me
         ({"block_size": None}, "packed keys and values have no scales"),
     ],
 )
-def test_a_problem_with_a_cache_that_cannot_be_is_refused(changes, message):
+def test_a_problem_with_an_unsupported_cache_is_rejected(changes, message):
     with pytest.raises(kernels.ShapeError) as error:
         problem(Phase.PREFILL, **changes)
 
@@ -286,7 +286,7 @@ def test_a_problem_with_a_cache_that_cannot_be_is_refused(changes, message):
         ("h100", "float32", "torch", "no float32 queries over a float8_e4m3fn cache"),
     ],
 )
-def test_a_gpu_takes_our_kernels_where_it_converts_float8_itself(
+def test_a_gpu_with_float8_conversion_instructions_uses_our_kernels(
     phase, arch, dtype, kernel, reason
 ):
     selection = kernels.select(problem(phase, dtype, head_dim=64), CATALOGUE[arch])

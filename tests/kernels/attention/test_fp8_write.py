@@ -1,4 +1,4 @@
-"""Writing keys and values to an FP8 cache: what is stored, by PyTorch and by the interpreted kernel."""
+"""Writing keys and values to an FP8 cache, with PyTorch and with the interpreted kernel."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ WRITERS = [
 
 
 def empty_cache(heads, head_dim, blocks=3, size=16):
-    """A cache that holds NaN, and its scales."""
+    """Return a cache filled with NaN, and its scales."""
     kv = torch.full((2, blocks, size, heads, head_dim), float("nan"))
     scale = torch.full((2, blocks, heads, size), float("nan"))
     return kv.to(torch.float8_e4m3fn), scale
 
 
 def by_slot(scale):
-    """Scales [2, N, K, S] as [2, N * S, K]."""
+    """Return scales [2, N, K, S] as [2, N * S, K]."""
     return scale.transpose(2, 3).flatten(1, 2)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 32), (3, 80), (2, 192)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_numbers_and_scales_are_bitwise_those_of_the_reference(write, heads, head_dim, dtype):
+def test_stored_bytes_and_scales_equal_the_reference(write, heads, head_dim, dtype):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((2, 5, heads, head_dim), generator=generator)
     rows = (rows * torch.randint(-10, 10, (2, 5, heads, 1), generator=generator).exp2()).to(dtype)
@@ -56,7 +56,7 @@ def test_numbers_and_scales_are_bitwise_those_of_the_reference(write, heads, hea
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_every_number_between_those_of_e4m3_rounds_to_the_nearest(write):
+def test_every_float16_number_rounds_to_the_nearest_e4m3_number(write):
     # All float16 numbers up to 448, of both signs, in rows whose scale is 1.
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     numbers = bits[bits.isfinite() & (bits.abs() <= 448)]

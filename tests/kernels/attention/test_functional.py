@@ -1,4 +1,4 @@
-"""The door's own checks, and the writes to the cache."""
+"""The argument checks of the public operations, and the writes to the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def case():
     return make_case(problem(), [1, 1], [20, 5])
 
 
-def test_a_query_of_another_shape_is_refused_with_both_shapes(case):
+def test_a_query_of_another_shape_is_rejected_with_both_shapes(case):
     plan = kernels.plan_attention(case.problem, case.batch)
 
     with pytest.raises(ShapeError, match=r"q is \[3, 4, 8\] .* takes q \[2, 4, 8\]"):
@@ -48,14 +48,14 @@ def test_a_query_of_another_shape_is_refused_with_both_shapes(case):
         "device",
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit_the_plan_are_refused(case, q, kv, out):
+def test_tensors_that_do_not_fit_the_plan_are_rejected(case, q, kv, out):
     plan = kernels.plan_attention(case.problem, case.batch)
 
     with pytest.raises(ShapeError):
         kernels.decode_attention(q, case.kv if kv is None else kv, plan, out)
 
 
-def test_a_plan_of_the_other_phase_is_refused(case):
+def test_a_plan_of_the_other_phase_is_rejected(case):
     plan = kernels.plan_attention(case.problem, case.batch)
 
     with pytest.raises(ShapeError, match="the plan is for decode, this is prefill"):
@@ -63,7 +63,7 @@ def test_a_plan_of_the_other_phase_is_refused(case):
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_a_cache_without_the_named_blocks_is_refused(phase):
+def test_a_cache_without_the_blocks_of_the_table_is_rejected(phase):
     case = make_case(problem(phase), [1, 1], [20, 5])
     plan = kernels.plan_attention(case.problem, case.batch)
     run = kernels.decode_attention if phase is Phase.DECODE else kernels.prefill_attention
@@ -90,7 +90,7 @@ def test_a_cache_without_the_named_blocks_is_refused(phase):
         "two queries",
     ],
 )  # fmt: skip
-def test_a_batch_of_wrong_shapes_is_refused_when_planning(fields, message):
+def test_planning_rejects_a_batch_of_wrong_shapes(fields, message):
     good = {
         "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
         "seq_lens": torch.tensor([5], dtype=torch.int32),
@@ -146,28 +146,28 @@ def test_writing_no_tokens_changes_nothing():
     ],
     ids=["v", "heads", "slots", "cache", "cache sides", "cache dims", "slot dims"],
 )
-def test_a_write_of_shapes_that_do_not_fit_is_refused(k, v, kv, slots):
+def test_a_write_with_inconsistent_shapes_is_rejected(k, v, kv, slots):
     with pytest.raises(ShapeError, match="expected k and v"):
         kernels.write_kv(
             torch.empty(k), torch.empty(v), torch.empty(kv), torch.zeros(slots, dtype=torch.int32)
         )
 
 
-def test_a_write_of_another_dtype_is_refused():
+def test_a_write_of_another_dtype_is_rejected():
     half = torch.empty(1, 2, 8).half()
 
     with pytest.raises(ShapeError, match="all of one dtype"):
         kernels.write_kv(half, half, torch.empty(2, 3, 16, 2, 8), torch.zeros(1, dtype=torch.int32))
 
 
-def test_slots_that_are_not_integers_are_refused():
+def test_slots_that_are_not_integers_are_rejected():
     k = torch.empty(1, 2, 8)
 
     with pytest.raises(ShapeError, match="slot_mapping"):
         kernels.write_kv(k, k, torch.empty(2, 3, 16, 2, 8), torch.zeros(1))
 
 
-def test_slots_that_do_not_lie_next_to_each_other_are_refused():
+def test_a_slot_mapping_that_is_not_contiguous_is_rejected():
     k, kv = torch.ones(2, 2, 8), torch.zeros(2, 3, 16, 2, 8)
 
     with pytest.raises(ShapeError, match="not contiguous; expected"):
@@ -176,7 +176,7 @@ def test_slots_that_do_not_lie_next_to_each_other_are_refused():
     assert not bool(kv.any())
 
 
-def test_keys_on_another_device_than_the_cache_are_refused():
+def test_keys_on_another_device_than_the_cache_are_rejected():
     k, kv = torch.ones(2, 2, 8), torch.zeros(2, 3, 16, 2, 8)
 
     with pytest.raises(ShapeError, match=r"on meta.* on one device"):
@@ -184,7 +184,7 @@ def test_keys_on_another_device_than_the_cache_are_refused():
 
 
 @pytest.mark.parametrize("lengths", [[20, 5], [40] * 16, [*range(20, 36)], [30, 0, 20]], ids=str)
-def test_rows_that_pad_a_decode_are_left_alone(lengths):
+def test_padding_rows_of_a_decode_are_not_written(lengths):
     count = len(lengths)
     case = make_case(problem(), [1] * count, lengths, layout=Layout.FRAGMENTED)
     padded = dataclasses.replace(case.batch, num_tokens=count + 7)

@@ -1,4 +1,4 @@
-"""The FP8 prefill without a GPU: when it is chosen, what it quantizes, and what its rounding costs."""
+"""The FP8 prefill without a GPU: its selection, its quantization, and the error of its rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.triton_interpreter import HAS_TRITON, interpreted
 ROW = next(row for row in REGISTRY if row.name == "hopper_fp8_prefill")
 H100 = CATALOGUE["h100"]
 BLOCK = 128
-# Of each 16 keys, the tensor cores hand a thread the scores of four; in FP8 it multiplies four neighbours.
+# Of every 16 keys, a thread holds the scores of these four; as an FP8 operand it holds four adjacent slots.
 KEYS_IN_SLOTS = [
     sixteen + key
     for sixteen in range(0, BLOCK, 16)
@@ -43,11 +43,11 @@ def problem(phase=Phase.PREFILL, **more):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_problem_that_allows_fp8_gets_it_on_hopper(arch, more):
+def test_a_problem_that_allows_fp8_selects_it_on_hopper(arch, more):
     assert kernels.select(problem(**more), CATALOGUE[arch]).spec is ROW
 
 
-def test_a_problem_that_does_not_allow_fp8_never_gets_it_and_is_told_why():
+def test_a_problem_that_does_not_allow_fp8_never_selects_it_and_states_the_reason():
     selection = kernels.select(problem(fp8=False), H100)
 
     assert selection.spec.name == "hopper_prefill"
@@ -68,7 +68,7 @@ def test_a_problem_that_does_not_allow_fp8_never_gets_it_and_is_told_why():
     ids=str,
 )
 @pytest.mark.parametrize("arch", [arch for arch in CATALOGUE.values() if arch.sm >= 80], ids=str)
-def test_a_permission_that_no_row_can_use_changes_nothing(arch, more, reason):
+def test_allowing_fp8_changes_nothing_if_the_row_does_not_support_the_problem(arch, more, reason):
     allowed = kernels.select(problem(**more), arch)
     forbidden = kernels.select(problem(fp8=False, **more), arch)
 
@@ -78,7 +78,7 @@ def test_a_permission_that_no_row_can_use_changes_nothing(arch, more, reason):
 
 
 @pytest.mark.parametrize("arch", CATALOGUE.values(), ids=str)
-def test_a_decode_ignores_the_permission(arch):
+def test_allowing_fp8_does_not_change_a_decode(arch):
     allowed = kernels.select(problem(Phase.DECODE, block_size=16), arch)
 
     assert (
@@ -86,7 +86,7 @@ def test_a_decode_ignores_the_permission(arch):
     )
 
 
-def test_the_permission_shows_in_the_problem_and_the_choice_in_the_reason():
+def test_the_problem_shows_that_fp8_is_allowed_and_the_reason_that_it_is_used():
     selection = kernels.select(problem(), H100)
 
     assert str(problem()).endswith("packed fp8")
@@ -95,7 +95,7 @@ def test_the_permission_shows_in_the_problem_and_the_choice_in_the_reason():
 
 
 def outliers(generator, *shape):
-    """Normal numbers, of which one in a thousand is ten times as large, as in trained models."""
+    """Return normal numbers, of which one in a thousand is ten times as large, as in trained models."""
     x = torch.randn(*shape, generator=generator)
     rare = torch.rand(*shape, generator=generator) < 0.001
     return x + 10 * torch.randn(*shape, generator=generator) * rare
@@ -112,17 +112,17 @@ def quantize():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_rotation_keeps_scores_and_spreads_an_outlier(quantize, head_dim):
-    turn = quantize.rotation(head_dim, torch.float64, torch.device("cpu"))
+    rotation = quantize.rotation(head_dim, torch.float64, torch.device("cpu"))
     q, k = torch.randn(2, 5, head_dim, dtype=torch.float64)
     outlier = torch.zeros(head_dim, dtype=torch.float64)
     outlier[7] = 3.0
 
-    torch.testing.assert_close((q @ turn) @ (k @ turn).T / head_dim, q @ k.T)
-    assert bool(((outlier @ turn).abs() == 3.0).all())
+    torch.testing.assert_close((q @ rotation) @ (k @ rotation).T / head_dim, q @ k.T)
+    assert bool(((outlier @ rotation).abs() == 3.0).all())
 
 
 def check_bytes(found, x, dims):
-    """Bytes and scales against PyTorch; a tie may round either way, after sums in another order."""
+    """Compare bytes with PyTorch and return the scales; sums in another order may round a tie the other way."""
     largest = x.abs().amax(dims, keepdim=True)
     expected = reference_fp8.to_e4m3(x * (LARGEST / largest)).float()
     unequal = expected != found.float()
@@ -140,7 +140,7 @@ def test_queries_keys_and_values_are_quantized_as_in_pytorch(quantize, head_dim,
     lengths, heads, factor = [300, 0, 128, 77], 2, 1.5
     tokens = sum(lengths)
     q = outliers(generator, 90, 6, head_dim).to(dtype)
-    # Values behind the keys of a token, as in the output of one projection.
+    # The values follow the keys of the same token, as in the output of one projection.
     kv = outliers(generator, tokens, 2, heads, head_dim).to(dtype).movedim(1, 0)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
@@ -148,8 +148,8 @@ def test_queries_keys_and_values_are_quantized_as_in_pytorch(quantize, head_dim,
     buffers = quantize.make_buffers(q, kv, plan)
     quantize.quantize(q, kv, plan, buffers, factor)
 
-    turn = quantize.rotation(head_dim, torch.float64, torch.device("cpu"))
-    scale = check_bytes(buffers.q, q.double() @ turn, (2,))
+    rotation = quantize.rotation(head_dim, torch.float64, torch.device("cpu"))
+    scale = check_bytes(buffers.q, q.double() @ rotation, (2,))
     torch.testing.assert_close(
         buffers.factors.double(), scale * factor / head_dim, rtol=1e-5, atol=0
     )
@@ -162,7 +162,7 @@ def test_queries_keys_and_values_are_quantized_as_in_pytorch(quantize, head_dim,
             padded[:, :length] = kv[:, start : start + length, head].double()
             keys, values = padded.view(2, blocks, BLOCK, head_dim)
             here = slice(first, first + blocks)
-            scale = check_bytes(buffers.k[head, here], keys @ turn, (1, 2))
+            scale = check_bytes(buffers.k[head, here], keys @ rotation, (1, 2))
             torch.testing.assert_close(
                 buffers.scales[0, head, here].double(), scale, rtol=1e-5, atol=0
             )
@@ -205,14 +205,14 @@ def rmse(found, truth):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_model_of_the_algorithm_is_attention_but_for_rounding(quantize, causal):
-    """Weights and operands in e4m3 are each off by at most a sixteenth, so the result is by a few such."""
+def test_the_reference_of_the_algorithm_differs_from_attention_only_by_rounding(quantize, causal):
+    """Weights and operands in e4m3 each have a relative error of at most 1/16; the result has a few times that."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, h, 64, generator=generator) for n, h in ((90, 4), (300, 2), (300, 2)))
     options = {"softmax_scale": 0.125, "causal": causal}
-    turn = quantize.rotation(64, torch.float64, q.device)
+    rotation = quantize.rotation(64, torch.float64, q.device)
 
-    out, lse = reference_fp8.block_scaled(q, k, v, turn, **options)
+    out, lse = reference_fp8.block_scaled(q, k, v, rotation, **options)
     plain = reference_fp8.per_tensor(q, k, v, **options)
 
     truth = reference.attention(q, k, v, dtype=torch.float64, **options)
@@ -223,11 +223,11 @@ def test_the_model_of_the_algorithm_is_attention_but_for_rounding(quantize, caus
     torch.testing.assert_close(lse, sums, rtol=0, atol=0.1)
 
 
-def test_queries_that_see_no_key_are_zero_in_the_models(quantize):
+def test_queries_that_see_no_key_are_zero_in_the_references(quantize):
     q, kv = torch.randn(5, 2, 64), torch.randn(2, 3, 1, 64)
-    turn = quantize.rotation(64, torch.float64, q.device)
+    rotation = quantize.rotation(64, torch.float64, q.device)
 
-    out, lse = reference_fp8.block_scaled(q, *kv, turn, softmax_scale=0.125)
+    out, lse = reference_fp8.block_scaled(q, *kv, rotation, softmax_scale=0.125)
     plain = reference_fp8.per_tensor(q, *kv, softmax_scale=0.125)
 
     assert not bool(out[:2].any() or plain[:2].any())
@@ -239,8 +239,8 @@ def test_queries_that_see_no_key_are_zero_in_the_models(quantize):
 def test_over_16384_keys_with_outliers_block_scales_are_2_5_times_as_exact_as_one_per_tensor(
     quantize,
 ):
-    """1024 queries of a head over all keys, three draws together; at 4096 keys it is about 1.8 only."""
-    turn = quantize.rotation(128, torch.float64, torch.device("cpu"))
+    """1024 queries of a head over all keys, three seeds together. At 4096 keys the ratio is only about 1.8."""
+    rotation = quantize.rotation(128, torch.float64, torch.device("cpu"))
     options = {"softmax_scale": 128**-0.5, "causal": False}
     squares = {"plain": 0.0, "blocks": 0.0}
     for seed in range(3):
@@ -249,14 +249,14 @@ def test_over_16384_keys_with_outliers_block_scales_are_2_5_times_as_exact_as_on
         truth = reference.attention(q, k, v, dtype=torch.float64, **options)
         rounded = options | {"dtype": torch.float32}
         squares["plain"] += rmse(reference_fp8.per_tensor(q, k, v, **rounded), truth) ** 2
-        blocks, _ = reference_fp8.block_scaled(q, k, v, turn, **rounded)
+        blocks, _ = reference_fp8.block_scaled(q, k, v, rotation, **rounded)
         squares["blocks"] += rmse(blocks, truth) ** 2
 
     assert math.sqrt(squares["plain"] / squares["blocks"]) >= 2.5
 
 
 def test_the_units_of_a_score_are_those_of_the_largest_term_of_each_instruction():
-    """Of 64 elements, the first 32 products make 33 or 0, to which the others add 8."""
+    """Of 64 elements, the first 32 products sum to 33 or 0; the others add 8."""
     q, k = torch.ones(2, 64), torch.zeros(1, 64)
     k[0, :32], k[0, 0], k[0, 32:] = 1.0, 2.0, 0.25
     q[1, :32] = 0.0

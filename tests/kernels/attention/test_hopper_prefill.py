@@ -1,4 +1,4 @@
-"""What the Hopper prefill decides on the host: what it refuses, and the numbers it hands to the device."""
+"""The host side of the Hopper prefill: its checks, and the arguments that it passes to the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hopper():
 
 
 def aligned(*shape, first=0):
-    """An uninitialised bfloat16 tensor that begins `first` elements behind a multiple of 64 bytes."""
+    """Return an uninitialized bfloat16 tensor that begins `first` elements after a multiple of 64 bytes."""
     memory = torch.empty(math.prod(shape) + first + 32, dtype=torch.bfloat16)
     first += -memory.data_ptr() % 64 // 2
     return memory[first : first + math.prod(shape)].view(shape)
@@ -43,7 +43,7 @@ def test_aligned_tensors_are_addressed_by_their_strides(hopper):
     assert strides(hopper, wide[:, 4:8]) == (768, 64)
 
 
-def test_an_address_that_is_no_multiple_of_16_bytes_is_refused(hopper):
+def test_an_address_that_is_no_multiple_of_16_bytes_is_rejected(hopper):
     with pytest.raises(ShapeError, match=r"q is at address 0x\w+ .* multiples of 16 bytes"):
         strides(hopper, aligned(10, 8, 64, first=4))
 
@@ -52,7 +52,7 @@ def odd_tokens():
     return aligned(10, 8 * 64 + 4)[:, : 8 * 64].unflatten(1, (8, 64))
 
 
-def test_a_stride_that_is_no_multiple_of_16_bytes_is_refused(hopper):
+def test_a_stride_that_is_no_multiple_of_16_bytes_is_rejected(hopper):
     for odd in (odd_tokens(), aligned(10, 8, 68)[..., :64]):
         with pytest.raises(ShapeError, match="strides"):
             strides(hopper, odd)
@@ -69,7 +69,7 @@ def problem(block_size=16, **more):
 
 
 @pytest.mark.parametrize("score", [-300.0, -3.0, 0.0, 0.5, 40.0, 5000.0])
-def test_the_softcap_is_handed_over_as_one_exponential(hopper, score):
+def test_the_softcap_is_computed_with_one_exponential(hopper, score):
     scale, softcap = hopper.exponents(problem(softcap=15.0))
 
     capped = softcap - 2.0 * softcap / (float(torch.tensor(score * scale).exp2()) + 1.0)
@@ -84,7 +84,7 @@ def test_without_a_softcap_scores_are_scaled_to_units_of_log2(hopper):
 
 
 @interpreted
-def test_a_misaligned_tensor_is_refused_before_a_launch(hopper):
+def test_a_misaligned_tensor_is_rejected_before_a_launch(hopper):
     case = make_case(problem(), [20, 3], [40, 300])
     row = next(row for row in REGISTRY if row.name == "hopper_prefill")
     selection = kernels.select(problem(), CATALOGUE["h100"], registry=(row,))

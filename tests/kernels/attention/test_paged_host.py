@@ -1,4 +1,4 @@
-"""Runs of slots, and the choice between reading in place and gathering."""
+"""Runs of cache slots, and the choice between reading in place and gathering."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_window_drops_the_tokens_that_no_query_sees():
     ],
     ids=["start", "descending", "too many queries", "table too short", "negative block"],
 )
-def test_a_batch_that_contradicts_itself_is_refused(offsets, lengths, table, message):
+def test_an_inconsistent_batch_is_rejected(offsets, lengths, table, message):
     with pytest.raises(ShapeError, match=message):
         host_sequences(problem(), batch(offsets, lengths, table))
 
@@ -124,7 +124,7 @@ def test_two_long_runs_are_read_in_place():
     assert groups == []
 
 
-def test_scattered_sequences_share_a_call_only_while_padding_costs_less():
+def test_scattered_sequences_share_a_call_only_while_padding_takes_less_time():
     sequences = [sequence(0, 400, runs=10), sequence(1, 370, runs=10), sequence(2, 350, runs=10)]
 
     _, groups = divide(sequences, 10, 1000, 10**6)
@@ -132,7 +132,7 @@ def test_scattered_sequences_share_a_call_only_while_padding_costs_less():
     assert [rows(group) for group in groups] == [[0, 1], [2]]
 
 
-def test_sequences_whose_padding_costs_more_than_their_calls_are_read_in_place():
+def test_sequences_whose_padding_takes_longer_than_their_calls_are_read_in_place():
     sequences = [sequence(row, 90 - 15 * row) for row in range(5)]
 
     in_place, groups = divide(sequences, 10, 1000, 10**6)

@@ -1,4 +1,4 @@
-"""The portable attention kernels at the edges of what their arguments may be, in Triton's interpreter."""
+"""The portable attention kernels at the limits of their arguments, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kernels.attention.test_portable_interpreted import (
 pytestmark = triton_interpreter.interpreted
 
 FAR = 2**30 + 16
-"""Elements between heads: every stride fits 32 bits, the offset of the third head does not."""
+"""Elements between heads: every stride fits in 32 bits, the offset of the third head does not."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _poison():
 
 
 def far_apart(tensor, stride):
-    """A copy whose heads lie `FAR` elements apart, most of them in memory that is never touched."""
+    """Return a copy whose heads are `FAR` elements apart; the memory between them is never touched."""
     size = 2 * FAR + tensor.numel()
     copy = triton_interpreter.untouched_memory((size,), tensor.dtype).as_strided(
         tensor.shape, stride
@@ -42,7 +42,7 @@ def far_apart(tensor, stride):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_heads_of_queries_past_two_to_the_thirty_one_elements_are_refused(phase):
+def test_heads_of_queries_past_two_to_the_thirty_one_elements_are_rejected(phase):
     case = make_case(problem(phase, "bfloat16", 3, 1), [1, 1], [5, 40])
     plan = kernels.plan_attention(case.problem, case.batch, selection=select(phase))
     out = torch.empty_like(case.q)
@@ -54,7 +54,7 @@ def test_heads_of_queries_past_two_to_the_thirty_one_elements_are_refused(phase)
     case.check(out)
 
 
-def test_packed_heads_of_keys_past_two_to_the_thirty_one_elements_are_read_right():
+def test_packed_heads_of_keys_past_two_to_the_thirty_one_elements_are_read_correctly():
     case = make_packed_case(problem(Phase.PREFILL, "bfloat16", 3, 3, block_size=None), [5], [5])
     far = far_apart(case.kv, (5 * 64, 64, FAR, 1))
 
@@ -79,7 +79,7 @@ def test_the_stride_of_a_cache_dimension_of_one_does_not_matter(phase):
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40], ids=["31 bits", "32 bits", "41 bits"])
 def test_a_window_wider_than_any_sequence_hides_nothing(phase, window):
-    # Queries that outnumber the keys stand before the first one.
+    # If there are more queries than keys, the first queries precede the first key.
     case = make_case(
         problem(phase, sliding_window=window, max_query_tokens=8, lse=True), [8, 1, 3], [1, 40, 33]
     )
@@ -90,7 +90,7 @@ def test_a_window_wider_than_any_sequence_hides_nothing(phase, window):
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("one_loop", [False, True], ids=["three loops", "one loop"])
 @pytest.mark.parametrize("window", [1, 20, 70])
-def test_keys_that_every_window_has_left_behind_are_never_read(phase, one_loop, window):
+def test_keys_before_every_window_are_never_read(phase, one_loop, window):
     query_lens = queries(phase, 5, 1)
     case = make_case(problem(phase, sliding_window=window), query_lens, [200, 150])
     for seq, count in enumerate(query_lens):
@@ -100,7 +100,7 @@ def test_keys_that_every_window_has_left_behind_are_never_read(phase, one_loop, 
         case.kv[:, case.block_table[seq][blocks], :rest] = float("nan")
         case.batch.block_table[seq, :blocks] = UNUSED_BLOCK
 
-    # Tiles reach over the window's lower edge, whatever the block size.
+    # Tiles of 128 keys extend over the window's lower edge.
     check(case, block_n=128, one_loop=one_loop)
 
 
@@ -122,7 +122,7 @@ def test_a_step_without_sequences_writes_nothing(phase):
         assert bool((out == 7.0).all())
 
 
-def test_the_scatter_takes_tokens_of_any_size():
+def test_the_scatter_supports_tokens_of_any_size():
     from kernels.attention.portable.write_kv import write_kv
 
     kv = torch.randn(2, 3, 1, 71, 256).half()

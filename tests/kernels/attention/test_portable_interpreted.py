@@ -23,7 +23,7 @@ LAUNCHES = {
     Phase.PREFILL: LaunchConfig(32, 32, 4, 2),
     Phase.DECODE: LaunchConfig(16, 32, 4, 2, programs_per_sm=1),
 }
-# With as few SMs as this the splits are few, and the programs that find no work.
+# With this few SMs there are few splits and few idle programs.
 SMALL_GPU = dataclasses.replace(CATALOGUE["a100"], num_sms=8)
 PHASES = [pytest.param(phase, id=phase.value) for phase in Phase]
 
@@ -40,7 +40,7 @@ def problem(phase, dtype="float16", heads=6, kv_heads=2, head_dim=64, block_size
 
 
 def select(phase, arch=SMALL_GPU, **launch):
-    """Choose the portable row, whatever the host is."""
+    """Return a selection of the portable row, whatever the host."""
     spec = next(row for row in REGISTRY if row.name == ROWS[phase])
     config = dataclasses.replace(LAUNCHES[phase], **launch)
     tuned = TunedLaunch(config, None, "for the test", measured=False)
@@ -48,7 +48,7 @@ def select(phase, arch=SMALL_GPU, **launch):
 
 
 def check(case, **launch):
-    """Run a case on the portable kernel of its phase and compare all it writes."""
+    """Run a case on the portable kernel of its phase, and compare output and log-sum-exp with the reference."""
     out, lse = case.attend(select(case.problem.phase, **launch))
     case.check(out)
     if lse is not None:
@@ -57,7 +57,7 @@ def check(case, **launch):
 
 
 def queries(phase, *prefill):
-    """Give each sequence one query in a decode."""
+    """Return the query tokens of each sequence: 1 in a decode, the given ones in a prefill."""
     return [1] * len(prefill) if phase is Phase.DECODE else list(prefill)
 
 
@@ -114,7 +114,7 @@ def test_a_sliding_window_agrees_with_the_reference(phase, window):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_window_that_begins_or_ends_beside_a_tile_agrees_with_the_reference(phase):
+def test_a_window_that_ends_next_to_a_tile_edge_agrees_with_the_reference(phase):
     lengths = [71, 72, 73, 74, 103, 104, 105, 106]
     case = make_case(problem(phase, sliding_window=40), [1] * len(lengths), lengths)
 
@@ -203,7 +203,7 @@ def test_several_queries_per_decoded_sequence_agree_with_the_reference(group, wi
 
 
 @pytest.mark.parametrize("num_sms", [1, 200])
-def test_a_decode_agrees_with_the_reference_whatever_its_splits(num_sms):
+def test_a_decode_agrees_with_the_reference_for_any_number_of_splits(num_sms):
     case = make_case(problem(Phase.DECODE, "bfloat16", lse=True), [1] * 4, [500, 3, 40, 129])
 
     check(case, arch=dataclasses.replace(SMALL_GPU, num_sms=num_sms))
@@ -238,7 +238,7 @@ def test_queries_may_be_a_slice_of_a_wider_tensor(phase):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_rows_that_pad_a_step_and_bounds_above_the_lengths_change_nothing(phase):
+def test_padding_rows_and_loose_bounds_do_not_change_the_result(phase):
     case = make_case(problem(phase), queries(phase, 40, 20), [70, 45])
     tokens = case.batch.num_tokens
     padded = dataclasses.replace(
@@ -254,7 +254,7 @@ def test_rows_that_pad_a_step_and_bounds_above_the_lengths_change_nothing(phase)
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_plan_serves_every_layer_of_its_step(phase):
+def test_one_plan_runs_every_layer_of_its_step(phase):
     layers = [
         make_case(problem(phase), queries(phase, 40, 20), [170, 45], seed=seed) for seed in range(3)
     ]
@@ -267,7 +267,7 @@ def test_a_plan_serves_every_layer_of_its_step(phase):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_batch_invariant_result_is_bitwise_that_of_the_sequence_alone(phase, monkeypatch):
+def test_a_batch_invariant_result_has_the_bits_of_the_sequence_alone(phase, monkeypatch):
     from kernels.attention.gpu import split_list
 
     monkeypatch.setattr(split_list, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
@@ -290,7 +290,7 @@ def test_a_batch_invariant_result_is_bitwise_that_of_the_sequence_alone(phase, m
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_blocks_past_two_to_the_thirty_one_elements_are_read_right(phase):
+def test_blocks_past_two_to_the_thirty_one_elements_are_read_correctly(phase):
     small = make_case(problem(phase, "bfloat16", 2, 2, 64), [1], [40])
     blocks = 2**31 // (16 * 2 * 64) + 16
     kv = triton_interpreter.huge_cache(blocks, 16, 2, 64)
@@ -298,7 +298,7 @@ def test_blocks_past_two_to_the_thirty_one_elements_are_read_right(phase):
     for here, there in zip(small.block_table[0], table, strict=True):
         kv[:, there] = small.kv[:, here]
     batch = dataclasses.replace(small.batch, block_table=torch.tensor([table], dtype=torch.int32))
-    # Past the door, which would refuse a cache that is not contiguous.
+    # `plan.run` is called directly, because `kernels` rejects a cache that is not contiguous.
     plan = kernels.plan_attention(small.problem, batch, selection=select(phase))
     out = torch.empty_like(small.q)
 
@@ -308,8 +308,8 @@ def test_blocks_past_two_to_the_thirty_one_elements_are_read_right(phase):
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [3]], ids=["three sequences", "one sequence"])
-def test_packed_tokens_past_two_to_the_thirty_one_elements_are_read_right(lengths):
-    # Three tokens two gigabytes apart: every stride fits 32 bits, the last token's offset does not.
+def test_packed_tokens_past_two_to_the_thirty_one_elements_are_read_correctly(lengths):
+    # Three tokens two gigabytes apart: every stride fits in 32 bits, the last token's offset does not.
     asked = problem(Phase.PREFILL, "bfloat16", 2, 1, block_size=None)
     small = make_packed_case(asked, lengths, lengths)
     far = 2**30 + 16

@@ -1,4 +1,4 @@
-"""Every row of the registry that runs here, against the reference, over poisoned memory."""
+"""Every row of the registry that runs on a CPU, against the reference, over poisoned memory."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_values_of_one_give_one(row):
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_blocks_of_one_layer_are_read_where_that_layer_begins(row):
+def test_the_cache_of_a_layer_may_be_a_slice_of_all_layers(row):
     query_lens = [1, 1] if row.phase is Phase.DECODE else [70, 20]
     case = make_case(problem(row.phase), query_lens, [70, 45])
     layers = torch.full((3, *case.kv.shape), float("nan"))
@@ -192,7 +192,7 @@ def test_repeating_a_call_gives_the_same_bits(row):
 
 @pytest.mark.parametrize("layout", [Layout.TWO_RUNS, Layout.FRAGMENTED], ids=lambda x: x.value)
 @pytest.mark.parametrize("phase", list(Phase))
-def test_the_place_of_a_block_does_not_change_the_result(layout, phase):
+def test_the_layout_of_blocks_does_not_change_the_result(layout, phase):
     query_lens = [1, 1, 1] if phase is Phase.DECODE else [30, 70, 10]
     plain = make_case(problem(phase, head_dim=64), query_lens, [30, 1500, 40])
     moved = make_case(problem(phase, head_dim=64), query_lens, [30, 1500, 40], layout=layout)
@@ -276,8 +276,8 @@ def test_prefill_skips_sequences_without_queries():
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_offsets_past_two_to_the_thirty_one_are_read_right(phase):
-    # Virtual memory only: `empty` touches no page, and the sequence touches a few.
+def test_offsets_past_two_to_the_thirty_one_are_read_correctly(phase):
+    # The cache is mostly virtual memory: `empty` touches no page, and the sequence touches a few.
     small = make_case(problem(phase, "bfloat16", 2, 2, 64), [1], [40])
     blocks = 2**31 // (2 * 16 * 2 * 64) + 8
     kv = torch.empty((2, blocks, 16, 2, 64), dtype=torch.bfloat16)
@@ -297,14 +297,14 @@ def test_offsets_past_two_to_the_thirty_one_are_read_right(phase):
     assert torch.equal(moved.run(), small.run())
 
 
-def test_the_rule_refuses_what_is_twice_as_wrong_as_plain_pytorch():
+def test_the_tolerance_rule_rejects_more_than_twice_the_error_of_plain_pytorch():
     truth = torch.zeros(4)
 
     with pytest.raises(AssertionError, match=r"largest error 0.3, allowed 0.2"):
         assert_no_worse_than(torch.full((4,), 0.3), truth, torch.full((4,), 0.1))
 
 
-def test_the_rule_leaves_room_for_the_order_of_large_sums():
+def test_the_tolerance_rule_allows_for_the_summation_order_of_large_sums():
     truth = torch.full((4,), 100.0, dtype=torch.float64)
 
     assert_no_worse_than(torch.full((4,), 100.0 + 6e-5), truth, truth)
@@ -312,14 +312,14 @@ def test_the_rule_leaves_room_for_the_order_of_large_sums():
         assert_no_worse_than(torch.full((4,), 100.0 + 2e-4), truth, truth)
 
 
-def test_the_rule_refuses_values_that_are_not_finite():
+def test_the_tolerance_rule_rejects_values_that_are_not_finite():
     out = torch.tensor([0.0, float("nan")])
 
     with pytest.raises(AssertionError, match="1 of 2 values are not finite"):
         assert_no_worse_than(out, torch.zeros(2), torch.zeros(2))
 
 
-def test_a_reference_that_is_not_a_number_proves_nothing():
+def test_the_tolerance_rule_rejects_a_reference_that_is_not_finite():
     unknown = torch.tensor([0.0, float("nan")])
 
     with pytest.raises(AssertionError, match="largest error nan"):

@@ -1,4 +1,4 @@
-"""The choice of a kernel: pure, and never without a reason."""
+"""Selection of a kernel: the chosen row, and the reasons of the rows that are passed over."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_our_kernels_are_chosen_from_sm_80_on_for_every_head_dim(arch, phase, dt
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("arch", ["h100", "h200"])
-def test_hopper_has_a_prefill_of_its_own(arch, more):
+def test_hopper_uses_its_own_prefill(arch, more):
     assert kernels.select(problem(**more), CATALOGUE[arch]).spec.name == "hopper_prefill"
 
 
@@ -104,7 +104,7 @@ def test_hopper_has_a_prefill_of_its_own(arch, more):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("arch", ["h100", "h200"])
-def test_hopper_has_a_decode_of_its_own(arch, more):
+def test_hopper_uses_its_own_decode(arch, more):
     asked = problem(Phase.DECODE, **more)
 
     assert kernels.select(asked, CATALOGUE[arch]).spec.name == "hopper_decode"
@@ -118,7 +118,7 @@ def test_hopper_has_a_decode_of_its_own(arch, more):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_decode(more):
+def test_problems_that_the_hopper_decode_does_not_support_use_the_portable_decode(more):
     selection = kernels.select(problem(Phase.DECODE, **more), CATALOGUE["h100"])
 
     assert selection.spec.name == "portable_decode"
@@ -140,7 +140,7 @@ def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_decode(more):
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
-def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_prefill(more, reason):
+def test_problems_that_the_hopper_prefill_does_not_support_use_the_portable_prefill(more, reason):
     selection = kernels.select(problem(**more), CATALOGUE["h100"])
 
     assert selection.spec.name == "portable_prefill"
@@ -150,7 +150,7 @@ def test_what_hopper_cannot_copy_in_bulk_falls_to_the_portable_prefill(more, rea
 
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_turing_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
+def test_turing_uses_the_pytorch_rows_and_reports_the_reason(phase, dtype):
     selection = kernels.select(problem(phase, dtype), CATALOGUE["t4"])
 
     assert selection.spec.name == f"torch_{phase.value}"
@@ -166,7 +166,7 @@ def test_turing_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
 
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
+def test_the_cpu_uses_the_pytorch_rows_and_reports_the_reason(phase, dtype):
     selection = kernels.select(problem(phase, dtype), CPU)
 
     assert selection.spec.name == f"torch_{phase.value}"
@@ -186,7 +186,7 @@ def test_the_cpu_gets_the_pytorch_rows_and_is_told_why(phase, dtype):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("phase", list(Phase))
-def test_our_kernels_take_every_shape_and_wish_that_they_promise(phase, more):
+def test_our_kernels_support_every_shape_and_option_of_their_rows(phase, more):
     for arch in ("a100", "h100"):
         assert not kernels.select(problem(phase, **more), CATALOGUE[arch]).spec.cpu
 
@@ -201,19 +201,19 @@ def test_our_kernels_take_every_shape_and_wish_that_they_promise(phase, more):
     ],
     ids=str,
 )
-def test_only_our_kernels_take_packed_keys_full_attention_and_several_queries(asked):
+def test_only_our_kernels_support_packed_keys_full_attention_and_several_queries(asked):
     assert kernels.select(asked, CATALOGUE["a100"]).spec.name == f"portable_{asked.phase.value}"
     with pytest.raises(NoKernelError):
         kernels.select(asked, CPU)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_a_prefill_takes_any_number_of_queries_whatever_a_decode_is_limited_to(arch):
+def test_max_query_tokens_does_not_limit_a_prefill(arch):
     for most in (1, 8):
         assert kernels.select(problem(max_query_tokens=most), arch).spec.phase is Phase.PREFILL
 
 
-def test_the_first_row_that_accepts_is_chosen_with_its_launch():
+def test_the_first_row_that_supports_the_problem_is_chosen_with_its_launch():
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, tiles)
 
     assert selection.spec is HOPPER
@@ -221,21 +221,21 @@ def test_the_first_row_that_accepts_is_chosen_with_its_launch():
     assert selection.refusals == ()
 
 
-def test_the_launch_of_the_shortest_length_that_fits_is_taken():
+def test_the_launch_of_the_smallest_sufficient_length_is_used():
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: (SHORT, LONG))
 
     assert selection.launch_for(512, 1) is SHORT.launch
     assert selection.launch_for(513, 1) is LONG.launch
 
 
-def test_tile_sizes_for_many_sequences_come_before_those_for_any():
-    crowd = dataclasses.replace(TILES, min_num_seqs=33)
-    rows = (crowd, SHORT, LONG)
+def test_tile_sizes_for_many_sequences_come_before_those_for_any_number():
+    many = dataclasses.replace(TILES, min_num_seqs=33)
+    rows = (many, SHORT, LONG)
     selection = select(problem(), CATALOGUE["h100"], WITH_HOPPER, lambda *_: rows)
 
     assert selection.launch_for(512, 32) is SHORT.launch
-    assert selection.launch_for(512, 33) is crowd.launch
-    assert selection.launch_for(1 << 20, 2048) is crowd.launch
+    assert selection.launch_for(512, 33) is many.launch
+    assert selection.launch_for(1 << 20, 2048) is many.launch
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_tile_sizes_for_many_sequences_come_before_those_for_any():
         "batch invariant", "not causal", "packed", "several queries",
     ],
 )  # fmt: skip
-def test_a_row_that_is_passed_over_says_why(asked, arch, reason):
+def test_a_row_that_is_passed_over_reports_its_reason(asked, arch, reason):
     anything = KernelSpec(
         "anything", asked.phase, "m:f", frozenset(DTYPES), cpu=True, sm=None, packed=True,
         non_causal=True, several_queries=True, lse=True, batch_invariant=True,
@@ -277,7 +277,7 @@ def test_a_row_that_is_passed_over_says_why(asked, arch, reason):
     assert selection.refusals == ((row.name, (reason,)),)
 
 
-def test_a_row_without_a_gpu_says_so():
+def test_a_row_for_the_cpu_reports_that_it_runs_on_no_gpu():
     host_only = KernelSpec("host_only", Phase.PREFILL, "m:f", HALF, cpu=True)
 
     assert host_only.unsupported(problem(), CATALOGUE["h100"]) == ("runs on the CPU only",)
@@ -292,14 +292,14 @@ def test_a_row_without_a_gpu_says_so():
     ids=["head dim", "block size"],
 )
 @pytest.mark.parametrize("phase", list(Phase))
-def test_what_our_kernels_do_not_take_falls_to_the_pytorch_rows_with_the_limit(phase, more, reason):
+def test_problems_that_our_kernels_do_not_support_use_the_pytorch_rows(phase, more, reason):
     selection = kernels.select(problem(phase, **more), CATALOGUE["h100"])
 
     assert selection.spec.name == f"torch_{phase.value}"
     assert selection.refusals[-1] == (f"portable_{phase.value}", (reason,))
 
 
-def test_a_row_names_all_of_its_reasons():
+def test_a_row_reports_all_of_its_reasons():
     reasons = HOPPER.unsupported(problem(Phase.DECODE, "float32", head_dim=80), CATALOGUE["t4"])
 
     assert reasons == (
@@ -311,7 +311,7 @@ def test_a_row_names_all_of_its_reasons():
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_a_gpu_that_the_assembler_does_not_know_gets_the_pytorch_rows_and_is_told_why(phase):
+def test_a_gpu_that_the_assembler_does_not_support_uses_the_pytorch_rows(phase):
     thor = dataclasses.replace(CATALOGUE["b200"], key="thor", name="NVIDIA Thor", sm=110)
 
     selection = kernels.select(problem(phase), thor)
@@ -372,7 +372,7 @@ def test_an_empty_registry_is_named_as_such():
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_a_problem_out_of_range_is_refused_with_its_value(fields, message):
+def test_a_problem_out_of_range_is_rejected_with_its_value(fields, message):
     with pytest.raises(ShapeError, match=message):
         problem(**fields)
 

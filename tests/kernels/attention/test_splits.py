@@ -1,4 +1,4 @@
-"""The split of a decode's keys: nothing is left out, nothing counted twice, never more than the bound."""
+"""The splits of a decode: every key is in exactly one, and there are never more than the bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WANTED = st.integers(1, 600)
 
 @st.composite
 def key_ranges(draw, max_size=40):
-    """First key that any query sees, and number of keys, of each sequence."""
+    """Generate, for each sequence, the first key that any query sees and the number of keys."""
     lengths = draw(st.lists(st.integers(0, 20_000), min_size=1, max_size=max_size))
     return [(draw(st.integers(0, length)), length) for length in lengths]
 
@@ -27,11 +27,11 @@ def splits_of(splits, seq):
 
 
 @given(key_ranges(), BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]))
-def test_every_key_is_in_one_split_and_they_come_in_order(ranges, block_n, wanted, fixed):
+def test_every_key_is_in_one_split_and_splits_are_in_order(ranges, block_n, wanted, fixed):
     splits = plan_splits(ranges, block_n, wanted, fixed)
 
-    neighbours = [seq for seq, _ in itertools.groupby(splits, key=lambda split: split.seq)]
-    assert sorted(neighbours) == list(range(len(ranges)))
+    order = [seq for seq, _ in itertools.groupby(splits, key=lambda split: split.seq)]
+    assert sorted(order) == list(range(len(ranges)))
     for seq, (first, stop) in enumerate(ranges):
         mine = splits_of(splits, seq)
         assert mine[0].begin == first // block_n * block_n
@@ -40,14 +40,12 @@ def test_every_key_is_in_one_split_and_they_come_in_order(ranges, block_n, wante
 
 
 @given(key_ranges(), BLOCK_NS, WANTED)
-def test_splits_begin_on_the_edge_of_a_tile(ranges, block_n, wanted):
+def test_splits_begin_at_the_edge_of_a_tile(ranges, block_n, wanted):
     assert all(split.begin % block_n == 0 for split in plan_splits(ranges, block_n, wanted))
 
 
 @given(key_ranges(), BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]), st.integers(0, 10_000))
-def test_there_are_never_more_than_the_bound_of_the_launch(
-    ranges, block_n, wanted, fixed, longer_by
-):
+def test_there_are_never_more_splits_than_the_bound(ranges, block_n, wanted, fixed, longer_by):
     max_seqlen_k = max(length for _, length in ranges) + longer_by
 
     splits = plan_splits(ranges, block_n, wanted, fixed)
@@ -134,7 +132,7 @@ def test_a_batch_that_fills_the_gpu_is_not_split():
     assert len(plan_splits([(0, 1024)] * 64, 64, wanted)) == 64
 
 
-def test_a_long_sequence_gets_more_splits_than_a_short_one_beside_it():
+def test_a_long_sequence_gets_more_splits_than_a_short_one():
     splits = plan_splits([(0, 64), (0, 8192)], 64, wanted=33)
 
     assert len(splits_of(splits, 0)) == 1

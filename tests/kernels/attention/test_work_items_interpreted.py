@@ -1,6 +1,6 @@
-"""The work of a Hopper prefill: every tile once for every head, the short ones of the last heads at the end.
+"""The work items of a Hopper prefill: every tile once for every head, the short tiles of the last heads at the end.
 
-The list is made in Triton's interpreter; how a thread block looks items up in it is run as Python.
+The list is made in Triton's interpreter; the device function that looks up items in it runs as Python.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def offsets(lengths):
 
 
 def taken(items, num_heads):
-    """(head, tile) of every item in the order in which thread blocks take them, unused ones left out."""
+    """Return (head, tile) of every item in the order in which thread blocks fetch them, without unused entries."""
     from kernels.attention.hopper import producer as hopper_producer
 
     memory = items.tiles.flatten().tolist()
@@ -90,7 +90,7 @@ def taken(items, num_heads):
 
 
 def seen(tile, causal=True):
-    """Keys that a tile's last row sees; below 0 for those that see less than none."""
+    """Return the keys that a tile's last row sees; negative if its queries precede the first key."""
     _, row, _, queries, _, keys = tile
     last = min((row + BLOCK_M - 1) // GROUP, queries - 1)
     return keys - queries + last + 1 if causal else keys
@@ -101,7 +101,7 @@ def seen(tile, causal=True):
     ("kind", "num_sms", "num_heads"),
     [("paged", 1, 3), ("packed", 7, 3), ("full", 1000, 1), ("window", 2, 3)],
 )
-def test_every_head_attends_every_tile_once(step, kind, num_sms, num_heads):
+def test_every_head_has_every_tile_once(step, kind, num_sms, num_heads):
     more = {"packed": kind == "packed", "causal": kind != "full"}
     window = 50 if kind == "window" else None
     items = plan(step, num_heads=num_heads, num_sms=num_sms, window=window, **more)
@@ -144,20 +144,20 @@ def test_a_launch_ends_with_short_tiles_longest_first(step, kind, num_sms):
             assert rows == sorted(rows, reverse=True)
 
 
-def test_only_so_many_tiles_are_short_and_the_shortest_are():
+def test_at_most_eight_tiles_per_sm_are_short_and_they_are_the_shortest():
     items = plan([(256, 256)] * 2, num_heads=1, num_sms=1)
 
     assert int(items.tiles[-1, 0]) == 32 - 8
     assert [seen(tile) for _, tile in taken(items, 1)[-8:]] == [64, 64, 48, 48, 32, 32, 16, 16]
 
 
-def test_only_as_many_heads_are_late_as_it_takes():
+def test_the_last_heads_are_as_few_as_fill_the_gpu():
     step = [(256, 256)] * 2
 
     assert [plan(step, num_heads=8, num_sms=n).late_heads for n in (1, 10, 132)] == [1, 2, 8]
 
 
-def test_no_tile_is_short_where_a_history_is_long():
+def test_no_tile_is_short_if_histories_are_long():
     items = plan([(256, 5000)] * 2, num_heads=2, num_sms=132)
 
     assert int(items.tiles[-1, 0]) == 32

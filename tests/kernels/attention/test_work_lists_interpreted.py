@@ -1,4 +1,4 @@
-"""The kernels that plan a step on the device, and the scatter, in Triton's interpreter."""
+"""The kernels that list a step's work on the device, and the scatter kernel, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def random_step():
 @pytest.mark.parametrize("step", [*STEPS, random_step()], ids=lambda step: f"{len(step)} seqs")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("invariant", [False, True], ids=["shared", "batch invariant"])
-def test_the_device_splits_a_decode_as_the_host_says(step, window, invariant):
+def test_the_device_splits_a_decode_like_the_reference(step, window, invariant):
     launch = LaunchConfig(16, 32, 4, 1, programs_per_sm=2)
 
     made = plan(Phase.DECODE, step, launch, sliding_window=window, batch_invariant=invariant)
@@ -96,7 +96,7 @@ def test_the_device_splits_a_decode_as_the_host_says(step, window, invariant):
 @pytest.mark.parametrize("step", [*STEPS, random_step()], ids=lambda step: f"{len(step)} seqs")
 @pytest.mark.parametrize("packed", [False, True], ids=["paged", "packed"])
 @pytest.mark.parametrize("block_m", [16, 64])
-def test_the_tiles_of_a_prefill_cover_every_row_once_the_longest_first(step, packed, block_m):
+def test_the_tiles_of_a_prefill_cover_every_row_once_in_order_of_length(step, packed, block_m):
     made = plan(Phase.PREFILL, step, LaunchConfig(block_m, 32, 4, 1), packed=packed)
 
     tiles = [tuple(row) for row in made._tiles.tolist() if row[0] >= 0]
@@ -111,7 +111,7 @@ def test_the_tiles_of_a_prefill_cover_every_row_once_the_longest_first(step, pac
     for seq, _, q_start, queries, k_start, keys in tiles:
         assert (q_start, queries, keys) == (q_starts[seq], *step[seq])
         assert k_start == (k_starts[seq] if packed else 0)
-    # By the keys that a tile's last row sees, within a sequence; by length between them.
+    # Sequences are ordered by length, the tiles of a sequence by the keys that their last row sees.
     assert [tile[5] for tile in tiles] == sorted((tile[5] for tile in tiles), reverse=True)
     for seq in range(len(step)):
         rows = [tile[1] for tile in tiles if tile[0] == seq]
@@ -134,7 +134,7 @@ def test_the_scatter_writes_to_its_slots_and_nowhere_else(dtype, index, slots):
     assert torch.equal(kv, expected)
 
 
-def test_the_scatter_takes_any_strides_of_tokens_and_heads():
+def test_the_scatter_supports_any_strides_of_tokens_and_heads():
     from kernels.attention.portable.write_kv import write_kv
 
     kv = torch.randn(2, 3, 16, 2, 64)
