@@ -141,7 +141,7 @@ def test_a_cache_that_another_process_left_no_room_for_is_tried_again_with_what_
 
     # 80 % of 1000 do not fit any more, half of that share of the 300 left does.
     assert allocate_kv_cache(demand(useful=10**9), CUDA, allocate) == 120
-    assert "trying less" in caplog.text
+    assert "trying a smaller size" in caplog.text
     assert "Tried to allocate much." in caplog.text
     assert "More text" not in caplog.text
 
@@ -169,7 +169,7 @@ def test_a_size_that_was_asked_for_is_never_made_smaller(device):
         attempts.append(num_blocks)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pytest.raises(NotEnoughMemoryError, match=r"as --kv-cache-tokens asks.*another process"):
+    with pytest.raises(NotEnoughMemoryError, match=r"set by --kv-cache-tokens.*another process"):
         allocate_kv_cache(demand(tokens=160), CUDA, allocate)
 
     assert attempts == [10]
