@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from server.engine.core.plan_report import PlanReport
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import PendingStep, ScheduledSequence, SchedulerOutput, StepResult
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.runner.shared_prefix import SharingRule
 
 _PROMPT_LOGPROB_ROWS: Final = 256
 """Rows of logits computed at a time for a prompt's log-probabilities; bounds the memory with large vocabularies."""
@@ -57,7 +57,7 @@ class ModelRunner:
     def __init__(self, model: DecoderLM, kv_cache: KVCache) -> None:
         self.model, self.kv_cache = model, kv_cache
         self.device = kv_cache.layer(0).device
-        self.sharing_pays = self._find_sharing()
+        self.sharing_rule = self._find_sharing_rule()
         self.recorded: RecordedSteps | None = None
         self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)
         self._inputs: OrderedDict[Bucket, PackedStep] = OrderedDict()
@@ -83,7 +83,7 @@ class ModelRunner:
         """
         self._sampled = SampledTokens(limits.max_num_seqs + 1, self.device)
         self.recorded = RecordedSteps(
-            self.model, self.kv_cache, recorder, self._sampled, limits, self.sharing_pays
+            self.model, self.kv_cache, recorder, self._sampled, limits, self.sharing_rule
         )
 
     def use_idle_time(self) -> bool:
@@ -150,15 +150,15 @@ class ModelRunner:
         self._sampled.put(tokens.tokens)
         return SampledStep(tokens, num_logits, prompts, tokens.feeds_next)
 
-    def pack(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PackedStep:
+    def pack(self, output: SchedulerOutput, sharing_rule: SharingRule | None) -> PackedStep:
         """Pack a step that has no recording into its exact bucket.
 
         Args:
             output: at least one scheduled sequence; its blocks are allocated.
-            sharing_pays: decides whether the decode sequences' shared prefix is read once; None for never.
+            sharing_rule: decides whether the decode sequences' shared prefix is read once; None for never.
         """
         decode, prefill, block_size = output.decode, output.prefill, self.kv_cache.block_size
-        shared = shared_blocks(decode, block_size, sharing_pays)
+        shared = shared_blocks(decode, block_size, sharing_rule)
         bucket = exact_bucket(decode, prefill, block_size, shared)
         packed = self._inputs.pop(bucket, None) or PackedStep(bucket, block_size, self.device)
         self._inputs[bucket] = packed
@@ -180,7 +180,7 @@ class ModelRunner:
         self, output: SchedulerOutput
     ) -> tuple[list[StepOutput], dict[int, PromptLogprobs]]:
         """Compute a step without a recording; also the prompt log-probabilities that sequences requested."""
-        packed = self.pack(output, self.sharing_pays)
+        packed = self.pack(output, self.sharing_rule)
         sampled = None
         if packed.reads_sampled or self.device.type == "cuda":
             sampled = self._sampled.ids
@@ -191,7 +191,7 @@ class ModelRunner:
         prompts = self._prompt_logprobs(scheduled, hidden)
         return [self.model.score(packed.input, hidden)], prompts
 
-    def _find_sharing(self) -> SharingPays | None:
+    def _find_sharing_rule(self) -> SharingRule | None:
         """Return the rule that decides whether a step reads a shared prefix once; None if no layer supports it."""
         arch = detect(self.device)
         takers = [

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import ScheduledSequence
     from server.engine.runner.sampled_tokens import SampledTokens
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.runner.shared_prefix import SharingRule
 
 log = logging.getLogger("tessera.engine")
 
@@ -64,7 +64,7 @@ class RecordedSteps:
         recorder: makes the recordings, on the cache's device.
         sampled: steps write their tokens here; its capacity is at least a step's rows plus one.
         limits: of a step.
-        sharing_pays: decides whether a shared prefix is read once; None if no kernel supports it.
+        sharing_rule: decides whether a shared prefix is read once; None if no kernel supports it.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class RecordedSteps:
         recorder: Recorder,
         sampled: SampledTokens,
         limits: SchedulerConfig,
-        sharing_pays: SharingPays | None = None,
+        sharing_rule: SharingRule | None = None,
     ) -> None:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
-        self._sampled, self._sharing_pays = sampled, sharing_pays
+        self._sampled, self._sharing_rule = sampled, sharing_rule
         self._device = kv_cache.layer(0).device
         self._grid = BucketGrid(limits, kv_cache.block_size)
         # Two recordings may compute the decode rows and the prompts of a step; their results must not overlap.
@@ -150,7 +150,7 @@ class RecordedSteps:
     ) -> _Recording | None:
         """Return the first recording that a step fits in. If the best bucket has none, record it next."""
         block_size = self._kv_cache.block_size
-        shared = shared_blocks(decode, block_size, self._sharing_pays)
+        shared = shared_blocks(decode, block_size, self._sharing_rule)
         step = exact_bucket(decode, prefill, block_size, shared)
         return self._first(self._grid.fitting(step), waits=waits)
 

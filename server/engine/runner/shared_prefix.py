@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from server.engine.core.step import ScheduledSequence
 
-    SharingPays: TypeAlias = Callable[[int, int], bool]
+    SharingRule: TypeAlias = Callable[[int, int], bool]
     """(number of sequences, tokens that they share) -> whether the shared tokens are read once for all sequences."""
 
 ALIGNMENT: Final = 4
@@ -20,25 +20,25 @@ _FIRST_COLUMNS: Final = 8
 
 
 def shared_blocks(
-    decode: Sequence[ScheduledSequence], block_size: int, pays: SharingPays | None
+    decode: Sequence[ScheduledSequence], block_size: int, rule: SharingRule | None
 ) -> int:
     """Count the leading blocks of all sequences that should be read once.
 
     Args:
         decode: sequences with one token each.
         block_size: tokens per block.
-        pays: decides whether shared tokens are read once; None if no kernel supports it.
+        rule: decides whether shared tokens are read once; None if no kernel supports it.
 
     Returns:
         A multiple of `ALIGNMENT`. The blocks end before the step's first token of every sequence. 0 if each sequence
         should read its own.
     """
-    if pays is None or len(decode) < 2:
+    if rule is None or len(decode) < 2:
         return 0
     tables = [s.sequence.block_table for s in decode]
     computed = min(s.start for s in decode) // block_size
     blocks = common_blocks(tables, computed) // ALIGNMENT * ALIGNMENT
-    return blocks if blocks and pays(len(decode), blocks * block_size) else 0
+    return blocks if blocks and rule(len(decode), blocks * block_size) else 0
 
 
 def common_blocks(tables: Sequence[list[int]], most: int) -> int:

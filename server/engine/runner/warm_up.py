@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import SchedulerOutput
     from server.engine.runner.model_runner import ModelRunner
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.runner.shared_prefix import SharingRule
 
 log = logging.getLogger("tessera.engine")
 
@@ -92,7 +92,7 @@ def _compute_first_steps(
             _compute(runner, dummy_steps.unsampled_token(length, block_size))
             for output in dummy_steps.crowds(length, limits, block_size):
                 _plan(runner, output)
-        if runner.sharing_pays is not None:
+        if runner.sharing_rule is not None:
             for output in dummy_steps.sharing(length, limits, block_size):
                 _compute(runner, output, lambda *_: True)
     if on_gpu:
@@ -122,14 +122,14 @@ def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
 
 
 def _compute(
-    runner: ModelRunner, output: SchedulerOutput, sharing_pays: SharingPays | None = None
+    runner: ModelRunner, output: SchedulerOutput, sharing_rule: SharingRule | None = None
 ) -> None:
-    kept = runner.sharing_pays
-    runner.sharing_pays = sharing_pays or kept
+    kept = runner.sharing_rule
+    runner.sharing_rule = sharing_rule or kept
     try:
         runner.execute(output)
     finally:
-        runner.sharing_pays = kept
+        runner.sharing_rule = kept
         for scheduled in (*output.decode, *output.prefill):
             runner.forget(scheduled.sequence.request_id)
 

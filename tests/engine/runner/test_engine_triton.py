@@ -110,4 +110,4 @@ def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
 
     # Twice, once for each layer, for the one length at which a decode's tiles change.
     assert prefixes == [64, 64]
-    assert engine.engine._runner.sharing_pays is not None
+    assert engine.engine._runner.sharing_rule is not None

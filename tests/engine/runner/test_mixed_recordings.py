@@ -26,12 +26,12 @@ def checkpoint(tmp_path_factory):
 class Watched:
     """An engine that records, and what each of its steps was: (output, replays it took)."""
 
-    def __init__(self, checkpoint, *, ahead=math.inf, overlap=False, sharing_pays=None, **changes):
+    def __init__(self, checkpoint, *, ahead=math.inf, overlap=False, sharing_rule=None, **changes):
         self.engine = make_engine(checkpoint, max_num_seqs=20, **changes)
         self.engine.engine._runs_ahead = overlap
         self.recorder, self.steps = Again(), []
         self.runner = self.engine.engine._runner
-        self.runner.sharing_pays = sharing_pays
+        self.runner.sharing_rule = sharing_rule
         self.runner.record_steps(self.engine.engine._scheduler.config, self.recorder)
         while ahead > 0 and self.runner.use_idle_time():
             ahead -= 1
@@ -194,7 +194,7 @@ def test_prompts_scored_beside_decode_rows_are_launched(checkpoint):
 def test_a_step_that_should_read_a_shared_prefix_once_is_recorded_too(checkpoint):
     common = random_prompt(random.Random(9), 70, 70)
     coming = [(2 * i, ask(i, [*common, i, i + 1], 12)) for i in range(8)]
-    watched = Watched(checkpoint, sharing_pays=lambda *_: True)
+    watched = Watched(checkpoint, sharing_rule=lambda *_: True)
     expected = only_tokens(alone(checkpoint, coming))
 
     assert only_tokens(serve(watched.engine, coming)) == expected

@@ -98,8 +98,8 @@ def steps(monkeypatch):
     seen = []
     pack = ModelRunner.pack
 
-    def packed(self, output, sharing_pays):
-        assert sharing_pays is None
+    def packed(self, output, sharing_rule):
+        assert sharing_rule is None
         step = pack(self, output, always)
         seen.append((output, step.input, [tuple(s.sequence.block_table) for s in output.decode]))
         return step
@@ -174,12 +174,12 @@ def test_without_a_prefix_cache_nothing_is_shared(checkpoint, steps):
 def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
     checkpoint, monkeypatch, tmp_path
 ):
-    def pays_of(folder, gpu):
+    def rule_of(folder, gpu):
         engine = make_engine(folder)
         monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
-        pays = engine.engine._runner._find_sharing()
+        rule = engine.engine._runner._find_sharing_rule()
         monkeypatch.undo()
-        return pays
+        return rule
 
     wide = {"head_dim": 128, "num_key_value_heads": 4, "num_hidden_layers": 1}
     sliding = {
@@ -190,12 +190,12 @@ def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
     full = write_tiny_checkpoint(tmp_path / "full", **wide)
     windowed = write_tiny_checkpoint(tmp_path / "windowed", **wide, **sliding)
 
-    assert pays_of(full, CATALOGUE["cpu"]) is None
-    assert pays_of(full, CATALOGUE["t4"]) is None
-    assert pays_of(windowed, CATALOGUE["h100"]) is None
-    pays = pays_of(full, CATALOGUE["h100"])
-    assert pays(256, 8192)
-    assert not pays(2, 64)
+    assert rule_of(full, CATALOGUE["cpu"]) is None
+    assert rule_of(full, CATALOGUE["t4"]) is None
+    assert rule_of(windowed, CATALOGUE["h100"]) is None
+    rule = rule_of(full, CATALOGUE["h100"])
+    assert rule(256, 8192)
+    assert not rule(2, 64)
 
 
 @pytest.mark.parametrize("length", [2, 65, 256])
