@@ -13,7 +13,7 @@ from server.cli.bench.engine.device_trace import (
     read_profile,
     totals,
 )
-from server.cli.bench.engine.profile import StepProfile, summarise, time_host
+from server.cli.bench.engine.profile import StepProfile, summarize, time_host
 from server.cli.bench.engine.table import line, render
 from server.cli.bench.stopwatch import Stopwatch
 
@@ -128,7 +128,7 @@ def test_of_a_profile_the_kernels_and_copies_count():
 
 
 def test_a_trace_of_several_steps_is_averaged_and_only_short_gaps_are_the_gpus():
-    gpu = summarise(
+    gpu = summarize(
         [Interval("a", 0, 10), Interval("b", 12, 20), Interval("a", 520, 530), Interval("b", 530, 538)],
         2,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def profile(**changes):
     fields = {
         "what": "decode step of 1 sequences at 100 tokens", "step_us": 200.0,
         "phases_us": {"schedule": 20.0, "other": 180.0}, "least_us": 50.0, "memory_share": 0.25,
-        "compute_share": 0.01, "gpu": summarise([Interval("k" * 99, 0, 150), Interval("s", 160, 170)], 1),
+        "compute_share": 0.01, "gpu": summarize([Interval("k" * 99, 0, 150), Interval("s", 160, 170)], 1),
     }  # fmt: skip
     return StepProfile(**fields | changes)
 
