@@ -65,7 +65,7 @@ def prefixes(monkeypatch):
     return seen
 
 
-def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(request, tmp_path):
+def test_chunked_prompts_with_decode_rows_give_the_tokens_of_pytorch_attention(request, tmp_path):
     folder = write_tiny_checkpoint(tmp_path, head_dim=32)
     rng = random.Random(1)
     asked = [greedy(i, random_prompt(rng, 10, 40), 4) for i in range(3)]
@@ -82,7 +82,7 @@ def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(
     warm_up.compute_largest_step(runner, LIMITS)
 
 
-def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
+def test_a_shared_prefix_read_once_gives_the_tokens_of_pytorch_attention(
     request, monkeypatch, prefixes, tmp_path
 ):
     folder = write_tiny_checkpoint(tmp_path, head_dim=32)
@@ -103,7 +103,7 @@ def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
     assert set(prefixes) == {64}
 
 
-def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
+def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
     monkeypatch, as_on_a_gpu, prefixes, tmp_path
 ):
     engine = LocalEngine(config(write_tiny_checkpoint(tmp_path, head_dim=32)))

@@ -26,7 +26,7 @@ CALLS = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
 
 
 @pytest.mark.parametrize(("refused", "count"), [(None, 3), ("cuInit", 1), ("cuDeviceGet", 2)])
-def test_calls_follow_one_another_until_one_is_refused(monkeypatch, refused, count):
+def test_driver_calls_stop_at_the_first_that_fails(monkeypatch, refused, count):
     driver = Driver(refused)
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
 
@@ -35,7 +35,7 @@ def test_calls_follow_one_another_until_one_is_refused(monkeypatch, refused, cou
     assert driver.called == CALLS[:count]
 
 
-def test_a_machine_without_a_driver_is_left_alone(monkeypatch):
+def test_a_machine_without_a_driver_is_not_an_error(monkeypatch):
     def missing(_name):
         raise OSError
 

@@ -105,9 +105,7 @@ def only_tokens(found):
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
 @pytest.mark.parametrize("cache", [4096, 152], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("budget", slow_except([64], [20, 64, 256]))
-def test_prompts_that_arrive_while_others_decode_change_no_token(
-    checkpoint, budget, cache, overlap
-):
+def test_prompts_that_arrive_during_decoding_change_no_tokens(checkpoint, budget, cache, overlap):
     coming = arrivals(40, budget)
     watched = Watched(
         checkpoint, overlap=overlap, max_num_batched_tokens=budget, kv_cache_tokens=cache
@@ -123,7 +121,7 @@ def test_prompts_that_arrive_while_others_decode_change_no_token(
     assert_all_free(watched.engine)
 
 
-def test_a_token_within_a_prompt_samples_nothing_beside_the_others(checkpoint):
+def test_a_single_token_within_a_prompt_is_not_sampled(checkpoint):
     # The budget leaves one token of the second prompt to the first step, and of others to later ones.
     rng = random.Random(3)
     coming = [(0, ask(i, random_prompt(rng, n, n), 12)) for i, n in enumerate([39, 20, 37, 37])]
@@ -166,7 +164,7 @@ def test_sampled_tokens_and_penalties_are_those_of_steps_without_recordings(chec
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
-def test_aborted_sequences_leave_the_others_alone(checkpoint, overlap):
+def test_aborted_sequences_do_not_change_the_others(checkpoint, overlap):
     coming = arrivals(20, 7)
     watched = Watched(checkpoint, overlap=overlap, max_num_batched_tokens=40)
 
@@ -181,7 +179,7 @@ def test_aborted_sequences_leave_the_others_alone(checkpoint, overlap):
     assert_all_free(watched.engine)
 
 
-def test_prompts_scored_beside_decode_rows_are_launched(checkpoint):
+def test_steps_with_prompt_logprobs_and_decode_rows_are_launched_without_a_recording(checkpoint):
     coming = arrivals(8, 8)
     coming.append((5, ask(50, [5, 6, 7, 8], 4, prompt_logprobs=True)))
     coming.sort(key=lambda item: item[0])
@@ -191,7 +189,7 @@ def test_prompts_scored_beside_decode_rows_are_launched(checkpoint):
     assert set(watched.replays(mixed=True)) == {0, 1}
 
 
-def test_a_step_that_should_read_a_shared_prefix_once_is_recorded_too(checkpoint):
+def test_steps_that_read_a_shared_prefix_once_are_recorded(checkpoint):
     common = random_prompt(random.Random(9), 70, 70)
     coming = [(2 * i, ask(i, [*common, i, i + 1], 12)) for i in range(8)]
     watched = Watched(checkpoint, sharing_rule=lambda *_: True)
@@ -213,7 +211,7 @@ def test_a_step_that_should_read_a_shared_prefix_once_is_recorded_too(checkpoint
     assert [found[100 + i] for i in range(8)] == [expected[i] for i in range(8)]
 
 
-def test_without_idle_time_a_mixed_step_takes_two_recordings_and_never_waits_for_one(checkpoint):
+def test_without_idle_time_a_mixed_step_uses_two_recordings_and_never_waits(checkpoint):
     watched = Watched(checkpoint, ahead=0)
 
     for repeat in range(5):

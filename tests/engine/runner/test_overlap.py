@@ -87,7 +87,7 @@ def told(events):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
-def test_every_way_of_sampling_gives_the_same_events(checkpoint, ahead, sampling):
+def test_all_sampling_parameters_give_the_same_events(checkpoint, ahead, sampling):
     requests = mixed_requests(12, samplings=[sampling])
     expected = make_engine(checkpoint, max_num_seqs=20).generate(requests)
     engine = ahead()
@@ -111,9 +111,7 @@ def test_mixed_traffic_gives_the_same_events(checkpoint, ahead, tokens_of_cache,
     assert_all_free(engine)
 
 
-def test_a_prompt_that_is_cut_to_one_token_leaves_the_others_tokens_where_they_are(
-    checkpoint, ahead
-):
+def test_a_chunk_of_one_token_does_not_shift_the_tokens_of_other_rows(checkpoint, ahead):
     budget, rng = 40, random.Random(3)
     prompts = [random_prompt(rng, budget - 1, budget - 1), random_prompt(rng, 20, 20)]
     requests = [greedy(i, prompt, 12) for i, prompt in enumerate(prompts)]
@@ -124,7 +122,7 @@ def test_a_prompt_that_is_cut_to_one_token_leaves_the_others_tokens_where_they_a
     assert [tokens(events) for events in found] == [tokens(events) for events in plain]
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead, monkeypatch):
+def test_a_step_is_launched_before_the_engine_waits_for_the_previous_one(ahead, monkeypatch):
     engine = ahead()
     order = []
     launch = ModelRunner.launch
@@ -150,7 +148,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead, monkey
     ]  # fmt: skip
 
 
-def test_a_sequence_aborted_in_flight_leaves_the_others_alone(checkpoint, ahead):
+def test_a_sequence_aborted_in_flight_does_not_change_the_others(checkpoint, ahead):
     rng = random.Random(5)
     requests = [greedy(i, random_prompt(rng, 5, 30), 30) for i in range(6)]
     expected = [tokens(events) for events in make_engine(checkpoint).generate(requests)]
@@ -174,7 +172,7 @@ def test_a_sequence_aborted_in_flight_leaves_the_others_alone(checkpoint, ahead)
     assert_all_free(engine)
 
 
-def test_all_aborted_in_flight_leaves_nothing_behind(ahead):
+def test_aborting_all_sequences_in_flight_leaves_no_state(ahead):
     engine = ahead()
     engine.channel.inbox += [greedy(1, [1, 2, 3], 30), greedy(2, [4], 30)]
     engine.engine.receive(wait=math.inf)
@@ -190,7 +188,7 @@ def test_all_aborted_in_flight_leaves_nothing_behind(ahead):
     assert_all_free(engine)
 
 
-def test_a_launch_that_fails_ends_its_sequences_after_their_tokens_in_flight(ahead, monkeypatch):
+def test_a_failed_launch_ends_its_sequences_after_their_tokens_in_flight(ahead, monkeypatch):
     engine = ahead()
     launch = ModelRunner.launch
 
@@ -207,7 +205,7 @@ def test_a_launch_that_fails_ends_its_sequences_after_their_tokens_in_flight(ahe
     assert len(engine.generate([greedy(2, [1, 2, 3], 5)])[0]) == 5
 
 
-def test_results_that_fail_end_the_sequences_of_their_step(ahead, monkeypatch):
+def test_failed_results_end_the_sequences_of_their_step(ahead, monkeypatch):
     engine = ahead()
     launch = ModelRunner.launch
 

@@ -39,7 +39,7 @@ def rows(num_computed, *tables):
     st.lists(st.integers(0, 70), max_size=3),
     st.integers(0, 70),
 )
-def test_the_leading_entries_in_which_all_tables_are_equal_are_counted(rows, width, changed, most):
+def test_common_blocks_counts_the_equal_leading_entries_of_all_tables(rows, width, changed, most):
     tables = [list(range(width)) for _ in range(rows)]
     for index, column in enumerate(changed):
         if column < width:
@@ -55,14 +55,14 @@ def test_blocks_that_are_equal_again_after_a_difference_are_not_shared():
     assert common_blocks([[1, 2, 3, 4], [1, 9, 3, 4]], 4) == 1
 
 
-def test_the_shortest_table_ends_the_count():
+def test_common_blocks_stops_at_the_end_of_the_shortest_table():
     assert common_blocks([[1, 2, 3, 4], [1, 2]], 4) == 2
 
 
 @pytest.mark.parametrize(
     ("num_computed", "expected"), [(0, 0), (31, 0), (32, 4), (63, 4), (64, 8), (80, 8)]
 )
-def test_shared_blocks_lie_before_every_query_and_come_in_fours(num_computed, expected):
+def test_shared_blocks_end_before_every_query_and_are_multiples_of_four(num_computed, expected):
     same = list(range(10))
 
     assert shared_blocks(rows(num_computed, same, same, same), 8, always) == expected
@@ -72,7 +72,7 @@ def test_one_sequence_shares_nothing():
     assert shared_blocks(rows(40, [1, 2, 3, 4, 5]), 8, always) == 0
 
 
-def test_sharing_is_asked_for_once_with_what_is_shared():
+def test_the_rule_is_called_once_with_the_shared_tokens():
     asked = []
 
     def never(num_seqs, num_tokens):
@@ -123,7 +123,7 @@ def run(checkpoint, prompt, requests, **changes):
     return [first, *rest]
 
 
-def test_a_step_of_sequences_behind_one_prompt_says_what_they_share(checkpoint, request):
+def test_a_step_of_sequences_with_a_common_prompt_has_shared_blocks(checkpoint, request):
     prompt = [7 + index % 200 for index in range(83)]
     requests = requests_behind(prompt, [3, 9, 30, 1])
     expected = run(checkpoint, prompt, requests)
@@ -142,7 +142,7 @@ def test_a_step_of_sequences_behind_one_prompt_says_what_they_share(checkpoint, 
     assert all(batch.prefill.shared_prefix == 0 for _, batch, _ in steps if batch.prefill)
 
 
-def test_what_a_step_says_is_true_of_its_blocks(checkpoint, steps):
+def test_the_shared_blocks_of_a_step_are_equal_in_all_tables(checkpoint, steps):
     prompt = [3 + index % 200 for index in range(70)]
     other = [200 - index % 150 for index in range(70)]
     # A sequence that shares nothing ends first: before, nothing is read once.
@@ -171,7 +171,7 @@ def test_without_a_prefix_cache_nothing_is_shared(checkpoint, steps):
     assert {batch.decode.shared_prefix for _, batch, _ in steps if batch.decode} == {0}
 
 
-def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
+def test_a_runner_has_a_sharing_rule_only_if_a_kernel_supports_it(
     checkpoint, monkeypatch, tmp_path
 ):
     def rule_of(folder, gpu):
@@ -199,7 +199,7 @@ def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
 
 
 @pytest.mark.parametrize("length", [2, 65, 256])
-def test_the_dummy_sequences_share_the_least_that_can_be(length):
+def test_the_dummy_sequences_share_the_shortest_possible_prefix(length):
     (output,) = sharing(length, limits(), S)
 
     assert_sound(output, limits(), 256)
@@ -209,6 +209,6 @@ def test_the_dummy_sequences_share_the_least_that_can_be(length):
     assert bucket.columns == -(-min(4 * S + length, 256) // S)
 
 
-def test_there_is_no_dummy_step_that_shares_where_none_can_come():
+def test_there_is_no_dummy_step_with_a_shared_prefix_if_the_limits_allow_none():
     assert list(sharing(2, limits(model_len=64), S)) == []
     assert list(sharing(2, limits(seqs=1), S)) == []
