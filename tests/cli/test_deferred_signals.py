@@ -11,7 +11,7 @@ from server.cli.deferred_signals import deferred_signals
 
 @pytest.fixture
 def came():
-    """Numbers of the signals that were handled."""
+    """Return the list of handled signals."""
     handled = []
     before = signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
     yield handled

@@ -1,4 +1,4 @@
-"""`tessera plan`: the plan of any known GPU from any machine, and mistakes named with what is known."""
+"""`tessera plan`: plans for all known processors on any machine, and error messages."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.plans import PLAN
 
 @pytest.fixture
 def tessera(capsys):
-    """Runs a command; returns its status, output and errors."""
+    """Return a function that runs a command and returns its status, output and errors."""
 
     def run(*arguments):
         status = 0
@@ -36,7 +36,7 @@ def tessera(capsys):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Makes a folder with the bundled model's configuration, changed."""
+    """Return a function that writes a folder with a changed configuration of the bundled model."""
 
     def make(**changes):
         config = json.loads((resolve("bundled") / "config.json").read_text())
@@ -55,7 +55,7 @@ def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     assert "bundled in" in out
     kernel = "portable" if CATALOGUE[arch].has_triton_tensor_cores else "torch"
     assert f"{kernel}_prefill" in out
-    # Three query heads per key-value head are too odd a group for Hopper's prefill, not for its decode.
+    # Hopper's decode supports three query heads per key-value head; its prefill does not.
     assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
 
 

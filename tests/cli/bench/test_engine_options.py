@@ -1,4 +1,4 @@
-"""Workloads by name, and the settings under which they can be measured."""
+"""Names of workloads, and the settings that they need."""
 
 import pytest
 

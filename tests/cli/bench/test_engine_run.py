@@ -1,4 +1,4 @@
-"""What the engine published, summed up."""
+"""Traces of engine runs."""
 
 import pytest
 
@@ -28,9 +28,9 @@ def requests(*lengths):
 
 
 def trace():
-    """Two requests: the second begins a step later and ends a step later."""
+    """A trace of two requests; the second begins and ends a step later."""
     steps = [
-        (10.5, step()),  # a chunk of a prompt brings no token
+        (10.5, step()),  # a chunk of a prompt has no token
         (11.0, step(1)),
         (12.0, step(1, 2)),
         (12.5, step(1, 2)),

@@ -1,4 +1,4 @@
-"""Server-sent events, in pieces that break anywhere."""
+"""Server-sent events in pieces that are split anywhere."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` on a host without a GPU: its commands are ones that `tessera bench` takes."""
+"""`benchmarks.gpu` on a host without a GPU: its commands are valid for `tessera bench`."""
 
 from __future__ import annotations
 

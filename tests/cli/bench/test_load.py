@@ -1,4 +1,4 @@
-"""The client against a server that sends what the test says: times, counts, and every way to fail."""
+"""The client with a scripted server: times, counts and failures."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ def job(api="tgi", tokens=3, arrival=None):
 
 
 def send(script, api="tgi", timeout=5.0, **fields):
-    """Send one request to a server with this script; returns its record and the server."""
+    """Send one request to a server with this script; return its record and the server."""
 
     async def run():
         async with fake.FakeServer({APIS[api].path: script}) as server:
@@ -37,7 +37,7 @@ def test_a_tgi_stream_is_timed_token_by_token():
     took = time.perf_counter() - begin
 
     assert record.error is None
-    # A busy machine adds to every pause, and nothing takes from it but the clock's rounding.
+    # A pause may be longer on a busy machine; it is shorter only by the clock's rounding.
     waits = [record.ttft, *(after - before for before, after in itertools.pairwise(record.times))]
     assert all(wait > least - 0.005 for wait, least in zip(waits, (0.05, 0.1, 0.02), strict=True))
     assert sum(waits) < took
@@ -51,7 +51,7 @@ def test_the_tokens_of_an_openai_stream_are_counted_by_its_usage():
     record, server = send(script, "openai")
 
     assert record.error is None
-    assert len(record.times) == 1  # the one with a finish reason alone brought nothing
+    assert len(record.times) == 1  # the event with only a finish reason has no token
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (5, 3, True)
     assert b'"ignore_eos":true' in server.requests[0][2]
     assert b'"include_usage":true' in server.requests[0][2]

@@ -1,4 +1,4 @@
-"""The arithmetic of a run, on requests whose times are made up."""
+"""Metrics of a run, computed from synthetic requests."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_failures_are_counted_by_category_with_an_example():
     assert summary.examples["HTTP 429"] == "first"
     assert summary.output_tokens == 2
     assert summary.ttft_ms.count == 1
-    assert summary.seconds == 3.0  # the load began with the request that failed
+    assert summary.seconds == 3.0  # the load begins with the failed request
 
 
 def test_a_run_without_complete_responses_has_no_latencies_and_rates_of_0():

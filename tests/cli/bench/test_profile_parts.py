@@ -1,4 +1,4 @@
-"""The parts of a profile: clocks around functions, and intervals of a GPU."""
+"""Parts of a profile: timed functions and intervals of a GPU."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ HERE = sys.modules[__name__]
 
 
 class Clock:
-    """A clock that only its `wait` moves."""
+    """A clock that advances only in `wait`."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""Prompts have the length that was asked for, as the tokenizer counts it."""
+"""Prompts have the requested length in tokens."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def metaspace():
-    """As Llama 2's: a space is a letter of the word behind it, and every text begins with <s>."""
+    """A tokenizer like Llama 2's: a space belongs to the word after it, and every text begins with <s>."""
     vocabulary = ["<s>", "<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
     words = [f"\u2581{a}{b}" for a in "abcdef" for b in "aeiou"]
     merges = [("\u2581", word[1]) for word in words[::5]]

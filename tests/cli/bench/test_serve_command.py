@@ -1,4 +1,4 @@
-"""`tessera bench serve` as a command: what it prints, writes and refuses."""
+"""`tessera bench serve`: output, result file and errors."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ COMPLETION = fake.chunked(
 
 @pytest.fixture
 def bench(capsys):
-    """Runs the command against a server with these scripts; returns status, output, errors and server."""
+    """Return a function: run the command against a scripted server; return status, output, errors and server."""
 
     def run(scripts, *arguments):
         async def with_server():

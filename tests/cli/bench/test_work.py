@@ -1,4 +1,4 @@
-"""The least work of a step, counted by hand for a model small enough."""
+"""The minimum work of a step, compared with counts by hand for a small model."""
 
 import dataclasses
 
@@ -37,7 +37,9 @@ def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
-WEIGHTS = LAYERS * LAYER + VOCAB * HIDDEN + HIDDEN  # one of the two embeddings is only looked up
+WEIGHTS = (
+    LAYERS * LAYER + VOCAB * HIDDEN + HIDDEN
+)  # of one of the two embeddings, only single rows are read
 
 
 def test_a_decode_step_reads_the_weights_and_every_key_and_value_once():

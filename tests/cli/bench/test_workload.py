@@ -1,4 +1,4 @@
-"""Random lengths and arrivals, and that a seed repeats them."""
+"""Random lengths and arrivals are reproducible."""
 
 import numpy as np
 import pytest
@@ -15,9 +15,9 @@ def test_a_single_length_is_always_that_length():
 
 
 def test_a_range_has_both_its_ends_and_nothing_outside():
-    drawn = Lengths.parse("3-5").sample(500, rng())
+    lengths = Lengths.parse("3-5").sample(500, rng())
 
-    assert set(drawn) == {3, 4, 5}
+    assert set(lengths) == {3, 4, 5}
 
 
 def test_lengths_are_formatted_as_they_are_parsed():

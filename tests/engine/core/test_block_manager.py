@@ -7,14 +7,14 @@ from tests.engine.core.bookkeeping import make_sequence
 
 
 def compute(manager: BlockManager, sequence) -> None:
-    """Pretend that a step computed all known tokens."""
+    """Do the bookkeeping of a step that computes all known tokens."""
     sequence.num_computed_tokens = sequence.num_tokens
     manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
     manager.check_invariants()
 
 
 def run_through(manager: BlockManager, sequence):
-    """Admit, compute and free a sequence; returns the blocks it had."""
+    """Admit, compute and free a sequence; return its blocks."""
     assert manager.admit(sequence)
     compute(manager, sequence)
     table = sequence.block_table
@@ -24,7 +24,7 @@ def run_through(manager: BlockManager, sequence):
 
 
 def fill_all_empty_blocks(manager: BlockManager, request_id: int):
-    """A sequence that leaves idle blocks alone and takes every empty one."""
+    """Add a sequence that gets every empty block and no idle one."""
     num_empty = manager.num_free_blocks - manager.num_idle_blocks
     sequence = make_sequence(request_id, num_empty * manager.block_size - 1)
     assert manager.admit(sequence)
@@ -111,7 +111,7 @@ def test_freeing_gives_every_block_back():
     manager.check_invariants()
 
 
-# Prefix cache: what is found
+# Prefix cache: lookup
 
 
 def test_a_later_sequence_shares_the_full_blocks_of_an_equal_prefix():
@@ -288,7 +288,7 @@ def test_hash_collisions_cause_no_false_hits():
         manager.free(sequence)
 
 
-# Prefix cache: what is kept
+# Prefix cache: contents and eviction
 
 
 def test_the_first_of_two_equal_owned_blocks_stays_in_the_cache():

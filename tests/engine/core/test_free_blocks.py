@@ -62,7 +62,7 @@ def test_size_from_is_zero_except_at_the_start_of_a_stretch():
 
 
 class FreeBlocksMachine(RuleBasedStateMachine):
-    """Against a plain set."""
+    """Compares with a plain set."""
 
     @initialize(num_blocks=st.integers(1, 40))
     def start(self, num_blocks):

@@ -23,7 +23,7 @@ def add(scheduler, request_id, prompt, max_new_tokens=4, **sampling):
 
 
 def finish_everything(scheduler):
-    """Steps until nothing is left; returns the last event of every request."""
+    """Run steps until no sequence is left; return the last event of every request."""
     last = {}
     while scheduler.has_work:
         _, events = step(scheduler)
@@ -56,17 +56,17 @@ def test_only_a_request_that_can_never_fit_is_refused(
     num_blocks, max_model_len, limit, num_prompt_tokens
 ):
     scheduler = make_scheduler(num_blocks, 4, max_model_len=max_model_len)
-    room = limit - num_prompt_tokens
+    max_new_tokens = limit - num_prompt_tokens
 
-    add(scheduler, 0, num_prompt_tokens, room)
+    add(scheduler, 0, num_prompt_tokens, max_new_tokens)
     with pytest.raises(CapacityError, match="come to 13 tokens; at most 12 fit") as caught:
-        scheduler.add(make_sequence(1, num_prompt_tokens, room + 1))
+        scheduler.add(make_sequence(1, num_prompt_tokens, max_new_tokens + 1))
 
     assert (caught.value.value, caught.value.limit) == (13, limit)
     assert scheduler.max_total_tokens == limit
     assert scheduler.num_waiting == 1
     assert finish_everything(scheduler)[0].finish_reason is FinishReason.LENGTH
-    assert scheduler.num_generated_tokens == room
+    assert scheduler.num_generated_tokens == max_new_tokens
 
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 4), ([1], 0), ([1], -1)])
@@ -92,7 +92,7 @@ def test_an_id_in_use_is_refused_until_its_sequence_is_finished():
     add(scheduler, 5, 3)
 
 
-# One budget
+# Token budget
 
 
 def test_an_idle_scheduler_schedules_nothing():
@@ -238,7 +238,7 @@ def test_two_sequences_run_together_only_if_their_known_tokens_fit(num_blocks, n
 @pytest.mark.parametrize(
     ("max_new_tokens", "num_running"),
     [
-        pytest.param(3, 2, id="its last token needs no place"),
+        pytest.param(3, 2, id="its last token needs no slot"),
         pytest.param(4, 1, id="its last but one token needs a new block"),
     ],
 )
@@ -347,7 +347,7 @@ def test_the_blocks_of_a_sequence_stay_cached_however_it_ended(token_id):
 
 
 def start_two_that_collide():
-    """A decodes and takes its third block in step 7, when B has computed 6 of its 8 tokens."""
+    """Start A, which needs its third block in step 7, and B, which then has computed 6 of its 8 tokens."""
     scheduler = make_scheduler(5, 4, max_num_seqs=2, max_num_batched_tokens=2)
     older = add(scheduler, 0, 3, max_new_tokens=12)
     younger = add(scheduler, 1, 8, max_new_tokens=4)
@@ -711,11 +711,11 @@ def test_a_result_with_neither_token_nor_error_fails_an_assertion():
         scheduler.commit(begin(scheduler), [[Token(None)]])
 
 
-# Several rows of logits: a step that verifies proposed tokens
+# Several rows of logits: verification of proposed tokens
 
 
 def verify(scheduler, output, num_proposed):
-    """The same step, its one sequence with some proposed tokens behind its last one."""
+    """Start the step with proposed tokens after the last token of its only sequence; return it."""
     (row,) = output.decode
     more = msgspec.structs.replace(row, num_tokens=1 + num_proposed, num_logits=1 + num_proposed)
     verifying = msgspec.structs.replace(
@@ -759,7 +759,7 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_dropped():
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
-# A step ahead of the results
+# Running one step ahead
 
 
 def test_the_next_step_can_be_scheduled_before_the_tokens_of_the_last_are_known():

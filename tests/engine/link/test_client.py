@@ -103,7 +103,7 @@ def test_a_front_end_that_was_busy_for_many_steps_gets_all_their_events():
                 submit(client, [1, 2, 3], 400).follow(lambda e: batches.append(e) or True)
             )
             await asyncio.sleep(0)
-            time.sleep(0.5)  # noqa: ASYNC251 - the loop is to stand still
+            time.sleep(0.5)  # noqa: ASYNC251 - blocks the event loop on purpose
             await task
 
         events = [event for batch in batches for event in batch]
@@ -167,7 +167,7 @@ def test_an_engine_that_sends_nothing_with_requests_in_flight_is_restarted():
 def test_an_idle_engine_is_not_treated_as_hung():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
-            client._hang_seconds = 0.3  # less than a start takes on a busy machine
+            client._hang_seconds = 0.3  # shorter than a start on a busy machine
             await asyncio.sleep(1.5)
 
             assert client.restarts == 0

@@ -1,4 +1,4 @@
-"""One request's events between the engine client and whoever follows them."""
+"""Delivery of the events of a request to its reader."""
 
 import asyncio
 

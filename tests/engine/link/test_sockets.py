@@ -1,4 +1,4 @@
-"""Connections deliver every message in order, however the two sides are timed."""
+"""Connections deliver every message in order, independent of the timing of the two sides."""
 
 import asyncio
 import contextlib

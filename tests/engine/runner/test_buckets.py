@@ -1,4 +1,4 @@
-"""Which buckets are recorded ahead, and which ones a step fits in."""
+"""The grid of buckets: what is recorded ahead, and which buckets a step fits in."""
 
 import itertools
 

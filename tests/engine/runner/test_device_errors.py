@@ -1,4 +1,4 @@
-"""An error of the device or the kernels' compiler at start-up says what to do about it."""
+"""Start-up errors of the device or the kernel compiler are explained with a remedy."""
 
 import subprocess
 

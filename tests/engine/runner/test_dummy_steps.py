@@ -1,4 +1,4 @@
-"""The invented steps before the first request stay within every limit and reach each of them."""
+"""Dummy steps stay within all limits and reach each of them."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def members(output):
 
 
 def assert_sound(output, config, length):
-    """Positions and blocks exist, whatever the cache's size."""
+    """Assert that all positions and blocks exist in a cache of any size."""
     for s in members(output):
         assert s.start >= 0
         assert s.num_tokens >= 1
@@ -123,5 +123,5 @@ def test_the_largest_step_reaches_the_limits_of_sequences_and_tokens(seqs, token
     assert all(s.num_logits and s.sequence.sampling.top_k == 4096 for s in members(output))
     assert all(s.num_tokens == 1 for s in output.decode)
     assert all(s.num_tokens > 1 for s in output.prefill)
-    # PyTorch's rows copy the keys of every sequence that decodes.
+    # PyTorch's attention copies the keys of every decoding sequence.
     assert all(s.start + 1 == config.max_model_len for s in output.decode)

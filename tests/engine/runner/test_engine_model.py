@@ -1,4 +1,4 @@
-"""The whole engine with a real, tiny model: however the work is cut up, the tokens are the same."""
+"""The engine with a real, tiny model: the tokens do not depend on how the work is divided into steps."""
 
 import math
 import random
@@ -55,7 +55,7 @@ def assert_all_free(engine):
 
 @pytest.fixture(scope="module")
 def reference(checkpoint):
-    """Answers alone and at once, by (prompt, length); computed when first asked for."""
+    """Tokens of requests that run alone with unchunked prompts, by (prompt, length); cached."""
     engine = make_engine(checkpoint, enable_prefix_caching=False)
     known = {}
 
@@ -247,7 +247,7 @@ def test_with_a_float8_cache_tokens_do_not_depend_on_other_sequences_or_cached_b
     alone = [tokens(engine.generate([greedy(i, p, 12)])[0]) for i, p in enumerate(prompts)]
     together = engine.generate([greedy(10 + i, p, 12) for i, p in enumerate(prompts)])
 
-    # Cached blocks are read as they were written: nothing is quantised twice.
+    # Cached blocks are not quantized again.
     assert [tokens(events) for events in together] == alone
 
 

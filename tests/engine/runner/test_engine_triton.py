@@ -1,4 +1,4 @@
-"""The whole engine on our Triton kernels, interpreted on the CPU as if it were a GPU."""
+"""The engine on the Triton kernels, with Triton's interpreter on the CPU."""
 
 import dataclasses
 import random
@@ -25,11 +25,11 @@ LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_le
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Chooses and launches the kernels of a GPU, with tensors of the CPU."""
+    """Select and launch the kernels of a GPU, with tensors on the CPU."""
     assert is_loaded()
     from kernels.attention.portable.write_kv import write_kv
 
-    gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # a decode has as many splits
+    gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # also the number of splits of a decode
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
@@ -51,7 +51,7 @@ def config(folder):
 
 @pytest.fixture
 def prefixes(monkeypatch):
-    """Shared tokens of every launch that reads them once."""
+    """Record the shared tokens of every launch that reads them once."""
     from kernels.attention.portable.prefix import PortablePrefix
 
     seen = []
@@ -108,6 +108,6 @@ def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
 ):
     engine = LocalEngine(config(write_tiny_checkpoint(tmp_path, head_dim=32)))
 
-    # Twice, once for each layer, for the one length at which a decode's tiles change.
+    # Twice, once per layer, for the single length at which the tiles of a decode change.
     assert prefixes == [64, 64]
     assert engine.engine._runner.sharing_rule is not None

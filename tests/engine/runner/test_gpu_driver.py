@@ -1,4 +1,4 @@
-"""The GPU is opened by the driver where there is one, and nothing is said of what it refuses."""
+"""Opening the GPU through the driver; errors of the driver are ignored."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from server.engine.runner.gpu_driver import open_gpu
 
 
 class Driver:
-    """Refuses the call of one name."""
+    """A driver on which one call fails."""
 
     def __init__(self, refused=None):
         self.refused = refused

@@ -1,4 +1,4 @@
-"""How large the KV cache becomes, and what happens when another process is faster."""
+"""The size of the KV cache, and its allocation while other processes allocate memory too."""
 
 import logging
 
@@ -18,14 +18,14 @@ BLOCK_BYTES = 160
 
 
 class Device:
-    """A device with so many free bytes, which other processes take from."""
+    """A device with a number of free bytes, shared with other processes."""
 
     def __init__(self, free):
         self.free = free
         self.held = []
 
     def allocate(self, num_blocks):
-        """Fails as PyTorch does."""
+        """Raise PyTorch's error if the memory is too small."""
         if num_blocks * BLOCK_BYTES > self.free:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\nMore text")
         self.free -= num_blocks * BLOCK_BYTES
@@ -137,7 +137,7 @@ def test_a_smaller_cache_is_tried_if_another_process_took_the_memory(device, cap
             device.allocate(700)  # the other process
         return device.allocate(num_blocks)
 
-    # 80 % of 1000 do not fit any more, half of that share of the 300 left does.
+    # 80 % of 1000 blocks do not fit any more; half of that share of the remaining 300 does.
     assert allocate_kv_cache(demand(useful=10**9), CUDA, allocate) == 120
     assert "trying a smaller size" in caplog.text
     assert "Tried to allocate much." in caplog.text

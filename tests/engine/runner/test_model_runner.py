@@ -1,4 +1,4 @@
-"""The runner before the first request and after a failed step."""
+"""The model runner: single-launch steps, warm-up, and recovery from failed steps."""
 
 import contextlib
 
@@ -45,7 +45,7 @@ def make_runner(model, num_blocks=1):
     )
 
 
-# --- one launch for a step ---
+# Single-launch steps
 
 
 @pytest.mark.parametrize("budget", [1, 3, 64])
@@ -71,7 +71,7 @@ def test_only_a_step_that_samples_one_token_is_a_single_launch(
     assert len(launches) == (6 if budget < 4 and not scored else 5)
 
 
-# --- before the first request -----------------------------------------------------------------------------------
+# Before the first request
 
 
 def test_every_dummy_step_works_with_a_cache_of_one_block(model):
@@ -99,8 +99,8 @@ def test_the_largest_step_leaves_no_state_in_the_runner(model):
     assert runner._histories == {}
 
 
-class PretendedWarmUp:
-    """A runner on a GPU with steps that only tell of themselves, and kernels that are in the cache or not."""
+class FakeWarmUp:
+    """A runner with the warm-up of a GPU whose steps only record their kind; `cached`: kernels are compiled."""
 
     def __init__(self, monkeypatch, model, cached):
         self.seen = []
@@ -127,7 +127,7 @@ class PretendedWarmUp:
 
 
 def test_the_warm_up_compiles_nothing_if_all_kernels_are_cached(monkeypatch, model):
-    start = PretendedWarmUp(monkeypatch, model, cached=True)
+    start = FakeWarmUp(monkeypatch, model, cached=True)
 
     warm_up(start.runner, LIMITS, lambda _: None)
 
@@ -135,7 +135,7 @@ def test_the_warm_up_compiles_nothing_if_all_kernels_are_cached(monkeypatch, mod
 
 
 def test_the_warm_up_compiles_all_kernels_in_parallel_if_one_is_missing(monkeypatch, model):
-    start, said = PretendedWarmUp(monkeypatch, model, cached=False), []
+    start, said = FakeWarmUp(monkeypatch, model, cached=False), []
 
     warm_up(start.runner, LIMITS, said.append)
 
@@ -147,10 +147,10 @@ def test_an_interrupted_dummy_step_leaves_no_state(monkeypatch, model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
 
-    def broken_off(logits, rows):
+    def interrupted(logits, rows):
         raise NotCompiledError
 
-    monkeypatch.setattr(runner._sampler, "begin", broken_off)
+    monkeypatch.setattr(runner._sampler, "begin", interrupted)
     with pytest.raises(NotCompiledError):
         warm_up(runner, LIMITS, lambda _: None)
 
@@ -168,7 +168,7 @@ def test_reserved_positions_are_not_allocated_again_for_a_larger_cache(model):
     assert model.rope._cos is table
 
 
-# --- after a failed step ----------------------------------------------------------------------------------------
+# After a failed step
 
 
 def test_the_engine_continues_after_a_failed_step_on_a_cpu(model):

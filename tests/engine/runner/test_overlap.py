@@ -1,4 +1,4 @@
-"""A step launched before the results of the one before are booked: the tokens are those of steps one by one."""
+"""Running one step ahead gives the same tokens as running steps one by one."""
 
 import math
 import random
@@ -20,18 +20,18 @@ from tests.engine.runner.test_engine_model import (
 from tests.engine.runner.test_recordings import Again
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-DRAWN = {"temperature": 1.2, "seed": 7}
+SAMPLED = {"temperature": 1.2, "seed": 7}
 SAMPLINGS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": True, "top_logprobs": 3},
-    DRAWN,
-    DRAWN | {"top_k": 9, "top_p": 0.8},
-    DRAWN | {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    SAMPLED,
+    SAMPLED | {"top_k": 9, "top_p": 0.8},
+    SAMPLED | {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
     {"temperature": 0.0, "presence_penalty": 0.9},
     {"temperature": 0.0, "prompt_logprobs": True},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 5: -100.0}},
     {"temperature": 0.0, "bad_words": tuple((i,) for i in range(0, VOCAB_SIZE, 2))},
-    DRAWN | {"bad_words": tuple((i, j) for i in range(1, 64) for j in range(0, VOCAB_SIZE, 5))},
+    SAMPLED | {"bad_words": tuple((i, j) for i in range(1, 64) for j in range(0, VOCAB_SIZE, 5))},
     {"temperature": 0.0, "min_new_tokens": 12, "eos_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
     {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
 ]
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(params=[False, True], ids=["launched", "recorded"])
 def ahead(request, checkpoint):
-    """Makes engines that run ahead, with steps launched kernel by kernel or from recordings."""
+    """Return a function that makes engines that run ahead, with or without recordings."""
 
     def make(**changes):
         engine = make_engine(checkpoint, max_num_seqs=20, **changes)
@@ -73,8 +73,8 @@ def mixed_requests(count, seed=1, samplings=SAMPLINGS):
     ]
 
 
-def told(events):
-    """What clients are told, but for the last digits: who shares a step with whom is another matter."""
+def comparable(events):
+    """Return the events without the last digits, which depend on the sequences of a step."""
     return [
         (
             event.token_id,
@@ -96,7 +96,7 @@ def test_all_sampling_parameters_give_the_same_events(checkpoint, ahead, samplin
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("tokens_of_cache", [4096, 128], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("tokens_of_cache", [4096, 128], ids=["no preemption", "preemption"])
 @pytest.mark.parametrize("budget", [20, 64])
 def test_mixed_traffic_gives_the_same_events(checkpoint, ahead, tokens_of_cache, budget):
     requests = mixed_requests(40)
@@ -106,7 +106,7 @@ def test_mixed_traffic_gives_the_same_events(checkpoint, ahead, tokens_of_cache,
 
     found = engine.generate(requests)
 
-    assert [told(events) for events in found] == [told(events) for events in expected]
+    assert [comparable(events) for events in found] == [comparable(events) for events in expected]
     assert (engine.engine.stats().num_preemptions > 0) == (tokens_of_cache == 128)
     assert_all_free(engine)
 

@@ -1,4 +1,4 @@
-"""Which recordings are made, when, and which one a step takes."""
+"""Which recordings are made and when, and which one a step uses."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def bucket(rows):
 
 
 class Steps(RecordedSteps):
-    """Recordings of buckets that are named by their rows, and which were made."""
+    """Recordings of buckets that are identified by their rows."""
 
     def __init__(self, first=()):
         super().__init__(MODEL, CACHE, self, SampledTokens(17, CPU), LIMITS)

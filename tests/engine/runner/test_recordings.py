@@ -1,4 +1,4 @@
-"""Recorded steps: the tokens of steps without recordings, whatever comes, goes and is preempted."""
+"""Recorded steps give the tokens of steps without recordings, also with preemptions, prefix hits and chunks."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
 class Again:
-    """Records on a CPU: computes again on the same memory, and poisons what the last replay left."""
+    """A recorder for the CPU: a replay poisons the results of the last one, then computes on the same memory."""
 
     def __init__(self):
         self.runs = 0
@@ -86,7 +86,7 @@ def test_log_probabilities_of_argmax_tokens_need_no_sampler(checkpoint, monkeypa
 
     expected = found(make_engine(checkpoint))
     engine = recording_engine(checkpoint, Again())
-    # Drawing row by row would be right too, and slower.
+    # Sampling row by row would give the same tokens, but more slowly.
     monkeypatch.setattr(engine.engine._runner, "_sampler", None)
 
     assert found(engine) == expected
@@ -195,7 +195,7 @@ def test_chunks_prefix_hits_and_many_prompts_give_the_tokens_of_steps_without_re
     while engine.engine._runner.use_idle_time():
         pass
 
-    for _ in range(3):  # what was missed is recorded in between
+    for _ in range(3):  # records the missed steps in between
         assert answers(engine, prompts) == expected
         while engine.engine._runner.use_idle_time():
             pass

@@ -1,4 +1,4 @@
-"""A loaded model gets its cache and its first steps, in each device's order; or the start says what is wrong."""
+"""Allocation of the KV cache and warm-up in the order of each device, and the errors of a start."""
 
 import contextlib
 
@@ -54,8 +54,8 @@ class Log:
         return []
 
 
-class PretendedGPU:
-    """Stands in for what a start asks of a GPU, and notes the order."""
+class FakeGPU:
+    """Replaces the GPU functions of a start, and records the order of their calls."""
 
     def __init__(self, monkeypatch, free):
         self.free = free
@@ -85,7 +85,7 @@ class PretendedGPU:
 def test_on_a_gpu_the_largest_step_is_computed_again_after_the_cache_is_allocated(
     monkeypatch, model, checkpoint
 ):
-    gpu = PretendedGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
+    gpu = FakeGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
     phases = Phases(Log())
 
     runner, most = runner_start._start_on_gpu(model, config_for(checkpoint), LIMITS, phases)
@@ -98,7 +98,7 @@ def test_on_a_gpu_the_largest_step_is_computed_again_after_the_cache_is_allocate
 def test_the_cache_shrinks_if_the_largest_step_does_not_fit_beside_it(
     monkeypatch, model, checkpoint
 ):
-    gpu = PretendedGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
+    gpu = FakeGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
     gpu.failures = 2
 
     runner, _ = runner_start._start_on_gpu(model, config_for(checkpoint), LIMITS, Phases(Log()))

@@ -1,4 +1,4 @@
-"""What sequences of a step have in common is found from their block tables, and changes no token."""
+"""A shared prefix is found from the block tables; reading it once changes no token."""
 
 import random
 from types import SimpleNamespace
@@ -23,14 +23,14 @@ def always(_num_seqs, _num_tokens):
 
 
 def rows(num_computed, *tables):
-    """One-token sequences with these block tables, each behind that many tokens."""
+    """Return decode rows with these block tables and starts."""
     return [
         SimpleNamespace(start=num_computed, sequence=SimpleNamespace(block_table=table))
         for table in tables
     ]
 
 
-# --- counting ---------------------------------------------------------------------------------------------------
+# Counting
 
 
 @given(
@@ -84,7 +84,7 @@ def test_the_rule_is_called_once_with_the_shared_tokens():
     assert asked == [(2, 32)]
 
 
-# --- the engine -------------------------------------------------------------------------------------------------
+# The engine
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Makes sharing pay always, and keeps every step with its input and its block tables."""
+    """Always read shared prefixes once, and record every step with its input and its block tables."""
     seen = []
     pack = ModelRunner.pack
 
@@ -115,7 +115,7 @@ def requests_behind(prompt, lengths):
 
 
 def run(checkpoint, prompt, requests, **changes):
-    """The tokens of requests that arrive together after one has brought the prompt into the cache."""
+    """Return the tokens of requests that arrive together after the prompt is in the prefix cache."""
     engine = make_engine(checkpoint, **changes)
     first = tokens(engine.generate([greedy(1, prompt, 3)])[0])
     rest = [tokens(events) for events in engine.generate(requests)]
@@ -136,7 +136,7 @@ def test_a_step_of_sequences_with_a_common_prompt_has_shared_blocks(checkpoint, 
         for _, batch, _ in steps
         if batch.decode and len(batch.decode.seq_lens) > 1
     ]
-    # 83 tokens fill 10 blocks of 8; they are read once in stretches of 4 blocks.
+    # 83 tokens fill 10 blocks of 8, of which a multiple of 4 is read once.
     assert found
     assert set(found) == {64}
     assert all(batch.prefill.shared_prefix == 0 for _, batch, _ in steps if batch.prefill)
@@ -145,7 +145,7 @@ def test_a_step_of_sequences_with_a_common_prompt_has_shared_blocks(checkpoint, 
 def test_the_shared_blocks_of_a_step_are_equal_in_all_tables(checkpoint, steps):
     prompt = [3 + index % 200 for index in range(70)]
     other = [200 - index % 150 for index in range(70)]
-    # A sequence that shares nothing ends first: before, nothing is read once.
+    # Nothing is read once until the sequence without the prefix has ended.
     outsider = greedy(50, other, 5)
     requests = [*requests_behind(prompt, [5, 40]), outsider]
 
@@ -158,7 +158,7 @@ def test_the_shared_blocks_of_a_step_are_equal_in_all_tables(checkpoint, steps):
         blocks = batch.decode.shared_prefix // 8
         assert all(s.start >= batch.decode.shared_prefix for s in output.decode)
         assert len({table[:blocks] for table in tables}) == 1
-        # Of what could be read once no four blocks were left out.
+        # The number of shared blocks is the largest possible multiple of four.
         most = min(s.start for s in output.decode) // 8
         assert blocks + 4 > most or len({table[: blocks + 4] for table in tables}) > 1
 

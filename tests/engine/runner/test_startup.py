@@ -1,4 +1,4 @@
-"""What an engine takes where the operator left it open."""
+"""Defaults of settings that the operator does not set."""
 
 import pytest
 import torch

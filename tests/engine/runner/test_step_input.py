@@ -1,4 +1,4 @@
-"""A step's arrays: what they hold for any mix of sequences, in the bucket that fits exactly and in larger ones."""
+"""The packed arrays of a step for any mix of sequences, in its exact bucket and in larger ones."""
 
 import random
 
@@ -89,7 +89,7 @@ def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, 
         scored += range(rows + end - it.num_logits, rows + end)
     assert host.logits_rows[: len(scored)].tolist() == scored
     assert host.sampled_rows[: len(scored)].tolist() == [2 + i for i in range(len(scored))]
-    # What is not sampled is left where no token is looked up.
+    # Unused rows write to an index that is never read.
     assert set(host.sampled_rows[len(scored) :].tolist()) <= {19}
 
 
