@@ -1,1 +1,1 @@
-"""The service: command line, HTTP, engine."""
+"""The service: command line, HTTP layer and engine."""

@@ -1,10 +1,9 @@
-"""Every error a client can be shown, with its HTTP status and its `error_type` on the wire.
+"""The errors that clients see, with their HTTP status and their `error_type`.
 
-Knows neither FastAPI nor the engine: the HTTP layer turns these into replies, or into the last
-event of a stream.
+Independent of FastAPI and the engine. The HTTP layer renders an error as a reply or as the last event of a stream.
 
     TesseraError                              500  internal
-    ├── ClientError                                the request has to change
+    ├── ClientError                                the request must be changed
     │   ├── MalformedBodyError                400  malformed_body
     │   ├── NotFoundError                     404  not_found
     │   ├── MethodNotAllowedError             405  method_not_allowed
@@ -26,12 +25,12 @@ from typing import ClassVar
 
 
 class TesseraError(Exception):
-    """The root; shown as such only where something of ours is broken.
+    """Base class; raised itself only for a fault of the server.
 
     Attributes:
         status: HTTP status code.
-        error_type: the machine-readable name clients switch on.
-        retry_after: seconds after which the client may try again; None where that cannot help.
+        error_type: machine-readable name of the error.
+        retry_after: seconds after which the client may retry; None if a retry cannot succeed.
     """
 
     status: ClassVar[int] = 500
@@ -44,30 +43,30 @@ class TesseraError(Exception):
 
 
 class ClientError(TesseraError):
-    """The request cannot be served as it is."""
+    """The request is invalid."""
 
     status = 400
 
 
 class MalformedBodyError(ClientError):
-    """The body is not one JSON object in UTF-8."""
+    """The body is not a single JSON object in UTF-8."""
 
     status = 400
     error_type = "malformed_body"
 
 
 class NotFoundError(ClientError):
-    """There is no such route."""
+    """The route does not exist."""
 
     status = 404
     error_type = "not_found"
 
 
 class MethodNotAllowedError(ClientError):
-    """The route exists, for other methods.
+    """The route does not support the method.
 
     Attributes:
-        allowed: the methods it exists for.
+        allowed: methods that the route supports.
     """
 
     status = 405
@@ -86,14 +85,14 @@ class BodyTimeoutError(ClientError):
 
 
 class BodyTooLargeError(ClientError):
-    """The body is larger than the server reads."""
+    """The body exceeds the size limit."""
 
     status = 413
     error_type = "body_too_large"
 
 
 class MediaTypeError(ClientError):
-    """The body is declared to be something other than plain JSON."""
+    """The declared media type of the body is not plain JSON."""
 
     status = 415
     error_type = "unsupported_media_type"
@@ -102,7 +101,7 @@ class MediaTypeError(ClientError):
 class ValidationError(ClientError):
     """A field is missing, unknown, of the wrong type or out of range.
 
-    The message names the field, its value and the limit.
+    The message states the field, its value and the limit.
     """
 
     status = 422
@@ -113,13 +112,13 @@ class ValidationError(ClientError):
 
 
 class CapacityError(TesseraError):
-    """The service cannot take the request now."""
+    """The service cannot accept the request at the moment."""
 
     retry_after = 1
 
 
 class OverloadedError(CapacityError):
-    """As many requests as the service admits are already in flight."""
+    """The limit of requests in flight is reached."""
 
     status = 429
     error_type = "overloaded"
@@ -129,7 +128,7 @@ class OverloadedError(CapacityError):
 
 
 class UnavailableError(CapacityError):
-    """The engine is starting, being restarted, or gone; the message says which."""
+    """The engine is starting, restarting or stopped; the message says which."""
 
     status = 503
     error_type = "unavailable"
@@ -137,7 +136,7 @@ class UnavailableError(CapacityError):
 
 
 class GenerationError(TesseraError):
-    """The engine gave up on this request."""
+    """The engine ended the request with an error."""
 
     status = 424
     error_type = "generation"
@@ -147,7 +146,7 @@ class GenerationError(TesseraError):
 
 
 class IncompleteGenerationError(GenerationError):
-    """The engine's answer broke off without saying why."""
+    """The output of the engine ended without a finish reason."""
 
     status = 500
     error_type = "incomplete_generation"
@@ -157,7 +156,7 @@ class IncompleteGenerationError(GenerationError):
 
 
 class IncompleteGenerationStreamError(GenerationError):
-    """The same, found while streaming."""
+    """The output of the engine ended without a finish reason during a stream."""
 
     status = 500
     error_type = "incomplete_generation_stream"

@@ -1,4 +1,4 @@
-"""Logging of both processes in one readable format, on standard error. Knows nothing of what is logged."""
+"""Log format of all processes of the service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def configure_logging(level: str) -> None:
-    """Send every logger of this process to standard error.
+    """Write the log messages of this process to standard error.
 
     Args:
         level: name of a logging level.

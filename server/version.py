@@ -1,4 +1,4 @@
-"""Which Tessera this is."""
+"""The installed version of Tessera."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def version() -> str:
-    """As installed; "unknown" for a copy of the tree that was never installed."""
+    """Return the installed version, or "unknown" if the package is not installed."""
     try:
         return importlib.metadata.version("tessera")
     except importlib.metadata.PackageNotFoundError:

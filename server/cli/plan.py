@@ -1,6 +1,6 @@
-"""`tessera plan`: which attention kernels run for a model on a processor, present or not, and why.
+"""`tessera plan`: shows which attention kernels run for a model on a processor, and why. The processor may be absent.
 
-It imports PyTorch, so `server.cli.commands` imports it only for this command.
+Imports PyTorch, so `server.cli.commands` imports it only for this command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport
 
 WIDTH = 120
-"""Columns of the printed plan."""
+"""Width of the printed plan in characters."""
 _SETTINGS = (
     "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and --block-size"
 )
@@ -44,19 +44,21 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
         arguments: after `tessera plan`.
 
     Returns:
-        A namespace with `arch`, a key of the catalogue or None, and `json`; and the other arguments, which
+        A namespace with `arch` (a key of the catalogue or None) and `json`, and the other arguments, which
         are settings.
     """
     parser = argparse.ArgumentParser(
         prog="tessera plan",
         description="Show which attention kernels run for a model on a GPU, how they are launched, and why.",
-        epilog=f"The flags of `tessera serve` are taken too; {_SETTINGS} decide the plan.",
+        epilog=f"Also accepts the flags of `tessera serve`; {_SETTINGS} affect the plan.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--arch", choices=list(CATALOGUE), help="a known processor; default: what is found here"
+        "--arch",
+        choices=list(CATALOGUE),
+        help="a known processor; default: the processor of this machine",
     )
-    parser.add_argument("--json", action="store_true", help="print what GET /plan answers")
+    parser.add_argument("--json", action="store_true", help="print the reply of GET /plan")
     return parser.parse_known_args(arguments)
 
 
@@ -78,7 +80,7 @@ def plan(options: argparse.Namespace, settings: Settings) -> None:
         text = render(report, settings.model)
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `tessera plan | head`; Python would try once more when it ends
+    except BrokenPipeError:  # `tessera plan | head`; at exit, Python flushes once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -86,7 +88,7 @@ def explain_settings(settings: Settings, arch: GPUArch) -> PlanReport:
     """Plan the attention of a service with these settings on a processor.
 
     Raises:
-        ModelError: the model is not found or not supported, or the processor does not support its
+        ModelError: the model is not found or not supported, or the processor does not support the
             quantization.
         NoKernelError: no kernel supports its attention; lists every reason.
     """
@@ -100,7 +102,7 @@ def explain_settings(settings: Settings, arch: GPUArch) -> PlanReport:
 
 
 class _NoDeviceError(Exception):
-    """The requested device is absent; the text says how to plan for it nevertheless."""
+    """The requested device is absent; the text names the flag that plans for an absent one."""
 
 
 def _find_arch(key: str | None, device: str) -> GPUArch:
@@ -108,7 +110,7 @@ def _find_arch(key: str | None, device: str) -> GPUArch:
         return CATALOGUE[key]
     if device == "cuda" and not torch.cuda.is_available():
         raise _NoDeviceError(
-            "--device cuda: PyTorch sees no CUDA device here; --arch names a known one"
+            "--device cuda: PyTorch finds no CUDA device; use --arch to plan for a known GPU"
         )
     return detect("cpu" if device == "cpu" else None)
 
@@ -123,7 +125,7 @@ def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:
 
 
 def render(report: PlanReport, model: str) -> str:
-    """Write a plan for a terminal, without a newline at the end; reasons in lines of at most `WIDTH` characters.
+    """Format a plan for a terminal, without a newline at the end. Lines of reasons have at most `WIDTH` characters.
 
     Args:
         report: the plan.
@@ -139,7 +141,7 @@ def _processor(report: PlanReport) -> str:
     if report.arch == "cpu":
         return f"{report.arch_name}: peaks not known"
     text = f"{report.arch_name} (sm_{report.sm}): {report.num_sms} SMs"
-    text += f", {report.shared_memory_bytes // 1024} KiB shared memory a block"
+    text += f", {report.shared_memory_bytes // 1024} KiB shared memory per block"
     if report.memory_bandwidth_gbs and report.peak_tflops:
         bandwidth, peak = report.memory_bandwidth_gbs, report.peak_tflops
         return f"{text}, {bandwidth} GB/s, {peak:g} TFLOP/s in {report.dtype}"

@@ -1,6 +1,6 @@
-"""`tessera warmup`: start an engine as the service does and end it, so that the next start finds its kernels compiled.
+"""`tessera warmup`: starts an engine like the service and ends it, so that the next start finds compiled kernels.
 
-Imports PyTorch, so `server.cli.commands` imports it for this command alone.
+Imports PyTorch, so `server.cli.commands` imports it only for this command.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class _EndsAtOnce:
-    """Stands where the sockets are: lets the engine use its idle time, then ends it."""
+    """A channel without a front end: lets the engine use its idle time, then ends it."""
 
     def send(self, message: EngineMessage) -> None:
-        """Nobody listens; the log tells of the phases."""
+        """Discard the message."""
 
     def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
-        """End the engine when it has nothing else to do."""
+        """Return a shutdown message once the engine waits without a limit, when its idle work is done."""
         return [Shutdown()] if math.isinf(wait) else []
 
 
 def warm_up(config: EngineConfig, began: float) -> None:
-    """Start an engine, let it record its steps, and say what the start took.
+    """Start an engine, record its steps, and print the duration of the start.
 
-    Exits with status 1 where it cannot start.
+    Exits with status 1 if the engine cannot start.
 
     Args:
-        config: from the settings of the service to come.
+        config: of the engine, from the settings of the service.
         began: `time.perf_counter()` when the command began.
     """
     try:
@@ -51,6 +51,6 @@ def warm_up(config: EngineConfig, began: float) -> None:
     )
     print(f"ready after {ready:.1f} s ({seconds})")
     if not engine.info.device.startswith("cpu"):
-        from triton import knobs  # noqa: PLC0415 - only there for GPUs
+        from triton import knobs  # noqa: PLC0415 - only installed for GPUs
 
-        print(f"the next start finds its kernels in {knobs.cache.dir}")
+        print(f"the compiled kernels are in {knobs.cache.dir}")

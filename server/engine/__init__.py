@@ -1,1 +1,1 @@
-"""The engine: requests, token budget, blocks, steps. Knows no HTTP, JSON or Prometheus."""
+"""The engine: requests, token budget, blocks and steps, independent of HTTP, JSON and Prometheus."""

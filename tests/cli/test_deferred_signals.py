@@ -11,14 +11,14 @@ from server.cli.deferred_signals import deferred_signals
 
 @pytest.fixture
 def came():
-    """Numbers of the signals that were handled."""
+    """Return the list of handled signals."""
     handled = []
     before = signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
     yield handled
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_waits_until_the_block_has_ended(came):
+def test_a_signal_is_raised_after_the_block(came):
     with deferred_signals(signal.SIGTERM):
         signal.raise_signal(signal.SIGTERM)
         assert not came
@@ -28,7 +28,7 @@ def test_a_signal_waits_until_the_block_has_ended(came):
     assert len(came) == 2
 
 
-def test_a_signal_is_raised_behind_a_block_that_fails_too(came):
+def test_a_signal_is_raised_after_a_block_that_fails(came):
     def begin():
         with deferred_signals(signal.SIGTERM):
             signal.raise_signal(signal.SIGTERM)
@@ -40,7 +40,7 @@ def test_a_signal_is_raised_behind_a_block_that_fails_too(came):
     assert came == [signal.SIGTERM]
 
 
-def test_what_is_ignored_stays_ignored():
+def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with deferred_signals(signal.SIGINT):

@@ -1,4 +1,4 @@
-"""`tessera plan`: the plan of any known GPU from any machine, and mistakes named with what is known."""
+"""`tessera plan`: plans for all known processors on any machine, and error messages."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.plans import PLAN
 
 @pytest.fixture
 def tessera(capsys):
-    """Runs a command; returns its status, output and errors."""
+    """Return a function that runs a command and returns its status, output and errors."""
 
     def run(*arguments):
         status = 0
@@ -36,7 +36,7 @@ def tessera(capsys):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Makes a folder with the bundled model's configuration, changed."""
+    """Return a function that writes a folder with a changed configuration of the bundled model."""
 
     def make(**changes):
         config = json.loads((resolve("bundled") / "config.json").read_text())
@@ -47,7 +47,7 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("arch", CATALOGUE)
-def test_every_known_processor_has_a_plan_of_the_bundled_model(tessera, arch):
+def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     status, out, err = tessera("plan", "--arch", arch)
 
     assert (status, err) == (0, "")
@@ -55,18 +55,18 @@ def test_every_known_processor_has_a_plan_of_the_bundled_model(tessera, arch):
     assert "bundled in" in out
     kernel = "portable" if CATALOGUE[arch].has_triton_tensor_cores else "torch"
     assert f"{kernel}_prefill" in out
-    # Three query heads per key-value head are too odd a group for Hopper's prefill, not for its decode.
+    # Hopper's decode supports three query heads per key-value head; its prefill does not.
     assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
 
 
 @pytest.mark.parametrize(("arch", "said"), [("cpu", 0), ("a100", 2), ("h100", 0)])
-def test_the_plan_says_where_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, arch, said):
+def test_the_plan_says_if_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, arch, said):
     _, out, _ = tessera("plan", "--arch", arch)
 
     assert out.count("has ever run it") == said
 
 
-def test_a_kernel_is_named_with_its_flash_attention_generation(tessera):
+def test_the_plan_names_a_kernels_flash_attention_generation(tessera):
     _, out, _ = tessera("plan", "--arch=h100")
 
     assert "prefill: portable_prefill (FlashAttention-2 style)\n" in out
@@ -75,7 +75,7 @@ def test_a_kernel_is_named_with_its_flash_attention_generation(tessera):
 
 
 @pytest.mark.parametrize("arch", CATALOGUE)
-def test_the_text_has_every_reason_and_every_launch_within_its_width(tessera, arch):
+def test_the_printed_plan_has_every_reason_and_launch_within_its_width(tessera, arch):
     plan = json.loads(tessera("plan", "--arch", arch, "--json")[1])
     text = tessera("plan", "--arch", arch)[1]
 
@@ -86,7 +86,7 @@ def test_the_text_has_every_reason_and_every_launch_within_its_width(tessera, ar
     assert words.count("launch") == sum(len(phase["launches"]) for phase in plan["phases"])
 
 
-def test_a_launch_says_which_steps_it_is_for_and_where_it_comes_from():
+def test_a_launch_line_states_its_steps_and_its_provenance():
     launch = PLAN.phases[1].launches[0]
     launches = [
         msgspec.structs.replace(launch, min_num_seqs=33, provenance="many", measured=True),
@@ -103,13 +103,13 @@ def test_a_launch_says_which_steps_it_is_for_and_where_it_comes_from():
     assert "launch  16x64, 4 warps, 3 stages: not measured; a test\n" in text
 
 
-def test_a_gpu_whose_peaks_are_not_known_is_planned_all_the_same():
+def test_a_gpu_with_unknown_peaks_has_a_plan():
     text = render(msgspec.structs.replace(PLAN, memory_bandwidth_gbs=0), "a model")
 
     assert "peaks in bfloat16 not known" in text
 
 
-def test_without_an_architecture_the_plan_is_of_this_machine(tessera):
+def test_without_arch_the_plan_is_for_this_machine(tessera):
     status, out, _ = tessera("plan", "--device=cpu")
 
     assert status == 0
@@ -118,7 +118,7 @@ def test_without_an_architecture_the_plan_is_of_this_machine(tessera):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_here_is_no_reason_to_plan_for_the_cpu(tessera):
+def test_an_absent_gpu_is_an_error_and_not_a_plan_for_the_cpu(tessera):
     status, out, err = tessera("plan", "--device=cuda")
 
     assert (status, out) == (1, "")
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_not_here_is_no_reason_to_plan_for_the_cpu(tessera):
         assert word in err
 
 
-def test_an_architecture_wins_over_the_device(tessera):
+def test_arch_overrides_the_device(tessera):
     assert tessera("plan", "--device=cuda", "--arch=l4")[0] == 0
 
 
@@ -143,7 +143,7 @@ def test_a_model_on_the_hub_is_planned_without_its_weights(tessera, checkpoint, 
     assert asked == [("org/name", "config.json", "generation_config.json")]
 
 
-def test_output_that_nobody_reads_is_no_error():
+def test_a_closed_output_pipe_is_no_error():
     command = [sys.executable, "-m", "server.cli.main", "plan", "--arch=h100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
@@ -152,7 +152,7 @@ def test_output_that_nobody_reads_is_no_error():
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_the_json_is_what_the_service_answers(tessera):
+def test_the_json_equals_the_reply_of_the_service(tessera):
     _, out, _ = tessera("plan", "--arch=a100", "--json", "--block-size=64", "--dtype=float16")
 
     report = msgspec.json.decode(out, type=PlanReport)
@@ -163,13 +163,13 @@ def test_the_json_is_what_the_service_answers(tessera):
 @pytest.mark.parametrize(
     ("arch", "dtype"), [("t4", "float16"), ("a100", "bfloat16"), ("cpu", "float32")]
 )
-def test_the_dtype_is_the_one_that_the_service_would_choose_there(tessera, arch, dtype):
+def test_the_plan_has_the_dtype_that_the_service_would_choose(tessera, arch, dtype):
     _, out, _ = tessera("plan", "--arch", arch)
 
     assert f"bundled in {dtype}:" in out
 
 
-def test_a_float8_cache_is_planned_on_kernels_that_read_it(tessera):
+def test_a_float8_cache_is_planned_for_kernels_that_support_it(tessera):
     asked = ("plan", "--arch", "h100", "--kv-cache-dtype", "fp8")
 
     plan = json.loads(tessera(*asked, "--json")[1])
@@ -182,7 +182,7 @@ def test_a_float8_cache_is_planned_on_kernels_that_read_it(tessera):
     assert "no float8_e4m3fn cache" in refused["hopper_prefill"]
 
 
-def test_a_plan_tells_of_weights_in_float8_and_refuses_them_where_nothing_multiplies_by_them(
+def test_float8_weights_are_in_the_plan_or_refused_if_the_gpu_does_not_support_them(
     tessera,
 ):
     asked = ("plan", "--quantization", "fp8", "--arch")
@@ -197,7 +197,7 @@ def test_a_plan_tells_of_weights_in_float8_and_refuses_them_where_nothing_multip
     assert "needs a GPU" in error
 
 
-def test_a_float16_checkpoint_stays_so(tessera, checkpoint):
+def test_a_float16_checkpoint_stays_float16(tessera, checkpoint):
     _, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(torch_dtype="float16"))
 
     assert " in float16: " in out
@@ -212,9 +212,7 @@ def test_a_configuration_alone_is_enough_for_a_plan(tessera, checkpoint):
     assert "28 query heads, 4 key-value heads, head dim 128" in out
 
 
-def test_a_head_dim_that_our_kernels_do_not_take_is_refused_with_those_that_they_do(
-    tessera, checkpoint
-):
+def test_an_unsupported_head_dim_is_refused_and_the_supported_ones_are_listed(tessera, checkpoint):
     status, out, _ = tessera("plan", "--arch=h100", "--model", checkpoint(head_dim=100))
 
     assert status == 0
@@ -235,7 +233,7 @@ def test_a_head_dim_that_our_kernels_do_not_take_is_refused_with_those_that_they
     ],
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
-def test_a_mistake_is_named_with_what_is_known(tessera, arguments, status, words):
+def test_an_error_names_the_wrong_value_and_the_known_ones(tessera, arguments, status, words):
     found, out, err = tessera("plan", *arguments)
 
     assert (found, out) == (status, "")
@@ -246,14 +244,14 @@ def test_a_mistake_is_named_with_what_is_known(tessera, arguments, status, words
         assert word in line
 
 
-def test_an_unsupported_model_is_refused_by_name(tessera, checkpoint):
+def test_an_unsupported_model_is_named_in_the_error(tessera, checkpoint):
     status, _, err = tessera("plan", "--model", checkpoint(architectures=["Mamba"]))
 
     assert status == 1
     assert "Mamba" in err
 
 
-def test_the_environment_of_the_service_counts(tessera, monkeypatch):
+def test_the_plan_reads_the_environment_of_the_service(tessera, monkeypatch):
     monkeypatch.setenv("TESSERA_BLOCK_SIZE", "128")
 
     _, out, _ = tessera("plan", "--arch=l4")
@@ -261,7 +259,7 @@ def test_the_environment_of_the_service_counts(tessera, monkeypatch):
     assert "blocks of 128 tokens" in out
 
 
-def test_help_names_the_processors_and_the_settings_that_count(tessera):
+def test_help_lists_the_processors_and_the_relevant_settings(tessera):
     status, out, _ = tessera("plan", "--help")
 
     assert status == 0
@@ -275,7 +273,7 @@ def test_the_front_end_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_service_is_started_without_the_plan_command():
+def test_the_service_does_not_import_the_plan_command():
     code = (
         "import sys, server.cli.main\n"
         "try: server.cli.main.main(['serve', '--model=/no/such'])\n"

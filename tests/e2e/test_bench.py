@@ -94,5 +94,5 @@ def test_measurements_that_do_not_fit_the_model_are_left_out_and_said_so():
     done = bench(*SMALL, "--workloads", "ttft256", "batch1", "--max-model-len=40", "--profile")
 
     assert done.returncode == 0, done.stderr
-    assert "left out: 1 sequences, 48 tokens in all, of 40 that fit" in done.stderr
-    assert "left out: a prompt of 256 tokens" in done.stderr
+    assert "skipped: 1 sequences: 48 tokens per sequence exceed the limit of 40" in done.stderr
+    assert "skipped: a prompt of 256 tokens" in done.stderr

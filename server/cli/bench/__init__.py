@@ -1,1 +1,1 @@
-"""`tessera bench`: measures a server over HTTP, or the engine without HTTP. The service imports none of it."""
+"""`tessera bench`: measures a server over HTTP, or the engine without HTTP. The service does not import it."""

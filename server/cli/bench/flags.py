@@ -17,20 +17,22 @@ def add_result_flags(parser: argparse.ArgumentParser, usual_label: str) -> None:
 
     Args:
         parser: of the command.
-        usual_label: what the model is called in the result without `--label`.
+        usual_label: description of the default label.
     """
     parser.add_argument("--label", help=f"the model's name in the result; default: {usual_label}")
     parser.add_argument(
         "--json",
         type=Path,
         metavar="PATH",
-        help="file for the result, or folder where it gets its usual name",
+        help="file for the result, or folder for a file with the default name",
     )
-    parser.add_argument("--commit", help="of the code, for the result; default: what git says")
+    parser.add_argument(
+        "--commit", help="commit of the code, for the result; default: that of the git checkout"
+    )
 
 
 def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Turn a function that raises ValueError into an argparse type, so that argparse prints the message."""
+    """Wrap a function that raises ValueError as an argparse type, so that argparse prints the message."""
 
     def check(text: str) -> T:
         try:

@@ -1,4 +1,4 @@
-"""The result file of a benchmark: what was measured, on which machine, with which code."""
+"""The result file of a benchmark: measurements, machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def processor_name() -> str:
 
 
 def host_name(threads: int, cores: int | None) -> str:
-    """Return the host processor's name with the number of threads that computed and of its cores."""
+    """Return the host processor's name with the numbers of compute threads and of cores."""
     return f"{processor_name()}, {threads} of {cores} cores"
 
 
 def code_commit() -> str:
-    """Return the short hash of the checkout, with "-dirty" where its code differs from the commit.
+    """Return the short hash of the checkout, with "-dirty" appended if its code differs from the commit.
 
-    "unknown" for a copy of the tree without its history.
+    Returns "unknown" without a git repository.
     """
 
     def git(*arguments: str) -> str:
@@ -64,12 +64,12 @@ def record(
     """Build a result.
 
     Args:
-        topic: what was measured, in a word.
+        topic: one word for the kind of measurement.
         rows: one flat record per measurement.
-        machine: that was measured.
+        machine: name of the measured machine.
         versions: of the libraries that the result depends on, without Python's.
-        command: that repeats the measurement.
-        commit: of the code; None asks git.
+        command: command that repeats the measurement.
+        commit: commit of the code; None takes that of the checkout.
         extra: further entries before the rows.
     """
     return {

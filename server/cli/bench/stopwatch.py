@@ -1,6 +1,6 @@
-"""Times functions of other modules: the time of each without the timed functions that it calls.
+"""Times functions of other modules. The time of a function excludes the timed functions that it calls.
 
-The functions are replaced for the duration of a `with` statement, so that they cost nothing otherwise.
+A `with` statement replaces the functions by timed ones and restores them at its end.
 """
 
 from __future__ import annotations

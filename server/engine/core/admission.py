@@ -1,4 +1,4 @@
-"""Why the scheduler refuses a request."""
+"""Errors of requests that the scheduler refuses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
 
 class AdmissionError(Exception):
-    """A request that `Scheduler.add` refuses.
+    """`Scheduler.add` refuses a request.
 
     AdmissionError
-      CapacityError            more tokens than one sequence can ever have
-      EmptyRequestError        no prompt, or nothing to generate
-      DuplicateRequestError    its id is in use
+      CapacityError            more tokens than a sequence can have
+      EmptyRequestError        no prompt, or no token to generate
+      DuplicateRequestError    the id is in use
     """
 
 
 class CapacityError(AdmissionError):
-    """A request that could never finish, however long it waited.
+    """A request is longer than the context or the KV cache, so it could never finish.
 
     Attributes:
-        value: tokens the request may come to (prompt + max_new_tokens).
-        limit: tokens that one sequence can have.
+        value: most tokens that the request may have (prompt + max_new_tokens).
+        limit: most tokens that a sequence can have.
     """
 
     def __init__(self, value: int, limit: int) -> None:
@@ -33,7 +33,7 @@ class CapacityError(AdmissionError):
 
 
 class EmptyRequestError(AdmissionError):
-    """A request without a prompt token or without a token to generate."""
+    """A request has no prompt token or no token to generate."""
 
     def __init__(self, sequence: Sequence) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class EmptyRequestError(AdmissionError):
 
 
 class DuplicateRequestError(AdmissionError):
-    """A request whose id belongs to another one that is not finished."""
+    """An unfinished request has the same id."""
 
     def __init__(self, request_id: int) -> None:
         super().__init__(f"request id {request_id} is in use")

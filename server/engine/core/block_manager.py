@@ -1,6 +1,6 @@
-"""Who owns which block of the KV cache, and which blocks' content can serve another sequence.
+"""Allocates the blocks of the KV cache to sequences and keeps the prefix cache.
 
-It knows token ids and block numbers, not tensors, and decides nothing about the order of service.
+Works on token ids and block ids, without tensors. The scheduler decides the order in which sequences get blocks.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ from server.engine.core.free_blocks import FreeBlocks
 from server.engine.core.sequence import Sequence
 
 Link: TypeAlias = int | str | None
-"""Names one content of the leading blocks of a sequence: a number, or the cache salt for no block at all."""
+"""Identifies the content of a sequence's leading blocks: a number; before the first block, the cache salt."""
 
 Key: TypeAlias = tuple[Link, tuple[int, ...]]
-"""One more full block: what it follows, and its token ids."""
+"""Identifies the content of a full block: the link of the blocks before it, and its token ids."""
 
 
 class BlockManager:
     """Owns the blocks of the KV cache: reference counts, prefix cache, placement.
 
-    A block is *owned* (in one or more block tables), *idle* (in none, but its content is in the
-    prefix cache) or *empty*. Sequences share a block only while it is full and all its keys and
-    values are computed, so it is never written again and need not be copied.
+    A block is *owned* (in one or more block tables), *idle* (in no table, but its content is in the
+    prefix cache) or *empty*. Sequences share a block only if it is full and all its keys and values
+    are computed. A shared block is therefore never written again and never copied.
 
-    Prefix cache: a content is found by (link of what precedes it, its token ids). A link is a
-    number given once to one content and never again, so an equal key means an equal prefix from the
-    first token on: the dictionary's hash only finds the entry, its comparison of the key decides.
-    Idle blocks are evicted in the order in which they were freed, and a sequence frees its last
-    block first, so a prefix outlives what builds on it.
+    Prefix cache: the key of a block is (link of the blocks before it, its token ids). A link is a
+    number that is given to one content and never reused, so equal keys mean equal prefixes from the
+    first token on. The dictionary compares whole keys, so a hash collision cannot cause a false hit.
+    Idle blocks are evicted in the order in which they were freed. A sequence frees its last block
+    first, so a prefix is evicted after the blocks that follow it.
 
-    Placement: attention on a CPU reads neighbouring blocks without copying. A block table grows
-    into the empty block after its last one; otherwise it goes on in the largest empty stretch, in
-    its middle where an owned block lies before it, since that block's sequence may grow this way.
+    Placement: attention on a CPU reads adjacent blocks without copying. A block table therefore
+    grows into the empty block after its last one, else into the largest run of empty blocks. If an
+    owned block precedes that run, the table starts in the run's middle, because that block's
+    sequence may grow into the run.
 
     Only the scheduler calls it, from one thread.
 
-    Invariants (`check_invariants`): owned + idle + empty blocks are all blocks; a block has as many
-    references as block tables name it, and these agree on every token up to its end.
+    Invariants (`check_invariants`): owned, idle and empty blocks add up to all blocks; the reference
+    count of a block is the number of block tables that contain it; the sequences of these tables
+    have equal tokens up to the end of the block.
 
     Args:
-        num_blocks: blocks of the pool.
-        block_size: tokens of one block.
-        enable_prefix_caching: whether full blocks can serve later sequences.
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+        enable_prefix_caching: whether full blocks are kept for later sequences with the same prefix.
         contiguity_reserve: share of the pool, in [0, 1). While fewer blocks than that are empty,
-            idle ones are evicted before there is need, until the sequence at hand fits in one
-            stretch. 0 evicts only what is needed and lets block tables scatter once all blocks
-            have been used: right for kernels that do not care.
+            idle blocks are evicted early, until the new blocks of a sequence fit in one run. With 0,
+            a block is evicted only when no block is empty, and block tables scatter once all blocks
+            have been used; use it for kernels that read scattered blocks at the same speed.
     """
 
     def __init__(
@@ -76,12 +78,12 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no sequence owns: empty and idle ones."""
+        """Blocks that no sequence owns: empty and idle blocks."""
         return self._empty.num_free + len(self._idle)
 
     @property
     def num_idle_blocks(self) -> int:
-        """Blocks that no sequence owns and whose content can still serve one."""
+        """Blocks that no sequence owns and whose content is in the prefix cache."""
         return len(self._idle)
 
     @property
@@ -90,17 +92,17 @@ class BlockManager:
         return self._owners
 
     def looks_up(self, sequence: Sequence) -> bool:
-        """Whether the prefix cache is asked for a sequence's leading tokens."""
+        """Return whether a sequence's leading tokens are looked up in the prefix cache."""
         return self.enable_prefix_caching and not sequence.sampling.prompt_logprobs
 
     def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
-        """Give a sequence the blocks of all its known tokens and of one more.
+        """Allocate blocks for all known tokens of a sequence and for one more token.
 
-        Blocks with its leading tokens come from the prefix cache, save that its last known token
-        is always left to compute; `num_computed_tokens` then says how far they reach.
+        Blocks with its leading tokens come from the prefix cache. They never include the last known
+        token, so at least one token is left to compute. Sets `num_computed_tokens` to their tokens.
 
         Args:
-            sequence: one that owns no block.
+            sequence: owns no block.
             num_spare: blocks that must stay free.
 
         Returns:
@@ -125,7 +127,7 @@ class BlockManager:
         return True
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Lengthen the block table of an admitted sequence so that it holds `num_tokens` tokens.
+        """Extend the block table of an admitted sequence to hold `num_tokens` tokens.
 
         Returns:
             False, with nothing changed, where too few blocks are free.
@@ -137,11 +139,11 @@ class BlockManager:
         return True
 
     def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
-        """Enter the blocks that have been filled since the last call.
+        """Add the blocks that were filled since the last call to the prefix cache.
 
         Args:
-            sequence: an admitted one.
-            num_tokens: its leading tokens whose ids are known and which are computed.
+            sequence: an admitted sequence.
+            num_tokens: number of its leading tokens that are known and computed.
         """
         if not self.enable_prefix_caching:
             return
@@ -154,12 +156,12 @@ class BlockManager:
             sequence.num_linked_blocks += 1
 
     def free(self, sequence: Sequence, discard_cached: bool = False) -> None:
-        """Take all blocks from an admitted sequence.
+        """Release all blocks of an admitted sequence.
 
         Args:
             sequence: keeps its tokens; none of them counts as computed any more.
-            discard_cached: whether no block of it may serve another sequence again, because its
-                keys or values may be broken. Sequences that share one now keep it.
+            discard_cached: whether its blocks leave the prefix cache, because their keys or values
+                may be wrong. Sequences that share one of these blocks now keep it.
         """
         self._owners.remove(sequence)
         references = self._references
@@ -177,7 +179,7 @@ class BlockManager:
         sequence.num_computed_tokens = 0
 
     def check_invariants(self) -> None:
-        """Assert that the books balance. Takes time in proportion to the pool and the tokens."""
+        """Assert the invariants. Takes time proportional to the blocks and the tokens."""
         self._empty.check_invariants()
         empty = {block for start, stop in self._empty.stretches for block in range(start, stop)}
         owned: dict[int, list[tuple[Sequence, int]]] = {}
@@ -223,7 +225,7 @@ class BlockManager:
             assert stop <= min(first.num_computed_tokens, other.num_computed_tokens)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], Link]:
-        """Cached blocks with the sequence's leading tokens, and the link of their content."""
+        """Return the cached blocks with the sequence's leading tokens, and the link of their content."""
         hits: list[int] = []
         link: Link = sequence.cache_salt
         if not self.looks_up(sequence):
@@ -238,9 +240,9 @@ class BlockManager:
         return hits, link
 
     def _enter(self, key: Key, block: int) -> int:
-        """Enter a full block under its key; returns the link of its content.
+        """Add a full block to the prefix cache; return the link of its content.
 
-        Of two blocks with one content the cache keeps the owned one: it is the last to be freed.
+        If another block has the same content, the cache keeps the owned one, which is freed later.
         """
         twin = self._cached.get(key)
         if twin is None:
@@ -256,12 +258,12 @@ class BlockManager:
         return link
 
     def _forget(self, block: int) -> int:
-        """Take a block's content out of the prefix cache; returns the link it had."""
+        """Remove a block from the prefix cache; return the link it had."""
         del self._cached[self._key_of.pop(block)]
         return self._link_of.pop(block)
 
     def _evict(self, block: int) -> int:
-        """Make an idle block empty; returns the link its content had."""
+        """Make an idle block empty; return the link it had."""
         del self._idle[block]
         link = self._forget(block)
         self._empty.release(block)
@@ -286,7 +288,7 @@ class BlockManager:
             count -= num_taken
 
     def _open_place(self, count: int) -> tuple[int, int, int]:
-        """Where a new run of `count` blocks goes: a stretch's start, its size, the run's offset."""
+        """Choose a run of empty blocks for `count` blocks: its start, its size, and the offset of the first block."""
         empty, idle = self._empty, self._idle
         start, stop = empty.largest()
         while stop - start < count and idle and empty.num_free < self._num_reserved:

@@ -1,10 +1,10 @@
 """The engine's loop: schedule, launch, commit, publish. Runs in one thread of the engine process.
 
-On a GPU it is one step ahead: while the device computes a step, the results of the one before are booked and
-published and the next is scheduled, so that the device does not wait for the host.
+On a GPU the loop runs one step ahead: while the device computes a step, the host commits and publishes the results of
+the previous step and schedules the next one, so that the device does not wait for the host.
 
-    host      launch n+1 │ wait for n │ book n, publish n │ schedule and launch n+2 │ wait for n+1 │ ...
-    device    ... step n ────────────>│ step n+1 ──────────────────────────────────────────────────>│ ...
+    host      launch n+1 │ wait for n │ commit n, publish n │ schedule and launch n+2 │ wait for n+1 │ ...
+    device    ... step n ────────────>│ step n+1 ────────────────────────────────────────────────────>│ ...
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.engine")
 
-_QUIET_SECONDS: Final = 0.02
-"""Without work before idle time is used: a client that sends its next request when it has its answer comes sooner, and
-would wait for what was begun meanwhile.
+_IDLE_DELAY_SECONDS: Final = 0.02
+"""Time without work before preparatory work starts. A client that waits for each reply sends its next request sooner;
+otherwise that request would wait for the preparatory work.
 """
 
 
 class EngineChannel(Protocol):
-    """The engine's end of the line to the front end."""
+    """The engine's side of the connection to the front end."""
 
     def send(self, message: EngineMessage) -> None:
         """Queue a message; never blocks."""
 
     def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
-        """Every message that is there; where there is none, the first to come within `wait` seconds."""
+        """Return all messages that have arrived; if there are none, wait up to `wait` seconds for one."""
 
 
 class _Step(NamedTuple):
@@ -67,7 +67,7 @@ class _Step(NamedTuple):
 
 
 class _NotLaunched:
-    """Stands for a step whose launch raised."""
+    """A step whose launch raised."""
 
     feeds_next = False
 
@@ -75,20 +75,20 @@ class _NotLaunched:
         self._error = error
 
     def result(self) -> StepResult:
-        """Raise what the launch raised."""
+        """Raise the error of the launch."""
         raise self._error
 
 
 class Engine:
-    """Owns the scheduler and the model runner; nobody else touches them.
+    """Owns the scheduler and the model runner; no other object uses them.
 
     Args:
         scheduler: decides what each step computes.
-        runner: computes it.
-        channel: where requests come from and events go.
-        info: what the front end is told about this engine.
-        runs_ahead: whether a step is launched before the results of the one before are booked, where these do not
-            matter to it. Gains nothing where a launch is the computation, as on a CPU.
+        runner: computes the steps.
+        channel: receives requests and sends events.
+        info: the engine's properties, for the front end.
+        runs_ahead: whether a step is launched before the results of the previous one are committed, if it does not
+            depend on them. Has no benefit on a CPU, where a launch computes the step.
     """
 
     def __init__(
@@ -112,35 +112,35 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything for `step` to do."""
+        """Whether `step` has anything to do."""
         return self._scheduler.has_work or self._launched is not None
 
     def run(self) -> None:
-        """Serve until a shutdown message comes; may be called again after that."""
+        """Serve until a shutdown message arrives. May be called again."""
         self._stopping = False
         while not self._stopping:
             if self.has_work:
                 self.receive(wait=0)
                 if not self._stopping:
                     self.step()
-            elif not self.receive(wait=_QUIET_SECONDS):
+            elif not self.receive(wait=_IDLE_DELAY_SECONDS):
                 self._use_idle_time()
 
     def _use_idle_time(self) -> None:
-        """Let the runner work ahead until a message comes."""
+        """Let the runner do preparatory work until a message arrives."""
         while not self.receive(wait=0):
             if not self._runner.use_idle_time():
                 self.receive(wait=math.inf)
                 return
 
     def receive(self, *, wait: float) -> bool:
-        """Take what the front end sent.
+        """Handle the messages of the front end.
 
         Args:
-            wait: seconds to wait for a message where there is none; `math.inf` for as long as it takes.
+            wait: seconds to wait for a message if none has arrived; `math.inf` waits without a limit.
 
         Returns:
-            Whether there was one.
+            Whether there was a message.
         """
         any_came = False
         for message in self._channel.receive(wait=wait):
@@ -154,7 +154,7 @@ class Engine:
         return any_came
 
     def step(self) -> None:
-        """Launch a step and book the results of the one before; where nothing runs ahead, of this one."""
+        """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
         before, self._launched = self._launched, None
         if self._scheduler.has_work and (before is None or before.pending.feeds_next):
             self._launched = self._launch()
@@ -165,7 +165,7 @@ class Engine:
             self._book(launched)
 
     def _launch(self) -> _Step | None:
-        """Schedule and launch; None where all that is left to do is in flight."""
+        """Schedule and launch a step; return None if all remaining work is in flight."""
         output = self._scheduler.schedule()
         if not output.num_tokens:
             return None
@@ -174,13 +174,13 @@ class Engine:
         try:
             pending = self._runner.launch(output)
         except Exception as error:
-            log.exception("a step could not be launched")
+            log.exception("launching a step failed")
             pending = _NotLaunched(error)
         self._scheduler.start(output)
         return _Step(output, started, pending)
 
     def _book(self, step: _Step) -> None:
-        """Wait for a step's results, enter and publish them; a step without any ends its sequences."""
+        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end."""
         output, started, pending = step
         try:
             result = pending.result()
@@ -189,13 +189,13 @@ class Engine:
             events = self._scheduler.fail(output, "the forward pass failed")
             self._publish(events, started, {})
             if not self._runner.recover(error):
-                raise  # the process ends, and the front end starts another one
+                raise  # the process ends, and its parent starts another one
             return
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
         self._publish(self._scheduler.commit(output, result.sampled), started, prompts)
 
     def stats(self) -> EngineStats:
-        """Gauges and counters as they are now."""
+        """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
@@ -246,7 +246,7 @@ class Engine:
     def _collect_prompt_logprobs(
         self, output: SchedulerOutput, computed: dict[int, PromptLogprobs]
     ) -> dict[int, list[float]]:
-        """Join the chunks of each prompt; return those that this step completed."""
+        """Collect the chunks of each prompt; return the prompts that this step completed."""
         for request_id, chunk in computed.items():
             # A preempted prompt is computed again from its beginning.
             kept = self._prompt_logprobs.get(request_id, [])[: chunk.start]
@@ -265,7 +265,7 @@ class Engine:
         started: list[SequenceStarted],
         prompt_logprobs: dict[int, list[float]],
     ) -> None:
-        """Tell the front end of a step, and forget the sequences that ended with it."""
+        """Send the events of a step to the front end, and drop the state of the sequences that ended."""
         for request_id, event in events:
             if event.finish_reason is not None:
                 self._forget(request_id)
@@ -277,7 +277,7 @@ class Engine:
         started: list[SequenceStarted],
         prompt_logprobs: dict[int, list[float]],
     ) -> None:
-        """Send one packed message for all sequences of the step."""
+        """Send one message for all sequences of a step."""
         indexed = list(enumerate(event for _, event in events))
         self._channel.send(
             StepMessage(

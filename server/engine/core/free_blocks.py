@@ -1,7 +1,4 @@
-"""The free blocks of a pool as stretches of neighbours, so that the roomiest place is found at once.
-
-It knows block numbers only: neither owners nor content.
-"""
+"""A set of block ids as runs of consecutive ids, which finds a large run in constant time."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ from collections import OrderedDict
 
 
 class FreeBlocks:
-    """A set of block ids, kept as its maximal stretches `start .. stop` (stop exclusive).
+    """A set of block ids, stored as maximal runs ("stretches") `start .. stop`, stop exclusive.
 
-    Stretches are filed by the bit length of their size: class c holds sizes 2^(c-1) .. 2^c - 1, and
-    a bit mask tells which classes are not empty. So every operation takes constant time, and "the
-    largest" is exact up to a factor below two.
+    Stretches are grouped by the bit length of their size: class c holds sizes 2^(c-1) .. 2^c - 1. A
+    bit mask records which classes are not empty. Every operation takes constant time, and `largest`
+    returns a stretch of more than half the size of the largest one.
 
     Invariants: stretches neither overlap nor touch; `num_free` is the sum of their sizes.
     """
@@ -32,15 +29,15 @@ class FreeBlocks:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """All stretches as (start, stop), in order of block id."""
+        """All stretches as (start, stop), ordered by block id."""
         return sorted(self._stop_of.items())
 
     def size_from(self, start: int) -> int:
-        """Blocks of the stretch that begins exactly at `start`; 0 where none begins there."""
+        """Return the size of the stretch that begins at `start`; 0 if none does."""
         return self._stop_of.get(start, start) - start
 
     def largest(self) -> tuple[int, int]:
-        """(start, stop) of a stretch more than half as long as the longest; needs a free block."""
+        """Return (start, stop) of a stretch more than half as long as the longest. At least one block must be free."""
         start = next(iter(self._classes[self._mask.bit_length() - 1]))
         return start, self._stop_of[start]
 
@@ -55,7 +52,7 @@ class FreeBlocks:
             self._insert(first + count, stop)
 
     def release(self, block: int) -> None:
-        """Add a block that is not in the set, joining the stretches beside it."""
+        """Add a block that is not in the set, and merge it with adjacent stretches."""
         start = self._start_of.get(block, block)
         stop = self._stop_of.get(block + 1, block + 1)
         if start < block:
@@ -65,7 +62,7 @@ class FreeBlocks:
         self._insert(start, stop)
 
     def check_invariants(self) -> None:
-        """Assert that the stretches are maximal, filed in their class and add up."""
+        """Assert that the stretches are maximal, that each is in its class, and that `num_free` is their sum."""
         before = -1
         for start, stop in self.stretches:
             assert before < start < stop, f"stretch {start}..{stop} overlaps or touches {before}"

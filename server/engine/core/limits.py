@@ -1,4 +1,4 @@
-"""The limits of a step: what schedules, records and warms up must agree on."""
+"""The limits of a step, shared by the scheduler, the recordings and the warm-up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SchedulerConfig:
     max_model_len: int
 
     def __post_init__(self) -> None:
-        """Refuse limits under which a running sequence could get no token.
+        """Check that every running sequence can get at least one token per step.
 
         Raises:
             ValueError: a limit is below its minimum.

@@ -1,6 +1,6 @@
-"""The records of a request to the engine and of its answer per token.
+"""Records of a request to the engine and of its generated tokens.
 
-They cross the process boundary, so they are msgspec structs of plain data.
+They are sent between processes, so they are msgspec structs of plain data.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class FinishReason(enum.IntEnum):
     EOS = 1
     """The model produced one of its own end-of-sequence tokens."""
     STOP = 2
-    """A stop token id or a stop string of the request was met."""
+    """The output reached a stop token id or a stop string of the request."""
     LENGTH = 3
-    """The request's token limit or the model's context is used up."""
+    """The output reached the request's token limit or the end of the model's context."""
     ABORT = 4
-    """The client went away or asked to stop."""
+    """The client disconnected or asked to stop."""
     ERROR = 5
-    """The engine could not go on with this sequence; `TokenEvent.error` says why."""
+    """The engine could not continue the sequence; `TokenEvent.error` says why."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """One prompt to continue.
+    """A request to continue one prompt.
 
     Attributes:
         request_id: unique among all requests of the front end that made it.
@@ -42,14 +42,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate")
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One generated token of one request, or the end of it.
+    """One generated token of a request, or the end of the request.
 
     Attributes:
-        token_id: None where the sequence ended without a new token (abort, error).
-        logprob: natural logarithm of the token's probability under the unmodified logits; None where not asked for.
+        token_id: None if the sequence ended without a new token (abort, error).
+        logprob: natural logarithm of the token's probability under the unmodified logits; None unless requested.
         top_tokens: (token id, log-probability), most likely first.
-        finish_reason: set on a request's last event alone.
-        error: what went wrong, with FinishReason.ERROR alone.
+        finish_reason: set only on the last event of a request.
+        error: description of the error; set only with FinishReason.ERROR.
     """
 
     token_id: int | None

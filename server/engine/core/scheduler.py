@@ -1,6 +1,6 @@
-"""Which tokens of which sequences the next step computes, and what becomes of its results.
+"""Chooses the sequences and tokens of each step, and commits the results of the steps.
 
-It knows neither tensors nor time: a step is a list of (sequence, number of tokens).
+Pure bookkeeping without tensors or clocks: a step is a list of (sequence, number of tokens).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """The result of every row of a step that could not be computed."""
+    """The result of each row of a step that failed."""
 
     error: str
     token_id: None = None
@@ -33,43 +33,46 @@ class _Failed:
 
 
 class Scheduler:
-    """Owns the waiting queue and the running list; decides who computes what in a step.
+    """Owns the waiting queue and the running list, and decides what each step computes.
 
-    One rule: every running sequence computes its known tokens that are not computed yet, oldest
-    first, and waiting ones join in order of arrival while tokens, places and blocks last. There is
-    no prefill or decode phase: a decoding sequence is one that has a single token left to compute.
+    Every running sequence computes its known tokens that are not computed yet, oldest sequence
+    first. Waiting sequences join in order of arrival, within the limits of tokens, sequences and
+    blocks. There are no prefill and decode phases: a decoding sequence is a sequence with a single
+    token left to compute.
 
-    A sequence is admitted when the blocks of all its known tokens and of one more are free, and it
-    gets them at once, so that a prompt in chunks never waits for blocks half way. One block more
-    must stay free for every running sequence that may still grow: without it the newcomer would
-    soon have to go again, its work lost. When a running sequence finds no block for its next token,
-    the youngest running one loses all of its own and waits, before everyone else, until its whole
-    context fits again; nobody is admitted in such a step. The oldest therefore always advances, and
-    every sequence becomes the oldest.
+    Admission: a sequence is admitted if blocks are free for all its known tokens and one more token.
+    It gets these blocks at once, so a prompt in chunks never waits for blocks half way. One further
+    block must stay free for each running sequence that may still grow; otherwise the new sequence
+    would soon be preempted and its work lost.
 
-    Only the engine's loop calls it, from one thread. A step is scheduled, started and ended:
+    Preemption: if no block is free for the next token of a running sequence, the youngest running
+    sequence loses all its blocks and returns to the front of the queue until its whole context fits
+    again. That step admits no sequence. The oldest sequence therefore always advances, and every
+    sequence eventually is the oldest.
 
-        schedule    chooses tokens and gives them blocks; may be called again instead of `start`
-        start       the device has been given the step: its tokens count as computed from now on,
-                    and the ones it draws as known, so that the step behind it can be scheduled
-        commit      its results are there; `fail` where it has none
+    Only the engine's loop calls it, from one thread. The life of a step:
 
-    Steps end in the order in which they were started, and `schedule` finds one at most that has not
-    ended. What it does not know then, which of that step's tokens end their sequences, costs a row
-    whose result is ignored. Blocks that change hands meanwhile need no care: the device computes one
-    step after the other.
+        schedule    chooses tokens and allocates their blocks; may be called again instead of `start`
+        start       the step was launched on the device: its tokens count as computed, and the tokens
+                    that it samples as known, so that the next step can be scheduled
+        commit      enters the results of the step; `fail` ends a step without results
 
-    Invariants (`check_invariants`): running sequences are older than waiting ones and both lists
-    are in order of arrival; exactly the running ones own blocks; all running sequences but the
-    youngest, and those whose last token is in flight, need no more than the budget together, so each
-    of them gets at least one token.
+    Steps end in the order in which they were started, and at most one started step has not ended
+    when `schedule` is called. `schedule` does not know which tokens of that step end their
+    sequences, so it may schedule a row for a finished sequence; the result of that row is ignored.
+    A block may be freed and allocated again meanwhile, because the device computes steps in order.
+
+    Invariants (`check_invariants`): running sequences are older than waiting ones, and both lists
+    are in order of arrival. Exactly the running sequences own blocks. All running sequences except
+    the youngest and those whose last token is in flight need less than the token budget together, so
+    each of them gets at least one token.
 
     Attributes:
         num_steps: steps scheduled so far.
-        num_preemptions: times a sequence lost its blocks.
+        num_preemptions: preemptions so far.
         prefix_cache_query_tokens: prompt tokens looked up in the prefix cache at first admission.
-        prefix_cache_hit_tokens: those of them that were found.
-        num_prompt_tokens: prompt tokens of the sequences admitted so far, cached ones included.
+        prefix_cache_hit_tokens: prompt tokens found there.
+        num_prompt_tokens: prompt tokens of the sequences admitted so far, including cached tokens.
         num_generated_tokens: tokens sampled.
     """
 
@@ -91,27 +94,27 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue."""
+        """Number of sequences in the queue."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences that own blocks."""
+        """Number of sequences that own blocks."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
-        """Whether `schedule` finds something to compute: if any sequence is there, it does."""
+        """Whether any sequence is unfinished."""
         return bool(self._running or self._waiting)
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens one sequence can have: as many as the model's context and the cache both hold."""
+        """Most tokens of a sequence: the smaller of `max_model_len` and the cache's capacity."""
         manager = self.block_manager
         return min(self.config.max_model_len, manager.num_blocks * manager.block_size)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue.
+        """Append a new sequence to the queue.
 
         Raises:
             CapacityError: its prompt and max_new_tokens exceed `max_total_tokens`.
@@ -130,12 +133,12 @@ class Scheduler:
         self._waiting[sequence.request_id] = sequence
 
     def abort(self, request_id: int) -> Sequence | None:
-        """End a sequence in whatever state and free its blocks at once.
+        """End a sequence in any state and free its blocks.
 
-        It may be called between `schedule` and `commit`; the steps' results for it are then ignored.
+        May be called between `schedule` and `commit`; the results of that step for the sequence are then ignored.
 
         Returns:
-            The sequence, or None where no unfinished one has this id.
+            The sequence, or None if no unfinished sequence has this id.
         """
         sequence = self._live.get(request_id)
         if sequence is None:
@@ -146,15 +149,15 @@ class Scheduler:
         return sequence
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the tokens that the next step computes, and give them their blocks."""
+        """Choose the tokens that the next step computes, and allocate their blocks."""
         decode: list[ScheduledSequence] = []
         prefill: list[ScheduledSequence] = []
         preempted: list[int] = []
         first_scheduled: list[Sequence] = []
         budget = self.config.max_num_batched_tokens
         block_size = self.block_manager.block_size
-        # A preemption shortens the list from its end while this loop walks it from the start: it
-        # never takes a sequence that has already been given tokens.
+        # A preemption removes the last sequence of the list during this loop, never one that the
+        # loop has already passed.
         for sequence in self._running:
             start = sequence.num_computed_tokens
             num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
@@ -164,7 +167,7 @@ class Scheduler:
             if num_tokens > budget:
                 num_tokens = budget
             stop = start + num_tokens
-            if stop > len(sequence.block_table) * block_size and not self._find_room(
+            if stop > len(sequence.block_table) * block_size and not self._reserve_blocks(
                 sequence, stop, preempted
             ):
                 break
@@ -186,10 +189,10 @@ class Scheduler:
         return output
 
     def start(self, output: SchedulerOutput) -> None:
-        """Book that the device has been given a step.
+        """Note that a step was launched on the device.
 
         Args:
-            output: what the latest `schedule` returned.
+            output: result of the latest `schedule`.
         """
         assert output is self._scheduled, "a step is started once, and only the latest one"
         self._scheduled = None
@@ -206,13 +209,14 @@ class Scheduler:
         """Enter the results of a step.
 
         Args:
-            output: the earliest one that was started and has not ended.
-            results: a list for each row, decode rows first: the tokens that continue its sequence, at most as many as
-                it has rows of logits; fewer where proposed tokens were rejected, which then count as not computed.
+            output: the earliest started step that has not ended.
+            results: one list per row, decode rows first, with the tokens that continue the sequence: at most as many
+                as the row's `num_logits`. A shorter list means that proposed tokens were rejected; they then count as
+                not computed.
 
         Returns:
             (request id, event) for every token and every sequence that ended, in the order of rows.
-            A result with an error ends its sequence; none of its blocks serves another one again.
+            A result with an error ends its sequence and removes the sequence's blocks from the prefix cache.
         """
         counts = [row.num_logits for row in chain(output.decode, output.prefill)]
         assert len(counts) == len(results), f"{len(results)} results of {len(counts)} rows"
@@ -220,14 +224,14 @@ class Scheduler:
         return self._end(output, results)
 
     def fail(self, output: SchedulerOutput, error: str) -> list[tuple[int, TokenEvent]]:
-        """End the sequences of a step that could not be computed; what it left in their blocks serves nobody.
+        """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
 
         Args:
-            output: as for `commit`.
-            error: for the clients.
+            output: see `commit`.
+            error: message for the clients.
 
         Returns:
-            As `commit`.
+            See `commit`.
         """
         return self._end(output, repeat([_Failed(error)]))
 
@@ -249,7 +253,7 @@ class Scheduler:
         return events
 
     def check_invariants(self) -> None:
-        """Assert that queue, running list and blocks agree. Slow: for tests and idle times."""
+        """Assert the invariants. Slow: for tests and idle times."""
         running, waiting = self._running, list(self._waiting.values())
         arrivals = [sequence.arrival for sequence in running + waiting]
         assert arrivals == sorted(arrivals), "sequences out of order"
@@ -285,12 +289,12 @@ class Scheduler:
         prefill: list[ScheduledSequence],
         first_scheduled: list[Sequence],
     ) -> None:
-        """Let waiting sequences join a step that has `budget` tokens left."""
+        """Admit waiting sequences to a step that has `budget` tokens left."""
         running, waiting = self._running, self._waiting
         while budget and waiting and len(running) < self.config.max_num_seqs:
             sequence = next(iter(waiting.values()))
             if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
-                assert running, "a lone sequence always fits: `add` has made sure"
+                assert running, "`add` ensures that a sequence fits in an empty cache"
                 return
             waiting.popitem(last=False)
             running.append(sequence)
@@ -314,7 +318,7 @@ class Scheduler:
     def _enter(
         self, row: ScheduledSequence, sampled: TypingSequence[SampledResult]
     ) -> list[TokenEvent]:
-        """Enter one computed row and the tokens sampled from it; returns what to tell the client."""
+        """Enter the result of one row; return the events for the client."""
         sequence = row.sequence
         sequence.num_tokens_in_flight -= row.num_logits
         events: list[TokenEvent] = []
@@ -340,7 +344,7 @@ class Scheduler:
             )
             if reason is not None:
                 break
-        # A sequence that lost its blocks meanwhile still gets its tokens.
+        # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
         if sequence.status is SequenceStatus.RUNNING:
             num_rejected = row.num_logits - len(sampled)
             stop = row.start + row.num_tokens - num_rejected
@@ -352,19 +356,19 @@ class Scheduler:
         return events
 
     def _num_growing(self) -> int:
-        """Running sequences that may need a further block before they end."""
+        """Count the running sequences that may need another block before they end."""
         block_size = self.block_manager.block_size
-        # The last token is never computed, so it needs no place.
+        # The keys and values of the last token are never computed.
         return sum(
             sequence.max_num_tokens - 1 > len(sequence.block_table) * block_size
             for sequence in self._running
         )
 
-    def _find_room(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
-        """Get a running sequence the blocks for `num_tokens`, at the cost of younger ones.
+    def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
+        """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt younger sequences if necessary.
 
         Returns:
-            False where it was itself the youngest and had to go.
+            False if the sequence was itself the youngest and was preempted.
         """
         while not self.block_manager.grow(sequence, num_tokens):
             victim = self._running.pop()
@@ -376,12 +380,12 @@ class Scheduler:
             self._waiting[victim.request_id] = victim
             self._waiting.move_to_end(victim.request_id, last=False)
             if victim is sequence:
-                assert self._running, "the oldest sequence always finds room: `add` has made sure"
+                assert self._running, "`add` ensures that the oldest sequence fits in the cache"
                 return False
         return True
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence and free what it owns; the caller takes a running one out of its list."""
+        """End a sequence and free its blocks; the caller removes it from the running list."""
         if sequence.status is SequenceStatus.RUNNING:
             self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
         else:

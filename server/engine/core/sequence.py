@@ -1,7 +1,4 @@
-"""One request inside the engine: its tokens, how many of them are computed, and its cache blocks.
-
-It knows neither scheduling policy nor where blocks come from.
-"""
+"""A request inside the engine: its tokens, how many of them are computed, and its cache blocks."""
 
 from __future__ import annotations
 
@@ -11,48 +8,48 @@ from server.engine.core.request import FinishReason, GenerateRequest
 
 
 class SequenceStatus(enum.IntEnum):
-    """Where a sequence is in its life."""
+    """State of a sequence."""
 
     WAITING = 1
-    """Queued; holds no block."""
+    """In the queue; owns no block."""
     RUNNING = 2
-    """Holds the blocks of its whole known context; takes part in every step."""
+    """Owns blocks for all its known tokens; takes part in every step."""
     FINISHED = 3
-    """Ended; holds no block, and `Sequence.finish_reason` says why."""
+    """Ended; owns no block; `Sequence.finish_reason` says why it ended."""
 
 
 class Sequence:
     """The tokens of one request and the state of their computation.
 
-    `Scheduler` alone changes it, except `block_table` and the two prefix fields, which belong to
-    `BlockManager`. Token ids are only ever appended, so what was computed once stays valid.
+    Only `Scheduler` changes a sequence, except that `BlockManager` changes `block_table`, `num_linked_blocks` and
+    `prefix_link`. Token ids are only appended, so computed keys and values stay valid.
 
-    A token in flight is drawn by a step that is being computed: its position is known and its id is
-    not. It counts in `num_known_tokens` alone.
+    A token in flight is sampled by a step that the device is still computing: its position is known, its id is not.
+    Only `num_known_tokens` and the properties derived from it count it.
 
-    Invariants: `0 <= num_computed_tokens < num_known_tokens` while it is unfinished, and
+    Invariants: `0 <= num_computed_tokens < num_known_tokens` while the sequence is unfinished, and
     `num_computed_tokens <= len(block_table) * block_size`.
 
     Attributes:
         request_id: unique among the sequences of one scheduler.
         token_ids: prompt and output so far; append-only.
-        num_prompt_tokens: tokens; the first so many of `token_ids` are the prompt.
+        num_prompt_tokens: number of leading `token_ids` that are the prompt.
         num_computed_tokens: leading tokens whose keys and values are in the cache, or will be before
-            the device computes anything that is scheduled later.
-        num_tokens_in_flight: how many steps that draw a token of it have been started and not ended.
-        max_num_tokens: prompt plus `max_new_tokens`; the sequence ends when it has so many.
+            the device computes a step that is scheduled later.
+        num_tokens_in_flight: tokens that started steps sample and that are not committed yet.
+        max_num_tokens: prompt plus `max_new_tokens`; the sequence ends at this length.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
-        cache_salt: sequences share cached blocks only with sequences of an equal salt.
+        cache_salt: only sequences with equal salts share cached blocks.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
-        error: what went wrong; None where nothing did.
-        arrival: number of sequences added before it; gives the order of service.
+        error: description of the error that ended the sequence; else None.
+        arrival: number of sequences added before it; the scheduler serves sequences in this order.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
-        first_scheduled_step: number of the step that first computed a token of it; None before.
-        num_preemptions: times it lost its blocks to an older sequence.
-        num_linked_blocks: leading blocks whose content the prefix cache knows.
-        prefix_link: names the content of those blocks in the prefix cache; the salt at the root.
+        first_scheduled_step: number of the first step that scheduled it; None before.
+        num_preemptions: times it was preempted.
+        num_linked_blocks: leading blocks whose content is in the prefix cache.
+        prefix_link: link of those blocks' content in the prefix cache; the cache salt if there are none.
     """
 
     __slots__ = (
@@ -101,22 +98,22 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far, prompt and output."""
+        """Prompt and output tokens with known ids."""
         return len(self.token_ids)
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose position is taken: `num_tokens` and the one in flight."""
+        """`num_tokens` plus the tokens in flight."""
         return len(self.token_ids) + self.num_tokens_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Output tokens with known ids."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_known_output_tokens(self) -> int:
-        """The same with the one in flight."""
+        """Output tokens, including those in flight."""
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
@@ -126,19 +123,19 @@ class Sequence:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether its next token needs no sampler, as in `SamplingParams.argmax_from`."""
+        """Whether the next token is the plain argmax of the logits; see `SamplingParams.argmax_from`."""
         known = len(self.token_ids) + self.num_tokens_in_flight - self.num_prompt_tokens
         return known >= self.sampling.argmax_from
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a generated token and say whether it ends the sequence.
+        """Add a generated token.
 
         Args:
-            token_id: the token drawn at position `num_tokens`.
+            token_id: the token sampled for position `num_tokens`.
 
         Returns:
-            Why the sequence is complete now, or None if it goes on. The model's own end tokens win
-            over the request's stop tokens, and both over the length.
+            Why the sequence is complete now, or None if it continues. The model's own end tokens take
+            precedence over the request's stop tokens, and both over the length.
         """
         token_ids = self.token_ids
         token_ids.append(token_id)

@@ -1,4 +1,4 @@
-"""The records between scheduler, model runner and sampler: what a step computes, and what it sampled."""
+"""Records and interfaces between scheduler and model runner: the work of a step and its results."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from server.engine.core.sequence import Sequence
 
 
 class SampledResult(Protocol):
-    """What the sampler says about one row."""
+    """The sampler's result for one row of logits."""
 
     @property
     def token_id(self) -> int | None:
-        """The token; without meaning where `error` is set."""
+        """The token id; ignored if `error` is set."""
 
     @property
     def logprob(self) -> float | None:
-        """Natural logarithm of its probability, where asked for."""
+        """Natural logarithm of its probability, if requested."""
 
     @property
     def top(self) -> tuple[tuple[int, float], ...]:
@@ -27,18 +27,18 @@ class SampledResult(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why no token could be sampled; None where one was."""
+        """Why no token could be sampled; None if one was."""
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
     """One sequence's part of a step: its tokens `start .. start + num_tokens`.
 
     Attributes:
-        sequence: whose tokens.
-        start: the first token's position; equals `sequence.num_computed_tokens`.
+        sequence: the sequence.
+        start: position of the first token; equals `sequence.num_computed_tokens`.
         num_tokens: at least 1.
-        num_logits: rows of logits, those of its last tokens: 0 where the step ends before the last known token, 1 to
-            sample the next one, more to verify proposed tokens.
+        num_logits: number of the last tokens that get a row of logits: 0 if the step ends before the last known token,
+            1 to sample the next token, more to verify proposed tokens.
     """
 
     sequence: Sequence
@@ -48,15 +48,15 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
-    """What one step computes. Rows of the batch are `decode` first, then `prefill`.
+    """The work of one step. The batch consists of the rows of `decode`, then those of `prefill`.
 
     Attributes:
         step: number of this step.
         decode: sequences with exactly one token.
         prefill: sequences with two tokens or more.
-        num_tokens: tokens in all; 0 when there is nothing to do.
-        first_scheduled: sequences that no earlier step computed anything of.
-        preempted: ids of the sequences that lost their blocks in this call.
+        num_tokens: total tokens; 0 if there is nothing to do.
+        first_scheduled: sequences that are scheduled for the first time.
+        preempted: request ids of the sequences that this step's scheduling preempted.
     """
 
     step: int
@@ -68,11 +68,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of the prompt tokens that follow a chunk's tokens.
+    """Log-probabilities of the prompt tokens that follow each token of a chunk.
 
     Attributes:
         start: position of the chunk's first token.
-        logprobs: natural, of tokens `start + 1 ...`.
+        logprobs: natural logarithms, of the tokens from `start + 1` on.
     """
 
     start: int
@@ -80,11 +80,11 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step computed.
+    """Results of a step.
 
     Attributes:
-        sampled: a list for each scheduled sequence, decode rows first: a token for each row of its logits.
-        prompt_logprobs: by request id, for sequences that ask for them.
+        sampled: one list per scheduled sequence, decode rows first, with one token per row of logits.
+        prompt_logprobs: by request id, for sequences that requested them.
     """
 
     sampled: TypingSequence[TypingSequence[SampledResult]]
@@ -92,27 +92,27 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class PendingStep(Protocol):
-    """A step that the device has been given."""
+    """A step that was launched on the device."""
 
     @property
     def feeds_next(self) -> bool:
-        """Whether the step behind it can be launched before its results are there."""
+        """Whether the next step can be launched before the results of this one are known."""
 
     def result(self) -> StepResult:
-        """Wait for what it computes."""
+        """Wait for the results."""
 
 
 class StepRunner(Protocol):
-    """Computes steps; `server.engine.runner.model_runner.ModelRunner` is the one that does so on a device."""
+    """Computes steps; implemented by `server.engine.runner.model_runner.ModelRunner`."""
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
-        """Have a step computed, without waiting for it."""
+        """Start a step on the device without waiting for its results."""
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept for a sequence that ended; an unknown id is ignored."""
+        """Drop the state kept for a sequence that ended; unknown ids are ignored."""
 
     def recover(self, error: Exception) -> bool:
-        """Return whether later steps can succeed after one that raised."""
+        """Clean up after a step that raised; return whether later steps can succeed."""
 
     def use_idle_time(self) -> bool:
-        """Work ahead for a while; return whether there was anything to do."""
+        """Do one piece of preparatory work; return whether there was any to do."""

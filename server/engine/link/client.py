@@ -138,7 +138,7 @@ class RemoteEngine(EngineHandle):
 
     Args:
         address: of the connection to the hub.
-        first_id: first request id; no other front end has one of the next 2**40.
+        first_id: first request id; this and the next 2**40 - 1 ids belong to this front end.
     """
 
     def __init__(self, address: str, first_id: int) -> None:

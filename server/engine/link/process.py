@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _listen(launches: queue.SimpleQueue[EngineLaunch]) -> None:
-    """Hand over the configuration, initialize the GPU during the imports, and end the process with its parent."""
+    """Read the configuration, initialize the GPU during the imports, and end the process when its parent ends."""
     launch = read_config(EngineLaunch)
     if launch is None:
         os._exit(0)

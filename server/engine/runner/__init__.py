@@ -1,1 +1,1 @@
-"""Executes steps on the device, and starts the model."""
+"""Loads the model and executes steps on the device."""

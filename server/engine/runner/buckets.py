@@ -1,8 +1,8 @@
-"""The buckets that steps are recorded for, as data: which ones, in which order, and which of them a step fits in.
+"""The grid of buckets that steps are recorded for: their sizes, their order, and the buckets that a step fits in.
 
-decode rows alone    close together where few rows would be left unused
-prompts alone        tokens past a step's own are at most a fifth
-both                 one pass over the weights for both; coarse, so that they are few
+decode rows only     close together, so that few rows are unused
+prompts only         at most a fifth of the tokens is unused
+decode and prompts   read the weights once for both; far apart, so that there are few buckets
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
 
 _FEWEST_COLUMNS: Final = 64
-"""Blocks of the shortest tables: 1024 tokens in blocks of 16."""
+"""Columns of the smallest block tables: 1024 tokens in blocks of 16."""
 _ROW_STEP: Final = 16
 _LARGE_ROW_STEP: Final = 32
 _LARGE_ROWS: Final = 128
@@ -29,18 +29,18 @@ _FEWEST_MIXED_TOKENS: Final = 128
 _MIXED_PARTS: Final = 2
 _MOST_WASTE: Final = 1.5
 _CROWD: Final = 8
-"""Prompts of a bucket between one and as many as a step may have."""
+"""Prompts of the middle size of prompt buckets; the others have 1 and `max_num_seqs`."""
 _MIXED_CROWD: Final = 32
-"""Prompts of a bucket with decode rows: the head computes a row for each."""
+"""Prompts of a bucket with decode rows. Few, because the LM head computes a row for each."""
 _MIXED_ROWS: Final = (16, 64)
-"""Decode rows of such buckets beside as many as a step may have."""
+"""Decode rows of such buckets, in addition to `max_num_seqs`."""
 _FEWEST_SHARED: Final = 16
-"""Shared blocks from which on not every fourth number has buckets."""
+"""From this number of shared blocks on, not every multiple of `_SHARED_STEP` has buckets."""
 _SHARED_STEP: Final = 4
 
 
 class BucketGrid:
-    """The buckets of a service.
+    """The buckets for the limits of a service.
 
     Args:
         limits: of a step.
@@ -63,16 +63,16 @@ class BucketGrid:
         self._mixed_seqs = min(_MIXED_CROWD, most)
 
     def ahead(self) -> Iterator[Bucket]:
-        """Yield the buckets to record before any step is met, those that steps need first."""
+        """Yield the buckets to record in idle time, in the order in which steps are likely to need them."""
         shortest = self._prompt_columns[0]
         for rows in self._rows:
             yield self._bucket(rows, columns=shortest)
-        # For longer tables a few that others fit in until they have their own.
+        # For longer tables, only a few numbers of rows; other steps use these until their own bucket is recorded.
         some = sorted({*self._rows[::_SOME], self._most_seqs})
         for columns in self._columns(shortest + 1):
             for rows in some:
                 yield self._bucket(rows, columns=columns)
-        # Prompts before both: without a recording they take longer than both do as two.
+        # Prompts first: a mixed step can use two recordings, but prompts without any take longer than that.
         for columns in self._prompt_columns:
             for seqs in self._seqs[:2]:
                 for tokens in self._tokens:
@@ -80,24 +80,24 @@ class BucketGrid:
                         yield self._bucket(0, tokens, seqs, columns)
             if self._most_seqs > 1:
                 for tokens in self._mixed_tokens:
-                    # The most rows first: the others find room in the memory that these took.
+                    # The most rows first: later recordings reuse the memory of larger ones.
                     for rows in reversed(self._mixed_rows):
                         yield self._bucket(rows, tokens, self._mixed_seqs, columns)
 
     def fitting(self, step: Bucket) -> Iterator[Bucket]:
-        """Yield the buckets that a step fits in, its own first.
+        """Yield the buckets that a step fits in, the best first.
 
         Args:
-            step: its exact bucket. A bucket with fewer shared blocks, or none, serves it too.
+            step: exact bucket of the step. It also fits in buckets with fewer or no shared blocks.
         """
-        # Lazily: the first one is nearly always recorded, and this is computed for every step.
+        # Lazy, because this runs for every step and the first bucket is nearly always recorded.
         if shared := shared_count(step.shared_blocks):
             for kind in self._kinds(step):
                 yield kind._replace(shared_blocks=shared)
         yield from self._kinds(step)
 
     def _kinds(self, step: Bucket) -> Iterator[Bucket]:
-        """Return the buckets without shared blocks, in the order of `fitting`."""
+        """Return the buckets without shared blocks that a step fits in, the best first."""
         if not step.prompt_seqs:
             kinds = self._decode(step)
         elif not step.rows:
@@ -107,13 +107,13 @@ class BucketGrid:
         return (kind for kind in kinds if kind.num_logits >= step.num_logits)
 
     def _decode(self, step: Bucket) -> Iterator[Bucket]:
-        """More rows before more columns."""
+        """Yield buckets for a step of decode rows; rows grow before columns."""
         for columns in self._columns(step.columns):
             for rows in _from(self._rows, step.rows):
                 yield self._bucket(rows, columns=columns)
 
     def _prompts(self, step: Bucket) -> Iterator[Bucket]:
-        """More tokens before more columns or sequences."""
+        """Yield buckets for a step of prompts; tokens grow before columns, and columns before sequences."""
         tokens = _from(self._tokens, step.prompt_tokens)
         most = max(tokens[0], int(_MOST_WASTE * step.prompt_tokens))
         for seqs in _from(self._seqs, step.prompt_seqs):
@@ -122,7 +122,7 @@ class BucketGrid:
                     yield self._bucket(0, count, seqs, columns)
 
     def _mixed(self, step: Bucket) -> Iterator[Bucket]:
-        """More columns before more rows."""
+        """Yield buckets for a step of both kinds; columns grow before rows."""
         if step.prompt_seqs > self._mixed_seqs:
             return
         tokens = _from(self._mixed_tokens, step.prompt_tokens)[0]
@@ -131,11 +131,11 @@ class BucketGrid:
                 yield self._bucket(rows, tokens, self._mixed_seqs, columns)
 
     def _bucket(self, rows: int, tokens: int = 0, seqs: int = 0, columns: int = 0) -> Bucket:
-        # A step has at most as many sequences of both kinds as there may be in all.
+        # A step has at most `max_num_seqs` sequences of both kinds together.
         return Bucket(rows, tokens, seqs, columns, min(rows + seqs, self._most_seqs))
 
     def _columns(self, least: int) -> Iterator[int]:
-        """Yield the lengths of decode rows' tables that hold `least` blocks."""
+        """Yield the numbers of columns for decode rows that hold at least `least` blocks."""
         columns = _FEWEST_COLUMNS
         while columns < self._most_columns:
             if columns >= least:
@@ -146,15 +146,15 @@ class BucketGrid:
 
 
 def _from(counts: list[int], least: int) -> list[int]:
-    """Return the counts, in ascending order, from the first on that is at least `least`."""
+    """Return the counts that are at least `least`; `counts` is in ascending order."""
     return counts[bisect.bisect_left(counts, least) :]
 
 
 def row_counts(most: int) -> list[int]:
-    """Numbers of decode rows that buckets are made for: close together where few are left unused.
+    """Return the numbers of decode rows that have buckets.
 
     Args:
-        most: sequences of a step.
+        most: limit of sequences in a step.
 
     Returns:
         1, 2, 4, 8, then every 16th up to 128 and every 32nd beyond, ending with `most`.
@@ -165,15 +165,15 @@ def row_counts(most: int) -> list[int]:
 
 
 def token_counts(most: int, fewest: int = _FEWEST_TOKENS, parts: int = 4) -> list[int]:
-    """Numbers of prompts' tokens that buckets are made for.
+    """Return the numbers of prompt tokens that have buckets.
 
     Args:
-        most: tokens of a step.
-        fewest: where they begin, a power of two.
-        parts: numbers from one power of two to the next.
+        most: limit of tokens in a step.
+        fewest: the smallest number, a power of two.
+        parts: how many numbers there are from one power of two up to the next.
 
     Returns:
-        16, 20, 24, 28, 32, 40, ..., ending with `most`.
+        By default 16, 20, 24, 28, 32, 40, ..., ending with `most`.
     """
     doubled = (fewest << i for i in itertools.count())
     powers = itertools.takewhile(lambda power: power < most, doubled)
@@ -182,7 +182,7 @@ def token_counts(most: int, fewest: int = _FEWEST_TOKENS, parts: int = 4) -> lis
 
 
 def shared_count(blocks: int) -> int:
-    """Return the most shared blocks, up to `blocks`, that buckets are made for: at least four fifths of them."""
+    """Return the largest number of shared blocks, at most `blocks`, that has buckets."""
     if blocks < _FEWEST_SHARED:
         return blocks // _SHARED_STEP * _SHARED_STEP
     power = 1 << (blocks.bit_length() - 1)

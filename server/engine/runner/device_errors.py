@@ -1,6 +1,6 @@
-"""Says what an operator can do about an error that a device, its driver or the kernels' compiler raised at start-up.
+"""Explains errors of a device, its driver or the kernel compiler at start-up to the operator, with a remedy.
 
-Knows messages, because most of these errors have no type of their own.
+Recognizes many of them by their messages, because they have no types of their own.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Final
 from model.device.memory import is_out_of_memory
 
 _LESS_MEMORY: Final = (
-    "end other programs on this device, or take a smaller --max-num-batched-tokens, --max-num-seqs or "
+    "end other programs on this device, or set a smaller --max-num-batched-tokens, --max-num-seqs or "
     "--max-model-len"
 )
 _COMPILER: Final = (
-    "Triton builds the launchers of its kernels with a C compiler: install gcc and the headers of C and Python "
-    "(Debian, Ubuntu: apt-get install gcc libc6-dev python3-dev), or name another compiler in the variable CC"
+    "Triton builds the launchers of its kernels with a C compiler: install gcc and the C and Python headers "
+    "(Debian, Ubuntu: apt-get install gcc libc6-dev python3-dev), or set the variable CC to another compiler"
 )
 
 
 def explain(error: Exception, phase: str) -> str:
-    """Describe an error in a line or two.
+    """Describe an error in one line, with a remedy if there is one.
 
     Args:
-        error: what was raised.
-        phase: what the engine was doing.
+        error: the exception.
+        phase: start-up phase in which it was raised.
     """
     text = f"{phase} failed: {type(error).__name__}: {_first_line(error)}"
     if is_out_of_memory(error):
@@ -40,7 +40,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _is_compilers(error: Exception) -> bool:
-    """Whether Triton found no C compiler, or the one it found could not build a launcher.
+    """Return whether Triton found no C compiler, or the compiler could not build a launcher.
 
     Source: triton 3.6, `runtime/build.py`.
     """

@@ -1,7 +1,7 @@
-"""Dummy steps: what compiles every kernel, and what needs the most memory.
+"""Dummy steps for the warm-up: steps that use every kernel, and the step that needs the most memory.
 
-All positions of their sequences lie in block 0, so that any cache is large enough for them: what they read is
-meaningless and what they write is overwritten.
+All positions of a dummy sequence are in block 0, so a cache of one block is enough. The keys and values that the steps
+read are meaningless, and those that they write are overwritten later.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _GREEDY: Final = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
 def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
-    """One chunk of a prompt, then one more token: the least that uses every kernel.
+    """Yield a step with a chunk of a prompt and a step with one token.
 
     Args:
-        length: tokens of the sequence in the end, at least 2; decides for which length kernels are chosen.
+        length: tokens of the sequence, at least 2; kernels are selected for this length.
         limits: of a step.
         block_size: tokens per block.
     """
@@ -41,7 +41,7 @@ def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterat
 
 
 def unsampled_token(length: int, block_size: int) -> SchedulerOutput:
-    """One token that samples none: it is computed layer by layer even where a decode step is a single launch.
+    """Return a step of one token without logits. It is computed layer by layer even if decode steps are one launch.
 
     Args:
         length: tokens of the sequence.
@@ -52,7 +52,7 @@ def unsampled_token(length: int, block_size: int) -> SchedulerOutput:
 
 
 def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
-    """Steps of 1, 2, 4, ... sequences up to the limit, decoded and in chunks: kernels are compiled for these numbers.
+    """Yield decode and prompt steps of 1, 2, 4, ... sequences up to the limit: kernels are compiled per power of two.
 
     Args:
         length: tokens of the longest sequence, at least 2.
@@ -72,10 +72,10 @@ def crowds(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[Sc
 def few_rows(
     counts: Iterable[int], limits: SchedulerConfig, block_size: int
 ) -> Iterator[SchedulerOutput]:
-    """Steps of few tokens, for whose numbers linear layers have kernels of their own: decoded, or else one prompt.
+    """Yield steps with these numbers of tokens: decode rows if the limits allow as many, else one prompt.
 
     Args:
-        counts: the numbers; for those beyond a step's limits, the most there can be.
+        counts: numbers of tokens for which linear layers have special kernels; larger ones are cut to the limits.
         limits: of a step.
         block_size: tokens per block.
     """
@@ -90,7 +90,7 @@ def few_rows(
 
 
 def sampling_ways(block_size: int) -> Iterator[SchedulerOutput]:
-    """Decode steps of one sequence, sampled in each way that has kernels of its own; with a penalty these read float32.
+    """Yield decode steps of one sequence for each set of sampling kernels; with a penalty these read float32 logits.
 
     Args:
         block_size: tokens per block.
@@ -107,10 +107,10 @@ def sampling_ways(block_size: int) -> Iterator[SchedulerOutput]:
 
 
 def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[SchedulerOutput]:
-    """Two sequences that share the fewest tokens that may be read once: the kernels of such a step.
+    """Yield a decode step of two sequences with the shortest shared prefix, if the limits allow one.
 
     Args:
-        length: tokens of the longer one behind those, at least 2.
+        length: tokens of the longer sequence after the shared prefix, at least 2.
         limits: of a step.
         block_size: tokens per block.
     """
@@ -124,18 +124,18 @@ def sharing(length: int, limits: SchedulerConfig, block_size: int) -> Iterator[S
 def largest_step(
     length: int, limits: SchedulerConfig, vocab_size: int, block_size: int
 ) -> SchedulerOutput:
-    """As many sequences and tokens as a step may have, sampled in the way that takes the most memory.
+    """Return a step with the most sequences and tokens, sampled in the way that needs the most memory.
 
     Args:
         length: tokens of each sequence, at least 2.
         limits: of a step.
-        vocab_size: tokens that are scored.
+        vocab_size: size of the vocabulary.
         block_size: tokens per block.
     """
     sampling = SamplingParams(
         max_new_tokens=1,
         temperature=1.0,
-        # More than the sampler looks at first, so that it sorts the whole vocabulary.
+        # More than the sampler's first candidates, so that it sorts the whole vocabulary.
         top_k=vocab_size,
         typical_p=0.9,
         repetition_penalty=1.1,
@@ -155,8 +155,8 @@ def largest_step(
 
 
 def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequence:
-    """A prompt of `length` tokens with id 0."""
-    # Id -1 is that of no request.
+    """Return a sequence with a prompt of `length` tokens with id 0."""
+    # No request has the id -1.
     sequence = Sequence(
         GenerateRequest(request_id=-1, prompt_token_ids=[0] * length, sampling=sampling)
     )
@@ -165,7 +165,7 @@ def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequenc
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    """The last tokens of a sequence."""
+    """Schedule the last tokens of a sequence."""
     return ScheduledSequence(sequence, sequence.num_tokens - num_tokens, num_tokens, num_logits=1)
 
 

@@ -1,6 +1,6 @@
-"""Has the driver open the GPU while PyTorch is imported, which takes it a few tenths of a second of waiting.
+"""Opens the GPU while PyTorch is imported, which saves a few tenths of a second at start-up.
 
-Knows the driver alone: what it refuses is PyTorch's to find out and to tell.
+Errors of the driver are ignored here, because PyTorch detects and reports them later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ log = logging.getLogger("tessera.engine")
 
 
 def open_gpu() -> None:
-    """Make the context of the first GPU, which PyTorch then finds and which lives as long as the process."""
+    """Create the primary context of the first GPU. PyTorch uses it later; it exists until the process ends."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -23,4 +23,4 @@ def open_gpu() -> None:
         or driver.cuDeviceGet(ctypes.byref(device), 0)
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     )
-    log.debug("the driver opened the GPU with status %d", status)
+    log.debug("opening the GPU through the CUDA driver returned status %d", status)

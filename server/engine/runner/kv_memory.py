@@ -1,6 +1,6 @@
-"""How many tokens the KV cache may hold in the memory that is free now, and getting that memory.
+"""Chooses the size of the KV cache by the free memory, and allocates it.
 
-Knows bytes and blocks; what a cache or a step is made of comes from the caller.
+Works on bytes and blocks only; the caller creates the cache.
 
     free on the device now
     | kept for a step's activations | share for the cache             | left to others |
@@ -22,12 +22,12 @@ log = logging.getLogger("tessera.engine")
 
 _Cache = TypeVar("_Cache")
 
-# Of the memory that is free, the share the cache may take. A CPU's memory belongs to other programs as well; on a
-# GPU the rest lets a second service start beside this one.
+# Share of the free memory that the cache may use by default. Other programs need the memory of a CPU as well; on a GPU,
+# the rest lets a second service start on the same device.
 _SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
 
-# Another process may take between our look and our allocation what we saw: each further attempt looks again and
-# takes half of that share, so that two which start together and both fail fit in beside each other.
+# Another process may allocate memory after it was measured. Each attempt measures again and halves the share, so that
+# two processes that start together and both fail at first both fit in the end.
 _ATTEMPTS: Final = 4
 
 _MIB: Final = 2**20
@@ -35,20 +35,20 @@ _GIB: Final = 2**30
 
 
 class NotEnoughMemoryError(Exception):
-    """The KV cache does not fit; the text names both sizes."""
+    """The KV cache does not fit; the text states the required and the available size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheDemand:
-    """What the cache is wanted for.
+    """Requirements for the size of the KV cache.
 
     Attributes:
-        requested_tokens: what the operator asked for; taken as it is, if it fits.
-        requested_gib: the same in GiB; at most one of the two is given.
-        useful_tokens: more than the engine could ever fill is not allocated.
+        requested_tokens: tokens set by the operator; never reduced.
+        requested_gib: GiB set by the operator; excludes `requested_tokens`.
+        useful_tokens: tokens that the engine can use at most; the default size never exceeds them.
         block_size: tokens in a block.
-        bytes_per_token: keys and values of all layers, in bytes.
-        kept_bytes: of the free memory, what a step needs beside the cache, in bytes.
+        bytes_per_token: bytes of the keys and values of all layers.
+        kept_bytes: bytes that stay free for a step's activations.
     """
 
     requested_tokens: int | None
@@ -65,12 +65,12 @@ class KVCacheDemand:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the operator asked for a size."""
+        """Whether the operator set the size."""
         return self.requested_tokens is not None or self.requested_gib is not None
 
 
 class KVCacheSize(NamedTuple):
-    """How many blocks, and why so many."""
+    """Number of blocks, and the reason for it."""
 
     num_blocks: int
     why: str
@@ -82,12 +82,12 @@ def kv_cache_size(
     """Choose the size of the KV cache.
 
     Args:
-        demand: what it is for.
-        device: where it will be.
-        share: of the free memory, what a size that nobody asked for may take, 0 to 1; None takes the device's own.
+        demand: requirements for the size.
+        device: the cache's device.
+        share: share of the usable memory, 0 to 1, that a default size may use; None takes the device's default.
 
     Raises:
-        NotEnoughMemoryError: the request, or a single block, is larger than what is free.
+        NotEnoughMemoryError: the size set by the operator, or a single block, does not fit in the usable memory.
     """
     share = _SHARE[device.type] if share is None else share
     free = free_bytes(device)
@@ -98,27 +98,27 @@ def kv_cache_size(
     affordable = int(left * share) // demand.block_bytes
     if affordable < 1:
         raise NotEnoughMemoryError(
-            f"one block of the KV cache needs {demand.block_bytes / _MIB:.2f} MiB, "
-            f"{share:.0%} of what can be used are {left * share / _MIB:.2f} MiB: "
+            f"one block of the KV cache needs {demand.block_bytes / _MIB:.2f} MiB, but "
+            f"{share:.0%} of the usable memory is {left * share / _MIB:.2f} MiB: "
             f"{_stated(free, demand, device)}"
         )
     if useful <= affordable:
-        return KVCacheSize(useful, "all that the sequences of a step could fill")
+        return KVCacheSize(useful, "enough for all sequences of a step at full length")
     return KVCacheSize(affordable, f"{share:.0%} of {_stated(free, demand, device)}")
 
 
 def allocate_kv_cache(
     demand: KVCacheDemand, device: torch.device, allocate: Callable[[int], _Cache]
 ) -> _Cache:
-    """Choose a size and allocate it; where another process was faster, look again and take less.
+    """Choose a size and allocate the cache; if another process took the memory first, try a smaller size.
 
     Args:
-        demand: what it is for.
-        device: where it will be.
-        allocate: makes a cache of so many blocks, and whatever else must fit beside it.
+        demand: requirements for the size.
+        device: the cache's device.
+        allocate: creates a cache of the given number of blocks, and anything else that must fit in memory with it.
 
     Raises:
-        NotEnoughMemoryError: what was asked for, or the least that serves, does not fit.
+        NotEnoughMemoryError: the size set by the operator, or the last and smallest size, does not fit.
     """
     for attempt in itertools.count():
         size = kv_cache_size(demand, device, _SHARE[device.type] / 2**attempt)
@@ -134,15 +134,15 @@ def allocate_kv_cache(
         else:
             log.info("%s: %s", wanted, size.why)
             return cache
-        # Only here, past the handler, have the frames gone that held what was allocated.
+        # After the handler: until then, the exception's frames hold the allocated memory.
         release_cached(device)
         failed = f"a {wanted} ({size.why}), could not be allocated: {refusal}"
         if demand.is_explicit or attempt + 1 == _ATTEMPTS:
             raise NotEnoughMemoryError(
                 f"{failed}; {free_bytes(device) / _MIB:.0f} MiB are free on {device} now, "
-                "another process may have taken memory meanwhile"
+                "another process may have allocated memory meanwhile"
             )
-        log.warning("%s; trying less", failed)
+        log.warning("%s; trying a smaller size", failed)
     raise AssertionError("unreachable")
 
 
@@ -164,7 +164,7 @@ def _requested(demand: KVCacheDemand, left: int, stated: str) -> KVCacheSize:
             f"a KV cache of {value} needs {num_blocks * demand.block_bytes / _MIB:.0f} MiB, "
             f"at most {left / _MIB:.0f} MiB can be used: {stated}"
         )
-    return KVCacheSize(num_blocks, f"as {setting} asks")
+    return KVCacheSize(num_blocks, f"set by {setting}")
 
 
 def _stated(free: int, demand: KVCacheDemand, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Makes the attention plan of a model on a processor: what `kernels.select` chooses, as records."""
+"""Builds the attention plan of a model on a processor from the choices of `kernels.select`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def explain_model(
     """Plan the attention of every phase and kind of layer, and how one sequence is decoded.
 
     Args:
-        model: on any device, "meta" included: no weight is read.
-        block_size: tokens of a block of the KV cache.
-        arch: the processor, which may be absent.
-        kv_dtype: of a quantized KV cache; None for one of the model's dtype.
+        model: on any device, including "meta"; its weights are not read.
+        block_size: tokens in a block of the KV cache.
+        arch: the processor; it need not be present.
+        kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
 
     Raises:
-        NoKernelError: no kernel supports the model's attention there; lists every reason.
+        NoKernelError: no kernel supports the model's attention on the processor; lists every reason.
     """
     problems = model.attention_problems(block_size, kv_dtype)
     shape, weight_dtype, reasons = (

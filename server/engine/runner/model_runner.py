@@ -1,7 +1,7 @@
-"""Computes a step: packs its input, runs the model, samples.
+"""Computes a step: packs its input, runs the model and samples.
 
-`launch` gives a step to the device and waits for nothing; what it returns waits for the results. The tokens that a
-step samples stay on the device too, where the next one finds those that the host has not seen (`sampled_tokens`).
+`launch` returns without waiting for the device; the object it returns waits for the results. Sampled tokens also stay
+on the device, where the next step reads those that the host does not know yet (`sampled_tokens`).
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from server.engine.core.plan_report import PlanReport
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import PendingStep, ScheduledSequence, SchedulerOutput, StepResult
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.runner.shared_prefix import SharingRule
 
 _PROMPT_LOGPROB_ROWS: Final = 256
-"""Rows of logits held at once for a prompt's log-probabilities: bounds the memory at large vocabularies."""
+"""Rows of logits computed at a time for a prompt's log-probabilities; bounds the memory with large vocabularies."""
 _FEWEST_SAMPLED: Final = 64
 _KEPT_INPUTS: Final = 8
-"""Inputs of steps without a recording that are kept for the next steps of their buckets."""
+"""Number of inputs kept for later steps of the same bucket that have no recording."""
 
 
 class ModelRunner:
-    """Owns the model and the KV cache. Used by the engine's thread alone.
+    """Owns the model and the KV cache. Only the engine's thread uses it.
 
     Args:
         model: in evaluation mode, on the cache's device.
-        kv_cache: its blocks are handed out by the engine's `BlockManager`.
+        kv_cache: the engine's `BlockManager` allocates its blocks.
     """
 
     def __init__(self, model: DecoderLM, kv_cache: KVCache) -> None:
         self.model, self.kv_cache = model, kv_cache
         self.device = kv_cache.layer(0).device
-        self.sharing_pays = self._find_sharing()
+        self.sharing_rule = self._find_sharing_rule()
         self.recorded: RecordedSteps | None = None
         self._sampled = SampledTokens(_FEWEST_SAMPLED, self.device)
         self._inputs: OrderedDict[Bucket, PackedStep] = OrderedDict()
@@ -66,68 +66,68 @@ class ModelRunner:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         return self.kv_cache.num_blocks * self.kv_cache.block_size
 
     @property
     def cache_dtype(self) -> str:
-        """Of the KV cache's numbers, as PyTorch names it."""
+        """PyTorch's name of the KV cache's dtype."""
         return str(self.kv_cache.dtype).removeprefix("torch.")
 
     def record_steps(self, limits: SchedulerConfig, recorder: Recorder) -> None:
-        """Replay steps from now on, as soon as they are recorded.
+        """Enable recordings: from now on, steps are recorded and replayed.
 
         Args:
             limits: of a step.
-            recorder: of the cache's device.
+            recorder: for the cache's device.
         """
         self._sampled = SampledTokens(limits.max_num_seqs + 1, self.device)
         self.recorded = RecordedSteps(
-            self.model, self.kv_cache, recorder, self._sampled, limits, self.sharing_pays
+            self.model, self.kv_cache, recorder, self._sampled, limits, self.sharing_rule
         )
 
     def use_idle_time(self) -> bool:
-        """Record one bucket of steps; return whether there was one to record."""
+        """Record the steps of one bucket; return whether any bucket was waiting for a recording."""
         return self.recorded is not None and self.recorded.record_next()
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept for a sequence that ended; an unknown id is ignored."""
+        """Drop the token history of a sequence that ended; unknown ids are ignored."""
         self._histories.pop(request_id, None)
 
     def recover(self, error: Exception) -> bool:
-        """Bring the device back to work after a step that raised.
+        """Release memory after a step that ran out of it, and check that the device still works.
 
         Returns:
-            Whether later steps can succeed: an illegal access leaves a CUDA context unusable.
+            Whether later steps can succeed. An illegal memory access leaves a CUDA context unusable.
         """
         out_of_memory = is_out_of_memory(error)
         if out_of_memory:
-            traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
+            traceback.clear_frames(error.__traceback__)  # the frames hold the step's tensors
         try:
             if out_of_memory:
                 release_cached(self.device)
             if self.device.type == "cuda":
-                # Not every error is fatal, nor has each a type that tells; every call on a broken context fails.
+                # An error's type does not tell whether it is fatal, but every call on a broken context fails.
                 torch.cuda.synchronize(self.device)
         except RuntimeError:
             return False
         return True
 
     def execute(self, output: SchedulerOutput) -> StepResult:
-        """Compute the scheduled tokens, sample those that are asked for, and wait for them.
+        """Compute a step and wait for its results.
 
         Args:
-            output: as for `launch`.
+            output: see `launch`.
         """
         return self.launch(output).result()
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> PendingStep:
-        """Have the scheduled tokens computed and one sampled from each row of logits.
+        """Start computing the scheduled tokens and sampling one token from each row of logits.
 
         Args:
-            output: at least one scheduled sequence; its blocks are reserved. Of the tokens that it continues from,
-                those that the host does not know are the ones that the step launched before it samples.
+            output: at least one scheduled sequence; its blocks are allocated. Input tokens that the host does not know
+                yet must be tokens that the previously launched step samples.
         """
         scheduled = (*output.decode, *output.prefill)
         prompts: dict[int, PromptLogprobs] = {}
@@ -150,15 +150,15 @@ class ModelRunner:
         self._sampled.put(tokens.tokens)
         return SampledStep(tokens, num_logits, prompts, tokens.feeds_next)
 
-    def pack(self, output: SchedulerOutput, sharing_pays: SharingPays | None) -> PackedStep:
-        """Lay out a step in the bucket that it fills, for one without a recording.
+    def pack(self, output: SchedulerOutput, sharing_rule: SharingRule | None) -> PackedStep:
+        """Pack a step that has no recording into its exact bucket.
 
         Args:
-            output: at least one scheduled sequence; its blocks are reserved.
-            sharing_pays: whether to read once what the one-token sequences share; None for never.
+            output: at least one scheduled sequence; its blocks are allocated.
+            sharing_rule: decides whether the decode sequences' shared prefix is read once; None for never.
         """
         decode, prefill, block_size = output.decode, output.prefill, self.kv_cache.block_size
-        shared = shared_blocks(decode, block_size, sharing_pays)
+        shared = shared_blocks(decode, block_size, sharing_rule)
         bucket = exact_bucket(decode, prefill, block_size, shared)
         packed = self._inputs.pop(bucket, None) or PackedStep(bucket, block_size, self.device)
         self._inputs[bucket] = packed
@@ -168,19 +168,19 @@ class ModelRunner:
         return packed
 
     def attention_problems(self) -> list[AttentionProblem]:
-        """Describe the attention of every kind of layer and phase."""
+        """Return the attention problem of every kind of layer and phase."""
         return self.model.attention_problems(self.kv_cache.block_size, self.kv_cache.kv_dtype)
 
     def describe_plan(self) -> PlanReport:
-        """Tell which attention kernels run, how they are launched, and why."""
+        """Report which attention kernels run, their launch configurations, and the reasons."""
         cache = self.kv_cache
         return explain_model(self.model, cache.block_size, detect(self.device), cache.kv_dtype)
 
     def _compute(
         self, output: SchedulerOutput
     ) -> tuple[list[StepOutput], dict[int, PromptLogprobs]]:
-        """Compute a step without a recording; also the log-probabilities of prompts that ask for them."""
-        packed = self.pack(output, self.sharing_pays)
+        """Compute a step without a recording; also the prompt log-probabilities that sequences requested."""
+        packed = self.pack(output, self.sharing_rule)
         sampled = None
         if packed.reads_sampled or self.device.type == "cuda":
             sampled = self._sampled.ids
@@ -191,8 +191,8 @@ class ModelRunner:
         prompts = self._prompt_logprobs(scheduled, hidden)
         return [self.model.score(packed.input, hidden)], prompts
 
-    def _find_sharing(self) -> SharingPays | None:
-        """Return when a step should read once what its sequences share; None where no layer can."""
+    def _find_sharing_rule(self) -> SharingRule | None:
+        """Return the rule that decides whether a step reads a shared prefix once; None if no layer supports it."""
         arch = detect(self.device)
         takers = [
             problem
@@ -201,11 +201,11 @@ class ModelRunner:
         ]
         if not takers:
             return None
-        # Full layers alone take it, and a model's are all alike.
+        # Only full-attention layers support it, and those of a model all have the same problem.
         return functools.partial(shared_prefix_is_faster, takers[0], arch)
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        """Return the sampler's row for the next token of a sequence; its history is kept between steps."""
+        """Return the sampler's row for the next token of a sequence. The token history is kept between steps."""
         history = self._histories.get(sequence.request_id)
         if history is None:
             history = TokenHistory(sequence.token_ids, sequence.num_prompt_tokens)
@@ -222,7 +222,7 @@ class ModelRunner:
             first_row += s.num_tokens
             if not _scores_prompt(s):
                 continue
-            # The row of token i says how likely token i + 1 was; the last prompt token's row is sampled.
+            # The logits at token i score token i + 1; those at the last prompt token are for sampling.
             following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
             logprobs: list[float] = []
             for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
@@ -234,6 +234,6 @@ class ModelRunner:
 
 
 def _scores_prompt(scheduled: ScheduledSequence) -> bool:
-    """Whether a step has to score a prompt's tokens, for which a recording has no logits."""
+    """Return whether a step must score prompt tokens, for which recordings compute no logits."""
     sequence = scheduled.sequence
     return sequence.sampling.prompt_logprobs and not sequence.num_known_output_tokens

@@ -1,11 +1,11 @@
-"""Steps that are recorded once and replayed: one launch for the host instead of hundreds.
+"""Records steps as CUDA graphs and replays them, so that the host makes one launch instead of hundreds.
 
-A recording is for a bucket; a step takes the smallest recorded one that it fits in:
+Each recording belongs to a bucket. A step uses the first recorded bucket that it fits in:
 
     host arrays  -- one copy -->  device arrays  -- replay -->  logits, argmax tokens
 
-Recordings are made when there is nothing else to do, those that steps missed first, then in the order of the grid; or
-after `_PATIENCE` steps without the one that they need.
+Recordings are made while the engine is idle: first for buckets that steps needed, then in the order of the grid. A
+bucket that `_PATIENCE` steps needed is recorded at once.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import ScheduledSequence
     from server.engine.runner.sampled_tokens import SampledTokens
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.runner.shared_prefix import SharingRule
 
 log = logging.getLogger("tessera.engine")
 
 _PATIENCE: Final = 3
-"""Steps of a bucket that are launched kernel by kernel before its recording makes one wait, which takes as long as they
-lose.
+"""Steps of a bucket that are launched kernel by kernel before the last of them waits for a recording. A recording takes
+about as long as these steps lose without it.
 """
 _PATIENCE_WITH_A_LARGER: Final = 64
-"""The same for steps that a larger bucket's recording serves meanwhile."""
+"""The same for steps that use the recording of a larger bucket meanwhile."""
 
 
 class _Recording:
-    """A bucket's arrays and its replay.
+    """The recording of a bucket.
 
     Attributes:
-        step: its input; the arrays must outlive the replay.
-        out: where the replay leaves its results.
-        replay: what computes it.
+        step: input; its arrays must outlive the replay.
+        out: the replay writes its results here.
+        replay: computes the step.
     """
 
     def __init__(self, step: PackedStep, out: StepOutput, replay: Replay) -> None:
@@ -64,15 +64,15 @@ class _Recording:
 
 
 class RecordedSteps:
-    """The recordings of a model's steps. Used by the engine's thread alone.
+    """The recordings of a model's steps. Only the engine's thread uses it.
 
     Args:
         model: its `step` is recorded.
-        kv_cache: must stay where it is.
+        kv_cache: its memory must not move.
         recorder: makes the recordings, on the cache's device.
-        sampled: where steps leave their tokens; with room for a step's rows and one more.
+        sampled: steps write their tokens here; its capacity is at least a step's rows plus one.
         limits: of a step.
-        sharing_pays: whether a step should read once what its sequences share; None where no kernel can.
+        sharing_rule: decides whether a shared prefix is read once; None if no kernel supports it.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class RecordedSteps:
         recorder: Recorder,
         sampled: SampledTokens,
         limits: SchedulerConfig,
-        sharing_pays: SharingPays | None = None,
+        sharing_rule: SharingRule | None = None,
     ) -> None:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
-        self._sampled, self._sharing_pays = sampled, sharing_pays
+        self._sampled, self._sharing_rule = sampled, sharing_rule
         self._device = kv_cache.layer(0).device
         self._grid = BucketGrid(limits, kv_cache.block_size)
-        # Decode rows and prompts of one step may come from two recordings: their results must not overlap.
+        # Two recordings may compute the decode rows and the prompts of a step; their results must not overlap.
         most = limits.max_num_seqs
         self._decode_out, self._prompt_out = self._allocate(most), self._allocate(most)
         self._recordings: dict[Bucket, _Recording] = {}
@@ -98,26 +98,26 @@ class RecordedSteps:
 
     @property
     def recorded(self) -> list[Bucket]:
-        """The buckets that have a recording, in the order in which they were made."""
+        """The buckets that have a recording, in the order in which they were recorded."""
         return list(self._recordings)
 
     def compute(
         self, decode: Sequence[ScheduledSequence], prefill: Sequence[ScheduledSequence]
     ) -> list[StepOutput] | None:
-        """Compute a step by one recording; where decode rows and prompts have none together, by one for each.
+        """Compute a step with one recording, or with one for its decode rows and one for its prompts.
 
-        Two read the weights twice, which costs less than to launch hundreds of kernels one by one.
+        Two recordings read the weights twice, which is faster than launching hundreds of kernels one by one.
 
         Args:
             decode: sequences with one token each.
-            prefill: the others.
+            prefill: the other sequences.
 
         Returns:
-            The rows that the step scores, decode rows first, valid until the next step; None where it has to be
-            launched kernel by kernel.
+            The results of the step's rows of logits, decode rows first, valid until the next step. None if a recording
+            is missing and the step must be launched kernel by kernel.
         """
         if decode and prefill:
-            # No step waits for a recording of both to be made.
+            # A step never waits for a recording of both kinds to be made.
             found = [self._find(decode, prefill, waits=False)]
             if found[0] is not None:
                 return self._run(found, [(decode, prefill)])
@@ -125,7 +125,7 @@ class RecordedSteps:
         return self._run([self._find(*part, waits=True) for part in parts], parts)
 
     def record_next(self) -> bool:
-        """Make the next recording that is waited for; return whether there was one."""
+        """Make the next waiting recording; return whether there was one."""
         if not self._waiting:
             return False
         self._record(self._waiting.pop(0))
@@ -156,9 +156,9 @@ class RecordedSteps:
         *,
         waits: bool,
     ) -> _Recording | None:
-        """Return the first recording that a step fits in; its own is recorded next if that is another one."""
+        """Return the first recording that a step fits in. If the best bucket has none, record it next."""
         block_size = self._kv_cache.block_size
-        shared = shared_blocks(decode, block_size, self._sharing_pays)
+        shared = shared_blocks(decode, block_size, self._sharing_rule)
         step = exact_bucket(decode, prefill, block_size, shared)
         return self._first(self._grid.fitting(step), waits=waits)
 
@@ -176,7 +176,12 @@ class RecordedSteps:
         return None
 
     def _miss(self, bucket: Bucket, patience: int | None) -> None:
-        """Count a step without its own recording; the last of `patience` makes it, None waits for idle time."""
+        """Count a step without its own recording.
+
+        Args:
+            bucket: the bucket to record next.
+            patience: number of such steps after which it is recorded at once; None records it in idle time.
+        """
         if self._closed:
             return
         if bucket in self._waiting:
@@ -195,7 +200,7 @@ class RecordedSteps:
         try:
             self._recordings[bucket] = self._make(bucket, out.first(bucket.num_logits))
         except RuntimeError as error:
-            # What cannot be recorded can be launched: the service goes on as it is.
+            # Steps without a recording are launched kernel by kernel, so the service continues.
             self._waiting.clear()
             self._closed = True
             log.warning("no more steps are recorded: %s failed: %s", bucket, error)
@@ -204,7 +209,7 @@ class RecordedSteps:
 
     @torch.inference_mode()
     def _make(self, bucket: Bucket, out: StepOutput) -> _Recording:
-        """Record a step in which no sequence has a token: the same kernels run, and write to no block."""
+        """Record a step without sequences, which runs the same kernels and writes to no block."""
         step = PackedStep(bucket, self._kv_cache.block_size, self._device)
         step.pack((), (), self._sampled)
         ids = self._sampled.ids
@@ -216,7 +221,7 @@ class RecordedSteps:
         return _Recording(step, out, replay)
 
     def _allocate(self, num_rows: int) -> StepOutput:
-        """Allocate the results of steps of that many rows."""
+        """Allocate the results of steps with up to `num_rows` rows."""
         table = self._model.embed_tokens
         tokens = torch.empty(num_rows, dtype=torch.int64, device=self._device)
         logits = torch.empty(num_rows, len(table), dtype=table.dtype, device=self._device)

@@ -1,11 +1,11 @@
-"""Gives a loaded model its KV cache and computes its first steps, in the order that the device asks for.
+"""Allocates the KV cache of a loaded model and warms up, in an order that depends on the device.
 
-    CPU    allocate the cache (memory is taken as it is used), warm up
-    GPU    warm up with a cache of one block, measuring what a step takes beside it; allocate the cache in what
-           is free then; compute the largest step again, which takes the measured memory for good
+    CPU    allocate the cache (the system assigns memory at the first use), then warm up
+    GPU    warm up with a cache of one block and measure the memory of the largest step; allocate the cache in the
+           remaining free memory; compute the largest step again, so that PyTorch keeps the measured memory
 
-A GPU is shared with processes that start at the same time, so what is measured is not what is left a
-moment later: nothing is promised before both the cache and the largest step's memory are held.
+Other processes may start on the same GPU at the same time, so free memory may be gone a moment after it was measured.
+The start therefore succeeds only once both the cache and the largest step's memory are allocated.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = logging.getLogger("tessera.engine")
 
 _FEWEST_TOKENS: Final = 2
 
-# Beside a step's tensors: kernels that the driver loads at their first use, and gaps between tensors that other
-# sizes of steps leave.
+# Memory needed in addition to a step's tensors: for kernels that the driver loads at their first use, and for gaps
+# between tensors of steps of different sizes.
 _GPU_HEADROOM_BYTES: Final = 256 * 2**20
 
 
@@ -49,14 +49,14 @@ def start_runner(
     Args:
         model: on its device.
         config: of the engine.
-        limits: of a step; the model's own context as far as the operator allows it.
-        phases: told what is being done.
+        limits: of a step.
+        phases: reports the progress.
 
     Returns:
-        The runner, and the tokens that one sequence may have.
+        The runner, and the limit of tokens in one sequence.
 
     Raises:
-        NotEnoughMemoryError: the cache does not fit, or what fits cannot hold a prompt and an answer.
+        NotEnoughMemoryError: the cache does not fit, or a cache that fits cannot hold a prompt and an output token.
     """
     if model.embed_tokens.device.type == "cuda":
         return _start_on_gpu(model, config, limits, phases)
@@ -79,7 +79,7 @@ def _start_on_gpu(
             warm_up(_runner(model, config, num_blocks=1), limits, phases.say)
             step_bytes = peak_bytes()
         release_cached(device)
-        log.info("the largest step takes %.2f GiB beside weights and cache", step_bytes / 2**30)
+        log.info("the largest step needs %.2f GiB of activations", step_bytes / 2**30)
     with phases("allocating the KV cache"):
 
         def hold_step(runner: ModelRunner) -> None:
@@ -102,14 +102,14 @@ def _allocate(
     kept_bytes: int = 0,
     hold_step: Callable[[ModelRunner], None] | None = None,
 ) -> ModelRunner:
-    """Allocate a cache as large as the memory allows.
+    """Allocate a cache of the size that the memory allows or the operator set.
 
     Args:
         model: on its device.
         config: of the engine.
         limits: of a step.
-        kept_bytes: of the free memory, what a step needs beside the cache.
-        hold_step: takes those bytes, once the cache is there; where it cannot, a smaller cache is tried.
+        kept_bytes: bytes that stay free for a step's activations.
+        hold_step: allocates those bytes after the cache; if it fails, a smaller cache is tried.
     """
     shape, parameter = model.config, model.embed_tokens
 
@@ -153,7 +153,7 @@ def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRun
 
 
 def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
-    """Tokens that one sequence may have: what the model takes, or what the cache holds."""
+    """Return the limit of tokens in one sequence: that of a step's limits or the capacity of the cache."""
     tokens = min(limits.max_model_len, runner.num_cache_tokens)
     if tokens < _FEWEST_TOKENS:
         raise NotEnoughMemoryError(
@@ -162,8 +162,8 @@ def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
         )
     if tokens < limits.max_model_len:
         log.warning(
-            "requests are limited to %d tokens, prompt and answer together, though the model takes %d: the KV cache "
-            "holds no more; --kv-cache-tokens and --kv-cache-gib set its size",
+            "the KV cache limits a request to %d tokens, prompt and output together; the model allows %d; "
+            "--kv-cache-tokens and --kv-cache-gib set the size of the cache",
             tokens,
             limits.max_model_len,
         )

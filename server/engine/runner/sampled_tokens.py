@@ -1,6 +1,6 @@
-"""The last step's tokens, kept on the device so that the next step can be computed before the host has seen them.
+"""Keeps the last step's tokens on the device, so that the next step can start before the host knows them.
 
-A step names such a token by its row: -1 - row stands where its id would.
+In the input of a step, -1 - row in place of a token id refers to the token in that row.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class SampledTokens:
-    """Where each step leaves its tokens and the next finds them.
+    """Tokens that the last step sampled, on the device.
 
     Attributes:
-        ids: [capacity] int64, valid token ids; the leading ones are the last step's.
+        ids: [capacity] int64, valid token ids; the last step's tokens come first.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -30,21 +30,21 @@ class SampledTokens:
         self._rows: dict[Sequence, int] = {}
 
     def id_or_row(self, sequence: Sequence, position: int) -> int:
-        """Return a token's id where the host knows it, else -1 - its row in the last step."""
+        """Return a token's id if the host knows it, else -1 - its row in `ids`."""
         token_ids = sequence.token_ids
         if position < len(token_ids):
             return token_ids[position]
         return -1 - self._rows[sequence]
 
     def note(self, scheduled: TypingSequence[ScheduledSequence]) -> None:
-        """Remember whose tokens a step samples, in the order of its rows."""
+        """Record which sequences a step samples tokens for, in the order of their rows."""
         end = 0
         self._rows = {
             s.sequence: (end := end + s.num_logits) - 1 for s in scheduled if s.num_logits
         }
 
     def put(self, tokens: Tensor) -> None:
-        """Leave a step's tokens, [M] int64, on the device."""
+        """Copy a step's tokens, [M] int64, to `ids`."""
         if len(tokens) > len(self.ids):
             self.ids = torch.zeros(len(tokens), dtype=torch.int64, device=self.ids.device)
         self.ids[: len(tokens)].copy_(tokens)

@@ -1,4 +1,4 @@
-"""Counts the blocks that the sequences of a step have in common: the prefix cache gave them to each."""
+"""Counts the leading blocks that all decode sequences of a step share through the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ if TYPE_CHECKING:
 
     from server.engine.core.step import ScheduledSequence
 
-    SharingPays: TypeAlias = Callable[[int, int], bool]
-    """(sequences, tokens that they share) -> whether to read these once for all."""
+    SharingRule: TypeAlias = Callable[[int, int], bool]
+    """(number of sequences, tokens that they share) -> whether the shared tokens are read once for all sequences."""
 
 ALIGNMENT: Final = 4
-"""Blocks: the rest of a table's row then begins at a multiple of 16 bytes, as whole rows do, so that the
-kernels compiled for these serve it too."""
+"""Unit of shared blocks. The rest of a row of the block table then begins at a multiple of 16 bytes, like a whole row,
+so that kernels compiled for whole rows can be used."""
 _FIRST_COLUMNS: Final = 8
 
 
 def shared_blocks(
-    decode: Sequence[ScheduledSequence], block_size: int, pays: SharingPays | None
+    decode: Sequence[ScheduledSequence], block_size: int, rule: SharingRule | None
 ) -> int:
-    """Count the blocks at the start of all sequences that should be read once.
+    """Count the leading blocks of all sequences that should be read once.
 
     Args:
         decode: sequences with one token each.
         block_size: tokens per block.
-        pays: asked once, with what they share; None where no kernel reads a prefix once.
+        rule: decides whether shared tokens are read once; None if no kernel supports it.
 
     Returns:
-        A multiple of `ALIGNMENT`, before the first token of every sequence; 0 where it does not pay.
+        A multiple of `ALIGNMENT`. The blocks end before the step's first token of every sequence. 0 if each sequence
+        should read its own.
     """
-    if pays is None or len(decode) < 2:
+    if rule is None or len(decode) < 2:
         return 0
     tables = [s.sequence.block_table for s in decode]
     computed = min(s.start for s in decode) // block_size
     blocks = common_blocks(tables, computed) // ALIGNMENT * ALIGNMENT
-    return blocks if blocks and pays(len(decode), blocks * block_size) else 0
+    return blocks if blocks and rule(len(decode), blocks * block_size) else 0
 
 
 def common_blocks(tables: Sequence[list[int]], most: int) -> int:
     """Count the leading entries, at most `most`, in which all tables are equal.
 
-    Entries are compared in stretches that grow, so it takes time in proportion to what is shared.
+    Compares entries in growing slices, so that the time is proportional to the shared entries.
     """
     first = tables[0]
     most = min(most, *map(len, tables))

@@ -1,4 +1,4 @@
-"""Builds an engine from its configuration, phase by phase, telling the front end and the log how far it is."""
+"""Builds an engine from its configuration, and reports each phase to the front end and the log."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.engine")
 
 
-# Share of the blocks kept empty, so that a sequence finds neighbouring ones: the CPU's attention reads
-# a run in one call. 0.2 makes 2.2 runs of a sequence where 0 makes 35 (64 sequences, a pool of twice
-# their demand, prefix caching on), at the price of evicting cached blocks earlier.
+# Share of the blocks kept empty, so that sequences get adjacent blocks: the CPU's attention reads a run of them in one
+# call. With 0.2 a sequence has 2.2 runs, with 0 it has 35 (64 sequences, twice as many blocks as they need, prefix
+# caching on). The drawback is that cached blocks are evicted earlier.
 _CPU_CONTIGUITY_RESERVE = 0.2
 
 
-# Tokens of a step, at most, where the operator does not say: a step in which a long prompt is computed
-# is what the other streams wait for, and a CPU takes longer for it.
+# Default limit of tokens in a step. The other streams wait for a step with a long prompt, and a CPU computes it more
+# slowly than a GPU.
 _DEFAULT_BUDGET = {"cpu": 512, "cuda": 1024}
 _DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 
 class StartupError(Exception):
-    """The engine cannot start for a reason that the operator can mend; the text says which."""
+    """The engine cannot start for a reason that the operator can fix; the text states it."""
 
 
 def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
-    """Load the model, give it a KV cache and compute its first steps.
+    """Load the model, allocate its KV cache and warm up.
 
     Raises:
         StartupError: the configuration, the checkpoint or the machine does not allow it.
@@ -81,7 +81,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
         raise StartupError(str(error)) from error
     except Exception as error:
-        # A driver, a library and a compiler take part: what they raise is for the operator to mend, if anyone.
+        # Drivers, libraries and compilers raise errors of many types; the operator may be able to fix the cause.
         log.exception("%s failed", phases.current)
         raise StartupError(explain(error, phases.current)) from error
     num_blocks = runner.num_cache_tokens // config.block_size
@@ -114,18 +114,18 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         info.model_id,
         info.num_parameters / 1e6,
         info.dtype,
-        "" if info.quantization == "none" else f", those of the layers in {info.quantization},",
+        "" if info.quantization == "none" else f" (layers in {info.quantization})",
         info.device,
         runner.num_cache_tokens,
         info.kv_cache_dtype,
     )
-    log.info("%s; GET /plan says why", info.plan)
+    log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
 
 
 def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:
-    """Fill in what the operator left open."""
+    """Return the operator's limits, with defaults for those that are not set."""
     sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
     if sequences is None:
         default = _DEFAULT_SEQUENCES[device.type]
@@ -142,9 +142,7 @@ def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> S
 def _device(requested: str) -> torch.device:
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:
-        raise StartupError(
-            "--device cuda: PyTorch sees no CUDA device here; use --device cpu or auto"
-        )
+        raise StartupError("--device cuda: PyTorch finds no CUDA device; use --device cpu or auto")
     return torch.device("cuda" if available and requested != "cpu" else "cpu")
 
 
@@ -157,14 +155,14 @@ def _max_model_len(requested: int | None, limit: int) -> int:
 
 
 def _set_threads(requested: int | None) -> None:
-    """PyTorch's choice, one thread for each physical core, less one core for the front end."""
+    """Set PyTorch's threads: by default one per physical core, but at least one core stays free for the front end."""
     spare = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), (spare or 1) - 1)))
 
 
 @contextmanager
 def _weights_progress(phases: Phases) -> Iterator[Callable[[int, int], None]]:
-    """Shows the bytes loaded: a bar where a person watches, the phase for everybody else."""
+    """Report the progress of loading: as a progress bar on a terminal, and as the start-up phase."""
     with tqdm(
         unit="B", unit_scale=True, desc="weights", leave=False, disable=not sys.stderr.isatty()
     ) as bar:

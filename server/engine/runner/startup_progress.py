@@ -1,4 +1,4 @@
-"""Tells the front end and the log which phase of its start-up the engine is in, and for how long it was."""
+"""Reports the engine's start-up phases and their durations to the front end and the log."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ log = logging.getLogger("tessera.engine")
 
 
 def log_phase(name: str, seconds: float) -> None:
-    """Tell the log how long a phase took."""
+    """Log the duration of a phase."""
     log.info("%-28s %6.2f s", name, seconds)
 
 
 @contextmanager
 def clocked(name: str) -> Iterator[None]:
-    """Tell the log, where it is to have such detail, how long a part of a phase took; nothing of one that raises."""
+    """Log the duration of a part of a phase, at debug level. Logs nothing if the part raises."""
     start = time.perf_counter()
     yield
     log.debug("  %-26s %6.2f s", name, time.perf_counter() - start)
 
 
 class Phases:
-    """Announces each phase and notes how long it took.
+    """Reports the phases and keeps their durations.
 
     Attributes:
-        current: name of the phase that runs, or of the one that raised.
-        seconds: of each finished phase, in order.
+        current: name of the current phase, or of the phase that raised.
+        seconds: duration of each finished phase, in order.
     """
 
     def __init__(self, channel: EngineChannel) -> None:
@@ -45,14 +45,14 @@ class Phases:
         self._said = 0.0
 
     def say(self, progress: str) -> None:
-        """Tell the front end how far the phase is, at most once a second."""
+        """Report the progress within the phase to the front end, at most once per second."""
         if time.monotonic() - self._said > 1.0:
             self._said = time.monotonic()
             self._channel.send(StartupPhase(progress))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Run the enclosed work as the phase `name`."""
+        """Run the enclosed code as the phase `name`."""
         self.current = name
         self._channel.send(StartupPhase(name))
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Packs scheduled sequences into the arrays of a step: the only place that lays out ids, slots and block tables."""
+"""Packs scheduled sequences into the arrays of a step. No other module writes token ids, slots and block tables."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def exact_bucket(
 
     Args:
         decode: sequences with one token each.
-        prefill: the others; at least one sequence in all.
+        prefill: the other sequences; `decode` and `prefill` have at least one sequence together.
         block_size: tokens per block.
-        shared_blocks: as in `Bucket`.
+        shared_blocks: see `Bucket`.
     """
     scheduled = (*decode, *prefill)
     return Bucket(
@@ -44,17 +44,17 @@ def exact_bucket(
 
 
 class PackedStep:
-    """The input of a step, written again for each step of its bucket.
+    """The input arrays of a bucket, reused for each of its steps.
 
     Attributes:
         input: the arrays.
-        reads_sampled: whether the step names tokens that the host did not know when it was packed.
+        reads_sampled: whether the packed step reads tokens that the host does not know yet.
     """
 
     def __init__(self, bucket: Bucket, block_size: int, device: torch.device) -> None:
         self.input = StepInput(bucket, block_size, device)
         self.reads_sampled = False
-        # Which list of blocks each decode row's part of the table holds, and how many of its entries.
+        # For each decode row of the block table: the list of blocks it was copied from, and the number of its entries.
         self._held: list[tuple[list[int] | None, int]] = [(None, 0)] * bucket.rows
         self._logits_rows: list[int] | None = None
         self._first_sampled = 0
@@ -66,13 +66,13 @@ class PackedStep:
         sampled: SampledTokens,
         first_sampled: int = 0,
     ) -> None:
-        """Write a step and queue its copy to the device.
+        """Write a step to the host arrays and queue their copy to the device. The step must fit in the bucket.
 
         Args:
-            decode: sequences with one token each; their blocks are reserved, and they fit in the bucket.
-            prefill: sequences whose tokens the host knows, likewise.
-            sampled: has the tokens that the host does not know yet.
-            first_sampled: where the tokens of this step go among the sampled ones.
+            decode: sequences with one token each; their blocks are allocated.
+            prefill: sequences whose tokens the host knows; their blocks are allocated.
+            sampled: holds the tokens that the host does not know yet.
+            first_sampled: index in `sampled.ids` of the first token that this step samples.
         """
         self.input.wait()
         if self.input.bucket.rows:
@@ -83,9 +83,9 @@ class PackedStep:
         self.input.send()
 
     def _pack_decode(self, decode: Sequence[ScheduledSequence], sampled: SampledTokens) -> None:
-        """Write the decode rows. Of a block table only what is new to its row is written.
+        """Write the decode rows. Of a block table, only the entries that its row lacks are written.
 
-        Lists of blocks only ever grow, and a list that was given back is another one afterwards.
+        This is correct because a list of blocks only grows, and a sequence gets a new list after its blocks are freed.
         """
         host, count, rows = self.input.host, len(decode), self.input.bucket.rows
         block_size, columns = self.input.block_size, self.input.bucket.columns
@@ -109,14 +109,14 @@ class PackedStep:
             blocks = s.sequence.block_table
             held, known = self._held[row]
             known = known if held is blocks else 0
-            # Blocks reserved for later tokens may be more than there are columns.
+            # Blocks allocated for later tokens may exceed the columns.
             stop = min(len(blocks), columns)
             if known < stop:
                 host.block_table[row, known:stop] = blocks[known:stop]
                 self._held[row] = blocks, stop
 
     def _pack_prompts(self, prefill: Sequence[ScheduledSequence]) -> None:
-        """Write the chunks of prompts."""
+        """Write the chunks of the prompts."""
         host, rows, block_size = self.input.host, self.input.bucket.rows, self.input.block_size
         ids, positions, slots = (array[rows:] for array in host[:3])
         end = 0
@@ -144,7 +144,7 @@ class PackedStep:
         first_sampled: int,
         unused: int,
     ) -> None:
-        """Write which rows are scored, the last ones of each sequence, and where their tokens go."""
+        """Write which rows get logits, the last ones of each sequence, and the indices of their sampled tokens."""
         host = self.input.host
         rows = [row for row, s in enumerate(decode) if s.num_logits]
         ends = itertools.accumulate((s.num_tokens for s in prefill), initial=0)

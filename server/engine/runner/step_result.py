@@ -1,4 +1,4 @@
-"""What a step leaves, and how the host waits for it."""
+"""Pending results of a step, and how the host waits for them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """A step whose tokens the sampler chooses, or that has none.
+    """A step whose tokens come from the sampler, or that samples none.
 
     Attributes:
-        tokens: None where no row is scored.
-        num_logits: rows of each scheduled sequence.
-        prompt_logprobs: as in `StepResult`.
+        tokens: the sampler's pending tokens; None if the step has no logits.
+        num_logits: rows of logits of each scheduled sequence.
+        prompt_logprobs: see `StepResult`.
         feeds_next: see `PendingStep`.
     """
 
@@ -38,17 +38,17 @@ class SampledStep:
 
     @torch.inference_mode()
     def result(self) -> StepResult:
-        """Wait for the tokens; where candidates ran out, the sampler chooses again."""
+        """Wait for the tokens. If the candidates of a row were too few, the sampler chooses its token again."""
         tokens = [] if self.tokens is None else self.tokens.result()
         return StepResult(_split(tokens, self.num_logits), self.prompt_logprobs)
 
 
 class GreedyStep:
-    """A step that has chosen its tokens itself, the argmax of each row.
+    """A step whose forward pass also computed the tokens, the argmax of each row.
 
     Args:
-        outputs: of its parts, with tokens.
-        scheduled: its sequences, in the order of their rows.
+        outputs: results of the step's parts; `tokens` is set in each.
+        scheduled: the step's sequences, in the order of their rows.
     """
 
     feeds_next = True
@@ -84,6 +84,6 @@ class GreedyStep:
 
 
 def _split(tokens: list[SampledToken], counts: list[int]) -> list[list[SampledToken]]:
-    """Give each sequence the tokens of its rows."""
+    """Group the tokens by sequence; `counts` is the number of rows of each sequence."""
     remaining = iter(tokens)
     return [list(itertools.islice(remaining, count)) for count in counts]

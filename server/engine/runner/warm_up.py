@@ -1,6 +1,6 @@
-"""Computes dummy steps before the first request, so that no request pays for what is made at the first use.
+"""Computes dummy steps before the first request, so that no request waits for compilation and other first-use work.
 
-Their keys and values go to block 0 and are overwritten by the first sequence there.
+Their keys and values are written to block 0, where the first sequence overwrites them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import SchedulerOutput
     from server.engine.runner.model_runner import ModelRunner
-    from server.engine.runner.shared_prefix import SharingPays
+    from server.engine.runner.shared_prefix import SharingRule
 
 log = logging.getLogger("tessera.engine")
 
 _CPU_TOKENS: Final = 65
 _ARGMAX_ROWS: Final = (1, 2, 4, 8)
-"""Up to four rows the head's programs find the argmax."""
+"""Numbers of rows for which the argmax is warmed up; for up to four rows, the LM head's kernel computes it."""
 
 
 def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]) -> None:
-    """Compute every kind of step once; on a GPU compile its kernels first, many at once.
+    """Compute every kind of step once; on a GPU, compile missing kernels in parallel first.
 
     Args:
-        runner: computes them.
+        runner: computes the steps.
         limits: of a step.
-        say: told how far it is.
+        say: reports the progress.
     """
     if runner.device.type != "cuda":
         _compute_first_steps(runner, limits, say)
@@ -46,7 +46,7 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
         with compile_nothing(), clocked("computing first steps"):
             _compute_first_steps(runner, limits, say)
     except NotCompiledError:
-        # Few of the steps were computed: a cold cache lacks the first kernel already.
+        # Repeating the steps takes little time: with a cold cache, the first kernel is missing already.
         say("compiling kernels")
         with clocked("compiling kernels"):
             _compile(runner, limits)
@@ -57,29 +57,31 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], N
 
 
 def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Compute the step that needs the most memory; PyTorch keeps that memory for all later ones."""
+    """Compute the step that needs the most memory; PyTorch keeps that memory for later steps."""
     arch = detect(runner.device)
     length = min(limits.max_model_len, limits.max_num_batched_tokens)
     if any(select(it, arch).spec.launch is None for it in runner.attention_problems()):
-        length = limits.max_model_len  # PyTorch's rows copy keys and values, ours do not
+        length = limits.max_model_len  # PyTorch's attention copies keys and values
     vocab_size, block_size = runner.model.config.vocab_size, runner.kv_cache.block_size
     _compute(runner, dummy_steps.largest_step(max(2, length), limits, vocab_size, block_size))
 
 
 def _compile(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Compile every kernel, many at once, and launch none."""
+    """Compile all kernels in parallel without launching them."""
     try:
         with compile_ahead():
             _compute_first_steps(runner, limits, lambda _: None)
     except Exception:
-        # What does not compile is told when it is launched.
-        log.warning("not all kernels were compiled ahead", exc_info=True)
+        # A kernel that does not compile raises again when it is launched.
+        log.warning(
+            "compiling the kernels in advance failed for at least one of them", exc_info=True
+        )
 
 
 def _compute_first_steps(
     runner: ModelRunner, limits: SchedulerConfig, say: Callable[[str], None]
 ) -> None:
-    """Compute the fewest steps that use every kernel."""
+    """Compute a minimal set of steps that uses every kernel."""
     block_size, on_gpu = runner.kv_cache.block_size, runner.device.type == "cuda"
     lengths = _distinct_lengths(runner, limits.max_model_len)
     for number, length in enumerate(lengths, start=1):
@@ -90,7 +92,7 @@ def _compute_first_steps(
             _compute(runner, dummy_steps.unsampled_token(length, block_size))
             for output in dummy_steps.crowds(length, limits, block_size):
                 _plan(runner, output)
-        if runner.sharing_pays is not None:
+        if runner.sharing_rule is not None:
             for output in dummy_steps.sharing(length, limits, block_size):
                 _compute(runner, output, lambda *_: True)
     if on_gpu:
@@ -102,7 +104,7 @@ def _compute_first_steps(
 
 
 def _distinct_lengths(runner: ModelRunner, longest: int) -> list[int]:
-    """Lengths of sequences, one for each choice of tile sizes that the kernels have, at most `longest`."""
+    """Return sequence lengths up to `longest`, one for each launch configuration of the attention kernels."""
     arch = detect(runner.device)
     if arch.is_cpu:
         return [min(longest, _CPU_TOKENS)]
@@ -115,26 +117,26 @@ def _distinct_lengths(runner: ModelRunner, longest: int) -> list[int]:
 
 @torch.inference_mode()
 def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
-    """Plan a step's attention, which has kernels of its own for its number of sequences."""
+    """Plan the attention of a step, which compiles the kernels for its number of sequences."""
     runner.model.plan_step(runner.pack(output, None).input, runner.kv_cache)
 
 
 def _compute(
-    runner: ModelRunner, output: SchedulerOutput, sharing_pays: SharingPays | None = None
+    runner: ModelRunner, output: SchedulerOutput, sharing_rule: SharingRule | None = None
 ) -> None:
-    kept = runner.sharing_pays
-    runner.sharing_pays = sharing_pays or kept
+    kept = runner.sharing_rule
+    runner.sharing_rule = sharing_rule or kept
     try:
         runner.execute(output)
     finally:
-        runner.sharing_pays = kept
+        runner.sharing_rule = kept
         for scheduled in (*output.decode, *output.prefill):
             runner.forget(scheduled.sequence.request_id)
 
 
 @torch.inference_mode()
 def _argmax(model: DecoderLM, num_rows: int) -> None:
-    """Score zeros and find the argmax as a recording of some rows does."""
+    """Compute the logits and the argmax of rows of zeros, as a recording of `num_rows` rows does."""
     weight = model.embed_tokens
     hidden = weight.new_zeros(num_rows, weight.shape[1])
     logits = weight.new_empty(num_rows, weight.shape[0])

@@ -1,4 +1,4 @@
-"""A server that sends what a test tells it, when the test tells it."""
+"""A server that sends scripted responses."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ def chunk(data):
 
 
 def chunked(*parts):
-    """A whole streamed answer: bytes are chunks, numbers are seconds to wait."""
+    """Return the script of a streamed response: bytes are chunks, numbers are seconds to wait."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = [chunk(part) if isinstance(part, bytes) else part for part in parts]
     return [head, *body, b"0\r\n\r\n"]
@@ -48,12 +48,12 @@ HANG_UP = "hang up"
 
 
 class FakeServer:
-    """Answers each path with a script, or with what a function makes of the body.
+    """Responds to each path with a script, or with the script that a function returns for the body.
 
     Attributes:
         requests: (path, headers, body) of each, in order.
-        connections: opened so far.
-        in_flight, most_in_flight: requests being answered.
+        connections: number of connections so far.
+        in_flight, most_in_flight: current and largest number of concurrent requests.
     """
 
     def __init__(self, scripts):

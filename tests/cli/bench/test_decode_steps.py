@@ -33,7 +33,7 @@ def test_each_number_of_sequences_and_each_context_is_timed(
     assert "bundled 3 x 40, us: table" in capsys.readouterr().out
 
 
-def test_a_step_goes_on_from_the_tokens_of_the_one_before():
+def test_a_step_continues_from_the_tokens_of_the_previous_one():
     device = decode_steps.torch.device("cpu")
     model = decode_steps._load("bundled", device)
     cache = decode_steps._cache(model, 3, 33, "auto")

@@ -1,4 +1,4 @@
-"""Workloads by name, and the settings under which they can be measured."""
+"""Names of workloads, and the settings that they need."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_other_names_are_refused(name):
         parse(name)
 
 
-def test_without_flags_the_workloads_of_the_peers_are_measured():
+def test_without_flags_the_standard_workloads_are_measured():
     whole = plan()
 
     assert {kind for kind, _ in whole.workloads} == {"batch", "decode", "ttft", "mixed"}
@@ -47,7 +47,7 @@ def test_a_workload_named_twice_is_measured_once():
     )
 
 
-def test_sequences_that_begin_first_go_on_until_the_last_ones_decode():
+def test_early_sequences_continue_until_the_last_ones_decode():
     whole = plan("--workloads", "decode256")
 
     assert whole.outputs(1, 2048) == 256
@@ -65,24 +65,24 @@ def test_the_engine_is_as_large_as_the_workloads_need():
     assert not adapted.enable_prefix_caching
 
 
-def test_the_engine_is_never_so_small_that_it_runs_other_kernels_than_a_service():
+def test_the_engine_is_large_enough_to_run_the_kernels_of_a_service():
     adapted = adapt(config(), plan("--workloads", "batch1"), set(), 10_000)
 
     assert (adapted.max_num_seqs, adapted.max_model_len) == (1, 2048)
 
 
-def test_the_longest_sequence_has_room_for_prompts_that_are_computed_in_turns():
+def test_the_longest_sequence_allows_for_prompts_computed_in_chunks():
     large = plan("--workloads", "decode256", "--prompt-tokens=4000")
     adapted = adapt(config(max_num_batched_tokens=2048), large, set(), 100_000)
 
     assert adapted.max_model_len == 4000 + 256 + 2 * (256 * 4000 // 2048)
 
 
-def test_the_engine_takes_no_more_than_the_model():
+def test_the_context_does_not_exceed_that_of_the_model():
     assert adapt(config(), plan("--workloads", "ttft4096"), set(), 3000).max_model_len == 3000
 
 
-def test_what_the_operator_says_stays():
+def test_settings_of_the_operator_are_kept():
     said = config(max_num_seqs=64, max_model_len=99)
     given = {"max_num_seqs", "enable_prefix_caching", "max_model_len"}
 
@@ -99,13 +99,13 @@ def test_other_flags_are_settings():
 @pytest.mark.parametrize(
     "flag", ["--steps=0", "--steps=-1", "--prompt-tokens=x", "--workloads=speed", "--lengths=9-1"]
 )
-def test_flags_that_make_no_sense_are_refused(flag, capsys):
+def test_invalid_flags_are_refused(flag, capsys):
     with pytest.raises(SystemExit) as end:
         read_options([flag])
     assert end.value.code == 2
     assert flag.split("=")[0] in capsys.readouterr().err
 
 
-def test_shapes_are_models_by_name():
+def test_shapes_are_available_as_models():
     assert shapes() == ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"]
     assert ModelConfig.from_folder(SHAPES / "qwen3-0.6b").num_layers == 28

@@ -1,4 +1,4 @@
-"""What the engine published, summed up."""
+"""Traces of engine runs."""
 
 import pytest
 
@@ -28,9 +28,9 @@ def requests(*lengths):
 
 
 def trace():
-    """Two requests: the second begins a step later and ends a step later."""
+    """A trace of two requests; the second begins and ends a step later."""
     steps = [
-        (10.5, step()),  # a chunk of a prompt brings no token
+        (10.5, step()),  # a chunk of a prompt has no token
         (11.0, step(1)),
         (12.0, step(1, 2)),
         (12.5, step(1, 2)),
@@ -44,15 +44,15 @@ def test_a_trace_lasts_from_sending_to_the_last_token():
     assert trace().seconds == 5.0
 
 
-def test_a_decode_is_the_steps_in_which_every_request_gets_a_token_after_its_first():
+def test_decode_steps_give_every_request_a_token_after_its_first():
     assert (trace().decode_steps, trace().decode_seconds) == (2, 1.0)
 
 
-def test_the_context_of_a_decode_counts_what_was_generated_before_it():
+def test_the_context_of_a_decode_includes_tokens_generated_before_it():
     assert trace().tokens_before == round(3 / 2)
 
 
-def test_a_lone_token_has_no_decode():
+def test_a_single_token_has_no_decode_steps():
     lone = read_trace(1.0, [(2.0, step(1, ending=[1]))], requests(1))
 
     assert (lone.seconds, lone.decode_steps) == (1.0, 0)
@@ -66,6 +66,6 @@ def test_a_lone_token_has_no_decode():
         ([step(1, ending=[1], reason=FinishReason.ERROR, errors={0: "too long"})], "too long"),
     ],
 )
-def test_a_request_without_all_its_tokens_is_no_measurement(steps, words):
+def test_a_request_without_all_its_tokens_is_an_error(steps, words):
     with pytest.raises(EngineRunError, match=words):
         read_trace(0.0, [(1.0, s) for s in steps], requests(2))

@@ -1,4 +1,4 @@
-"""Server-sent events, in pieces that break anywhere."""
+"""Server-sent events in pieces that are split anywhere."""
 
 import itertools
 
@@ -19,16 +19,16 @@ def read(pieces):
     return [event for piece in pieces for event in reader.feed(piece)]
 
 
-def test_events_have_their_data_and_comments_have_none():
+def test_events_have_data_and_comments_have_none():
     assert read([STREAM]) == EVENTS
 
 
-def test_byte_by_byte_makes_no_difference():
+def test_events_can_be_parsed_byte_by_byte():
     assert read([STREAM[i : i + 1] for i in range(len(STREAM))]) == EVENTS
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=8))
-def test_where_the_pieces_break_makes_no_difference(cuts):
+def test_events_can_be_split_anywhere(cuts):
     ends = [0, *sorted(cuts), len(STREAM)]
 
     assert read([STREAM[a:b] for a, b in itertools.pairwise(ends)]) == EVENTS

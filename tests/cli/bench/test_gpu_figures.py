@@ -1,4 +1,4 @@
-"""`benchmarks.gpu` on a host without a GPU: its commands are ones that `tessera bench` takes."""
+"""`benchmarks.gpu` on a host without a GPU: its commands are valid for `tessera bench`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.cli.settings import Settings
 
 
 @pytest.mark.parametrize("name", gpu.ENGINE)
-def test_an_engine_command_is_one_that_the_command_takes(name):
+def test_the_engine_command_has_valid_flags(name):
     options, settings = engine_options.read_options(
         [*gpu.ENGINE[name], "--json=results", "--commit=abc"]
     )
@@ -27,7 +27,7 @@ def test_an_engine_command_is_one_that_the_command_takes(name):
     assert options.label == name
 
 
-def test_a_load_is_one_that_the_command_takes():
+def test_the_load_command_has_valid_flags():
     options = serve_options.read_options(
         [*gpu.load("http://127.0.0.1:8000"), "--json=results", "--commit=abc"]
     )
@@ -36,7 +36,7 @@ def test_a_load_is_one_that_the_command_takes():
     assert (options.json, options.commit) == (Path("results"), "abc")
 
 
-def test_a_measurement_that_fails_is_named_and_the_others_run(monkeypatch, tmp_path, capsys):
+def test_a_failed_measurement_is_reported_and_the_others_run(monkeypatch, tmp_path, capsys):
     ran = []
 
     def run(command, **_):
@@ -60,7 +60,7 @@ def test_a_measurement_that_fails_is_named_and_the_others_run(monkeypatch, tmp_p
     assert "the service did not start" in printed
 
 
-def test_a_result_gets_its_usual_name_in_a_folder_that_is_not_there_yet(tmp_path):
+def test_a_result_gets_its_default_name_in_a_new_folder(tmp_path):
     record = result.record("http", [], machine="a GPU", versions={}, command="x", commit="abc")
 
     in_folder = result.write(record, tmp_path / "results", "h100")

@@ -1,4 +1,4 @@
-"""The client against a server that sends what the test says: times, counts, and every way to fail."""
+"""The client with a scripted server: times, counts and failures."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ def job(api="tgi", tokens=3, arrival=None):
 
 
 def send(script, api="tgi", timeout=5.0, **fields):
-    """Send one request to a server with this script; returns its record and the server."""
+    """Send one request to a server with this script; return its record and the server."""
 
     async def run():
         async with fake.FakeServer({APIS[api].path: script}) as server:
@@ -30,28 +30,28 @@ def send(script, api="tgi", timeout=5.0, **fields):
     return asyncio.run(run())
 
 
-def test_a_stream_of_ours_is_timed_token_by_token():
+def test_a_tgi_stream_is_timed_token_by_token():
     script = fake.chunked(0.05, fake.tgi_token(), 0.1, fake.tgi_token(), 0.02, fake.tgi_last(3))
     begin = time.perf_counter()
     record, _ = send(script)
     took = time.perf_counter() - begin
 
     assert record.error is None
-    # A busy machine adds to every pause, and nothing takes from it but the clock's rounding.
+    # A pause may be longer on a busy machine; it is shorter only by the clock's rounding.
     waits = [record.ttft, *(after - before for before, after in itertools.pairwise(record.times))]
     assert all(wait > least - 0.005 for wait, least in zip(waits, (0.05, 0.1, 0.02), strict=True))
     assert sum(waits) < took
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (3, 3, True)
 
 
-def test_an_openai_stream_is_counted_by_its_usage():
+def test_the_tokens_of_an_openai_stream_are_counted_by_its_usage():
     script = fake.chunked(
         fake.openai_token(), fake.openai_token("", "length"), fake.openai_usage(5), fake.DONE
     )
     record, server = send(script, "openai")
 
     assert record.error is None
-    assert len(record.times) == 1  # the one with a finish reason alone brought nothing
+    assert len(record.times) == 1  # the event with only a finish reason has no token
     assert (record.output_tokens, record.prompt_tokens, record.counted) == (5, 3, True)
     assert b'"ignore_eos":true' in server.requests[0][2]
     assert b'"include_usage":true' in server.requests[0][2]
@@ -94,14 +94,14 @@ def test_the_times_of_events_are_those_of_the_pieces_that_complete_them():
         (fake.plain(b""), "stream ended early", ""),
     ],
 )
-def test_every_failure_has_a_kind(script, error, detail):
+def test_every_failure_has_a_category(script, error, detail):
     record, _ = send(script, timeout=0.3)
 
     assert record.error == error
     assert detail in record.detail
 
 
-def test_a_server_that_is_not_there_is_a_failure_too():
+def test_an_absent_server_is_a_failure():
     async def run():
         generator = LoadGenerator(Target("127.0.0.1", 9), APIS["tgi"](), 5.0)
         return await generator.send(job())
@@ -109,7 +109,7 @@ def test_a_server_that_is_not_there_is_a_failure_too():
     assert asyncio.run(run()).error == "cannot connect"
 
 
-def test_a_body_that_ends_with_the_connection_is_whole():
+def test_a_body_that_ends_with_the_connection_is_complete():
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
     record, _ = send([head, fake.tgi_token(), fake.tgi_last(2), fake.HANG_UP])
 
@@ -117,7 +117,7 @@ def test_a_body_that_ends_with_the_connection_is_whole():
     assert record.output_tokens == 2
 
 
-def test_connections_are_used_again_and_one_that_was_closed_meanwhile_is_replaced():
+def test_connections_are_reused_and_closed_ones_are_replaced():
     script = fake.chunked(fake.tgi_last(1))
 
     async def run():
@@ -175,7 +175,7 @@ def _share(server):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_warm_up_comes_first_and_is_kept_apart(processes):
+def test_the_warm_up_comes_first_and_is_not_counted(processes):
     script = fake.chunked(fake.tgi_token(), fake.tgi_last(2))
     seen = []
 
@@ -200,7 +200,7 @@ def test_the_warm_up_comes_first_and_is_kept_apart(processes):
     assert all(outcome.busy > 0 for outcome in outcomes)
 
 
-def test_a_run_that_is_called_off_leaves_no_process_behind():
+def test_a_cancelled_run_leaves_no_process():
     def when_warm(_):
         raise RuntimeError("off")
 
@@ -212,7 +212,7 @@ def test_a_run_that_is_called_off_leaves_no_process_behind():
         asyncio.run(run())
 
 
-def test_a_client_reads_plain_answers_too():
+def test_a_client_reads_replies_without_a_stream():
     async def run():
         async with fake.FakeServer({"/base/info": fake.plain({"a": 1})}) as server:
             client = Client(Target.from_url(server.url + "/base/"))
@@ -226,14 +226,14 @@ def test_a_client_reads_plain_answers_too():
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port"])
-def test_an_address_that_is_none_is_refused(url):
+def test_an_invalid_address_is_refused(url):
     with pytest.raises(ValueError, match=r"address|[Pp]ort"):
         Target.from_url(url)
 
 
-def test_headers_are_not_shown_with_the_target():
+def test_the_repr_of_a_target_hides_its_headers():
     assert "secret" not in repr(Target.from_url("http://x", (("Authorization", "secret"),)))
 
 
-def test_an_error_says_its_kind_and_its_detail():
+def test_an_error_message_has_its_category_and_detail():
     assert str(RequestError("cannot connect", "refused")) == "cannot connect: refused"

@@ -1,4 +1,4 @@
-"""The arithmetic of a run, on requests whose times are made up."""
+"""Metrics of a run, computed from synthetic requests."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_the_first_token_is_timed_from_the_request():
     assert record().ttft == 0.5
 
 
-def test_time_per_token_leaves_the_first_one_out():
+def test_time_per_token_excludes_the_first_token():
     assert record(times=(1.0, 1.25, 2.0), started=0.0).tpot == 0.5
 
 
@@ -35,7 +35,7 @@ def test_end_to_end_is_until_the_last_token():
     assert record(times=(1.0, 1.25, 2.0), started=0.5).e2e == 1.5
 
 
-def test_the_gaps_are_all_gaps_of_all_requests_and_0_for_tokens_that_came_together():
+def test_inter_token_latency_has_all_gaps_and_0_for_tokens_that_arrive_together():
     summary = summarize(
         [record(0.0, (1.0, 1.5, 1.5)), record(0.0, (2.0, 3.0)), record(0.0, (7.0,))]
     )
@@ -64,7 +64,7 @@ def test_rates_are_over_the_time_from_the_first_request_to_the_last_token():
     assert summary.total_tokens_per_second == (5 + 10) / 4
 
 
-def test_failures_are_counted_by_kind_with_an_example_and_add_nothing_else():
+def test_failures_are_counted_by_category_with_an_example():
     summary = summarize(
         [
             failed("HTTP 429", "first", started=9.0),
@@ -80,10 +80,10 @@ def test_failures_are_counted_by_kind_with_an_example_and_add_nothing_else():
     assert summary.examples["HTTP 429"] == "first"
     assert summary.output_tokens == 2
     assert summary.ttft_ms.count == 1
-    assert summary.seconds == 3.0  # the load began with the request that failed
+    assert summary.seconds == 3.0  # the load begins with the failed request
 
 
-def test_a_run_without_a_whole_answer_has_no_latencies_and_rates_of_0():
+def test_a_run_without_complete_responses_has_no_latencies_and_rates_of_0():
     summary = summarize([failed("cannot connect")])
 
     assert (summary.completed, summary.failed) == (0, 1)
@@ -92,17 +92,17 @@ def test_a_run_without_a_whole_answer_has_no_latencies_and_rates_of_0():
     assert summary.output_tokens_per_second == 0.0
 
 
-def test_answers_that_are_too_short_or_not_counted_are_told():
+def test_short_and_uncounted_responses_are_reported():
     summary = summarize([record(asked_tokens=9), record(counted=False)])
 
     assert (summary.short, summary.uncounted) == (1, 1)
 
 
-def test_tokens_that_came_together_show_in_tokens_per_read():
+def test_tokens_per_read_shows_tokens_that_arrive_together():
     assert summarize([record(times=(1.0, 1.0, 2.0, 2.0), reads=2)]).tokens_per_read == 2.0
 
 
-def test_how_late_requests_were_sent_is_told_where_they_had_a_time():
+def test_the_lag_is_reported_for_requests_with_a_planned_arrival():
     records = [record(lag=0.001), record(lag=0.003)]
 
     assert summarize(records).lag_ms is None
@@ -127,7 +127,7 @@ def test_a_single_token_meets_any_limit_on_the_time_per_token():
     assert summarize([record(0.0, (1.0,))], Limits(tpot=1)).goodput == 1.0
 
 
-def test_limits_are_read_as_they_are_written():
+def test_limits_are_parsed():
     assert Limits.parse("ttft:200,tpot:20") == Limits(ttft=200, tpot=20)
     assert Limits.parse("e2e:1500.5") == Limits(e2e=1500.5)
 
@@ -135,6 +135,6 @@ def test_limits_are_read_as_they_are_written():
 @pytest.mark.parametrize(
     "text", ["", "ttft", "ttft:0", "ttft:x", "itl:3", "ttft:1,ttft:2", "e2e:nan"]
 )
-def test_limits_that_say_nothing_are_refused(text):
+def test_invalid_limits_are_refused(text):
     with pytest.raises(ValueError, match=r"ttft|limit"):
         Limits.parse(text)

@@ -1,4 +1,4 @@
-"""The parts of a profile: clocks around functions, and intervals of a GPU."""
+"""Parts of a profile: timed functions and intervals of a GPU."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from server.cli.bench.engine.device_trace import (
     read_profile,
     totals,
 )
-from server.cli.bench.engine.profile import StepProfile, summarise, time_host
+from server.cli.bench.engine.profile import StepProfile, summarize, time_host
 from server.cli.bench.engine.table import line, render
 from server.cli.bench.stopwatch import Stopwatch
 
@@ -21,7 +21,7 @@ HERE = sys.modules[__name__]
 
 
 class Clock:
-    """A clock that only its `wait` moves."""
+    """A clock that advances only in `wait`."""
 
     now = 0.0
 
@@ -56,7 +56,7 @@ class Derived(Base):
     pass
 
 
-def test_a_phase_does_not_count_the_phases_called_from_within(only_waits_take_time):
+def test_the_time_of_a_phase_excludes_nested_phases(only_waits_take_time):
     watch = Stopwatch()
     with watch.timing([("outer", HERE, "outer"), ("inner", HERE, "inner")]):
         HERE.outer()
@@ -64,7 +64,7 @@ def test_a_phase_does_not_count_the_phases_called_from_within(only_waits_take_ti
     assert watch.seconds == {"outer": 1.0, "inner": 4.0}
 
 
-def test_functions_are_themselves_again_afterwards_even_inherited_ones_and_after_an_error():
+def test_timed_functions_are_restored_even_inherited_ones_and_after_an_error():
     before = inner
     watch = Stopwatch()
 
@@ -81,7 +81,7 @@ def test_functions_are_themselves_again_afterwards_even_inherited_ones_and_after
     assert set(watch.seconds) == {"work"}
 
 
-def test_a_function_that_does_not_exist_is_an_error_and_leaves_nothing_replaced():
+def test_a_missing_function_is_an_error_and_leaves_no_function_replaced():
     before = inner
     with (
         pytest.raises(AttributeError, match="gone"),
@@ -91,7 +91,7 @@ def test_a_function_that_does_not_exist_is_an_error_and_leaves_nothing_replaced(
     assert HERE.inner is before
 
 
-def test_a_gpu_is_busy_while_anything_runs():
+def test_a_gpu_is_busy_while_any_kernel_runs():
     intervals = [
         Interval("c", 30.0, 31.0),
         Interval("a", 0.0, 10.0),
@@ -112,7 +112,7 @@ def test_kernels_are_summed_up_by_name_the_longest_first():
     assert [(k.name, k.launches, k.microseconds) for k in found] == [("b", 1, 8), ("a", 2, 4)]
 
 
-def test_of_a_profile_the_kernels_and_copies_count():
+def test_only_kernels_and_copies_of_a_profile_count():
     def event(name, device, annotation=False):
         return SimpleNamespace(
             name=name,
@@ -127,8 +127,8 @@ def test_of_a_profile_the_kernels_and_copies_count():
     assert read_profile(profile) == [Interval("gemm", 1.0, 3.0)]
 
 
-def test_a_trace_of_several_steps_is_averaged_and_only_short_gaps_are_the_gpus():
-    gpu = summarise(
+def test_a_trace_is_averaged_over_steps_and_only_short_gaps_count():
+    gpu = summarize(
         [Interval("a", 0, 10), Interval("b", 12, 20), Interval("a", 520, 530), Interval("b", 530, 538)],
         2,
     )  # fmt: skip
@@ -159,7 +159,7 @@ def profile(**changes):
     fields = {
         "what": "decode step of 1 sequences at 100 tokens", "step_us": 200.0,
         "phases_us": {"schedule": 20.0, "other": 180.0}, "least_us": 50.0, "memory_share": 0.25,
-        "compute_share": 0.01, "gpu": summarise([Interval("k" * 99, 0, 150), Interval("s", 160, 170)], 1),
+        "compute_share": 0.01, "gpu": summarize([Interval("k" * 99, 0, 150), Interval("s", 160, 170)], 1),
     }  # fmt: skip
     return StepProfile(**fields | changes)
 
@@ -177,14 +177,14 @@ def test_a_profile_shows_phases_gaps_kernels_and_shares():
     assert max(map(len, render(profile()).splitlines())) < 120
 
 
-def test_what_is_not_known_is_not_shown():
+def test_unknown_figures_are_not_shown():
     text = render(profile(gpu=None, least_us=None))
 
     assert "GPU" not in text
     assert "not known" in text
 
 
-def test_a_row_of_the_table_has_what_the_result_has():
+def test_a_table_row_shows_the_values_of_the_result():
     row = {"metric": "ttft_ms", "batch": 1, "value": 6.8, "roofline": 0.123, "prompt_tokens": 128}
 
     assert line(row).split() == ["ttft_ms", "1", "128", "6.8", "12.3%"]

@@ -1,4 +1,4 @@
-"""Prompts have the length that was asked for, as the tokenizer counts it."""
+"""Prompts have the requested length in tokens."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def metaspace():
-    """As Llama 2's: a space is a letter of the word behind it, and every text begins with <s>."""
+    """A tokenizer like Llama 2's: a space belongs to the word after it, and every text begins with <s>."""
     vocabulary = ["<s>", "<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
     words = [f"\u2581{a}{b}" for a in "abcdef" for b in "aeiou"]
     merges = [("\u2581", word[1]) for word in words[::5]]
@@ -53,7 +53,7 @@ def metaspace():
     return Tokenizer(library)
 
 
-def test_prompts_have_exactly_the_tokens_that_were_asked_for(bundled):
+def test_prompts_have_exactly_the_requested_number_of_tokens(bundled):
     lengths = [4, 17, 100, 256, 1024]
     prompts = make(bundled, lengths)
 
@@ -62,21 +62,21 @@ def test_prompts_have_exactly_the_tokens_that_were_asked_for(bundled):
     assert all(prompt.exact for prompt in prompts)
 
 
-def test_a_tokenizer_that_adds_tokens_and_takes_spaces_for_letters_is_no_exception(metaspace):
+def test_prompts_are_exact_with_a_tokenizer_that_adds_tokens_and_encodes_spaces(metaspace):
     lengths = [5, 64, 300]
     prompts = make(metaspace, lengths)
 
     assert [len(metaspace.encode(prompt.text)) for prompt in prompts] == lengths
 
 
-def test_a_length_that_cannot_be_made_is_told(bundled):
+def test_a_prompt_of_an_impossible_length_is_marked_inexact(bundled):
     (prompt,) = make(bundled, [1])
 
     assert prompt.tokens == len(bundled.encode(prompt.text))
     assert not prompt.exact
 
 
-def test_no_two_prompts_begin_alike_and_a_seed_makes_them_again(bundled):
+def test_prompts_share_no_prefix_and_a_seed_repeats_them(bundled):
     first = make(bundled, [64] * 20)
 
     assert len({prompt.text[:40] for prompt in first}) == 20
@@ -84,7 +84,7 @@ def test_no_two_prompts_begin_alike_and_a_seed_makes_them_again(bundled):
     assert make(bundled, [64] * 20, seed=1) != first
 
 
-def test_the_server_counts_as_its_tokenizer_does(bundled):
+def test_prompts_made_with_the_server_equal_those_of_its_tokenizer(bundled):
     def tokenize(body):
         import json
 
@@ -106,7 +106,7 @@ def test_the_server_counts_as_its_tokenizer_does(bundled):
 
 
 @pytest.mark.parametrize("answer", [fake.plain({}, "404 Not Found"), fake.plain({"tokens": 3})])
-def test_a_server_that_does_not_tokenize_is_named_with_the_remedy(answer):
+def test_the_error_for_a_server_that_does_not_tokenize_names_the_remedy(answer):
     async def run():
         async with fake.FakeServer({"/tokenize": answer}) as server:
             client = Client(Target.from_url(server.url))
@@ -116,7 +116,7 @@ def test_a_server_that_does_not_tokenize_is_named_with_the_remedy(answer):
         asyncio.run(run())
 
 
-def test_prompts_of_approximate_length_do_not_claim_more():
+def test_approximate_prompts_are_marked_inexact():
     prompts = approximate_prompts([3, 50], np.random.default_rng(0))
 
     assert [len(prompt.text.split()) for prompt in prompts] == [3, 50]

@@ -1,4 +1,4 @@
-"""`tessera bench serve` as a command: what it prints, writes and refuses."""
+"""`tessera bench serve`: output, result file and errors."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ COMPLETION = fake.chunked(
 
 @pytest.fixture
 def bench(capsys):
-    """Runs the command against a server with these scripts; returns status, output, errors and server."""
+    """Return a function: run the command against a scripted server; return status, output, errors and server."""
 
     def run(scripts, *arguments):
         async def with_server():
@@ -67,7 +67,7 @@ def test_an_openai_server_is_measured_and_the_result_has_the_common_rows(bench, 
     assert [run["completed"] for run in result["runs"]] == [6, 6]
 
 
-def test_failures_are_in_the_table_by_kind(bench):
+def test_the_table_has_failures_by_category(bench):
     answers = iter([COMPLETION, *[COMPLETION, fake.plain({"error": "busy"}, "429 Busy")] * 3])
     status, out, _, _ = bench(
         {"/v1/completions": lambda _: next(answers), "/v1/models": MODELS},
@@ -80,7 +80,7 @@ def test_failures_are_in_the_table_by_kind(bench):
     assert '3 x HTTP 429: {"error": "busy"}' in out
 
 
-def test_a_server_that_refuses_the_whole_warm_up_is_no_measurement(bench):
+def test_a_failed_warm_up_is_an_error(bench):
     status, out, err, _ = bench(
         {"/v1/models": MODELS, "/v1/completions": fake.plain({"error": "no"}, "400 Bad")},
         "--api=openai",
@@ -91,7 +91,7 @@ def test_a_server_that_refuses_the_whole_warm_up_is_no_measurement(bench):
     assert "no" in err
 
 
-def test_a_run_without_a_whole_answer_ends_with_status_1(bench):
+def test_a_run_without_complete_responses_exits_with_status_1(bench):
     answers = iter([COMPLETION, *[fake.plain({}, "500 Oops")] * 4])
     status, out, _, _ = bench(
         {"/v1/models": MODELS, "/v1/completions": lambda _: next(answers)},
@@ -115,7 +115,7 @@ def test_requests_at_a_rate_are_sent_from_several_processes(bench):
     assert json.loads(server.requests[-1][2])["model"] == "mine"
 
 
-def test_a_server_that_is_starting_is_waited_for(bench):
+def test_the_client_waits_for_a_starting_server(bench):
     starting = fake.plain({}, "503 Service Unavailable")
     answers = iter([starting, starting, MODELS])
     status, _, _, _ = bench(
@@ -126,7 +126,7 @@ def test_a_server_that_is_starting_is_waited_for(bench):
     assert status == 0
 
 
-def test_no_server_is_said_in_one_line(capsys):
+def test_an_absent_server_is_reported_in_one_line(capsys):
     assert _status(["bench", "serve", "--url=http://127.0.0.1:9"]) == 1
     error = capsys.readouterr().err
     assert "cannot connect" in error
@@ -146,13 +146,13 @@ def test_no_server_is_said_in_one_line(capsys):
         ("--nonsense", ["--nonsense"]),
     ],
 )
-def test_a_wrong_flag_is_named(argument, words, capsys):
+def test_the_error_for_a_wrong_flag_names_it(argument, words, capsys):
     assert _status(["bench", "serve", argument]) == 2
     error = capsys.readouterr().err
     for word in words:
         assert word in error
 
 
-def test_a_rate_and_a_concurrency_are_one_too_many(capsys):
+def test_a_rate_excludes_a_concurrency(capsys):
     assert _status(["bench", "serve", "--rate=1", "--concurrency=2"]) == 2
     assert "not allowed with" in capsys.readouterr().err

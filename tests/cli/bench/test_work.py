@@ -1,4 +1,4 @@
-"""The least work of a step, counted by hand for a model small enough."""
+"""The minimum work of a step, compared with counts by hand for a small model."""
 
 import dataclasses
 
@@ -37,7 +37,9 @@ def work(arch=ARCH, kv_dtype=None, weight_dtype=None, **changes):
 
 
 LAYER = HIDDEN * 2 * (HEADS + KV_HEADS) * DIM + 3 * HIDDEN * INNER + 2 * HIDDEN
-WEIGHTS = LAYERS * LAYER + VOCAB * HIDDEN + HIDDEN  # one of the two embeddings is only looked up
+WEIGHTS = (
+    LAYERS * LAYER + VOCAB * HIDDEN + HIDDEN
+)  # of one of the two embeddings, only single rows are read
 
 
 def test_a_decode_step_reads_the_weights_and_every_key_and_value_once():
@@ -57,7 +59,7 @@ def test_a_cache_in_float8_is_read_as_bytes_and_scales():
     assert exact - rounded == LAYERS * 5 * 2 * KV_HEADS * 100 * (2 * DIM - (DIM + 4))
 
 
-def test_matrices_in_float8_are_read_as_bytes():
+def test_float8_weights_are_read_as_bytes():
     exact, rounded = (
         work(weight_dtype=dtype).step([Rows(5, 1, 100)]).bytes_moved
         for dtype in (None, torch.float8_e4m3fn)
@@ -72,18 +74,18 @@ def test_a_decode_step_multiplies_every_token_with_every_weight_and_with_its_con
     assert step.flops == 2 * 5 * WEIGHTS + LAYERS * 5 * 4 * HEADS * DIM * 100
 
 
-def test_a_prompt_has_the_logits_of_its_last_token_alone():
+def test_a_prompt_has_logits_only_for_its_last_token():
     step = work().step([Rows(1, 10, 10)])
 
     attention = LAYERS * 4 * HEADS * DIM * (10 * 11 // 2)
     assert step.flops == 2 * 10 * (WEIGHTS - VOCAB * HIDDEN) + 2 * VOCAB * HIDDEN + attention
 
 
-def test_an_embedding_that_is_the_head_too_is_read_as_the_head():
+def test_a_tied_embedding_is_read_in_full():
     assert work(tie_word_embeddings=True).step([Rows(1, 1, 1)]) == work().step([Rows(1, 1, 1)])
 
 
-def test_layers_with_a_window_read_no_more_than_it():
+def test_layers_with_a_window_read_at_most_the_window():
     layers = ("full_attention", "sliding_attention", "sliding_attention")
     step = work(sliding_window=20, layer_types=layers).step([Rows(1, 1, 100)])
 
@@ -91,7 +93,7 @@ def test_layers_with_a_window_read_no_more_than_it():
     assert step.flops == 2 * WEIGHTS + 4 * HEADS * DIM * seen
 
 
-def test_steps_of_a_decode_add_up_one_token_longer_each():
+def test_decode_seconds_sums_steps_with_growing_context():
     one = work()
     steps = [one.step([Rows(4, 1, context)]) for context in (30, 31, 32)]
 
@@ -99,7 +101,7 @@ def test_steps_of_a_decode_add_up_one_token_longer_each():
     assert one.decode_seconds(4, 30, 3) == pytest.approx(least)
 
 
-def test_requests_read_the_weights_as_often_as_the_longest_has_tokens():
+def test_requests_read_the_weights_once_per_token_of_the_longest_output():
     alone = work().requests_seconds([10], [1])
     step = work().step([Rows(1, 10, 10)])
 
@@ -109,7 +111,7 @@ def test_requests_read_the_weights_as_often_as_the_longest_has_tokens():
     assert both > 50 * 2 * WEIGHTS / 1e9
 
 
-def test_shares_are_of_the_peaks():
+def test_shares_are_relative_to_the_peaks():
     assert work().shares(Work(10**9, 5 * 10**8), 2.0) == (0.5, 0.25)
 
 

@@ -1,4 +1,4 @@
-"""Random lengths and arrivals, and that a seed repeats them."""
+"""Random lengths and arrivals are reproducible."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ def test_a_single_length_is_always_that_length():
 
 
 def test_a_range_has_both_its_ends_and_nothing_outside():
-    drawn = Lengths.parse("3-5").sample(500, rng())
+    lengths = Lengths.parse("3-5").sample(500, rng())
 
-    assert set(drawn) == {3, 4, 5}
+    assert set(lengths) == {3, 4, 5}
 
 
-def test_lengths_are_written_as_they_are_read():
+def test_lengths_are_formatted_as_they_are_parsed():
     assert [str(Lengths.parse(text)) for text in ("256", "100-1024", "7-7")] == [
         "256",
         "100-1024",
@@ -29,19 +29,19 @@ def test_lengths_are_written_as_they_are_read():
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "5-3", "a", "1-b", "1.5"])
-def test_lengths_that_are_none_are_refused(text):
+def test_invalid_lengths_are_refused(text):
     with pytest.raises(ValueError, match=r"tokens|lengths"):
         Lengths.parse(text)
 
 
-def test_a_seed_draws_the_same_arrivals_again_and_another_seed_others():
+def test_arrivals_depend_only_on_the_seed():
     first = arrivals(50, 10.0, 1.0, rng(7))
 
     assert first == arrivals(50, 10.0, 1.0, rng(7))
     assert first != arrivals(50, 10.0, 1.0, rng(8))
 
 
-def test_the_first_request_comes_at_once_and_time_does_not_run_back():
+def test_arrivals_begin_at_0_in_ascending_order():
     times = arrivals(100, 10.0, 0.5, rng())
 
     assert times[0] == 0.0
@@ -55,7 +55,7 @@ def test_poisson_arrivals_have_exponential_gaps_at_the_rate():
     assert gaps.std() == pytest.approx(1 / 50, rel=0.05)
 
 
-def test_less_burstiness_than_1_comes_in_bursts_at_the_same_rate():
+def test_burstiness_below_1_gives_bursts_at_the_same_rate():
     gaps = np.diff(arrivals(20_001, 50.0, 0.25, rng()))
 
     assert gaps.mean() == pytest.approx(1 / 50, rel=0.06)
@@ -64,6 +64,6 @@ def test_less_burstiness_than_1_comes_in_bursts_at_the_same_rate():
     )  # the gamma distribution's: mean / sqrt(shape)
 
 
-def test_a_share_differs_from_another_by_one_at_most():
+def test_shares_differ_by_at_most_one():
     assert share(10, 4) == [3, 3, 2, 2]
     assert share(2, 3) == [1, 1, 0]

@@ -1,4 +1,4 @@
-"""What the tests of the request bookkeeping share: short constructors and a model made of numbers."""
+"""Helpers for tests of the request bookkeeping: short constructors and an arithmetic model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 def make_request(request_id: int, prompt, max_new_tokens: int = 4, **sampling: Any):
-    """A request; a prompt given as a number is so many tokens of the request's own."""
+    """Return a request. A prompt given as a number has that many tokens, different from those of other requests."""
     if isinstance(prompt, int):
         prompt = [1000 * (request_id + 1) + i for i in range(prompt)]
     return GenerateRequest(
@@ -53,7 +53,7 @@ def make_scheduler(
 
 
 def rows_of(output):
-    """(request id, start, number of tokens, rows of logits) of every row, in order."""
+    """Return (request id, start, number of tokens, rows of logits) of every row, in order."""
     return [
         (row.sequence.request_id, row.start, row.num_tokens, row.num_logits)
         for row in (*output.decode, *output.prefill)
@@ -61,14 +61,14 @@ def rows_of(output):
 
 
 def begin(scheduler: Scheduler):
-    """Schedule a step and give it to a device."""
+    """Schedule and start a step."""
     output = scheduler.schedule()
     scheduler.start(output)
     return output
 
 
 def step(scheduler: Scheduler, token_id: int = 7):
-    """A step from its beginning to its end, drawing the same token everywhere; returns the output and the events."""
+    """Schedule, start and commit a step that samples the same token in every row; return its output and events."""
     output = begin(scheduler)
     rows = (*output.decode, *output.prefill)
     events = scheduler.commit(output, [[Token(token_id)] * row.num_logits for row in rows])
@@ -77,21 +77,21 @@ def step(scheduler: Scheduler, token_id: int = 7):
 
 
 class NumberModel:
-    """A model whose keys and values are one number per slot, each made from the one before it.
+    """A model whose keys and values are one number per slot, computed from the number before it.
 
-    What it draws depends on every number it reads through the block table, so a slot that was
+    Its tokens depend on every number that it reads through the block table, so a slot that was
     lost, overwritten or taken from another prefix changes the text.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
-        self.last_drawn: dict[Sequence, int] = {}
+        self.last_sampled: dict[Sequence, int] = {}
 
     def execute(self, output) -> list[list[Token]]:
-        """Compute a step, given before the tokens of the one before it are in the books."""
+        """Compute a step, possibly before the tokens of the previous step are committed."""
         rows = (*output.decode, *output.prefill)
-        drawn = {}
+        sampled = {}
         for row in rows:
             sequence = row.sequence
             for position in range(row.start, row.start + row.num_tokens):
@@ -100,13 +100,13 @@ class NumberModel:
                     token_id = sequence.token_ids[position]
                 else:
                     assert position == sequence.num_tokens
-                    token_id = self.last_drawn[sequence]
+                    token_id = self.last_sampled[sequence]
                 self.slots[self.slot(sequence, position)] = hash((before, token_id))
             if row.num_logits:
                 numbers = [self.read(sequence, p) for p in range(row.start + row.num_tokens)]
-                drawn[sequence] = draw(numbers, banned_ids(sequence))
-        self.last_drawn = drawn
-        return [[Token(drawn[row.sequence])] if row.num_logits else [] for row in rows]
+                sampled[sequence] = sample_token(numbers, banned_ids(sequence))
+        self.last_sampled = sampled
+        return [[Token(sampled[row.sequence])] if row.num_logits else [] for row in rows]
 
     def poison_empty_blocks(self, manager: BlockManager) -> None:
         for start, stop in manager._empty.stretches:
@@ -119,7 +119,7 @@ class NumberModel:
 
     def read(self, sequence: Sequence, position: int) -> int:
         number = self.slots[self.slot(sequence, position)]
-        assert number is not None, f"{sequence} reads position {position}, which nobody wrote"
+        assert number is not None, f"{sequence} reads position {position}, which was never written"
         return number
 
 
@@ -127,7 +127,7 @@ def banned_ids(sequence: Sequence) -> tuple[int, ...]:
     return sequence.sampling.banned_ids(sequence.token_ids, sequence.num_known_output_tokens)
 
 
-def draw(numbers: list[int], banned) -> int:
+def sample_token(numbers: list[int], banned) -> int:
     token_id = hash(tuple(numbers)) % VOCAB_SIZE
     while token_id in banned:
         token_id = (token_id + 1) % VOCAB_SIZE
@@ -135,7 +135,7 @@ def draw(numbers: list[int], banned) -> int:
 
 
 def generate_alone(request: GenerateRequest) -> tuple[list[int], FinishReason]:
-    """The output a request gets with a pool of its own and no scheduler at all."""
+    """Return the output of a request that is computed alone, without a scheduler."""
     sampling = request.sampling
     numbers: list[int] = []
     output: list[int] = []
@@ -144,7 +144,7 @@ def generate_alone(request: GenerateRequest) -> tuple[list[int], FinishReason]:
         for token_id in (request.prompt_token_ids + output)[len(numbers) :]:
             numbers.append(hash((numbers[-1] if numbers else 0, token_id)))
         banned = ends if len(output) < sampling.min_new_tokens else ()
-        output.append(draw(numbers, banned))
+        output.append(sample_token(numbers, banned))
         if output[-1] in sampling.eos_token_ids:
             return output, FinishReason.EOS
         if output[-1] in sampling.stop_token_ids:

@@ -7,14 +7,14 @@ from tests.engine.core.bookkeeping import make_sequence
 
 
 def compute(manager: BlockManager, sequence) -> None:
-    """Pretend that a step computed all known tokens."""
+    """Do the bookkeeping of a step that computes all known tokens."""
     sequence.num_computed_tokens = sequence.num_tokens
     manager.cache_full_blocks(sequence, sequence.num_computed_tokens)
     manager.check_invariants()
 
 
 def run_through(manager: BlockManager, sequence):
-    """Admit, compute and free a sequence; returns the blocks it had."""
+    """Admit, compute and free a sequence; return its blocks."""
     assert manager.admit(sequence)
     compute(manager, sequence)
     table = sequence.block_table
@@ -24,7 +24,7 @@ def run_through(manager: BlockManager, sequence):
 
 
 def fill_all_empty_blocks(manager: BlockManager, request_id: int):
-    """A sequence that leaves idle blocks alone and takes every empty one."""
+    """Add a sequence that gets every empty block and no idle one."""
     num_empty = manager.num_free_blocks - manager.num_idle_blocks
     sequence = make_sequence(request_id, num_empty * manager.block_size - 1)
     assert manager.admit(sequence)
@@ -52,7 +52,7 @@ def test_admission_gives_blocks_for_the_known_tokens_and_one_more(num_tokens, ta
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(10, True), (11, True), (12, False)])
-def test_a_prompt_is_admitted_exactly_if_it_and_one_token_fit(num_tokens, fits):
+def test_a_prompt_is_admitted_only_if_it_and_one_more_token_fit(num_tokens, fits):
     manager = BlockManager(3, 4)
     sequence = make_sequence(0, num_tokens)
 
@@ -111,7 +111,7 @@ def test_freeing_gives_every_block_back():
     manager.check_invariants()
 
 
-# Prefix cache: what is found
+# Prefix cache: lookup
 
 
 def test_a_later_sequence_shares_the_full_blocks_of_an_equal_prefix():
@@ -199,7 +199,7 @@ def test_sequences_share_only_within_their_salt():
     assert hits == {None: [0, 1], "a": [2, 3], "b": []}
 
 
-def test_a_sequence_that_wants_its_prompts_logprobs_is_given_nothing_cached():
+def test_a_sequence_with_prompt_logprobs_gets_no_cached_blocks():
     manager = BlockManager(16, 4)
     run_through(manager, make_sequence(0, range(9)))
     sequence = make_sequence(1, range(9), prompt_logprobs=True)
@@ -222,7 +222,7 @@ def test_without_prefix_caching_nothing_is_shared_and_nothing_stays_idle():
     assert not manager.looks_up(sequence)
 
 
-def test_a_shared_block_is_free_when_its_last_owner_is_gone():
+def test_a_shared_block_is_freed_with_its_last_owner():
     manager = BlockManager(8, 4)
     first, second = make_sequence(0, range(5)), make_sequence(1, range(6))
     manager.admit(first)
@@ -237,7 +237,7 @@ def test_a_shared_block_is_free_when_its_last_owner_is_gone():
     manager.check_invariants()
 
 
-def test_an_idle_hit_counts_as_a_block_taken():
+def test_a_hit_on_an_idle_block_counts_as_an_allocated_block():
     manager = BlockManager(3, 4)
     run_through(manager, make_sequence(0, range(9)))
     sequence = make_sequence(1, [*range(8), 50, 51, 52, 53])
@@ -248,7 +248,7 @@ def test_an_idle_hit_counts_as_a_block_taken():
     manager.check_invariants()
 
 
-def test_a_hit_in_use_needs_no_free_block():
+def test_a_hit_on_an_owned_block_needs_no_free_block():
     manager = BlockManager(4, 4)
     first = make_sequence(0, range(9))
     manager.admit(first)
@@ -259,7 +259,7 @@ def test_a_hit_in_use_needs_no_free_block():
     manager.check_invariants()
 
 
-def test_equal_tokens_after_different_prefixes_are_different_contents():
+def test_equal_tokens_after_different_prefixes_do_not_share_a_block():
     manager = BlockManager(16, 2)
     run_through(manager, make_sequence(0, [1, 1, 7, 7, 9]))
     run_through(manager, make_sequence(1, [2, 2, 7, 7, 9]))
@@ -272,7 +272,7 @@ def test_equal_tokens_after_different_prefixes_are_different_contents():
     assert set(first.block_table).isdisjoint(second.block_table)
 
 
-def test_a_hash_that_always_collides_serves_no_foreign_content():
+def test_hash_collisions_cause_no_false_hits():
     class Colliding(int):
         def __hash__(self):
             return 1
@@ -288,10 +288,10 @@ def test_a_hash_that_always_collides_serves_no_foreign_content():
         manager.free(sequence)
 
 
-# Prefix cache: what is kept
+# Prefix cache: contents and eviction
 
 
-def test_of_two_equal_blocks_in_use_the_first_one_is_found():
+def test_the_first_of_two_equal_owned_blocks_stays_in_the_cache():
     manager = BlockManager(16, 4)
     first, second = make_sequence(0, range(5)), make_sequence(1, range(5))
     manager.admit(first)
@@ -308,7 +308,7 @@ def test_of_two_equal_blocks_in_use_the_first_one_is_found():
     manager.check_invariants()
 
 
-def test_a_block_in_use_replaces_an_equal_idle_one_and_keeps_what_follows_it_reachable():
+def test_an_owned_block_replaces_an_equal_idle_one_and_later_blocks_are_still_found():
     manager = BlockManager(16, 4)
     run_through(manager, make_sequence(0, range(9)))
     # A prompt of exactly two blocks computes its second block anew.
@@ -325,7 +325,7 @@ def test_a_block_in_use_replaces_an_equal_idle_one_and_keeps_what_follows_it_rea
     manager.check_invariants()
 
 
-def test_a_longer_conversation_is_found_through_a_replaced_block():
+def test_a_longer_prefix_is_found_after_a_block_was_replaced():
     manager = BlockManager(16, 2)
     run_through(manager, make_sequence(0, [1, 1, 2, 2, 3, 3, 4]))
     run_through(manager, make_sequence(1, [1, 1, 2, 2]))
@@ -405,7 +405,7 @@ def test_an_evicted_block_is_not_found():
     manager.check_invariants()
 
 
-def test_a_discarded_sequence_leaves_nothing_in_the_cache():
+def test_discarding_a_sequence_removes_its_blocks_from_the_cache():
     manager = BlockManager(8, 4)
     sequence = make_sequence(0, range(9))
     manager.admit(sequence)
@@ -418,7 +418,7 @@ def test_a_discarded_sequence_leaves_nothing_in_the_cache():
     manager.check_invariants()
 
 
-def test_a_discarded_block_stays_with_its_other_owner_and_is_never_found_again():
+def test_a_discarded_block_stays_with_its_other_owner_but_leaves_the_cache():
     manager = BlockManager(12, 4)
     first, second, third = (make_sequence(i, range(9)) for i in range(3))
     manager.admit(first)
@@ -441,7 +441,7 @@ def test_a_discarded_block_stays_with_its_other_owner_and_is_never_found_again()
 # Placement
 
 
-def test_a_sequence_grows_into_the_block_beside_its_last_one():
+def test_a_sequence_grows_into_the_block_after_its_last_one():
     manager = BlockManager(64, 4)
     sequence = make_sequence(0, 7)
     manager.admit(sequence)
@@ -452,7 +452,7 @@ def test_a_sequence_grows_into_the_block_beside_its_last_one():
     assert sequence.block_table == list(range(15))
 
 
-def test_a_new_run_leaves_the_sequence_before_it_room_to_grow():
+def test_a_new_run_leaves_space_for_the_sequence_before_it_to_grow():
     manager = BlockManager(64, 4)
     first, second, third = (make_sequence(i, 15) for i in range(3))
 
@@ -464,7 +464,7 @@ def test_a_new_run_leaves_the_sequence_before_it_room_to_grow():
     assert third.block_table == [16, 17, 18, 19]  # 4 + (28 - 4) / 2
 
 
-def test_a_new_run_starts_at_the_edge_where_nobody_grows_towards_it():
+def test_a_new_run_starts_at_the_edge_if_no_sequence_grows_into_the_stretch():
     manager = BlockManager(64, 4)
     run_through(manager, make_sequence(0, 32))
     sequence = make_sequence(1, 15)
@@ -474,7 +474,7 @@ def test_a_new_run_starts_at_the_edge_where_nobody_grows_towards_it():
     assert sequence.block_table == [8, 9, 10, 11]
 
 
-def test_sequences_that_grow_in_turn_do_not_interleave():
+def test_sequences_that_grow_alternately_do_not_interleave():
     manager = BlockManager(64, 4)
     sequences = [make_sequence(i, 3) for i in range(4)]
     for sequence in sequences:
@@ -490,7 +490,7 @@ def test_sequences_that_grow_in_turn_do_not_interleave():
     manager.check_invariants()
 
 
-def test_a_run_that_meets_another_one_goes_on_in_the_largest_stretch():
+def test_a_run_that_reaches_an_owned_block_continues_in_the_largest_stretch():
     manager = BlockManager(16, 4)
     first, second = make_sequence(0, 3), make_sequence(1, 3)
     manager.admit(first)
@@ -503,7 +503,7 @@ def test_a_run_that_meets_another_one_goes_on_in_the_largest_stretch():
     manager.check_invariants()
 
 
-def test_a_prompt_longer_than_any_stretch_is_laid_into_several():
+def test_a_prompt_longer_than_any_stretch_is_split_over_several():
     manager = BlockManager(8, 4)
     holders = [make_sequence(i, 3) for i in range(8)]
     for holder in holders:
@@ -519,7 +519,7 @@ def test_a_prompt_longer_than_any_stretch_is_laid_into_several():
     manager.check_invariants()
 
 
-def test_blocks_that_must_be_evicted_are_evicted_together_and_used_in_order():
+def test_evicted_blocks_are_used_in_order_of_their_ids():
     manager = BlockManager(8, 4)
     run_through(manager, make_sequence(0, range(31)))
     sequence = make_sequence(1, 31)

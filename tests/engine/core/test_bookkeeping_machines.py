@@ -1,4 +1,4 @@
-"""Random histories of the block manager and of the scheduler, checked after every action."""
+"""Hypothesis state machines for the block manager and the scheduler; invariants are checked after every rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engine.core.bookkeeping import (
     rows_of,
 )
 
-# Most prompts begin alike and differ late, as those with a common instruction do.
+# Most prompts have a common prefix, like prompts with a common instruction.
 PROMPTS = st.builds(
     lambda num_common, own: [1, 0, 0, 1, 0, 1, 1, 0][:num_common] + own,
     st.integers(0, 8),
@@ -32,7 +32,7 @@ RESERVES = st.sampled_from([0.0, 0.5])
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Remembers which prefix was last computed into every block."""
+    """Records which prefix was last computed into every block."""
 
     @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), reserve=RESERVES)
     def start(self, num_blocks, block_size, reserve):
@@ -63,7 +63,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), num_tokens=st.integers(1, 5))
     def compute(self, data, num_tokens):
-        """Compute some tokens, and generate as many as are missing."""
+        """Compute some tokens, and generate the missing ones."""
         sequence = data.draw(st.sampled_from(self.sequences))
         stop = sequence.num_computed_tokens + num_tokens
         while sequence.num_tokens < stop:
@@ -112,7 +112,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Serves requests with a model made of numbers; each must get the text it would get alone."""
+    """Serves requests with an arithmetic model; each request must get the text that it gets alone."""
 
     @initialize(
         num_tokens=st.integers(16, 32),
@@ -221,11 +221,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(runs_ahead=st.booleans())
     def run_ahead_or_not(self, runs_ahead):
-        """From now on, schedule the next step before the results of the last are in the books, or after."""
+        """From now on, schedule the next step before the results of the last are committed, or after."""
         self.runs_ahead = runs_ahead
 
     def serve(self, execute):
-        """One step; the oldest sequence must get on in it, or have done so in the one that is in flight."""
+        """Run a step; the oldest sequence must advance in it, or have advanced in the step in flight."""
         scheduler = self.scheduler
         before, self.in_flight = self.in_flight, None
         output = self.schedule()
@@ -288,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert expected[: len(self.texts[request_id])] == self.texts[request_id]
 
     def teardown(self):
-        """Whatever is left finishes within as many steps as it has tokens."""
+        """Finish all sequences; this takes at most as many steps as they have tokens."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(2 * self.num_steps_owed):

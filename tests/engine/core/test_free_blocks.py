@@ -44,7 +44,7 @@ def test_taking_blocks_leaves_the_rest_of_the_stretch(offset, count, left):
         pytest.param((4, 1), 4, [(0, 10)], id="closing the gap"),
     ],
 )
-def test_a_released_block_joins_its_neighbours(taken, released, stretches):
+def test_a_released_block_merges_with_adjacent_stretches(taken, released, stretches):
     free = FreeBlocks(10)
     free.take(0, *taken)
 
@@ -54,7 +54,7 @@ def test_a_released_block_joins_its_neighbours(taken, released, stretches):
     free.check_invariants()
 
 
-def test_only_the_first_block_of_a_stretch_tells_its_size():
+def test_size_from_is_zero_except_at_the_start_of_a_stretch():
     free = FreeBlocks(10)
     free.take(0, 0, 4)
 
@@ -62,7 +62,7 @@ def test_only_the_first_block_of_a_stretch_tells_its_size():
 
 
 class FreeBlocksMachine(RuleBasedStateMachine):
-    """Against a plain set."""
+    """Compares with a plain set."""
 
     @initialize(num_blocks=st.integers(1, 40))
     def start(self, num_blocks):

@@ -23,7 +23,7 @@ def add(scheduler, request_id, prompt, max_new_tokens=4, **sampling):
 
 
 def finish_everything(scheduler):
-    """Steps until nothing is left; returns the last event of every request."""
+    """Run steps until no sequence is left; return the last event of every request."""
     last = {}
     while scheduler.has_work:
         _, events = step(scheduler)
@@ -43,7 +43,7 @@ def finish_everything(scheduler):
         ((4, 4, 1), "max_model_len is 1; at least 2 is needed"),
     ],
 )
-def test_limits_that_would_starve_a_sequence_are_refused(limits, message):
+def test_limits_under_which_a_sequence_gets_no_token_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(*limits)
 
@@ -52,25 +52,25 @@ def test_limits_that_would_starve_a_sequence_are_refused(limits, message):
     ("num_blocks", "max_model_len", "limit"), [(3, 100, 12), (100, 12, 12), (3, 12, 12)]
 )
 @pytest.mark.parametrize("num_prompt_tokens", [1, 8, 11])
-def test_a_request_is_refused_exactly_if_it_can_never_fit(
+def test_only_a_request_that_can_never_fit_is_refused(
     num_blocks, max_model_len, limit, num_prompt_tokens
 ):
     scheduler = make_scheduler(num_blocks, 4, max_model_len=max_model_len)
-    room = limit - num_prompt_tokens
+    max_new_tokens = limit - num_prompt_tokens
 
-    add(scheduler, 0, num_prompt_tokens, room)
+    add(scheduler, 0, num_prompt_tokens, max_new_tokens)
     with pytest.raises(CapacityError, match="come to 13 tokens; at most 12 fit") as caught:
-        scheduler.add(make_sequence(1, num_prompt_tokens, room + 1))
+        scheduler.add(make_sequence(1, num_prompt_tokens, max_new_tokens + 1))
 
     assert (caught.value.value, caught.value.limit) == (13, limit)
     assert scheduler.max_total_tokens == limit
     assert scheduler.num_waiting == 1
     assert finish_everything(scheduler)[0].finish_reason is FinishReason.LENGTH
-    assert scheduler.num_generated_tokens == room
+    assert scheduler.num_generated_tokens == max_new_tokens
 
 
 @pytest.mark.parametrize(("prompt", "max_new_tokens"), [([], 4), ([1], 0), ([1], -1)])
-def test_a_request_with_nothing_to_read_or_to_write_is_refused(prompt, max_new_tokens):
+def test_a_request_without_a_prompt_or_without_new_tokens_is_refused(prompt, max_new_tokens):
     scheduler = make_scheduler(4)
 
     with pytest.raises(EmptyRequestError, match=f"got {len(prompt)} and {max_new_tokens}"):
@@ -92,7 +92,7 @@ def test_an_id_in_use_is_refused_until_its_sequence_is_finished():
     add(scheduler, 5, 3)
 
 
-# One budget
+# Token budget
 
 
 def test_an_idle_scheduler_schedules_nothing():
@@ -138,7 +138,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks_and_sampled_once(
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 2])
-def test_a_decode_row_is_any_row_of_exactly_one_token(num_prompt_tokens):
+def test_a_row_of_exactly_one_token_is_a_decode_row(num_prompt_tokens):
     scheduler = make_scheduler(8)
     add(scheduler, 0, num_prompt_tokens)
 
@@ -148,7 +148,7 @@ def test_a_decode_row_is_any_row_of_exactly_one_token(num_prompt_tokens):
     assert len(output.prefill) == (num_prompt_tokens == 2)
 
 
-def test_decoding_sequences_come_first_and_a_new_prompt_gets_what_is_left():
+def test_decoding_sequences_come_first_and_a_new_prompt_gets_the_rest_of_the_budget():
     scheduler = make_scheduler(64, max_num_seqs=4, max_num_batched_tokens=8)
     add(scheduler, 0, 3, max_new_tokens=20)
     add(scheduler, 1, 4, max_new_tokens=20)
@@ -183,7 +183,7 @@ def test_every_decoding_sequence_gets_a_token_under_the_smallest_budget():
     assert set(longest_wait.values()) == {1}
 
 
-def test_no_more_sequences_run_than_there_are_places():
+def test_at_most_max_num_seqs_sequences_run():
     scheduler = make_scheduler(64, max_num_seqs=2)
     for request_id in range(3):
         add(scheduler, request_id, 3, max_new_tokens=2)
@@ -197,7 +197,7 @@ def test_no_more_sequences_run_than_there_are_places():
     assert [row[0] for row in rows_of(third)] == [2]
 
 
-def test_the_first_step_of_a_sequence_is_told_once():
+def test_a_sequence_is_reported_as_first_scheduled_once():
     scheduler = make_scheduler(64, max_num_seqs=1)
     first, second = add(scheduler, 0, 3, max_new_tokens=2), add(scheduler, 1, 3)
     assert first.first_scheduled_step is None
@@ -212,7 +212,7 @@ def test_the_first_step_of_a_sequence_is_told_once():
 # Admission
 
 
-def test_a_waiting_sequence_does_not_overtake_an_older_one_that_does_not_fit():
+def test_a_waiting_sequence_does_not_overtake_an_older_one_that_does_not_fit_yet():
     scheduler = make_scheduler(4, 4)
     add(scheduler, 0, 7, max_new_tokens=2)
     add(scheduler, 1, 11, max_new_tokens=1)
@@ -225,7 +225,7 @@ def test_a_waiting_sequence_does_not_overtake_an_older_one_that_does_not_fit():
 
 
 @pytest.mark.parametrize(("num_blocks", "num_running"), [(3, 1), (4, 2), (5, 2)])
-def test_two_sequences_run_together_exactly_if_their_known_context_fits(num_blocks, num_running):
+def test_two_sequences_run_together_only_if_their_known_tokens_fit(num_blocks, num_running):
     scheduler = make_scheduler(num_blocks, 4)
     add(scheduler, 0, 6, max_new_tokens=3)
     add(scheduler, 1, 6, max_new_tokens=3)
@@ -238,11 +238,11 @@ def test_two_sequences_run_together_exactly_if_their_known_context_fits(num_bloc
 @pytest.mark.parametrize(
     ("max_new_tokens", "num_running"),
     [
-        pytest.param(3, 2, id="its last token needs no place"),
+        pytest.param(3, 2, id="its last token needs no slot"),
         pytest.param(4, 1, id="its last but one token needs a new block"),
     ],
 )
-def test_a_block_stays_free_for_a_running_sequence_that_may_grow(max_new_tokens, num_running):
+def test_a_block_stays_free_for_each_running_sequence_that_may_grow(max_new_tokens, num_running):
     scheduler = make_scheduler(4, 4)
     add(scheduler, 0, 6, max_new_tokens)
     add(scheduler, 1, 6, max_new_tokens=1)
@@ -252,7 +252,7 @@ def test_a_block_stays_free_for_a_running_sequence_that_may_grow(max_new_tokens,
     assert len(rows_of(output)) == num_running
 
 
-def test_all_blocks_of_a_prompt_are_reserved_with_its_first_chunk():
+def test_all_blocks_of_a_prompt_are_allocated_with_its_first_chunk():
     scheduler = make_scheduler(8, 4, max_num_seqs=2, max_num_batched_tokens=4)
     sequence = add(scheduler, 0, 14)
 
@@ -305,7 +305,7 @@ def test_a_cached_prefix_that_leaves_one_token_makes_a_decode_row():
     assert output.prefill == ()
 
 
-def test_a_prompt_whose_logprobs_are_wanted_is_neither_looked_up_nor_counted():
+def test_a_prompt_with_prompt_logprobs_is_not_looked_up_or_counted():
     scheduler = make_scheduler(32, 4)
     add(scheduler, 0, range(50, 60), max_new_tokens=1)
     step(scheduler)
@@ -317,7 +317,7 @@ def test_a_prompt_whose_logprobs_are_wanted_is_neither_looked_up_nor_counted():
     assert scheduler.prefix_cache_query_tokens == 10
 
 
-def test_the_next_turn_of_a_conversation_finds_the_answer_of_the_last_one():
+def test_the_next_prompt_of_a_conversation_finds_the_cached_output_of_the_last():
     scheduler = make_scheduler(32, 4)
     first = add(scheduler, 0, range(50, 55), max_new_tokens=8)
     finish_everything(scheduler)
@@ -347,7 +347,7 @@ def test_the_blocks_of_a_sequence_stay_cached_however_it_ended(token_id):
 
 
 def start_two_that_collide():
-    """A decodes and takes its third block in step 7, when B has computed 6 of its 8 tokens."""
+    """Start A, which needs its third block in step 7, and B, which then has computed 6 of its 8 tokens."""
     scheduler = make_scheduler(5, 4, max_num_seqs=2, max_num_batched_tokens=2)
     older = add(scheduler, 0, 3, max_new_tokens=12)
     younger = add(scheduler, 1, 8, max_new_tokens=4)
@@ -387,7 +387,7 @@ def test_a_preempted_sequence_resumes_where_its_cached_blocks_end():
     assert scheduler.num_prompt_tokens == 3 + 8
 
 
-def test_the_youngest_sequence_gives_way_itself_when_it_is_the_one_in_need():
+def test_the_youngest_sequence_is_preempted_itself_if_it_needs_the_block():
     scheduler = make_scheduler(3, 4)
     add(scheduler, 0, 3, max_new_tokens=9)
     step(scheduler)
@@ -403,7 +403,7 @@ def test_the_youngest_sequence_gives_way_itself_when_it_is_the_one_in_need():
     assert younger.num_output_tokens == 2
 
 
-def test_a_preempted_sequence_keeps_its_output_and_ends_like_any_other():
+def test_a_preempted_sequence_keeps_its_output_and_finishes_normally():
     scheduler = make_scheduler(3, 4)
     sequences = [add(scheduler, request_id, 3, max_new_tokens=9) for request_id in range(3)]
     tokens = {request_id: [] for request_id in range(3)}
@@ -421,7 +421,7 @@ def test_a_preempted_sequence_keeps_its_output_and_ends_like_any_other():
     assert scheduler.num_generated_tokens == 27
 
 
-def test_what_is_computed_again_after_a_preemption_does_not_count_as_prompt():
+def test_tokens_recomputed_after_a_preemption_do_not_count_as_prompt_tokens():
     scheduler = make_scheduler(3, 4, enable_prefix_caching=False)
     for request_id in range(2):
         add(scheduler, request_id, 3, max_new_tokens=9)
@@ -432,7 +432,7 @@ def test_what_is_computed_again_after_a_preemption_does_not_count_as_prompt():
     assert scheduler.num_prompt_tokens == 3 + 3
 
 
-def test_several_preempted_sequences_wait_in_order_of_arrival_before_everyone_else(monkeypatch):
+def test_preempted_sequences_wait_in_order_of_arrival_before_all_others(monkeypatch):
     scheduler = make_scheduler(32, 4, max_num_seqs=3)
     for request_id in range(4):
         add(scheduler, request_id, 3)
@@ -452,7 +452,7 @@ def test_several_preempted_sequences_wait_in_order_of_arrival_before_everyone_el
     assert [row[0] for row in rows_of(resuming)] == [0, 1, 2]
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
+def test_a_step_that_preempts_admits_no_sequence():
     scheduler, _, _ = start_two_that_collide()
     add(scheduler, 2, 1, max_new_tokens=1)
 
@@ -557,7 +557,7 @@ def test_the_result_of_a_sequence_aborted_during_the_step_is_ignored():
     scheduler.check_invariants()
 
 
-def test_an_id_may_be_used_again_while_the_aborted_sequences_step_is_still_under_way():
+def test_the_id_of_an_aborted_sequence_can_be_reused_before_its_step_ends():
     scheduler = make_scheduler(16)
     aborted = add(scheduler, 0, 3)
     output = begin(scheduler)
@@ -572,7 +572,7 @@ def test_an_id_may_be_used_again_while_the_aborted_sequences_step_is_still_under
 # Results
 
 
-def test_results_belong_to_the_rows_that_sample_decode_first():
+def test_results_are_assigned_to_the_rows_that_sample_decode_rows_first():
     scheduler = make_scheduler(16, 4, max_num_seqs=4, max_num_batched_tokens=9)
     add(scheduler, 0, 3)
     step(scheduler)
@@ -604,7 +604,7 @@ def test_an_event_carries_the_log_probabilities_of_its_token():
     ("token_id", "reason"),
     [(0, FinishReason.EOS), (1, FinishReason.STOP), (2, FinishReason.LENGTH)],
 )
-def test_the_last_event_says_why_and_the_blocks_are_free_at_once(token_id, reason):
+def test_the_last_event_has_the_finish_reason_and_the_blocks_are_freed_at_once(token_id, reason):
     scheduler = make_scheduler(16)
     sequence = add(
         scheduler, 0, 3, max_new_tokens=2, eos_token_ids=(0,), stop_token_ids=(1,), min_new_tokens=1
@@ -620,7 +620,7 @@ def test_the_last_event_says_why_and_the_blocks_are_free_at_once(token_id, reaso
     assert not scheduler.has_work
 
 
-def test_a_result_with_an_error_ends_its_sequence_alone_and_leaves_nothing_cached():
+def test_a_result_with_an_error_ends_only_its_sequence_and_discards_its_cached_blocks():
     scheduler = make_scheduler(16, 4)
     good, bad = add(scheduler, 0, 5), add(scheduler, 1, 9)
 
@@ -637,7 +637,7 @@ def test_a_result_with_an_error_ends_its_sequence_alone_and_leaves_nothing_cache
     assert again.num_cached_tokens == 0
 
 
-def test_blocks_of_earlier_chunks_are_dropped_too_when_the_last_one_fails():
+def test_cached_blocks_of_earlier_chunks_are_discarded_if_the_last_chunk_fails():
     scheduler = make_scheduler(16, 4, max_num_seqs=1, max_num_batched_tokens=5)
     sequence = add(scheduler, 0, 9)
     step(scheduler)
@@ -695,7 +695,7 @@ def test_a_step_that_was_not_computed_can_be_scheduled_again():
         scheduler.commit(second, [[Token(20)], []])
 
 
-def test_a_result_too_many_is_noticed():
+def test_more_results_than_rows_fail_an_assertion():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3)
 
@@ -703,7 +703,7 @@ def test_a_result_too_many_is_noticed():
         scheduler.commit(begin(scheduler), [[Token(20)], [Token(21)]])
 
 
-def test_a_result_with_neither_token_nor_error_is_noticed():
+def test_a_result_with_neither_token_nor_error_fails_an_assertion():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3)
 
@@ -711,11 +711,11 @@ def test_a_result_with_neither_token_nor_error_is_noticed():
         scheduler.commit(begin(scheduler), [[Token(None)]])
 
 
-# Several rows of logits: a step that verifies proposed tokens
+# Several rows of logits: verification of proposed tokens
 
 
 def verify(scheduler, output, num_proposed):
-    """The same step, its one sequence with some proposed tokens behind its last one."""
+    """Start the step with proposed tokens after the last token of its only sequence; return it."""
     (row,) = output.decode
     more = msgspec.structs.replace(row, num_tokens=1 + num_proposed, num_logits=1 + num_proposed)
     verifying = msgspec.structs.replace(
@@ -728,7 +728,7 @@ def verify(scheduler, output, num_proposed):
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
-def test_a_sequence_takes_the_tokens_that_a_step_verified_and_computes_the_rejected_ones_again(
+def test_verified_tokens_are_kept_and_rejected_ones_are_computed_again(
     accepted,
 ):
     scheduler = make_scheduler(16)
@@ -746,7 +746,7 @@ def test_a_sequence_takes_the_tokens_that_a_step_verified_and_computes_the_rejec
     assert rows_of(begin(scheduler)) == [(0, 3 + accepted, 1, 1)]
 
 
-def test_tokens_behind_the_one_that_ends_a_sequence_are_dropped():
+def test_tokens_after_the_one_that_ends_a_sequence_are_dropped():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3, max_new_tokens=3)
     step(scheduler)
@@ -759,7 +759,7 @@ def test_tokens_behind_the_one_that_ends_a_sequence_are_dropped():
     assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
 
 
-# A step ahead of the results
+# Running one step ahead
 
 
 def test_the_next_step_can_be_scheduled_before_the_tokens_of_the_last_are_known():
@@ -792,7 +792,7 @@ def test_a_sequence_whose_last_token_is_in_flight_is_not_scheduled_again():
     assert not scheduler.has_work
 
 
-def test_the_row_of_a_sequence_that_ended_one_step_earlier_is_ignored():
+def test_the_result_of_a_sequence_that_ended_one_step_earlier_is_ignored():
     scheduler = make_scheduler(16, 4)
     ended = add(scheduler, 0, 3, eos_token_ids=(0,))
     other = add(scheduler, 1, 3)
@@ -811,7 +811,7 @@ def test_the_row_of_a_sequence_that_ended_one_step_earlier_is_ignored():
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(22, None), (0, FinishReason.EOS)])
-def test_a_sequence_that_loses_its_blocks_still_gets_its_token(token_id, reason):
+def test_a_preempted_sequence_still_gets_its_token_in_flight(token_id, reason):
     scheduler = make_scheduler(5, 2, max_num_seqs=2)
     add(scheduler, 0, 3, max_new_tokens=5)
     younger = add(scheduler, 1, 2, max_new_tokens=5, eos_token_ids=(0,))
@@ -843,7 +843,7 @@ def test_steps_end_in_the_order_in_which_they_were_started():
         scheduler.commit(second, [[Token(21)]])
 
 
-def test_a_step_that_fails_ends_its_sequences_after_the_results_of_the_one_before_it():
+def test_a_failed_step_ends_its_sequences_after_the_results_of_the_previous_step():
     scheduler = make_scheduler(16, 4)
     sequence = add(scheduler, 0, 3)
     first = begin(scheduler)

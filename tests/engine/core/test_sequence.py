@@ -6,7 +6,7 @@ from server.engine.core.request import FinishReason
 from tests.engine.core.bookkeeping import banned_ids, make_sequence
 
 
-def test_a_new_sequence_knows_its_prompt_and_owns_nothing():
+def test_a_new_sequence_has_its_prompt_and_no_blocks():
     sequence = make_sequence(3, [5, 6, 7], max_new_tokens=2)
 
     assert (sequence.num_tokens, sequence.num_prompt_tokens, sequence.max_num_tokens) == (3, 3, 5)
@@ -41,13 +41,13 @@ def test_appending_does_not_change_the_request():
         pytest.param(2, 1, FinishReason.EOS, id="an end token as the last one allowed"),
     ],
 )
-def test_the_reason_to_finish_is_the_most_specific_one(token_id, max_new_tokens, reason):
+def test_the_finish_reason_is_the_most_specific_one(token_id, max_new_tokens, reason):
     sequence = make_sequence(0, [5], max_new_tokens, eos_token_ids=(0, 2), stop_token_ids=(1, 2))
 
     assert sequence.append(token_id) is reason
 
 
-def test_end_tokens_are_banned_and_do_not_end_it_before_the_minimum_is_reached():
+def test_end_tokens_are_banned_below_the_minimum_length_and_do_not_end_the_sequence():
     sequence = make_sequence(0, [5], 9, min_new_tokens=2, eos_token_ids=(0,), stop_token_ids=(1,))
 
     assert banned_ids(sequence) == (0, 1)
@@ -58,7 +58,7 @@ def test_end_tokens_are_banned_and_do_not_end_it_before_the_minimum_is_reached()
     assert sequence.append(1) is FinishReason.STOP
 
 
-def test_the_length_ends_it_even_below_the_minimum():
+def test_the_length_limit_ends_a_sequence_even_below_its_minimum():
     sequence = make_sequence(0, [5], 1, min_new_tokens=5, eos_token_ids=(0,))
 
     assert sequence.append(0) is FinishReason.LENGTH

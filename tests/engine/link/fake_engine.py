@@ -1,8 +1,8 @@
 """An engine process with the real loop, scheduler and channel, and an arithmetic model.
 
 It starts in a fraction of a second. `EngineConfig.model_path`, or an argument, selects its behaviour: "ok", "fail"
-(refuses to start), "crash" (dies while starting), "sleep" (never ready), "hang" (stops at the first step), "slow"
-(50 ms per step), "garbage" (sends a message that cannot be decoded).
+(reports that it cannot start), "crash" (ends while starting), "sleep" (never ready), "hang" (stops at the first step),
+"slow" (50 ms per step), "garbage" (sends a message that cannot be decoded).
 """
 
 import gc
@@ -42,7 +42,7 @@ def next_token(token_ids):
 
 
 class ArithmeticRunner:
-    """Samples `next_token`; in a prompt, token 666 makes the step raise, 667 breaks the device."""
+    """Samples `next_token`. Token 666 in a prompt makes the step raise; 667 makes it raise an unrecoverable error."""
 
     def __init__(self, behaviour="ok"):
         self.behaviour = behaviour

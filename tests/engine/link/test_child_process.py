@@ -1,4 +1,4 @@
-"""A supervised process gets its configuration, is restarted when it ends, and is ended when asked."""
+"""Supervision of a child process: configuration, restarts and stopping."""
 
 import asyncio
 import signal
@@ -13,7 +13,7 @@ SLEEP = ("sleep", "60")
 
 
 class Child:
-    """A `ChildProcess` and what it called."""
+    """A `ChildProcess` and the calls of its callbacks."""
 
     def __init__(self, command, restarts=0):
         self.launched = []

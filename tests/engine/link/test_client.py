@@ -95,7 +95,7 @@ def test_concurrent_requests_do_not_mix():
     run(scenario())
 
 
-def test_a_front_end_that_was_busy_for_many_steps_gets_all_of_them():
+def test_a_front_end_that_was_busy_for_many_steps_gets_all_their_events():
     async def scenario():
         async with running() as client:
             batches = []
@@ -103,7 +103,7 @@ def test_a_front_end_that_was_busy_for_many_steps_gets_all_of_them():
                 submit(client, [1, 2, 3], 400).follow(lambda e: batches.append(e) or True)
             )
             await asyncio.sleep(0)
-            time.sleep(0.5)  # noqa: ASYNC251 - the loop is to stand still
+            time.sleep(0.5)  # noqa: ASYNC251 - blocks the event loop on purpose
             await task
 
         events = [event for batch in batches for event in batch]
@@ -113,7 +113,7 @@ def test_a_front_end_that_was_busy_for_many_steps_gets_all_of_them():
     run(scenario())
 
 
-def test_an_aborted_request_frees_its_blocks_and_others_go_on():
+def test_an_aborted_request_frees_its_blocks_and_others_continue():
     async def scenario():
         async with running("slow") as client:
             other = asyncio.ensure_future(collect(submit(client, [9], 10)))
@@ -130,7 +130,7 @@ def test_an_aborted_request_frees_its_blocks_and_others_go_on():
     run(scenario())
 
 
-def test_a_killed_engine_ends_every_stream_with_an_error_and_comes_back():
+def test_a_killed_engine_ends_every_stream_with_an_error_and_is_restarted():
     async def scenario():
         async with running("slow") as client:
             streams = [submit(client, [i], 400) for i in range(16)]
@@ -152,7 +152,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_comes_back():
     run(scenario())
 
 
-def test_a_silent_engine_with_work_in_flight_is_started_again():
+def test_an_engine_that_sends_nothing_with_requests_in_flight_is_restarted():
     async def scenario():
         async with running("hang", hang_seconds=2.0) as client:
             events = await collect(submit(client, [1]))
@@ -164,10 +164,10 @@ def test_a_silent_engine_with_work_in_flight_is_started_again():
     run(scenario())
 
 
-def test_an_idle_engine_is_never_taken_for_a_hanging_one():
+def test_an_idle_engine_is_not_treated_as_hung():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
-            client._hang_seconds = 0.3  # less than a start takes on a busy machine
+            client._hang_seconds = 0.3  # shorter than a start on a busy machine
             await asyncio.sleep(1.5)
 
             assert client.restarts == 0
@@ -179,7 +179,7 @@ def test_an_idle_engine_is_never_taken_for_a_hanging_one():
 @pytest.mark.parametrize(
     ("behaviour", "message"), [("fail", "shard 2 is truncated"), ("crash", "ended with code 7")]
 )
-def test_a_first_start_that_fails_says_why_and_is_not_repeated(behaviour, message):
+def test_a_failed_first_start_reports_the_reason_and_is_not_repeated(behaviour, message):
     async def scenario():
         async with running(behaviour, ready=False) as client:
             with pytest.raises(ChildStartError, match=message):
@@ -190,7 +190,7 @@ def test_a_first_start_that_fails_says_why_and_is_not_repeated(behaviour, messag
     run(scenario())
 
 
-def test_a_step_that_raises_ends_its_requests_alone():
+def test_a_step_that_raises_ends_only_its_requests():
     async def scenario():
         async with running() as client:
             poison = await collect(submit(client, [666]))
@@ -227,7 +227,7 @@ def test_requests_before_the_engine_is_ready_are_refused_with_the_phase():
     run(scenario())
 
 
-def test_stopping_ends_streams_and_leaves_no_process_and_no_folder_behind():
+def test_stopping_ends_streams_and_leaves_no_process_and_no_folder():
     async def scenario():
         async with running("slow") as client:
             stream = submit(client, [1], 400)
@@ -241,7 +241,7 @@ def test_stopping_ends_streams_and_leaves_no_process_and_no_folder_behind():
     run(scenario())
 
 
-def test_the_engine_ends_when_its_front_end_disappears():
+def test_the_engine_ends_when_its_front_end_dies():
     script = (
         "import asyncio, sys\n"
         "from server.engine.link.client import EngineClient\n"
@@ -271,7 +271,7 @@ def test_the_engine_ends_when_its_front_end_disappears():
     run(scenario())
 
 
-def test_an_engine_that_cannot_be_launched_again_is_tried_until_it_can(monkeypatch):
+def test_a_failed_relaunch_of_the_engine_is_retried(monkeypatch):
     async def scenario():
         async with running() as client:
             launch, attempts = client._engine.launch, []
@@ -291,7 +291,7 @@ def test_an_engine_that_cannot_be_launched_again_is_tried_until_it_can(monkeypat
     run(scenario())
 
 
-def test_a_process_that_was_started_ahead_is_the_first_engine_and_no_other():
+def test_a_process_spawned_earlier_is_used_only_for_the_first_engine():
     async def scenario():
         ahead = spawn(COMMAND)
         config = EngineConfig(model_path="ok", model_id="fake")
@@ -310,7 +310,7 @@ def test_a_process_that_was_started_ahead_is_the_first_engine_and_no_other():
     run(scenario())
 
 
-def test_an_engine_that_hangs_while_starting_is_given_up():
+def test_an_engine_that_hangs_during_its_first_start_is_not_restarted():
     async def scenario():
         async with running("sleep", hang_seconds=0.5, ready=False) as client:
             with pytest.raises(ChildStartError, match="while starting"):
@@ -319,7 +319,7 @@ def test_an_engine_that_hangs_while_starting_is_given_up():
     run(scenario())
 
 
-def test_an_engine_that_hangs_while_starting_again_is_started_once_more():
+def test_an_engine_that_hangs_during_a_restart_is_restarted():
     async def scenario():
         async with running(hang_seconds=0.5) as client:
             ok, client.config = (
@@ -334,7 +334,7 @@ def test_an_engine_that_hangs_while_starting_again_is_started_once_more():
     run(scenario())
 
 
-def test_a_message_that_cannot_be_read_ends_the_engine_process():
+def test_a_message_that_cannot_be_decoded_ends_the_engine_process():
     async def scenario():
         async with running("garbage", ready=False) as client:
             with pytest.raises(ChildStartError, match="ended with code -9"):
@@ -343,7 +343,7 @@ def test_a_message_that_cannot_be_read_ends_the_engine_process():
     run(scenario())
 
 
-def test_an_error_that_no_later_step_survives_ends_the_engine_process():
+def test_an_unrecoverable_error_ends_the_engine_process():
     async def scenario():
         async with running() as client:
             events = await collect(submit(client, [667]))
@@ -355,7 +355,7 @@ def test_an_error_that_no_later_step_survives_ends_the_engine_process():
     run(scenario())
 
 
-def test_the_gauges_of_a_dead_engine_are_empty_and_its_counters_stay():
+def test_the_gauges_of_a_dead_engine_are_reset_and_its_counters_stay():
     async def scenario():
         async with running("slow") as client:
             stream = submit(client, [1, 2, 3], 400)
@@ -399,7 +399,7 @@ def test_a_socket_folder_that_cannot_be_used_is_a_start_error(monkeypatch, tmp_p
     assert ahead.poll() is not None
 
 
-def test_a_duplicate_id_is_refused_and_the_original_goes_on():
+def test_a_duplicate_id_is_refused_and_the_original_continues():
     async def scenario():
         async with running("slow") as client:
             first = submit(client, [1, 2], 10)

@@ -1,4 +1,4 @@
-"""One request's events between the engine client and whoever follows them."""
+"""Delivery of the events of a request to its reader."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ async def follow(stream, take):
     return task
 
 
-async def test_a_reader_is_called_at_once_with_all_that_came_together(stream):
+async def test_a_reader_gets_events_that_arrive_together_in_one_call(stream):
     calls = []
     task = await follow(stream, lambda events: calls.append(ids(events)) or True)
 
@@ -56,7 +56,7 @@ async def test_a_reader_is_called_at_once_with_all_that_came_together(stream):
     assert calls == [[1], [2, 3], [4]]
 
 
-async def test_what_came_before_the_reader_is_the_first_it_gets(stream):
+async def test_a_new_reader_gets_earlier_events_first(stream):
     calls = []
     put(stream, 1)
     put(stream, 2, finish=FinishReason.LENGTH)
@@ -66,7 +66,7 @@ async def test_what_came_before_the_reader_is_the_first_it_gets(stream):
     assert calls == [[1, 2]]
 
 
-async def test_a_reader_that_has_enough_leaves_the_rest_to_the_next(stream):
+async def test_a_reader_that_stops_leaves_the_remaining_events_to_the_next(stream):
     calls = []
     task = await follow(stream, lambda events: calls.append(ids(events)))
 
@@ -80,7 +80,7 @@ async def test_a_reader_that_has_enough_leaves_the_rest_to_the_next(stream):
     assert calls == [[1], [2, 3]]
 
 
-async def test_what_a_reader_raises_is_raised_where_it_is_waited_for(stream):
+async def test_follow_raises_what_the_reader_raises(stream):
     task = await follow(stream, lambda events: 1 / 0)
 
     put(stream, 1)
@@ -89,7 +89,7 @@ async def test_what_a_reader_raises_is_raised_where_it_is_waited_for(stream):
         await asyncio.wait_for(task, 1)
 
 
-async def test_a_reader_that_aborts_its_stream_gets_the_end_of_it(stream, aborted):
+async def test_a_reader_that_aborts_its_stream_gets_the_last_event(stream, aborted):
     calls = []
 
     def take(events):
@@ -105,7 +105,7 @@ async def test_a_reader_that_aborts_its_stream_gets_the_end_of_it(stream, aborte
     assert aborted == [7]
 
 
-async def test_a_cancelled_reader_takes_nothing_with_it(stream):
+async def test_a_cancelled_reader_loses_no_events(stream):
     calls = []
     task = await follow(stream, lambda events: calls.append(ids(events)) or True)
 

@@ -1,4 +1,4 @@
-"""Connections deliver every message in order, however the two sides are timed."""
+"""Connections deliver every message in order, independent of the timing of the two sides."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ def test_messages_from_before_and_after_attaching_arrive_in_order_and_in_small_b
     assert max(map(len, batches)) <= 64
 
 
-def test_a_handler_that_raises_does_not_stop_the_messages_behind_it(sides):
+def test_a_handler_that_raises_does_not_stop_later_messages(sides):
     parent, child = sides
     batches, errors = [], []
 
@@ -79,14 +79,14 @@ def test_a_child_that_closes_has_sent_all_its_messages(sides):
     assert received == numbers(100)
 
 
-def test_receiving_returns_at_once_or_after_the_wait_where_there_is_no_message(sides):
+def test_receiving_without_messages_returns_after_the_wait(sides):
     parent, _ = sides
 
     assert list(parent.receive(wait=0)) == []
     assert list(parent.receive(wait=0.01)) == []
 
 
-def test_sending_to_nobody_or_on_a_closed_connection_does_nothing(tmp_path):
+def test_sending_without_a_peer_or_on_a_closed_connection_does_nothing(tmp_path):
     connection = Connection(str(tmp_path / "1"), bind=True)
     connection.send(b"x")
     connection.close()

@@ -1,4 +1,4 @@
-"""Which buckets are recorded ahead, and which ones a step fits in."""
+"""The grid of buckets: what is recorded ahead, and which buckets a step fits in."""
 
 import itertools
 
@@ -33,11 +33,11 @@ def own(buckets, step):
         (200, [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 200]),
     ],
 )
-def test_buckets_are_made_for_numbers_that_leave_few_rows_unused(most, expected):
+def test_row_counts_leave_few_rows_unused(most, expected):
     assert row_counts(most) == expected
 
 
-def test_prompts_have_buckets_that_leave_at_most_a_fifth_unused():
+def test_token_counts_leave_at_most_a_fifth_unused():
     counts = token_counts(8192)
 
     assert counts[:8] == [16, 20, 24, 28, 32, 40, 48, 56]
@@ -47,13 +47,13 @@ def test_prompts_have_buckets_that_leave_at_most_a_fifth_unused():
     assert token_counts(3) == [3]
 
 
-def test_mixed_counts_double_in_two_steps():
+def test_token_counts_of_mixed_buckets_have_two_parts_per_power_of_two():
     assert token_counts(1000, 128, 2) == [128, 192, 256, 384, 512, 768, 1000]
     assert token_counts(128, 128, 2) == [128]
     assert token_counts(40, 128, 2) == [40]
 
 
-def test_decode_rows_take_longer_tables_where_the_shorter_ones_end():
+def test_decode_rows_use_longer_tables_beyond_the_capacity_of_shorter_ones():
     buckets = grid(max_num_seqs=4, max_num_batched_tokens=64)
 
     def columns(blocks):
@@ -65,7 +65,7 @@ def test_decode_rows_take_longer_tables_where_the_shorter_ones_end():
     assert own(buckets, bucket(3)) == bucket(4)
 
 
-def test_prompts_take_the_smallest_bucket_that_they_fit_in():
+def test_prompts_use_the_smallest_bucket_that_they_fit_in():
     buckets = grid(max_num_seqs=64, max_num_batched_tokens=512)
 
     def found(tokens, seqs=1, columns=1):
@@ -79,7 +79,7 @@ def test_prompts_take_the_smallest_bucket_that_they_fit_in():
     assert found(18, 9) == bucket(0, 20, 64)
 
 
-def test_prompts_beside_decode_rows_take_the_smallest_bucket_that_they_fit_in():
+def test_mixed_steps_use_the_smallest_bucket_that_they_fit_in():
     buckets = grid()
 
     def fitting(rows, tokens, seqs=1, columns=1):
@@ -95,7 +95,7 @@ def test_prompts_beside_decode_rows_take_the_smallest_bucket_that_they_fit_in():
     assert fitting(1, 100, seqs=33) == []
 
 
-def test_buckets_ahead_are_few_and_short_prompts_come_before_both_and_long_ones_behind():
+def test_buckets_to_record_ahead_are_few_and_ordered_by_need():
     ahead = list(grid().ahead())
 
     prompts = [it for it in ahead if it.prompt_seqs]
@@ -129,14 +129,14 @@ def test_buckets_have_no_more_decode_rows_than_a_step(most, rows):
     assert all(it.num_logits <= most for it in ahead)
 
 
-def test_more_rows_of_logits_than_a_bucket_has_do_not_fit():
+def test_a_step_does_not_fit_in_a_bucket_with_fewer_rows_of_logits():
     verifying = bucket(0, 9, 1)._replace(num_logits=9)
 
     assert all(it.num_logits >= 9 for it in grid().fitting(verifying))
     assert own(grid(), verifying) == bucket(0, 16, 256)
 
 
-def test_a_step_that_shares_blocks_prefers_buckets_that_read_them_once():
+def test_a_step_with_a_shared_prefix_prefers_buckets_that_read_it_once():
     found = list(grid().fitting(bucket(3, shared=21)))
 
     once = [it for it in found if it.shared_blocks]

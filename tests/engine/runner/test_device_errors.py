@@ -1,4 +1,4 @@
-"""An error of the device or the kernels' compiler at start-up says what to do about it."""
+"""Start-up errors of the device or the kernel compiler are explained with a remedy."""
 
 import subprocess
 
@@ -21,14 +21,14 @@ GCC = ["gcc", "/x/main.c", "-O3", "-shared", "-fPIC", "-o", "/x/cuda_utils.so"]
     ],
     ids=["none", "wrong CC", "no headers"],
 )
-def test_a_missing_compiler_names_what_to_install(error):
+def test_the_error_for_a_missing_compiler_says_what_to_install(error):
     text = explain(error, "warming up")
 
     assert text.startswith("warming up failed: ")
     assert "apt-get install gcc libc6-dev python3-dev" in text
 
 
-def test_a_lack_of_memory_names_the_settings_that_need_less():
+def test_the_error_for_too_little_memory_names_the_settings_to_reduce():
     text = explain(torch.OutOfMemoryError("CUDA out of memory. Tried 1 GiB.\nrest"), "warming up")
 
     assert "CUDA out of memory. Tried 1 GiB.; " in text
@@ -36,7 +36,7 @@ def test_a_lack_of_memory_names_the_settings_that_need_less():
     assert "rest" not in text
 
 
-def test_another_error_is_named_with_its_phase():
+def test_other_errors_are_described_with_their_phase():
     error = torch.AcceleratorError("CUDA error: no kernel image is available\nmore")
 
     assert explain(error, "loading the weights") == (
@@ -44,5 +44,5 @@ def test_another_error_is_named_with_its_phase():
     )
 
 
-def test_another_programs_failure_is_not_the_compilers():
+def test_the_failure_of_another_program_is_not_blamed_on_the_compiler():
     assert "gcc" not in explain(subprocess.CalledProcessError(1, ["ptxas"]), "warming up")

@@ -1,4 +1,4 @@
-"""The invented steps before the first request stay within every limit and reach each of them."""
+"""Dummy steps stay within all limits and reach each of them."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def members(output):
 
 
 def assert_sound(output, config, length):
-    """Positions and blocks exist, whatever the cache's size."""
+    """Assert that all positions and blocks exist in a cache of any size."""
     for s in members(output):
         assert s.start >= 0
         assert s.num_tokens >= 1
@@ -53,7 +53,7 @@ def test_a_prompt_and_a_token_reach_the_given_length(length, tokens):
 
 
 @pytest.mark.parametrize("length", [2, 65, 256])
-def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
+def test_an_unsampled_token_is_the_last_of_its_sequence(length):
     output = unsampled_token(length, S)
 
     assert_sound(output, limits(), length)
@@ -73,7 +73,7 @@ def test_a_token_that_draws_none_is_the_last_of_its_sequence(length):
         (1, 1, 256, [1], []),
     ],
 )
-def test_steps_of_few_tokens_are_decoded_or_else_one_prompt(
+def test_steps_of_few_tokens_are_decode_steps_or_one_prompt(
     seqs, tokens, model_len, decoded, prompts
 ):
     config = limits(seqs, tokens, model_len)
@@ -87,7 +87,7 @@ def test_steps_of_few_tokens_are_decoded_or_else_one_prompt(
     assert all(len(output.prefill) == 1 for output in outputs if not output.decode)
 
 
-def test_a_token_is_drawn_with_filters_and_without_from_logits_as_they_are_and_changed():
+def test_sampling_steps_cover_filters_and_penalties():
     outputs = list(sampling_ways(S))
 
     for output in outputs:
@@ -101,7 +101,7 @@ def test_a_token_is_drawn_with_filters_and_without_from_logits_as_they_are_and_c
 @pytest.mark.parametrize(
     ("seqs", "counts"), [(1, [1]), (2, [1, 2]), (48, [1, 2, 4, 8, 16, 32, 64])]
 )
-def test_every_power_of_two_up_to_the_limit_is_planned_in_both_phases(seqs, counts):
+def test_both_phases_are_planned_for_every_power_of_two_up_to_the_limit(seqs, counts):
     outputs = list(crowds(200, limits(seqs=seqs), S))
 
     assert [len(o.decode) for o in outputs if o.decode] == counts
@@ -113,7 +113,7 @@ def test_every_power_of_two_up_to_the_limit_is_planned_in_both_phases(seqs, coun
     ("seqs", "tokens", "length"),
     [(1, 1, 2), (8, 8, 256), (8, 64, 256), (8, 64, 5), (64, 2048, 2048), (3, 1000, 100)],
 )
-def test_the_largest_step_has_all_sequences_and_all_tokens_that_they_can_have(seqs, tokens, length):
+def test_the_largest_step_reaches_the_limits_of_sequences_and_tokens(seqs, tokens, length):
     config = limits(seqs, tokens, max(2, length))
     output = largest_step(length, config, vocab_size=4096, block_size=S)
 
@@ -123,5 +123,5 @@ def test_the_largest_step_has_all_sequences_and_all_tokens_that_they_can_have(se
     assert all(s.num_logits and s.sequence.sampling.top_k == 4096 for s in members(output))
     assert all(s.num_tokens == 1 for s in output.decode)
     assert all(s.num_tokens > 1 for s in output.prefill)
-    # PyTorch's rows copy the keys of every sequence that decodes.
+    # PyTorch's attention copies the keys of every decoding sequence.
     assert all(s.start + 1 == config.max_model_len for s in output.decode)

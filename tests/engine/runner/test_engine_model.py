@@ -1,4 +1,4 @@
-"""The whole engine with a real, tiny model: however the work is cut up, the tokens are the same."""
+"""The engine with a real, tiny model: the tokens do not depend on how the work is divided into steps."""
 
 import math
 import random
@@ -55,7 +55,7 @@ def assert_all_free(engine):
 
 @pytest.fixture(scope="module")
 def reference(checkpoint):
-    """Answers alone and at once, by (prompt, length); computed when first asked for."""
+    """Tokens of requests that run alone with unchunked prompts, by (prompt, length); cached."""
     engine = make_engine(checkpoint, enable_prefix_caching=False)
     known = {}
 
@@ -92,7 +92,7 @@ def test_a_prefix_hit_gives_the_same_tokens_as_a_miss(checkpoint, reference, sha
     assert hits == min(shared, 59) // 8 * 8
 
 
-def test_preempted_sequences_give_the_same_tokens(checkpoint, reference):
+def test_a_preemption_does_not_change_the_tokens(checkpoint, reference):
     rng = random.Random(3)
     prompts = [random_prompt(rng, 10, 40) for _ in range(6)]
     engine = make_engine(checkpoint, kv_cache_tokens=160, max_model_len=128)
@@ -105,7 +105,9 @@ def test_preempted_sequences_give_the_same_tokens(checkpoint, reference):
     assert_all_free(engine)
 
 
-def test_64_requests_in_a_cache_too_small_for_half_get_what_each_gets_alone(checkpoint, reference):
+def test_64_requests_in_a_cache_for_fewer_than_half_get_the_tokens_that_each_gets_alone(
+    checkpoint, reference
+):
     rng = random.Random(4)
     requests = [greedy(i, random_prompt(rng, 1, 90), rng.randint(1, 60)) for i in range(64)]
     needed = sum(len(r.prompt_token_ids) + r.sampling.max_new_tokens for r in requests)
@@ -123,7 +125,7 @@ def test_64_requests_in_a_cache_too_small_for_half_get_what_each_gets_alone(chec
     assert_all_free(engine)
 
 
-def test_a_seeded_draw_does_not_depend_on_the_neighbours(checkpoint):
+def test_a_seeded_sample_does_not_depend_on_the_other_sequences(checkpoint):
     rng = random.Random(5)
     sampling = SamplingParams(max_new_tokens=40, temperature=1.0, top_p=0.9, seed=1234)
     prompt = random_prompt(rng, 20, 20)
@@ -204,7 +206,7 @@ def test_a_cache_of_a_single_token_is_refused(checkpoint):
         make_engine(checkpoint, kv_cache_tokens=1, block_size=1)
 
 
-def test_the_smallest_geometry_serves(checkpoint):
+def test_the_smallest_limits_and_cache_work(checkpoint):
     engine = make_engine(
         checkpoint, kv_cache_tokens=2, block_size=1, max_num_seqs=1, max_num_batched_tokens=1
     )
@@ -212,14 +214,14 @@ def test_the_smallest_geometry_serves(checkpoint):
     assert len(engine.generate([greedy(1, [5], 1)])[0]) == 1
 
 
-def test_a_context_shorter_than_the_warm_up_serves(tmp_path):
+def test_a_context_shorter_than_the_warm_up_works(tmp_path):
     folder = write_tiny_checkpoint(tmp_path, max_position_embeddings=32)
     engine = make_engine(folder, max_model_len=None)
 
     assert len(engine.generate([greedy(1, [5] * 30, 2)])[0]) == 2
 
 
-def test_a_float8_cache_serves_the_same_requests_in_about_a_third_of_the_memory(checkpoint):
+def test_a_float8_cache_takes_about_a_third_of_the_memory(checkpoint):
     rng = random.Random(9)
     requests = [greedy(i, random_prompt(rng, 3, 60), 20) for i in range(6)]
     exact = make_engine(checkpoint)
@@ -237,7 +239,7 @@ def test_a_float8_cache_serves_the_same_requests_in_about_a_third_of_the_memory(
     assert_all_free(engine)
 
 
-def test_a_float8_cache_gives_the_same_tokens_in_any_company_and_from_cached_blocks(checkpoint):
+def test_with_a_float8_cache_tokens_do_not_depend_on_other_sequences_or_cached_blocks(checkpoint):
     rng = random.Random(10)
     prompts = [random_prompt(rng, 30, 60) for _ in range(4)]
     engine = make_engine(checkpoint, kv_cache_dtype="fp8")
@@ -245,11 +247,11 @@ def test_a_float8_cache_gives_the_same_tokens_in_any_company_and_from_cached_blo
     alone = [tokens(engine.generate([greedy(i, p, 12)])[0]) for i, p in enumerate(prompts)]
     together = engine.generate([greedy(10 + i, p, 12) for i, p in enumerate(prompts)])
 
-    # Cached blocks are read as they were written: nothing is quantised twice.
+    # Cached blocks are not quantized again.
     assert [tokens(events) for events in together] == alone
 
 
-def test_a_cache_dtype_that_is_none_is_refused(checkpoint):
+def test_an_unknown_cache_dtype_is_refused(checkpoint):
     with pytest.raises(StartupError, match="kv cache dtype 'int4' is none of auto, fp8"):
         make_engine(checkpoint, kv_cache_dtype="int4")
 

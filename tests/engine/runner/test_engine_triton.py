@@ -1,4 +1,4 @@
-"""The whole engine on our Triton kernels, interpreted on the CPU as if it were a GPU."""
+"""The engine on the Triton kernels, with Triton's interpreter on the CPU."""
 
 import dataclasses
 import random
@@ -25,11 +25,11 @@ LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=32, max_model_le
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Chooses and launches the kernels of a GPU, with tensors of the CPU."""
+    """Select and launch the kernels of a GPU, with tensors on the CPU."""
     assert is_loaded()
     from kernels.attention.portable.write_kv import write_kv
 
-    gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # a decode has as many splits
+    gpu = dataclasses.replace(CATALOGUE["h100"], num_sms=8)  # also the number of splits of a decode
     monkeypatch.setattr(functional, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
     monkeypatch.setattr(warm_up, "detect", lambda _device=None: gpu)
@@ -51,7 +51,7 @@ def config(folder):
 
 @pytest.fixture
 def prefixes(monkeypatch):
-    """Shared tokens of every launch that reads them once."""
+    """Record the shared tokens of every launch that reads them once."""
     from kernels.attention.portable.prefix import PortablePrefix
 
     seen = []
@@ -65,7 +65,7 @@ def prefixes(monkeypatch):
     return seen
 
 
-def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(request, tmp_path):
+def test_chunked_prompts_with_decode_rows_give_the_tokens_of_pytorch_attention(request, tmp_path):
     folder = write_tiny_checkpoint(tmp_path, head_dim=32)
     rng = random.Random(1)
     asked = [greedy(i, random_prompt(rng, 10, 40), 4) for i in range(3)]
@@ -82,7 +82,7 @@ def test_prompts_in_chunks_and_tokens_beside_them_are_those_of_the_pytorch_rows(
     warm_up.compute_largest_step(runner, LIMITS)
 
 
-def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
+def test_a_shared_prefix_read_once_gives_the_tokens_of_pytorch_attention(
     request, monkeypatch, prefixes, tmp_path
 ):
     folder = write_tiny_checkpoint(tmp_path, head_dim=32)
@@ -105,11 +105,11 @@ def test_tokens_behind_one_prompt_read_once_are_those_of_the_pytorch_rows(
     assert set(prefixes) == {64}
 
 
-def test_the_kernels_of_a_shared_prefix_are_used_before_the_first_request(
+def test_the_warm_up_uses_the_kernels_for_a_shared_prefix(
     monkeypatch, as_on_a_gpu, prefixes, tmp_path
 ):
     engine = LocalEngine(config(write_tiny_checkpoint(tmp_path, head_dim=32)))
 
-    # Twice, once for each layer, for the one length at which a decode's tiles change.
+    # Twice, once per layer, for the single length at which the tiles of a decode change.
     assert prefixes == [64, 64]
-    assert engine.engine._runner.sharing_pays is not None
+    assert engine.engine._runner.sharing_rule is not None

@@ -1,4 +1,4 @@
-"""The GPU is opened by the driver where there is one, and nothing is said of what it refuses."""
+"""Opening the GPU through the driver; errors of the driver are ignored."""
 
 import ctypes
 
@@ -8,7 +8,7 @@ from server.engine.runner.gpu_driver import open_gpu
 
 
 class Driver:
-    """Refuses the call of one name."""
+    """A driver on which one call fails."""
 
     def __init__(self, refused=None):
         self.refused = refused
@@ -26,7 +26,7 @@ CALLS = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
 
 
 @pytest.mark.parametrize(("refused", "count"), [(None, 3), ("cuInit", 1), ("cuDeviceGet", 2)])
-def test_calls_follow_one_another_until_one_is_refused(monkeypatch, refused, count):
+def test_driver_calls_stop_at_the_first_that_fails(monkeypatch, refused, count):
     driver = Driver(refused)
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: driver)
 
@@ -35,7 +35,7 @@ def test_calls_follow_one_another_until_one_is_refused(monkeypatch, refused, cou
     assert driver.called == CALLS[:count]
 
 
-def test_a_machine_without_a_driver_is_left_alone(monkeypatch):
+def test_a_machine_without_a_driver_is_not_an_error(monkeypatch):
     def missing(_name):
         raise OSError
 

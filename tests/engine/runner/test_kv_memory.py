@@ -1,4 +1,4 @@
-"""How large the KV cache becomes, and what happens when another process is faster."""
+"""The size of the KV cache, and its allocation while other processes allocate memory too."""
 
 import logging
 
@@ -18,14 +18,14 @@ BLOCK_BYTES = 160
 
 
 class Device:
-    """A device with so many free bytes, which other processes take from."""
+    """A device with a number of free bytes, shared with other processes."""
 
     def __init__(self, free):
         self.free = free
         self.held = []
 
     def allocate(self, num_blocks):
-        """Fails as PyTorch does."""
+        """Raise PyTorch's error if the memory is too small."""
         if num_blocks * BLOCK_BYTES > self.free:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much.\nMore text")
         self.free -= num_blocks * BLOCK_BYTES
@@ -51,13 +51,13 @@ def demand(tokens=None, gib=None, useful=1000, kept=0):
     )
 
 
-def test_a_requested_size_is_taken_and_rounded_up_to_blocks(device):
+def test_a_requested_number_of_tokens_is_rounded_up_to_blocks(device):
     device.free = 10_000
 
     assert kv_cache_size(demand(tokens=17), CPU).num_blocks == 2
 
 
-def test_a_requested_number_of_bytes_is_taken_and_rounded_down_to_blocks(device):
+def test_a_requested_number_of_bytes_is_rounded_down_to_blocks(device):
     device.free = 10_000
 
     size = kv_cache_size(demand(gib=(3 * BLOCK_BYTES + 159) / 2**30), CPU)
@@ -83,20 +83,20 @@ def test_a_requested_number_of_bytes_below_a_block_is_refused(device):
         kv_cache_size(demand(gib=1e-7), CPU)
 
 
-def test_no_more_is_allocated_than_the_engine_could_fill(device):
+def test_the_cache_is_not_larger_than_the_engine_can_use(device):
     device.free = 2**30
 
     assert kv_cache_size(demand(useful=33), CPU).num_blocks == 3
 
 
 @pytest.mark.parametrize(("where", "expected"), [(CPU, 25), (CUDA, 80)])
-def test_a_share_of_the_free_memory_is_the_limit(device, where, expected):
+def test_the_default_size_is_limited_to_a_share_of_the_free_memory(device, where, expected):
     device.free = 100 * BLOCK_BYTES
 
     assert kv_cache_size(demand(useful=10**9), where).num_blocks == expected
 
 
-def test_what_a_step_needs_is_not_given_to_the_cache(device):
+def test_the_memory_of_a_step_stays_free(device):
     device.free = 110 * BLOCK_BYTES
 
     assert kv_cache_size(demand(useful=10**9, kept=10 * BLOCK_BYTES), CUDA).num_blocks == 80
@@ -111,14 +111,14 @@ def test_too_little_memory_for_one_block_is_refused(device):
         kv_cache_size(demand(), CPU)
 
 
-def test_a_step_that_needs_more_than_is_free_is_refused(device):
+def test_a_step_that_needs_more_than_the_free_memory_is_refused(device):
     device.free = 100
 
     with pytest.raises(NotEnoughMemoryError, match="one block"):
         kv_cache_size(demand(kept=1000), CUDA)
 
 
-def test_the_log_says_what_was_taken_and_why(device, caplog):
+def test_the_log_states_the_size_and_its_reason(device, caplog):
     caplog.set_level(logging.INFO, "tessera.engine")
     device.free = 10 * 2**30
 
@@ -129,9 +129,7 @@ def test_the_log_says_what_was_taken_and_why(device, caplog):
     )
 
 
-def test_a_cache_that_another_process_left_no_room_for_is_tried_again_with_what_is_left(
-    device, caplog
-):
+def test_a_smaller_cache_is_tried_if_another_process_took_the_memory(device, caplog):
     device.free = 1000 * BLOCK_BYTES
 
     def allocate(num_blocks):
@@ -139,14 +137,14 @@ def test_a_cache_that_another_process_left_no_room_for_is_tried_again_with_what_
             device.allocate(700)  # the other process
         return device.allocate(num_blocks)
 
-    # 80 % of 1000 do not fit any more, half of that share of the 300 left does.
+    # 80 % of 1000 blocks do not fit any more; half of that share of the remaining 300 does.
     assert allocate_kv_cache(demand(useful=10**9), CUDA, allocate) == 120
-    assert "trying less" in caplog.text
+    assert "trying a smaller size" in caplog.text
     assert "Tried to allocate much." in caplog.text
     assert "More text" not in caplog.text
 
 
-def test_two_processes_that_both_fail_fit_in_beside_each_other(device):
+def test_two_processes_that_both_fail_at_first_fit_in_the_end(device):
     device.free = 1000 * BLOCK_BYTES
     both = iter(range(1))
 
@@ -161,7 +159,7 @@ def test_two_processes_that_both_fail_fit_in_beside_each_other(device):
     assert (first, second) == (400, 480)
 
 
-def test_a_size_that_was_asked_for_is_never_made_smaller(device):
+def test_a_requested_size_is_never_reduced(device):
     device.free = 100 * BLOCK_BYTES
     attempts = []
 
@@ -169,13 +167,13 @@ def test_a_size_that_was_asked_for_is_never_made_smaller(device):
         attempts.append(num_blocks)
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pytest.raises(NotEnoughMemoryError, match=r"as --kv-cache-tokens asks.*another process"):
+    with pytest.raises(NotEnoughMemoryError, match=r"set by --kv-cache-tokens.*another process"):
         allocate_kv_cache(demand(tokens=160), CUDA, allocate)
 
     assert attempts == [10]
 
 
-def test_memory_that_is_never_there_ends_the_attempts(device):
+def test_allocation_fails_after_the_last_attempt(device):
     device.free = 1000 * BLOCK_BYTES
     attempts = []
 
@@ -189,7 +187,7 @@ def test_memory_that_is_never_there_ends_the_attempts(device):
     assert attempts == [800, 400, 200, 100]
 
 
-def test_other_errors_of_the_allocation_are_not_taken_for_a_lack_of_memory(device):
+def test_other_allocation_errors_are_not_treated_as_out_of_memory(device):
     device.free = 1000 * BLOCK_BYTES
 
     def allocate(_num_blocks):
@@ -210,11 +208,11 @@ def test_other_errors_of_the_allocation_are_not_taken_for_a_lack_of_memory(devic
         (ValueError("out of memory"), False),
     ],
 )
-def test_a_lack_of_memory_is_known_by_type_or_message(error, expected):
+def test_out_of_memory_is_recognized_by_type_or_message(error, expected):
     assert is_out_of_memory(error) is expected
 
 
-def test_a_containers_limit_counts_but_its_file_cache_does_not(tmp_path):
+def test_free_memory_respects_a_container_limit_without_its_file_cache(tmp_path):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 500000\n")
@@ -222,7 +220,7 @@ def test_a_containers_limit_counts_but_its_file_cache_does_not(tmp_path):
     assert free_bytes(CPU, tmp_path) == 600_000
 
 
-def test_a_container_without_a_limit_does_not_count(tmp_path):
+def test_free_memory_ignores_a_container_without_a_limit(tmp_path):
     (tmp_path / "memory.max").write_text("max\n")
 
     assert free_bytes(CPU, tmp_path) == pytest.approx(free_bytes(CPU, tmp_path / "none"), rel=0.5)

@@ -1,4 +1,4 @@
-"""Decode rows and prompts from one recording: one replay for a step, and the tokens of steps without recordings."""
+"""Steps with decode rows and prompts use one recording and give the tokens of steps without recordings."""
 
 import math
 import random
@@ -24,14 +24,14 @@ def checkpoint(tmp_path_factory):
 
 
 class Watched:
-    """An engine that records, and what each of its steps was: (output, replays it took)."""
+    """An engine with recordings that notes (output, number of replays) of each step."""
 
-    def __init__(self, checkpoint, *, ahead=math.inf, overlap=False, sharing_pays=None, **changes):
+    def __init__(self, checkpoint, *, ahead=math.inf, overlap=False, sharing_rule=None, **changes):
         self.engine = make_engine(checkpoint, max_num_seqs=20, **changes)
         self.engine.engine._runs_ahead = overlap
         self.recorder, self.steps = Again(), []
         self.runner = self.engine.engine._runner
-        self.runner.sharing_pays = sharing_pays
+        self.runner.sharing_rule = sharing_rule
         self.runner.record_steps(self.engine.engine._scheduler.config, self.recorder)
         while ahead > 0 and self.runner.use_idle_time():
             ahead -= 1
@@ -46,14 +46,14 @@ class Watched:
         self.runner.launch = watched
 
     def replays(self, *, mixed):
-        """How many replays the steps took that had both decode rows and prompts, or one of the two."""
+        """Return the numbers of replays of the steps with both decode rows and prompts, or of the other steps."""
         return [
             runs for output, runs in self.steps if mixed == bool(output.decode and output.prefill)
         ]
 
 
 def arrivals(count, generator_seed, first=0, **sampling):
-    """Requests with the number of the step before which each comes, so that prompts meet decode rows."""
+    """Return requests with the step before which each arrives, so that prompts run beside decode rows."""
     rng = random.Random(generator_seed)
     return [
         (2 * i, ask(first + i, random_prompt(rng, 2, 60), rng.randint(5, 30), **sampling))
@@ -69,7 +69,7 @@ def ask(request_id, prompt, max_new_tokens, **sampling):
 
 
 def serve(engine, coming, aborted=()):
-    """The (token, log-probability) pairs of requests that come, and are aborted, while others are served."""
+    """Return the (token, log-probability) pairs of requests that arrive, or are aborted, while others run."""
     coming, aborted, step = list(coming), dict(aborted), 0
     while coming or engine.engine.has_work:
         while coming and coming[0][0] <= step:
@@ -90,7 +90,7 @@ def serve(engine, coming, aborted=()):
 
 
 def alone(checkpoint, coming):
-    """The same for requests that are served one after the other, without recordings."""
+    """Return the same for requests that run one after the other, without recordings."""
     engine = make_engine(checkpoint, enable_prefix_caching=False)
     return {
         request.request_id: [(e.token_id, e.logprob) for e in engine.generate([request])[0]]
@@ -103,11 +103,9 @@ def only_tokens(found):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
-@pytest.mark.parametrize("cache", [4096, 152], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("cache", [4096, 152], ids=["no preemption", "preemption"])
 @pytest.mark.parametrize("budget", slow_except([64], [20, 64, 256]))
-def test_prompts_that_arrive_while_others_decode_change_no_token(
-    checkpoint, budget, cache, overlap
-):
+def test_prompts_that_arrive_during_decoding_change_no_tokens(checkpoint, budget, cache, overlap):
     coming = arrivals(40, budget)
     watched = Watched(
         checkpoint, overlap=overlap, max_num_batched_tokens=budget, kv_cache_tokens=cache
@@ -123,8 +121,8 @@ def test_prompts_that_arrive_while_others_decode_change_no_token(
     assert_all_free(watched.engine)
 
 
-def test_a_token_within_a_prompt_samples_nothing_beside_the_others(checkpoint):
-    # The budget leaves one token of the second prompt to the first step, and of others to later ones.
+def test_a_single_token_within_a_prompt_is_not_sampled(checkpoint):
+    # The budget splits a single token off the second prompt in the first step, and off other prompts later.
     rng = random.Random(3)
     coming = [(0, ask(i, random_prompt(rng, n, n), 12)) for i, n in enumerate([39, 20, 37, 37])]
     watched = Watched(checkpoint, overlap=True, max_num_batched_tokens=40)
@@ -166,7 +164,7 @@ def test_sampled_tokens_and_penalties_are_those_of_steps_without_recordings(chec
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
-def test_aborted_sequences_leave_the_others_alone(checkpoint, overlap):
+def test_aborted_sequences_do_not_change_the_others(checkpoint, overlap):
     coming = arrivals(20, 7)
     watched = Watched(checkpoint, overlap=overlap, max_num_batched_tokens=40)
 
@@ -181,7 +179,7 @@ def test_aborted_sequences_leave_the_others_alone(checkpoint, overlap):
     assert_all_free(watched.engine)
 
 
-def test_prompts_scored_beside_decode_rows_are_launched(checkpoint):
+def test_steps_with_prompt_logprobs_and_decode_rows_are_launched_without_a_recording(checkpoint):
     coming = arrivals(8, 8)
     coming.append((5, ask(50, [5, 6, 7, 8], 4, prompt_logprobs=True)))
     coming.sort(key=lambda item: item[0])
@@ -191,21 +189,21 @@ def test_prompts_scored_beside_decode_rows_are_launched(checkpoint):
     assert set(watched.replays(mixed=True)) == {0, 1}
 
 
-def test_a_step_that_should_read_a_shared_prefix_once_is_recorded_too(checkpoint):
+def test_steps_that_read_a_shared_prefix_once_are_recorded(checkpoint):
     common = random_prompt(random.Random(9), 70, 70)
     coming = [(2 * i, ask(i, [*common, i, i + 1], 12)) for i in range(8)]
-    watched = Watched(checkpoint, sharing_pays=lambda *_: True)
+    watched = Watched(checkpoint, sharing_rule=lambda *_: True)
     expected = only_tokens(alone(checkpoint, coming))
 
     assert only_tokens(serve(watched.engine, coming)) == expected
 
-    # Recordings that share nothing serve until there are others.
+    # Steps use recordings without shared blocks until the others are made.
     assert 0 not in [runs for _, runs in watched.steps]
     while watched.runner.use_idle_time():
         pass
     made = watched.runner.recorded.recorded
     sharing = [bucket for bucket in made if bucket.shared_blocks]
-    # 70 tokens fill 8 blocks of 8, which are shared in stretches of four.
+    # 70 tokens fill 8 blocks of 8, which are shared in multiples of four.
     assert {bucket.shared_blocks for bucket in sharing} == {8}
     assert {bool(bucket.prompt_seqs) for bucket in sharing} == {False, True}
     again = [(when, ask(100 + i, [*common, i, i + 1], 12)) for i, (when, _) in enumerate(coming)]
@@ -213,7 +211,7 @@ def test_a_step_that_should_read_a_shared_prefix_once_is_recorded_too(checkpoint
     assert [found[100 + i] for i in range(8)] == [expected[i] for i in range(8)]
 
 
-def test_without_idle_time_a_mixed_step_takes_two_recordings_and_never_waits_for_one(checkpoint):
+def test_without_idle_time_a_mixed_step_uses_two_recordings_and_never_waits(checkpoint):
     watched = Watched(checkpoint, ahead=0)
 
     for repeat in range(5):

@@ -1,4 +1,4 @@
-"""The runner before the first request and after a failed step."""
+"""The model runner: single-launch steps, warm-up, and recovery from failed steps."""
 
 import contextlib
 
@@ -45,12 +45,14 @@ def make_runner(model, num_blocks=1):
     )
 
 
-# --- one launch for a step ---
+# Single-launch steps
 
 
 @pytest.mark.parametrize("budget", [1, 3, 64])
 @pytest.mark.parametrize("scored", [False, True], ids=["plain", "scored"])
-def test_only_a_step_that_samples_one_token_is_one_launch(checkpoint, budget, scored, monkeypatch):
+def test_only_a_step_that_samples_one_token_is_a_single_launch(
+    checkpoint, budget, scored, monkeypatch
+):
     requests = [greedy(0, [5, 6, 7, 8], 6, prompt_logprobs=scored)]
     changes = {"max_num_seqs": 1, "max_num_batched_tokens": budget}
     expected = make_engine(checkpoint, **changes).generate(requests)
@@ -69,10 +71,10 @@ def test_only_a_step_that_samples_one_token_is_one_launch(checkpoint, budget, sc
     assert len(launches) == (6 if budget < 4 and not scored else 5)
 
 
-# --- before the first request -----------------------------------------------------------------------------------
+# Before the first request
 
 
-def test_every_dummy_step_can_be_computed_with_a_cache_of_one_block(model):
+def test_every_dummy_step_works_with_a_cache_of_one_block(model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
     outputs = [
@@ -88,7 +90,7 @@ def test_every_dummy_step_can_be_computed_with_a_cache_of_one_block(model):
         assert len(result.sampled) == len(output.decode) + len(output.prefill)
 
 
-def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
+def test_the_largest_step_leaves_no_state_in_the_runner(model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
 
@@ -97,8 +99,8 @@ def test_the_largest_step_leaves_nothing_behind_in_the_runner(model):
     assert runner._histories == {}
 
 
-class PretendedWarmUp:
-    """A runner on a GPU with steps that only tell of themselves, and kernels that are in the cache or not."""
+class FakeWarmUp:
+    """A runner with the warm-up of a GPU whose steps only record their kind; `cached`: kernels are compiled."""
 
     def __init__(self, monkeypatch, model, cached):
         self.seen = []
@@ -124,16 +126,16 @@ class PretendedWarmUp:
             raise NotCompiledError
 
 
-def test_kernels_that_are_all_compiled_are_launched_at_once(monkeypatch, model):
-    start = PretendedWarmUp(monkeypatch, model, cached=True)
+def test_the_warm_up_compiles_nothing_if_all_kernels_are_cached(monkeypatch, model):
+    start = FakeWarmUp(monkeypatch, model, cached=True)
 
     warm_up(start.runner, LIMITS, lambda _: None)
 
     assert start.seen == ["computed", "largest step"]
 
 
-def test_kernels_are_compiled_ahead_where_one_is_not(monkeypatch, model):
-    start, said = PretendedWarmUp(monkeypatch, model, cached=False), []
+def test_the_warm_up_compiles_all_kernels_in_parallel_if_one_is_missing(monkeypatch, model):
+    start, said = FakeWarmUp(monkeypatch, model, cached=False), []
 
     warm_up(start.runner, LIMITS, said.append)
 
@@ -141,21 +143,21 @@ def test_kernels_are_compiled_ahead_where_one_is_not(monkeypatch, model):
     assert said == ["compiling kernels"]
 
 
-def test_a_dummy_step_that_is_broken_off_leaves_nothing_behind(monkeypatch, model):
+def test_an_interrupted_dummy_step_leaves_no_state(monkeypatch, model):
     model.reserve_positions(LIMITS.max_model_len)
     runner = make_runner(model)
 
-    def broken_off(logits, rows):
+    def interrupted(logits, rows):
         raise NotCompiledError
 
-    monkeypatch.setattr(runner._sampler, "begin", broken_off)
+    monkeypatch.setattr(runner._sampler, "begin", interrupted)
     with pytest.raises(NotCompiledError):
         warm_up(runner, LIMITS, lambda _: None)
 
     assert runner._histories == {}
 
 
-def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache(model):
+def test_reserved_positions_are_not_allocated_again_for_a_larger_cache(model):
     model.reserve_positions(64)
     table = model.rope._cos
     runner = make_runner(model, num_blocks=64)
@@ -166,10 +168,10 @@ def test_positions_reserved_beforehand_are_not_allocated_again_by_a_larger_cache
     assert model.rope._cos is table
 
 
-# --- after a failed step ----------------------------------------------------------------------------------------
+# After a failed step
 
 
-def test_a_failed_step_on_a_cpu_ends_no_engine(model):
+def test_the_engine_continues_after_a_failed_step_on_a_cpu(model):
     assert make_runner(model).recover(RuntimeError("a shape is wrong")) is True
 
 
@@ -182,7 +184,7 @@ def test_a_failed_step_on_a_cpu_ends_no_engine(model):
     ],
     ids=["triton", "pytorch", "memory"],
 )
-def test_a_gpu_is_asked_whether_its_context_still_works(monkeypatch, model, error):
+def test_recovery_checks_that_the_cuda_context_still_works(monkeypatch, model, error):
     runner = make_runner(model)
     runner.device = torch.device("cuda")
     monkeypatch.setattr("server.engine.runner.model_runner.release_cached", lambda _device: None)
@@ -199,7 +201,7 @@ def test_a_gpu_is_asked_whether_its_context_still_works(monkeypatch, model, erro
     assert runner.recover(error) is not isinstance(error, torch.OutOfMemoryError)
 
 
-def test_what_a_step_held_when_memory_ran_out_is_let_go(monkeypatch, model):
+def test_recovery_from_out_of_memory_releases_the_tensors_of_the_step(monkeypatch, model):
     released, held = [], []
 
     class Large:

@@ -1,4 +1,4 @@
-"""A step launched before the results of the one before are booked: the tokens are those of steps one by one."""
+"""Running one step ahead gives the same tokens as running steps one by one."""
 
 import math
 import random
@@ -20,18 +20,18 @@ from tests.engine.runner.test_engine_model import (
 from tests.engine.runner.test_recordings import Again
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
-DRAWN = {"temperature": 1.2, "seed": 7}
+SAMPLED = {"temperature": 1.2, "seed": 7}
 SAMPLINGS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": True, "top_logprobs": 3},
-    DRAWN,
-    DRAWN | {"top_k": 9, "top_p": 0.8},
-    DRAWN | {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    SAMPLED,
+    SAMPLED | {"top_k": 9, "top_p": 0.8},
+    SAMPLED | {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
     {"temperature": 0.0, "presence_penalty": 0.9},
     {"temperature": 0.0, "prompt_logprobs": True},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 5: -100.0}},
     {"temperature": 0.0, "bad_words": tuple((i,) for i in range(0, VOCAB_SIZE, 2))},
-    DRAWN | {"bad_words": tuple((i, j) for i in range(1, 64) for j in range(0, VOCAB_SIZE, 5))},
+    SAMPLED | {"bad_words": tuple((i, j) for i in range(1, 64) for j in range(0, VOCAB_SIZE, 5))},
     {"temperature": 0.0, "min_new_tokens": 12, "eos_token_ids": tuple(range(0, VOCAB_SIZE, 3))},
     {"temperature": 0.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
 ]
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(params=[False, True], ids=["launched", "recorded"])
 def ahead(request, checkpoint):
-    """Makes engines that run ahead, with steps launched kernel by kernel or from recordings."""
+    """Return a function that makes engines that run ahead, with or without recordings."""
 
     def make(**changes):
         engine = make_engine(checkpoint, max_num_seqs=20, **changes)
@@ -73,8 +73,8 @@ def mixed_requests(count, seed=1, samplings=SAMPLINGS):
     ]
 
 
-def told(events):
-    """What clients are told, but for the last digits: who shares a step with whom is another matter."""
+def comparable(events):
+    """Return the events without the last digits, which depend on the sequences of a step."""
     return [
         (
             event.token_id,
@@ -87,7 +87,7 @@ def told(events):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids="+".join)
-def test_every_way_of_sampling_gives_the_same_events(checkpoint, ahead, sampling):
+def test_all_sampling_parameters_give_the_same_events(checkpoint, ahead, sampling):
     requests = mixed_requests(12, samplings=[sampling])
     expected = make_engine(checkpoint, max_num_seqs=20).generate(requests)
     engine = ahead()
@@ -96,7 +96,7 @@ def test_every_way_of_sampling_gives_the_same_events(checkpoint, ahead, sampling
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("tokens_of_cache", [4096, 128], ids=["roomy", "preempting"])
+@pytest.mark.parametrize("tokens_of_cache", [4096, 128], ids=["no preemption", "preemption"])
 @pytest.mark.parametrize("budget", [20, 64])
 def test_mixed_traffic_gives_the_same_events(checkpoint, ahead, tokens_of_cache, budget):
     requests = mixed_requests(40)
@@ -106,14 +106,12 @@ def test_mixed_traffic_gives_the_same_events(checkpoint, ahead, tokens_of_cache,
 
     found = engine.generate(requests)
 
-    assert [told(events) for events in found] == [told(events) for events in expected]
+    assert [comparable(events) for events in found] == [comparable(events) for events in expected]
     assert (engine.engine.stats().num_preemptions > 0) == (tokens_of_cache == 128)
     assert_all_free(engine)
 
 
-def test_a_prompt_that_is_cut_to_one_token_leaves_the_others_tokens_where_they_are(
-    checkpoint, ahead
-):
+def test_a_chunk_of_one_token_does_not_shift_the_tokens_of_other_rows(checkpoint, ahead):
     budget, rng = 40, random.Random(3)
     prompts = [random_prompt(rng, budget - 1, budget - 1), random_prompt(rng, 20, 20)]
     requests = [greedy(i, prompt, 12) for i, prompt in enumerate(prompts)]
@@ -124,7 +122,7 @@ def test_a_prompt_that_is_cut_to_one_token_leaves_the_others_tokens_where_they_a
     assert [tokens(events) for events in found] == [tokens(events) for events in plain]
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead, monkeypatch):
+def test_a_step_is_launched_before_the_engine_waits_for_the_previous_one(ahead, monkeypatch):
     engine = ahead()
     order = []
     launch = ModelRunner.launch
@@ -150,7 +148,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(ahead, monkey
     ]  # fmt: skip
 
 
-def test_a_sequence_aborted_in_flight_leaves_the_others_alone(checkpoint, ahead):
+def test_a_sequence_aborted_in_flight_does_not_change_the_others(checkpoint, ahead):
     rng = random.Random(5)
     requests = [greedy(i, random_prompt(rng, 5, 30), 30) for i in range(6)]
     expected = [tokens(events) for events in make_engine(checkpoint).generate(requests)]
@@ -174,7 +172,7 @@ def test_a_sequence_aborted_in_flight_leaves_the_others_alone(checkpoint, ahead)
     assert_all_free(engine)
 
 
-def test_all_aborted_in_flight_leaves_nothing_behind(ahead):
+def test_aborting_all_sequences_in_flight_leaves_no_state(ahead):
     engine = ahead()
     engine.channel.inbox += [greedy(1, [1, 2, 3], 30), greedy(2, [4], 30)]
     engine.engine.receive(wait=math.inf)
@@ -190,7 +188,7 @@ def test_all_aborted_in_flight_leaves_nothing_behind(ahead):
     assert_all_free(engine)
 
 
-def test_a_launch_that_fails_ends_its_sequences_after_their_tokens_in_flight(ahead, monkeypatch):
+def test_a_failed_launch_ends_its_sequences_after_their_tokens_in_flight(ahead, monkeypatch):
     engine = ahead()
     launch = ModelRunner.launch
 
@@ -207,7 +205,7 @@ def test_a_launch_that_fails_ends_its_sequences_after_their_tokens_in_flight(ahe
     assert len(engine.generate([greedy(2, [1, 2, 3], 5)])[0]) == 5
 
 
-def test_results_that_fail_end_the_sequences_of_their_step(ahead, monkeypatch):
+def test_failed_results_end_the_sequences_of_their_step(ahead, monkeypatch):
     engine = ahead()
     launch = ModelRunner.launch
 

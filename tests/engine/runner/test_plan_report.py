@@ -28,7 +28,7 @@ def planned(config, arch, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("arch", CATALOGUE)
-def test_every_known_processor_has_a_plan_with_reasons_that_the_front_end_can_read(config, arch):
+def test_every_known_processor_has_a_plan_with_reasons_that_can_be_decoded(config, arch):
     plan = planned(config, arch)
 
     assert [phase.phase for phase in plan.phases] == ["prefill", "decode"]
@@ -51,7 +51,7 @@ def test_every_known_processor_has_a_plan_with_reasons_that_the_front_end_can_re
         ("b200", ["portable_prefill", "portable_decode"], [2, 2], False),
     ],
 )
-def test_a_phase_names_its_flash_attention_generation_and_whether_such_a_gpu_ever_ran_it(
+def test_a_phase_reports_its_flash_attention_generation_and_whether_it_is_tested(
     config, arch, kernels, generations, tested
 ):
     phases = planned(config, arch).phases
@@ -61,7 +61,7 @@ def test_a_phase_names_its_flash_attention_generation_and_whether_such_a_gpu_eve
     assert {phase.tested for phase in phases} == {tested}
 
 
-def test_launches_come_in_the_order_in_which_a_step_takes_them(config):
+def test_launches_are_in_order_of_preference(config):
     wide = dataclasses.replace(config, head_dim=128)
     launches = planned(wide, "h100").phases[1].launches
 
@@ -70,7 +70,7 @@ def test_launches_come_in_the_order_in_which_a_step_takes_them(config):
     assert all(launch.measured for launch in launches)
 
 
-def test_a_runner_describes_the_plan_of_its_own_device_and_cache(config):
+def test_a_runner_reports_the_plan_for_its_device_and_cache(config):
     model = DecoderLM(config, torch.float32)
     cache = KVCache(1, 2, 32, config.num_kv_heads, config.head_dim, torch.float32, "cpu")
 
@@ -103,14 +103,14 @@ def test_planning_logs_nothing(config, caplog):
     assert not caplog.records
 
 
-def test_one_line_of_the_log_names_the_kernels():
+def test_the_log_line_names_the_kernels():
     assert str(PLAN) == (
         "attention on NVIDIA H100: prefill by torch_prefill, decode by portable_decode, "
         "decode by portable_decode (window 4096)"
     )
 
 
-def test_the_line_of_the_log_says_that_no_such_gpu_ever_ran_the_kernels(config):
+def test_the_log_line_says_that_the_kernels_never_ran_on_such_a_gpu(config):
     assert str(planned(config, "a100")).endswith(
         "; never run here: no GPU of this architecture (sm_80) has ever run it"
     )

@@ -1,4 +1,4 @@
-"""Which recordings are made, when, and which one a step takes."""
+"""Which recordings are made and when, and which one a step uses."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def bucket(rows):
 
 
 class Steps(RecordedSteps):
-    """Recordings of buckets that are named by their rows, and which were made."""
+    """Recordings of buckets that are identified by their rows."""
 
     def __init__(self, first=()):
         super().__init__(MODEL, CACHE, self, SampledTokens(17, CPU), LIMITS)
@@ -45,7 +45,7 @@ class Steps(RecordedSteps):
         return None if found is None else found.step.input.bucket.rows
 
 
-def test_they_are_made_in_the_order_given_and_one_that_was_missed_before_the_others():
+def test_recordings_are_made_in_order_and_missed_ones_first():
     steps = Steps([1, 2, 3])
     assert steps.record_next()
 
@@ -58,7 +58,7 @@ def test_they_are_made_in_the_order_given_and_one_that_was_missed_before_the_oth
     assert not steps.record_next()
 
 
-def test_the_third_step_that_is_launched_without_any_makes_its_own():
+def test_the_third_step_without_any_recording_makes_its_own():
     steps = Steps([1])
 
     assert [steps.find(5) for _ in range(3)] == [None] * 3
@@ -67,7 +67,7 @@ def test_the_third_step_that_is_launched_without_any_makes_its_own():
     assert steps.find(5) == 5
 
 
-def test_a_step_takes_a_larger_one_until_its_own_is_made():
+def test_a_step_uses_a_larger_recording_until_its_own_is_made():
     steps = Steps([8])
     steps.record_next()
 
@@ -78,7 +78,7 @@ def test_a_step_takes_a_larger_one_until_its_own_is_made():
     assert steps.find(5, 6, 8, 9) == 5
 
 
-def test_steps_that_never_wait_have_theirs_made_next_in_idle_time():
+def test_recordings_for_steps_that_never_wait_are_made_next_in_idle_time():
     steps = Steps([1, 2])
 
     assert [steps.find(5, 8, waits=False) for _ in range(100)] == [None] * 100
@@ -88,7 +88,7 @@ def test_steps_that_never_wait_have_theirs_made_next_in_idle_time():
     assert steps.made == [5]
 
 
-def test_what_a_larger_one_serves_is_made_next_in_idle_time():
+def test_the_recording_of_a_step_that_used_a_larger_one_is_made_next_in_idle_time():
     steps = Steps([8, 1, 2])
     steps.record_next()
 
@@ -98,7 +98,7 @@ def test_what_a_larger_one_serves_is_made_next_in_idle_time():
     assert steps.made == [8, 5]
 
 
-def test_after_one_that_cannot_be_made_no_more_are_tried_and_those_there_are_stay():
+def test_after_a_failed_recording_no_more_are_made_and_existing_ones_stay():
     steps = Steps([1, BROKEN, 2])
 
     while steps.record_next():
@@ -111,7 +111,7 @@ def test_after_one_that_cannot_be_made_no_more_are_tried_and_those_there_are_sta
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_step_that_fits_in_no_bucket_misses_none(waits):
+def test_a_step_that_fits_in_no_bucket_requests_no_recording(waits):
     steps = Steps([1])
 
     assert steps.find(waits=waits) is None

@@ -1,4 +1,4 @@
-"""Recorded steps: the tokens of steps without recordings, whatever comes, goes and is preempted."""
+"""Recorded steps give the tokens of steps without recordings, also with preemptions, prefix hits and chunks."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
 class Again:
-    """Records on a CPU: computes again on the same memory, and poisons what the last replay left."""
+    """A recorder for the CPU: a replay poisons the results of the last one, then computes on the same memory."""
 
     def __init__(self):
         self.runs = 0
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_steps_without_recordings(checkpoint):
     assert_all_free(engine)
 
 
-def test_log_probabilities_of_the_most_likely_tokens_need_no_sampler(checkpoint, monkeypatch):
+def test_log_probabilities_of_argmax_tokens_need_no_sampler(checkpoint, monkeypatch):
     prompts = [[5, 6, 7, 8], [9], [10, 11]]
 
     def found(engine):
@@ -86,14 +86,14 @@ def test_log_probabilities_of_the_most_likely_tokens_need_no_sampler(checkpoint,
 
     expected = found(make_engine(checkpoint))
     engine = recording_engine(checkpoint, Again())
-    # Drawing row by row would be right too, and slower.
+    # Sampling row by row would give the same tokens, but more slowly.
     monkeypatch.setattr(engine.engine._runner, "_sampler", None)
 
     assert found(engine) == expected
     assert [all(p is None for _, p in events) for events in expected] == [False, True, False]
 
 
-def test_preempted_sequences_find_their_new_blocks_in_the_recording(checkpoint):
+def test_recordings_use_the_new_blocks_of_preempted_sequences(checkpoint):
     rng = random.Random(2)
     prompts = [random_prompt(rng, 20, 40) for _ in range(8)]
     expected = answers(make_engine(checkpoint, max_num_seqs=20), prompts)
@@ -106,7 +106,7 @@ def test_preempted_sequences_find_their_new_blocks_in_the_recording(checkpoint):
     assert recorder.runs > 20
 
 
-def test_a_step_that_was_never_recorded_is_after_some_time(checkpoint):
+def test_a_step_without_a_recording_gets_one_after_some_time(checkpoint):
     recorder = Again()
     engine = recording_engine(checkpoint, recorder, ahead=0)
     expected = answers(make_engine(checkpoint), [[1, 2, 3]])
@@ -143,7 +143,7 @@ def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, mo
     assert last == math.inf
 
 
-def test_nothing_is_recorded_while_requests_follow_each_other_closely(checkpoint, monkeypatch):
+def test_nothing_is_recorded_between_requests_in_quick_succession(checkpoint, monkeypatch):
     engine = recording_engine(checkpoint, Again(), ahead=0)
     messages = [greedy(1, [1, 2, 3], 2), greedy(2, [4], 2), Shutdown()]
 
@@ -168,7 +168,7 @@ def test_log_probabilities_of_a_prompt_are_computed_without_a_recording(checkpoi
     assert answers(engine, prompts, prompt_logprobs=True) == expected
 
 
-def test_what_cannot_be_recorded_is_launched_and_said_once(checkpoint, caplog):
+def test_a_step_that_cannot_be_recorded_is_launched_and_logged_once(checkpoint, caplog):
     with caplog.at_level(logging.WARNING, "tessera.engine"):
         engine = recording_engine(checkpoint, Broken())
         found = answers(engine, [[1, 2, 3], [4, 5]])
@@ -182,7 +182,7 @@ def test_what_cannot_be_recorded_is_launched_and_said_once(checkpoint, caplog):
 
 
 @pytest.mark.parametrize("budget", [20, 64])
-def test_chunks_prefix_hits_and_crowds_of_prompts_give_the_tokens_of_steps_without_recordings(
+def test_chunks_prefix_hits_and_many_prompts_give_the_tokens_of_steps_without_recordings(
     checkpoint, budget
 ):
     rng = random.Random(3)
@@ -195,7 +195,7 @@ def test_chunks_prefix_hits_and_crowds_of_prompts_give_the_tokens_of_steps_witho
     while engine.engine._runner.use_idle_time():
         pass
 
-    for _ in range(3):  # what was missed is recorded in between
+    for _ in range(3):  # records the missed steps in between
         assert answers(engine, prompts) == expected
         while engine.engine._runner.use_idle_time():
             pass

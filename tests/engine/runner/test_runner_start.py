@@ -1,4 +1,4 @@
-"""A loaded model gets its cache and its first steps, in each device's order; or the start says what is wrong."""
+"""Allocation of the KV cache and warm-up in the order of each device, and the errors of a start."""
 
 import contextlib
 
@@ -54,8 +54,8 @@ class Log:
         return []
 
 
-class PretendedGPU:
-    """Stands in for what a start asks of a GPU, and notes the order."""
+class FakeGPU:
+    """Replaces the GPU functions of a start, and records the order of their calls."""
 
     def __init__(self, monkeypatch, free):
         self.free = free
@@ -82,10 +82,10 @@ class PretendedGPU:
         yield lambda: 3 * 2**20
 
 
-def test_on_a_gpu_the_largest_step_is_computed_again_beside_the_cache(
+def test_on_a_gpu_the_largest_step_is_computed_again_after_the_cache_is_allocated(
     monkeypatch, model, checkpoint
 ):
-    gpu = PretendedGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
+    gpu = FakeGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
     phases = Phases(Log())
 
     runner, most = runner_start._start_on_gpu(model, config_for(checkpoint), LIMITS, phases)
@@ -95,10 +95,10 @@ def test_on_a_gpu_the_largest_step_is_computed_again_beside_the_cache(
     assert list(phases.seconds) == ["warming up", "allocating the KV cache"]
 
 
-def test_a_largest_step_without_memory_beside_the_cache_makes_the_cache_smaller(
+def test_the_cache_shrinks_if_the_largest_step_does_not_fit_beside_it(
     monkeypatch, model, checkpoint
 ):
-    gpu = PretendedGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
+    gpu = FakeGPU(monkeypatch, free=KEPT_BYTES + 100 * BLOCK_BYTES)
     gpu.failures = 2
 
     runner, _ = runner_start._start_on_gpu(model, config_for(checkpoint), LIMITS, Phases(Log()))
@@ -107,7 +107,7 @@ def test_a_largest_step_without_memory_beside_the_cache_makes_the_cache_smaller(
     assert runner.num_cache_tokens == 20 * 8
 
 
-def test_a_cache_for_all_sequences_has_the_blocks_that_each_begins(model, checkpoint):
+def test_a_cache_for_all_sequences_counts_partly_filled_blocks(model, checkpoint):
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=100)
 
     runner, _ = runner_start.start_runner(model, config_for(checkpoint), limits, Phases(Log()))
@@ -115,7 +115,9 @@ def test_a_cache_for_all_sequences_has_the_blocks_that_each_begins(model, checkp
     assert runner.num_cache_tokens == 4 * 13 * 8
 
 
-def test_a_cache_below_the_models_length_is_a_warning_with_both_numbers(model, checkpoint, caplog):
+def test_a_cache_smaller_than_the_models_context_logs_a_warning_with_both_numbers(
+    model, checkpoint, caplog
+):
     config = config_for(checkpoint, kv_cache_tokens=40)
 
     _, most = runner_start.start_runner(model, config, LIMITS, Phases(Log()))
@@ -126,7 +128,7 @@ def test_a_cache_below_the_models_length_is_a_warning_with_both_numbers(model, c
         assert word in warning
 
 
-def test_an_error_of_the_kernels_compiler_ends_the_start_with_what_to_install(
+def test_a_kernel_compiler_error_ends_the_start_and_says_what_to_install(
     monkeypatch, checkpoint, caplog
 ):
     def fail(*_):
@@ -150,6 +152,6 @@ def test_a_cache_sized_in_gib_holds_as_many_whole_blocks(checkpoint):
     assert engine.engine.info.num_blocks == int(0.001 * 2**30) // BLOCK_BYTES
 
 
-def test_too_small_a_cache_names_the_least(model):
+def test_the_error_for_too_small_a_cache_names_the_minimum(model):
     with pytest.raises(NotEnoughMemoryError, match="at least 2"):
         runner_start._max_total_tokens(type("Runner", (), {"num_cache_tokens": 1})(), LIMITS)

@@ -1,4 +1,4 @@
-"""What sequences of a step have in common is found from their block tables, and changes no token."""
+"""A shared prefix is found from the block tables; reading it once changes no token."""
 
 import random
 from types import SimpleNamespace
@@ -23,14 +23,14 @@ def always(_num_seqs, _num_tokens):
 
 
 def rows(num_computed, *tables):
-    """One-token sequences with these block tables, each behind that many tokens."""
+    """Return decode rows with these block tables and starts."""
     return [
         SimpleNamespace(start=num_computed, sequence=SimpleNamespace(block_table=table))
         for table in tables
     ]
 
 
-# --- counting ---------------------------------------------------------------------------------------------------
+# Counting
 
 
 @given(
@@ -39,7 +39,7 @@ def rows(num_computed, *tables):
     st.lists(st.integers(0, 70), max_size=3),
     st.integers(0, 70),
 )
-def test_the_leading_entries_in_which_all_tables_are_equal_are_counted(rows, width, changed, most):
+def test_common_blocks_counts_the_equal_leading_entries_of_all_tables(rows, width, changed, most):
     tables = [list(range(width)) for _ in range(rows)]
     for index, column in enumerate(changed):
         if column < width:
@@ -55,14 +55,14 @@ def test_blocks_that_are_equal_again_after_a_difference_are_not_shared():
     assert common_blocks([[1, 2, 3, 4], [1, 9, 3, 4]], 4) == 1
 
 
-def test_the_shortest_table_ends_the_count():
+def test_common_blocks_stops_at_the_end_of_the_shortest_table():
     assert common_blocks([[1, 2, 3, 4], [1, 2]], 4) == 2
 
 
 @pytest.mark.parametrize(
     ("num_computed", "expected"), [(0, 0), (31, 0), (32, 4), (63, 4), (64, 8), (80, 8)]
 )
-def test_shared_blocks_lie_before_every_query_and_come_in_fours(num_computed, expected):
+def test_shared_blocks_end_before_every_query_and_are_multiples_of_four(num_computed, expected):
     same = list(range(10))
 
     assert shared_blocks(rows(num_computed, same, same, same), 8, always) == expected
@@ -72,7 +72,7 @@ def test_one_sequence_shares_nothing():
     assert shared_blocks(rows(40, [1, 2, 3, 4, 5]), 8, always) == 0
 
 
-def test_sharing_is_asked_for_once_with_what_is_shared():
+def test_the_rule_is_called_once_with_the_shared_tokens():
     asked = []
 
     def never(num_seqs, num_tokens):
@@ -84,7 +84,7 @@ def test_sharing_is_asked_for_once_with_what_is_shared():
     assert asked == [(2, 32)]
 
 
-# --- the engine -------------------------------------------------------------------------------------------------
+# The engine
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +94,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Makes sharing pay always, and keeps every step with its input and its block tables."""
+    """Always read shared prefixes once, and record every step with its input and its block tables."""
     seen = []
     pack = ModelRunner.pack
 
-    def packed(self, output, sharing_pays):
-        assert sharing_pays is None
+    def packed(self, output, sharing_rule):
+        assert sharing_rule is None
         step = pack(self, output, always)
         seen.append((output, step.input, [tuple(s.sequence.block_table) for s in output.decode]))
         return step
@@ -115,7 +115,7 @@ def requests_behind(prompt, lengths):
 
 
 def run(checkpoint, prompt, requests, **changes):
-    """The tokens of requests that arrive together after one has brought the prompt into the cache."""
+    """Return the tokens of requests that arrive together after the prompt is in the prefix cache."""
     engine = make_engine(checkpoint, **changes)
     first = tokens(engine.generate([greedy(1, prompt, 3)])[0])
     rest = [tokens(events) for events in engine.generate(requests)]
@@ -123,7 +123,7 @@ def run(checkpoint, prompt, requests, **changes):
     return [first, *rest]
 
 
-def test_a_step_of_sequences_behind_one_prompt_says_what_they_share(checkpoint, request):
+def test_a_step_of_sequences_with_a_common_prompt_has_shared_blocks(checkpoint, request):
     prompt = [7 + index % 200 for index in range(83)]
     requests = requests_behind(prompt, [3, 9, 30, 1])
     expected = run(checkpoint, prompt, requests)
@@ -136,16 +136,16 @@ def test_a_step_of_sequences_behind_one_prompt_says_what_they_share(checkpoint, 
         for _, batch, _ in steps
         if batch.decode and len(batch.decode.seq_lens) > 1
     ]
-    # 83 tokens fill 10 blocks of 8; they are read once in stretches of 4 blocks.
+    # 83 tokens fill 10 blocks of 8, of which a multiple of 4 is read once.
     assert found
     assert set(found) == {64}
     assert all(batch.prefill.shared_prefix == 0 for _, batch, _ in steps if batch.prefill)
 
 
-def test_what_a_step_says_is_true_of_its_blocks(checkpoint, steps):
+def test_the_shared_blocks_of_a_step_are_equal_in_all_tables(checkpoint, steps):
     prompt = [3 + index % 200 for index in range(70)]
     other = [200 - index % 150 for index in range(70)]
-    # A sequence that shares nothing ends first: before, nothing is read once.
+    # Nothing is read once until the sequence without the prefix has ended.
     outsider = greedy(50, other, 5)
     requests = [*requests_behind(prompt, [5, 40]), outsider]
 
@@ -158,7 +158,7 @@ def test_what_a_step_says_is_true_of_its_blocks(checkpoint, steps):
         blocks = batch.decode.shared_prefix // 8
         assert all(s.start >= batch.decode.shared_prefix for s in output.decode)
         assert len({table[:blocks] for table in tables}) == 1
-        # Of what could be read once no four blocks were left out.
+        # The number of shared blocks is the largest possible multiple of four.
         most = min(s.start for s in output.decode) // 8
         assert blocks + 4 > most or len({table[: blocks + 4] for table in tables}) > 1
 
@@ -171,15 +171,15 @@ def test_without_a_prefix_cache_nothing_is_shared(checkpoint, steps):
     assert {batch.decode.shared_prefix for _, batch, _ in steps if batch.decode} == {0}
 
 
-def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
+def test_a_runner_has_a_sharing_rule_only_if_a_kernel_supports_it(
     checkpoint, monkeypatch, tmp_path
 ):
-    def pays_of(folder, gpu):
+    def rule_of(folder, gpu):
         engine = make_engine(folder)
         monkeypatch.setattr(server.engine.runner.model_runner, "detect", lambda _device=None: gpu)
-        pays = engine.engine._runner._find_sharing()
+        rule = engine.engine._runner._find_sharing_rule()
         monkeypatch.undo()
-        return pays
+        return rule
 
     wide = {"head_dim": 128, "num_key_value_heads": 4, "num_hidden_layers": 1}
     sliding = {
@@ -190,16 +190,16 @@ def test_a_runner_asks_only_where_a_kernel_reads_shared_tokens_once(
     full = write_tiny_checkpoint(tmp_path / "full", **wide)
     windowed = write_tiny_checkpoint(tmp_path / "windowed", **wide, **sliding)
 
-    assert pays_of(full, CATALOGUE["cpu"]) is None
-    assert pays_of(full, CATALOGUE["t4"]) is None
-    assert pays_of(windowed, CATALOGUE["h100"]) is None
-    pays = pays_of(full, CATALOGUE["h100"])
-    assert pays(256, 8192)
-    assert not pays(2, 64)
+    assert rule_of(full, CATALOGUE["cpu"]) is None
+    assert rule_of(full, CATALOGUE["t4"]) is None
+    assert rule_of(windowed, CATALOGUE["h100"]) is None
+    rule = rule_of(full, CATALOGUE["h100"])
+    assert rule(256, 8192)
+    assert not rule(2, 64)
 
 
 @pytest.mark.parametrize("length", [2, 65, 256])
-def test_the_dummy_sequences_share_the_least_that_can_be(length):
+def test_the_dummy_sequences_share_the_shortest_possible_prefix(length):
     (output,) = sharing(length, limits(), S)
 
     assert_sound(output, limits(), 256)
@@ -209,6 +209,6 @@ def test_the_dummy_sequences_share_the_least_that_can_be(length):
     assert bucket.columns == -(-min(4 * S + length, 256) // S)
 
 
-def test_there_is_no_dummy_step_that_shares_where_none_can_come():
+def test_there_is_no_dummy_step_with_a_shared_prefix_if_the_limits_allow_none():
     assert list(sharing(2, limits(model_len=64), S)) == []
     assert list(sharing(2, limits(seqs=1), S)) == []

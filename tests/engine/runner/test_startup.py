@@ -1,4 +1,4 @@
-"""What an engine takes where the operator left it open."""
+"""Defaults of settings that the operator does not set."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
         ("cuda", 3, 7, (3, 7)),
     ],
 )
-def test_a_step_has_sequences_and_tokens_for_its_device(device, sequences, budget, expected):
+def test_default_limits_depend_on_the_device(device, sequences, budget, expected):
     config = EngineConfig(
         model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
     )

@@ -1,4 +1,4 @@
-"""A step's arrays: what they hold for any mix of sequences, in the bucket that fits exactly and in larger ones."""
+"""The packed arrays of a step for any mix of sequences, in its exact bucket and in larger ones."""
 
 import random
 
@@ -56,7 +56,7 @@ PREFILL = (scheduled(4, 0, 6), scheduled(5, 5, 4, num_logits=3), scheduled(6, 2,
 @pytest.mark.parametrize("decode", [DECODE, ()], ids=["decode", ""])
 @pytest.mark.parametrize("prefill", [PREFILL, ()], ids=["prompts", ""])
 @pytest.mark.parametrize("spare", [0, 2], ids=["exact", "larger"])
-def test_a_step_has_the_tokens_of_its_sequences_and_nothing_else(decode, prefill, spare):
+def test_a_packed_step_has_exactly_the_tokens_of_its_sequences(decode, prefill, spare):
     if not decode and not prefill:
         return
     exact = exact_bucket(decode, prefill, S)
@@ -89,7 +89,7 @@ def test_a_step_has_the_tokens_of_its_sequences_and_nothing_else(decode, prefill
         scored += range(rows + end - it.num_logits, rows + end)
     assert host.logits_rows[: len(scored)].tolist() == scored
     assert host.sampled_rows[: len(scored)].tolist() == [2 + i for i in range(len(scored))]
-    # What is not sampled is left where no token is looked up.
+    # Unused rows write to an index that is never read.
     assert set(host.sampled_rows[len(scored) :].tolist()) <= {19}
 
 
@@ -101,7 +101,7 @@ def test_a_sequence_may_have_several_rows_of_logits():
     assert pack((), (verifying,)).input.host.logits_rows.tolist() == [0, 1, 2, 3]
 
 
-def test_an_input_that_is_packed_again_is_that_of_a_new_one():
+def test_a_repacked_input_equals_a_new_one():
     rng = random.Random(0)
     bucket = Bucket(4, 12, 3, 8, 5)
     again = PackedStep(bucket, S, CPU)
@@ -133,7 +133,7 @@ def test_an_input_that_is_packed_again_is_that_of_a_new_one():
                 assert ours.tolist() == theirs.tolist(), name
 
 
-def test_a_block_table_is_written_where_it_grew_and_where_its_row_has_another_sequence():
+def test_a_block_table_is_updated_after_growth_and_for_another_sequence():
     first = scheduled(1, 7, 1)
     packed = PackedStep(Bucket(1, 0, 0, 6, 1), S, CPU)
     packed.pack((first,), (), SampledTokens(4, CPU))
@@ -146,7 +146,7 @@ def test_a_block_table_is_written_where_it_grew_and_where_its_row_has_another_se
     assert packed.input.host.block_table[0, :2].tolist() == [20, 27]
 
 
-def test_a_token_that_the_host_does_not_know_is_named_by_its_row():
+def test_an_unknown_token_is_referred_to_by_its_row():
     known, unknown = scheduled(1, 4, 1), scheduled(2, 4, 1)
     sampled = SampledTokens(4, CPU)
     sampled.note((known, unknown))
@@ -159,7 +159,7 @@ def test_a_token_that_the_host_does_not_know_is_named_by_its_row():
     assert packed.reads_sampled
 
 
-def test_a_process_with_the_same_bytes_has_the_same_step():
+def test_a_step_can_be_rebuilt_from_its_bytes():
     ours = pack(DECODE, PREFILL).input
     theirs = StepInput(ours.bucket, S, CPU)
 

@@ -1,6 +1,6 @@
 """`tessera bench engine`: measures the engine without HTTP and, with `--profile`, where its time is spent.
 
-Imports PyTorch, so `server.cli.commands` imports it for this command alone.
+Imports PyTorch, so `server.cli.commands` imports it only for this command.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(
     given: set[str],
     began: float,
 ) -> None:
-    """Measure, print and write the result; exits with status 1 where the engine does not start.
+    """Measure, print and write the result; exits with status 1 if the engine does not start or a run fails.
 
     Args:
         arguments: after `tessera bench engine`, for the result.

@@ -1,4 +1,4 @@
-"""What a GPU did between two moments: kernels, how long each took, and when it did nothing. Arithmetic on intervals."""
+"""Kernel times and idle times of a GPU, computed from the intervals of a profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Interval(NamedTuple):
     """One kernel or copy.
 
     Attributes:
-        name: of the kernel.
+        name: of the kernel or copy.
         start, stop: microseconds.
     """
 
@@ -30,8 +30,8 @@ class KernelTotal:
 
     Attributes:
         name: of the kernel.
-        launches: how many; on average, where it stands for one of many steps.
-        microseconds: in all, likewise.
+        launches: number of launches; in a `GPUProfile`, the average per step.
+        microseconds: total time; in a `GPUProfile`, the average per step.
     """
 
     name: str
@@ -40,7 +40,7 @@ class KernelTotal:
 
 
 def idle_gaps(intervals: Iterable[Interval]) -> list[float]:
-    """Microseconds of every pause between them; on several streams, or with an early start, they overlap."""
+    """Return the microseconds of every gap between the intervals, which may overlap."""
     gaps = []
     end = None
     for _, start, stop in sorted(intervals, key=lambda interval: interval.start):
@@ -51,7 +51,7 @@ def idle_gaps(intervals: Iterable[Interval]) -> list[float]:
 
 
 def busy_microseconds(intervals: Sequence[Interval]) -> float:
-    """Time in which at least one of them ran."""
+    """Return the time in which at least one interval ran."""
     if not intervals:
         return 0.0
     span = max(i.stop for i in intervals) - min(i.start for i in intervals)
@@ -59,7 +59,7 @@ def busy_microseconds(intervals: Sequence[Interval]) -> float:
 
 
 def totals(intervals: Iterable[Interval]) -> list[KernelTotal]:
-    """Sum up by name, the longest first."""
+    """Sum launches and time by kernel name; the longest total comes first."""
     sums: dict[str, tuple[float, float]] = {}
     for name, start, stop in intervals:
         launches, microseconds = sums.get(name, (0.0, 0.0))
@@ -69,7 +69,7 @@ def totals(intervals: Iterable[Interval]) -> list[KernelTotal]:
 
 
 def read_profile(profile: torch.profiler.profile) -> Sequence[Interval]:
-    """The kernels and copies of a profile that has ended, whether launched one by one or by a graph."""
+    """Return the kernels and copies of a finished profile, including those that a CUDA graph launched."""
     return [
         Interval(event.name, event.time_range.start, event.time_range.end)
         for event in profile.events() or []  # type: ignore[no-untyped-call]

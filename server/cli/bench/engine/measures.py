@@ -1,4 +1,4 @@
-"""How each workload is measured on a running engine, with its share of the roofline."""
+"""Measures workloads on a running engine, with their share of the roofline."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class EngineMeasures:
     """Measures one engine.
 
     Args:
-        engine: that is measured.
-        work: of its model on its processor.
-        plan: how much.
-        generator: of prompts and lengths.
-        say: told what is left out.
+        engine: the engine to measure.
+        work: counts the work of its model.
+        plan: sizes of the workloads.
+        generator: source of random prompts and lengths.
+        say: called with a message for each skipped workload.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineMeasures:
         self._say = say
 
     def measure(self, workload: Workload) -> Row | None:
-        """Measure a workload; None where it does not fit, which is said."""
+        """Measure a workload; return None and report it if it does not fit."""
         if workload.kind == "ttft":
             return self._ttft(workload.size)
         if workload.kind == "mixed":
@@ -58,7 +58,7 @@ class EngineMeasures:
         return self._decode(workload)
 
     def _ttft(self, prompt: int) -> Row | None:
-        """Milliseconds until a lone prompt has its first token."""
+        """Measure the milliseconds to the first token of a single prompt."""
         if not self._fits(f"a prompt of {prompt} tokens", prompt + 1):
             return None
         self._run([prompt], [1])
@@ -69,20 +69,20 @@ class EngineMeasures:
         return row | {"prompt_tokens": prompt}
 
     def _mixed(self, sequences: int) -> Row | None:
-        """Tokens per second of requests of mixed lengths, from sending all to the last token of all."""
+        """Measure the tokens per second of requests of mixed lengths, from sending all of them to the last token."""
         lengths = self._plan.lengths
         if not self._fits(f"prompts and outputs of {lengths} tokens", 2 * lengths.longest):
             return None
         prompts = lengths.sample(sequences, self._generator)
         outputs = lengths.sample(sequences, self._generator)
-        self._run(prompts, outputs)  # kernels and recordings for these lengths are made on the way
+        self._run(prompts, outputs)  # compiles the kernels and records the steps for these lengths
         seconds = self._run(prompts, outputs).seconds
         least = self._work.requests_seconds(prompts, outputs)
         row = _row("mixed_tok_s", sequences, sum(outputs) / seconds, least, seconds)
         return row | {"prompt_tokens": str(lengths), "output_tokens": str(lengths)}
 
     def _decode(self, workload: Workload) -> Row | None:
-        """Tokens per second, or milliseconds between the tokens, of sequences while all of them decode."""
+        """Measure the tokens per second, or the milliseconds per token, while all sequences decode."""
         trace = self._decode_trace(workload.size)
         if trace is None:
             return None
@@ -97,7 +97,7 @@ class EngineMeasures:
         return row | {"prompt_tokens": self._plan.prompt, "steps": trace.decode_steps}
 
     def _decode_trace(self, batch: int) -> Trace | None:
-        """The run of median speed."""
+        """Return the run of median speed."""
         plan = self._plan
         outputs = plan.outputs(batch, self._engine.info.max_num_batched_tokens)
         if not self._fits(f"{batch} sequences", plan.prompt + outputs):
@@ -107,7 +107,7 @@ class EngineMeasures:
         traces = [self._run([plan.prompt] * batch, [outputs] * batch) for _ in range(_REPEATS)]
         if not all(trace.decode_steps for trace in traces):
             self._say(
-                f"left out: {batch} sequences never decode together; --max-num-seqs may be too small"
+                f"skipped: {batch} sequences never decode together; --max-num-seqs may be too small"
             )
             return None
         traces.sort(key=lambda trace: trace.decode_seconds / trace.decode_steps)
@@ -122,7 +122,7 @@ class EngineMeasures:
     def _fits(self, what: str, tokens: int) -> bool:
         limit = self._engine.info.max_total_tokens
         if tokens > limit:
-            self._say(f"left out: {what}, {tokens} tokens in all, of {limit} that fit")
+            self._say(f"skipped: {what}: {tokens} tokens per sequence exceed the limit of {limit}")
         return tokens <= limit
 
 

@@ -23,7 +23,7 @@ _FEWEST_TOKENS = 2048
 
 
 def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse this command's own flags; exits with status 2 where one is wrong.
+    """Parse this command's own flags; exits with status 2 if one is wrong.
 
     Args:
         arguments: after `tessera bench engine`.
@@ -34,7 +34,7 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
     parser = argparse.ArgumentParser(
         prog="tessera bench engine",
         description="Measure the engine in this process, without HTTP.",
-        epilog=f"The flags of `tessera serve` are taken too. --model may also name a shape, which gets random weights: "
+        epilog=f"Also accepts the flags of `tessera serve`. --model may also name a shape, which gets random weights: "
         f"{', '.join(shapes())}. Unless given, --max-num-seqs and --max-model-len are what the workloads need, and "
         "--enable-prefix-caching is false.",
         allow_abbrev=False,
@@ -44,20 +44,20 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
         help="batchN: milliseconds per token of N sequences; decodeN: their tokens per second; ttftN: a prompt of N "
         "tokens; mixedN: N requests of --lengths; without N the usual ones; default: all of these kinds")  # fmt: skip
     add("--prompt-tokens", type=count, default=128, metavar="N",
-        help="of sequences that decode (%(default)s)")  # fmt: skip
+        help="prompt tokens of batchN and decodeN (%(default)s)")  # fmt: skip
     add("--steps", type=count, default=256, metavar="N",
-        help="in which they decode (%(default)s)")  # fmt: skip
+        help="decode steps of batchN and decodeN (%(default)s)")  # fmt: skip
     add("--lengths", type=checked(Lengths.parse), default=Lengths(100, 1024), metavar="N-M",
         help="tokens of mixed prompts and of their outputs (%(default)s)")  # fmt: skip
     add("--profile", action="store_true",
-        help="also show where the time of batchN, decodeN and ttftN goes")  # fmt: skip
-    add("--seed", type=int, default=0, help="of prompts and lengths (%(default)s)")
+        help="also show where the time of batchN, decodeN and ttftN is spent")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of prompts and lengths (%(default)s)")
     add_result_flags(parser, "the last part of --model")
     return parser.parse_known_args(arguments)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Return what the flags ask to measure."""
+    """Return the measurements that the flags describe."""
     workloads = [workload for several in options.workloads for workload in several]
     return Plan(
         tuple(dict.fromkeys(workloads)), options.prompt_tokens, options.steps, options.lengths
@@ -65,18 +65,18 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def shapes() -> list[str]:
-    """Return the names of the shapes that `--model` takes."""
+    """Return the names of the shapes that `--model` accepts."""
     return sorted(folder.name for folder in SHAPES.iterdir())
 
 
 def adapt(config: EngineConfig, plan: Plan, given: set[str], max_context: int) -> EngineConfig:
-    """Return the settings, where the operator gave none with the values that the plan needs.
+    """Return the configuration with the plan's values for settings that the operator did not set.
 
     Args:
         config: from the settings.
-        plan: what is measured.
-        given: names of the settings that the operator gave.
-        max_context: tokens that the model takes.
+        plan: the measurements.
+        given: names of the settings that the operator set.
+        max_context: limit of tokens by the model.
     """
     budget = config.max_num_batched_tokens
     wanted: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""Where the time of a decode step, or of a prompt, goes: the host's phases, the GPU's kernels and the pauses between.
+"""Measures where the time of a decode step or a prompt is spent: phases of the host, kernels and gaps of the GPU.
 
-Each is run twice. The first run is timed with nothing but the clocks of the host's phases; the second, in which
-PyTorch's profiler slows the host down, tells of the GPU alone. All first runs come before any second one, as the
-profiler leaves its hooks behind.
+Each case runs twice. The first run only times the phases of the host. The second run uses PyTorch's profiler, which
+slows the host down, so only its GPU times count. All first runs come before the second runs, because the profiler's
+hooks remain active.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HOST_PHASES: tuple[Timed, ...] = (
     ("commit", scheduler.Scheduler, "commit"),
     ("publish", engine.Engine, "_publish"),
 )
-"""What is left of `launch` is launching on a GPU, and computing on a CPU."""
+"""The time of `launch` without its nested phases is for launching kernels on a GPU, or for computing on a CPU."""
 
 WAITS: tuple[Timed, ...] = (
     ("wait", torch.Tensor, "tolist"),
@@ -65,19 +65,19 @@ WAITS: tuple[Timed, ...] = (
     ("wait", torch.cuda.Stream, "synchronize"),
     ("wait", torch.cuda, "synchronize"),
 )
-"""By which the host may wait for a GPU."""
+"""Functions in which the host may wait for a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class GPUProfile:
-    """What a GPU did in one step, on average; microseconds.
+    """GPU profile of a step, on average; times in microseconds.
 
     Attributes:
-        busy_us: in which at least one kernel ran.
-        short_gaps: pauses of up to 20 us, as between two kernels.
-        short_gaps_us: their time.
-        launches: kernels and copies.
-        kernels: by name, the longest first.
+        busy_us: time in which at least one kernel ran.
+        short_gaps: number of gaps of up to 20 us, which are typical between two kernels.
+        short_gaps_us: total time of these gaps.
+        launches: number of kernels and copies.
+        kernels: totals by kernel name, the longest first.
     """
 
     busy_us: float
@@ -89,16 +89,16 @@ class GPUProfile:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """A decode step or a prompt, on average; microseconds.
+    """Profile of a decode step or a prompt, on average; times in microseconds.
 
     Attributes:
-        what: in words.
-        step_us: from one step, or prompt, to the next.
-        phases_us: of the host by name, and "other"; they add up to `step_us`.
-        least_us: by the roofline; None where the processor's peaks are not known.
-        memory_share: of the bandwidth, for the bytes that have to be moved (MBU); None likewise.
-        compute_share: of the arithmetic, likewise (MFU).
-        gpu: None without one.
+        what: description.
+        step_us: time from one step or prompt to the next.
+        phases_us: times of the host by phase, and "other"; they add up to `step_us`.
+        least_us: minimum time by the roofline; None if the processor's peaks are not known.
+        memory_share: share of the peak bandwidth (MBU); None if that is not known.
+        compute_share: share of the peak arithmetic (MFU); None if that is not known.
+        gpu: profile of the GPU; None on a CPU.
     """
 
     what: str
@@ -112,14 +112,14 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Something to profile.
+    """A case to profile.
 
     Attributes:
-        what: in words.
-        work: of one step.
-        timed: steps that are timed.
-        traced: steps that are traced.
-        run: (steps, called before them, called behind them): computes them.
+        what: description.
+        work: work of one step.
+        timed: number of steps in the timed run.
+        traced: number of steps in the traced run.
+        run: computes (number of steps, function to call before them, function to call after them).
     """
 
     what: str
@@ -130,9 +130,9 @@ class _Case:
 
 
 class _Window:
-    """Calls one function when enough steps brought every sequence a token, and another some steps later.
+    """Calls `begin` and `end` around a number of decode steps of the whole batch, after warm-up steps.
 
-    Fewer steps are those in the middle: sequences grow, and traced steps are to be as long as the timed on average.
+    A shorter window is in the middle of the longest, so that timed and traced steps have the same average context.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class _Window:
 
 
 class Profiler:
-    """Profiles what workloads compute.
+    """Profiles the steps of workloads.
 
     Args:
-        engine: that is profiled.
-        work: of its model on its processor.
+        engine: the engine to profile.
+        work: counts the work of its model.
         plan: lengths of prompts.
-        generator: of the prompts.
+        generator: source of random prompts.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class Profiler:
         self._on_gpu = engine.info.device.startswith("cuda")
 
     def profile(self, workloads: Sequence[Workload]) -> list[StepProfile]:
-        """Profile the step of each workload that has been measured; mixed ones have no such thing.
+        """Profile the step of each workload except "mixed", which has steps of many kinds.
 
         Raises:
-            EngineRunError: sequences never decode all together.
+            EngineRunError: the sequences of a workload never decode together.
         """
         cases = list(self._cases(workloads))
         profiles = [self._time(case) for case in cases]
@@ -206,7 +206,7 @@ class Profiler:
             self._engine.use_idle_time()
             if not window.ended:
                 raise EngineRunError(
-                    f"{batch} sequences never decode all together; is --max-num-seqs too small?"
+                    f"{batch} sequences never decode together; --max-num-seqs may be too small"
                 )
 
         context = prompt + _WARM_STEPS + _TIMED_STEPS // 2
@@ -243,12 +243,12 @@ def time_host(
     steps: int,
     functions: Sequence[Timed],
 ) -> tuple[float, dict[str, float]]:
-    """Microseconds of a step, and of its phases.
+    """Return the microseconds of a step and of each of its phases.
 
     Args:
-        run: as in `_Case`.
-        steps: to compute.
-        functions: that the phases consist of.
+        run: see `_Case`.
+        steps: number of steps.
+        functions: functions to time, by phase.
     """
     watch = Stopwatch()
     marks: list[tuple[float, dict[str, float]]] = []
@@ -277,15 +277,15 @@ def _trace(case: _Case) -> GPUProfile:
         tracer.stop()
 
     case.run(case.traced, begin, end)
-    return summarise(read_profile(tracer), case.traced)
+    return summarize(read_profile(tracer), case.traced)
 
 
-def summarise(intervals: Sequence[Interval], steps: int) -> GPUProfile:
-    """Sum up what ran in so many steps.
+def summarize(intervals: Sequence[Interval], steps: int) -> GPUProfile:
+    """Return the average profile of a step.
 
     Args:
-        intervals: kernels and copies.
-        steps: that they belong to.
+        intervals: kernels and copies of all steps.
+        steps: number of steps.
     """
     short = [gap for gap in idle_gaps(intervals) if gap <= _SHORT_GAP_US]
     return GPUProfile(

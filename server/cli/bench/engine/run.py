@@ -1,6 +1,6 @@
-"""Runs the engine's own loop in this process, on requests that arrive at once, and notes when each step was published.
+"""Runs the engine's loop in this process on requests that arrive together, and records when each step is published.
 
-What is timed is what serving runs, `Engine.run`, with a channel in place of the sockets: no HTTP, no text.
+Times the code that the service runs, `Engine.run`, with a channel in memory instead of sockets and without text.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 
 class EngineRunError(Exception):
-    """The engine did not answer what it was asked; the text says why."""
+    """A request ended without all its tokens; the text says why."""
 
 
 class Trace(msgspec.Struct):
-    """When requests that were sent together got their tokens.
+    """Times of the tokens of requests that were sent together; all times are `time.perf_counter()`.
 
     Attributes:
-        sent: `time.perf_counter()` when they were sent.
-        sequences: how many.
-        times: when each step that brought tokens was published.
-        tokens: brought by each of them.
-        first: index of the step with which the last of the requests got its first token.
+        sent: when the requests were sent.
+        sequences: number of requests.
+        times: when each step with tokens was published.
+        tokens: number of tokens of each of these steps.
+        first: index of the step after which every request has its first token.
     """
 
     sent: float
@@ -53,12 +53,12 @@ class Trace(msgspec.Struct):
 
     @property
     def seconds(self) -> float:
-        """From sending to the last token."""
+        """Seconds from sending to the last token."""
         return self.times[-1] - self.sent
 
     @property
     def last(self) -> int:
-        """Index of the last step behind `first` that, as all between them, brought every request a token."""
+        """Index of the last step up to which every step after `first` has a token of every request."""
         last = self.first
         while last + 1 < len(self.tokens) and self.tokens[last + 1] == self.sequences:
             last += 1
@@ -66,22 +66,22 @@ class Trace(msgspec.Struct):
 
     @property
     def decode_steps(self) -> int:
-        """Steps in which all requests decode and nothing else is computed."""
+        """Number of steps in which all requests decode and nothing else is computed."""
         return self.last - self.first
 
     @property
     def decode_seconds(self) -> float:
-        """Time of those steps."""
+        """Seconds of those steps."""
         return self.times[self.last] - self.times[self.first]
 
     @property
     def tokens_before(self) -> int:
-        """Tokens that a request has on average when those steps begin."""
+        """Average output tokens of a request when those steps begin."""
         return round(sum(self.tokens[: self.first + 1]) / self.sequences)
 
 
 class _Channel:
-    """Hands the engine what is to be done, and ends its loop when that is done."""
+    """Passes requests to the engine, and ends its loop when all work is done."""
 
     def __init__(self) -> None:
         self.inbox: list[FrontEndMessage] = []
@@ -103,10 +103,10 @@ class EngineRun:
     """An engine in this process.
 
     Args:
-        config: as for the engine process.
+        config: of the engine.
 
     Attributes:
-        info: what the engine tells about itself.
+        info: properties of the engine.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -116,11 +116,11 @@ class EngineRun:
         self._ids = itertools.count(1)
 
     def use_idle_time(self) -> None:
-        """Let the engine do what it leaves for times without requests."""
+        """Let the engine do its idle-time work."""
         self._engine.run()
 
     def request(self, prompt: Sequence[int], max_new_tokens: int) -> GenerateRequest:
-        """A greedy request that goes on to its last token."""
+        """Return a greedy request without end tokens, which generates `max_new_tokens` tokens."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         return GenerateRequest(
             request_id=next(self._ids), prompt_token_ids=list(prompt), sampling=sampling
@@ -129,7 +129,7 @@ class EngineRun:
     def random_requests(
         self, prompts: Sequence[int], outputs: Sequence[int], generator: Generator
     ) -> list[GenerateRequest]:
-        """Requests of these lengths in tokens, of random tokens, so that no two prompts begin alike."""
+        """Return requests of these lengths in tokens. The tokens are random, so that no two prompts share a prefix."""
         return [
             self.request(generator.integers(0, self.info.vocab_size, prompt).tolist(), output)
             for prompt, output in zip(prompts, outputs, strict=True)
@@ -140,11 +140,11 @@ class EngineRun:
         requests: Sequence[GenerateRequest],
         on_step: Callable[[StepMessage], None] | None = None,
     ) -> Trace:
-        """Send requests together and wait for the last token of all.
+        """Send requests together and wait until all of them end.
 
         Args:
-            requests: with ids of their own.
-            on_step: called with each step that the engine publishes, right after it.
+            requests: with distinct ids.
+            on_step: called with each step right after the engine publishes it.
 
         Raises:
             EngineRunError: a request ended without all its tokens.
@@ -162,12 +162,12 @@ class EngineRun:
 def read_trace(
     sent: float, steps: Sequence[tuple[float, StepMessage]], requests: Sequence[GenerateRequest]
 ) -> Trace:
-    """Sum up what the engine published.
+    """Build the trace of a run from the engine's messages.
 
     Args:
         sent: when the requests were sent.
-        steps: when each message was published.
-        requests: that were sent.
+        steps: (time of publication, message).
+        requests: the requests that were sent.
 
     Raises:
         EngineRunError: a request ended without all its tokens.

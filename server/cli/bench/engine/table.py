@@ -15,7 +15,7 @@ _NAME_LENGTH = 60
 
 
 def line(row: dict[str, Any]) -> str:
-    """Format a row of the result to stand below `HEADER`."""
+    """Format a row of the result for the columns of `HEADER`."""
     share = row["roofline"]
     return (
         f"{row['metric']:<14} {row['batch']:>9} {row.get('prompt_tokens', ''):>9} {row['value']:>10} "
@@ -31,7 +31,7 @@ def render(profile: StepProfile) -> str:
     if profile.gpu is not None:
         lines += _render_gpu(profile.gpu, step)
     if profile.least_us is None:
-        lines.append("  the processor's peaks are not known, so there is no roofline")
+        lines.append("  no roofline: the processor's peaks are not known")
     else:
         lines.append(
             f"  roofline {profile.least_us:.1f} us, {profile.least_us / step:.1%} of it reached; "

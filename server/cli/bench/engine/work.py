@@ -1,7 +1,7 @@
-"""The least work that a step of a model is, and the least time a processor needs for it.
+"""The minimum work of a step, and the minimum time that a processor needs for it.
 
-Weights are read once a step, the keys and values of each sequence once, and multiplied as often as the mathematics
-asks for. Knows no kernels, and nothing of the time that was really taken.
+A step reads the weights once and the keys and values of each sequence once, and does the arithmetic that the model's
+formulas require. The numbers do not depend on the kernels in use.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Sequences of one step that are alike.
+    """Sequences of one step with the same lengths.
 
     Attributes:
-        count: of sequences.
-        new_tokens: of each, computed in the step.
-        context: tokens of each, the new ones included.
+        count: number of sequences.
+        new_tokens: tokens of each sequence that the step computes.
+        context: total tokens of each sequence, including the new ones.
     """
 
     count: int
@@ -43,11 +43,11 @@ class ModelWork:
 
     Args:
         config: of the model.
-        dtype: of weights and activations.
-        block_size: tokens of a block of the KV cache.
-        arch: processor.
-        kv_dtype: of a quantised KV cache; None for one of `dtype`.
-        weight_dtype: of the layers' matrices where they are quantised.
+        dtype: dtype of weights and activations.
+        block_size: tokens in a block of the KV cache.
+        arch: the processor.
+        kv_dtype: dtype of a quantized KV cache; None if the cache has `dtype`.
+        weight_dtype: dtype of quantized layer weights; None if they have `dtype`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ModelWork:
         self._arch = arch
         self._dtype = str(weight_dtype or dtype).removeprefix("torch.")
         head = config.vocab_size * config.hidden_size
-        # Of an embedding only the tokens' rows are read; tied to the head, it is read as the head.
+        # A step reads only its tokens' rows of the embedding, unless the embedding is also the LM head.
         self._read = config.num_parameters - (0 if config.tie_word_embeddings else head)
         self._head = head
         self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
@@ -88,11 +88,11 @@ class ModelWork:
         return Work(moved, flops)
 
     def limit(self, work: Work) -> Roofline | None:
-        """The least time for it; None where the processor's peaks are not known."""
+        """Return the minimum time for the work; None if the processor's peaks are not known."""
         return roofline(work, self._dtype, self._arch)
 
     def shares(self, work: Work, seconds: float) -> tuple[float | None, float | None]:
-        """Of the peak bandwidth and of the peak arithmetic, for work done in this time; None where not known."""
+        """Return the shares of peak bandwidth and peak arithmetic that the work reaches; None for an unknown peak."""
         bandwidth = 1e9 * self._arch.memory_bandwidth_gbs
         peak = 1e12 * self._arch.peak_tflops(self._dtype)
         return (
@@ -101,12 +101,12 @@ class ModelWork:
         )
 
     def decode_seconds(self, sequences: int, context: int, steps: int) -> float | None:
-        """The least time for steps of sequences of one length, each a token longer than before.
+        """Return the minimum time of successive decode steps; None if the processor's peaks are not known.
 
         Args:
-            sequences: that decode.
-            context: tokens of each in the first of the steps, the new one included.
-            steps: to sum up.
+            sequences: number of sequences.
+            context: tokens of each sequence in the first step, including the new one.
+            steps: number of steps.
         """
         limits = [
             self.limit(self.step([Rows(sequences, 1, context + step)])) for step in range(steps)
@@ -116,12 +116,12 @@ class ModelWork:
         return sum(limit.seconds for limit in limits if limit is not None)
 
     def requests_seconds(self, prompts: Sequence[int], outputs: Sequence[int]) -> float | None:
-        """The least time for requests that are there at once, with as few steps as the longest output has."""
+        """Return the minimum time for requests that arrive together, in one step per token of the longest output."""
         steps = max(outputs)
         moved = self._read_bytes * steps
         flops = 0
         for prompt, output in zip(prompts, outputs, strict=True):
-            # Keys and values read grow linearly, so the step in the middle stands for all.
+            # The keys and values read grow linearly, so the middle step has the average.
             work = [(1, self.step([Rows(1, prompt, prompt)]))]
             if output > 1:
                 work.append((output - 1, self.step([Rows(1, 1, prompt + output // 2)])))

@@ -57,11 +57,11 @@ class Run:
     """One load on the server.
 
     Attributes:
-        streams: concurrent requests; None where requests arrive at a rate.
+        streams: concurrent requests; None if requests arrive at a rate.
         warm_up: number of requests at the beginning that do not count.
         input_lengths: tokens of each prompt.
         output_lengths: tokens to generate for each.
-        times: arrival of each request that counts, seconds; None where `streams` is given.
+        times: arrival of each request that counts, seconds; None if `streams` is set.
     """
 
     streams: int | None
@@ -72,7 +72,7 @@ class Run:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure, print and write the result; exits with status 1 where nothing was measured, 2 for wrong flags.
+    """Measure, print and write the result; exits with status 1 if nothing was measured, 2 if a flag is wrong.
 
     Args:
         arguments: after `tessera bench serve`.

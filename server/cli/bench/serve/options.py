@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the flags; exits with status 2 where one is wrong.
+    """Read the flags; exits with status 2 if one is wrong.
 
     Args:
         arguments: after `tessera bench serve`.
