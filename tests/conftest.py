@@ -1,4 +1,4 @@
-"""Hooks of all tests, and what must run before any test module is imported."""
+"""Hooks of all tests, and setup that must run before any test module is imported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.kernels import triton_interpreter
 
 pytest_plugins = ["tests.gpu.hooks"]
 
-# Test processes run side by side, and a second thread gains nothing at the sizes of tests.
+# Test processes run in parallel, and a second thread does not make computations of this size faster.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     triton_interpreter.load()
 
 
 def pytest_collection_finish():
-    """Keep modules and tests out of garbage collections, which would take a twentieth of the time."""
+    """Exclude modules and tests from garbage collection, which would take 5 % of the time."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A decoder small enough to run a thousand steps a second, with random weights."""
+"""A decoder with random weights, small enough to run a thousand steps per second."""
 
 import json
 
@@ -32,7 +32,7 @@ _CONFIG = {
 
 
 def write_tiny_checkpoint(folder, **changes):
-    """Write config.json, with `changes`, and weights to `folder`; returns it."""
+    """Write weights and config.json, with `changes`, to `folder`; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_CONFIG | changes))
     config = ModelConfig.from_folder(folder)
