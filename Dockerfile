@@ -1,17 +1,17 @@
-# The service as an image, for a machine without a GPU (target cpu, the default) and one with NVIDIA's (target gpu):
+# Images of the service for machines without a GPU (target cpu, the default) and with NVIDIA GPUs (target gpu):
 #
 #     docker build --target cpu -t tessera:cpu .
 #     docker build --target gpu -t tessera:gpu .
 #
-# docs/operations.md tells how to run them and how to build behind a mirror, docs/decisions/0008-images.md why they are
-# as they are. There is no `# syntax=` line: it would fetch an image that a mirror may not have.
+# docs/operations.md explains how to run them and how to build behind a mirror, docs/decisions/0008-images.md the
+# decisions. There is no `# syntax=` line: it would fetch an image that a mirror may not have.
 
-# Any image of Debian or Ubuntu; Python 3.11 or newer, if it has one.
+# Any image based on Debian or Ubuntu; its Python, if it has one, must be 3.11 or newer.
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
-# CUDA's and the distributions' own images have no Python, or not all of it. Packages have no versions here and below:
-# the base's tag settles them, and a distribution's mirror drops a version once there is a newer one.
+# CUDA's and the distributions' images have no Python, or an incomplete one. Packages have no versions here and below: the
+# base's tag determines them, and a distribution's mirror drops a version when there is a newer one.
 # hadolint ignore=DL3008
 RUN if ! python3 -c "import ensurepip"; then \
       apt-get update \
@@ -20,7 +20,7 @@ RUN if ! python3 -c "import ensurepip"; then \
     fi
 
 
-# What pyproject.toml asks for, as files: a change of anything else in it installs nothing again.
+# The requirements of pyproject.toml as files, so that other changes to it do not install the packages again.
 FROM base AS requirements
 WORKDIR /requirements
 COPY pyproject.toml .
@@ -32,7 +32,7 @@ RUN python3 -c "import tomllib; \
 
 
 FROM base AS venv
-# Empty leaves the choice to the secret pip.conf (an index with a password), or to pip.
+# If empty, the secret pip.conf (for an index with a password) or pip's default determines the index.
 ARG PIP_INDEX_URL=
 ENV PIP_INDEX_URL=$PIP_INDEX_URL \
     PIP_CACHE_DIR=/build/.cache/pip \
@@ -44,7 +44,7 @@ WORKDIR /build
 
 
 FROM venv AS venv-cpu
-# PyPI's PyTorch for Linux brings gigabytes of CUDA.
+# PyPI's PyTorch for Linux includes gigabytes of CUDA libraries.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 COPY --from=requirements /requirements/torch.txt /requirements/cpu.txt ./
 RUN --mount=type=cache,target=/build/.cache/pip \
@@ -55,7 +55,7 @@ RUN --mount=type=cache,target=/build/.cache/pip \
 
 
 FROM venv AS venv-gpu
-# Empty takes PyTorch from where everything else comes from.
+# If empty, PyTorch comes from the same index as all other packages.
 ARG TORCH_INDEX_URL=
 COPY --from=requirements /requirements/gpu.txt ./
 RUN --mount=type=cache,target=/build/.cache/pip \
@@ -79,33 +79,33 @@ ENV PATH=/opt/tessera/bin:$PATH \
     TESSERA_PORT=8000 \
     HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton
-# A volume takes its owner from these folders. Group 0 may write too, for platforms that pick a user of their own.
+# A volume takes its owner from these folders. Group 0 may write too, for platforms that choose the user themselves.
 RUN groupadd --gid 10001 tessera \
     && useradd --uid 10001 --gid tessera --no-log-init --create-home tessera \
     && install --directory --owner=tessera --group=0 --mode=2775 /cache "$HF_HOME" "$TRITON_CACHE_DIR"
 COPY deploy/healthcheck.py /opt/healthcheck.py
 EXPOSE 8000
-# At SIGTERM the service takes no more connections and gives those it has 30 seconds.
+# At SIGTERM the service accepts no more connections and lets requests in flight run for up to 30 seconds.
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 CMD ["python3", "/opt/healthcheck.py"]
 ENTRYPOINT ["tessera", "serve"]
 
 
 FROM runtime AS gpu
-# Triton compiles a small C file for each kernel's launch: with gcc, against the C library, Python.h of the base, and
-# cuda.h of its own. ptxas comes with it, CUDA's libraries with PyTorch, the driver from the host at run time.
+# Triton compiles a small C file for each kernel's launch, with gcc, the C library, Python.h of the base and its own
+# cuda.h. Triton includes ptxas, PyTorch the CUDA libraries; the host provides the driver at run time.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=venv-gpu /opt/tessera /opt/tessera
-# Fails here, not at a user's first request, where something that Triton compiles with is missing.
+# If something that Triton needs to compile is missing, fail here and not at a user's first request.
 RUN nvidia="$(python -c 'import triton.backends.nvidia as it; print(it.__path__[0])')" \
     && headers="$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
     && gcc -shared -fPIC -I"$nvidia/include" -I"$headers" -o /dev/null "$nvidia/driver.c"
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     pip install --no-cache-dir --no-deps --no-index /dist/*.whl && tessera --version
-# Without a GPU this image should not start, rather than be slow.
+# Without a GPU this image must fail to start instead of being slow.
 ENV TESSERA_DEVICE=cuda \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
@@ -118,7 +118,7 @@ LABEL org.opencontainers.image.title="Tessera" \
       org.opencontainers.image.revision="$REVISION"
 
 
-# Last, and so what is built where no target is named.
+# The last stage is built if no target is given.
 FROM runtime AS cpu
 COPY --from=venv-cpu /opt/tessera /opt/tessera
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \

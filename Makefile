@@ -1,9 +1,9 @@
-# Everything a person or CI does here goes through these targets.
+# All commands for development and CI; `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
 # Extra arguments for `tessera serve`, e.g. make serve ARGS="--port 9000"
 ARGS ?=
-# What the tests are, e.g. make test TESTS=tests/http, and how many processes run them
+# Folders or files of tests, e.g. make test TESTS=tests/http, and the number of processes that run them
 TESTS ?= tests
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
@@ -26,7 +26,7 @@ help: ## Show the targets
 
 setup: .venv/.installed ## Make .venv and install Tessera into it
 
-dev: setup .venv/.installed-dev ## Add what tests and checks need
+dev: setup .venv/.installed-dev ## Install the dependencies of tests and checks too
 
 serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 	@exec $(BIN)/tessera serve $(ARGS)
@@ -34,10 +34,10 @@ serve: setup ## Serve the bundled model on port 8000 (ARGS="..." is passed on)
 test: dev ## Run the tests that need no GPU and are not slow
 	$(PYTEST)
 
-test-slow: dev ## Run the tests that are slow: every launch compiled for every GPU, full combinations
+test-slow: dev ## Run the slow tests: compile every launch for every GPU, all combinations
 	$(PYTEST) -m 'slow and not gpu'
 
-test-gpu: dev ## Run the tests that need a CUDA device; fails where it has none
+test-gpu: dev ## Run the tests that need a CUDA device; fails without one
 	$(PYTEST) -m gpu
 
 check: dev ## Lint, types, import contracts, the Dockerfile
@@ -51,11 +51,11 @@ format: dev ## Apply the formatter and the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup ## Write the generated parts of the documents
+docs: setup ## Regenerate the generated parts of the documents
 	$(BIN)/python -m docs.generate
 
-bench: dev ## Time the CPU path beside transformers
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.cpu # as the engine process has it
+bench: dev ## Measure the bundled model on the CPU, compared with transformers
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.cpu # the same setting as in the engine process
 
 clean: ## Remove the environment and caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""The measured tables of docs/kernels.md, each from the newest committed result that has rows for it."""
+"""Formats the measured tables of docs/kernels.md, each from the newest committed result that has rows for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NOTHING = "Nothing has been measured on a GPU yet: `python -m benchmarks.attent
 
 
 def attention_table(folder: Path = RESULTS) -> str:
-    """Format prefill and decode beside their peers as Markdown, with the source of each table.
+    """Return the Markdown tables of prefill and decode compared with other libraries, and the source of each table.
 
     Args:
-        folder: of the result files.
+        folder: the folder of the result files.
     """
     results = [json.loads(path.read_text()) for path in folder.glob("*-attention-*.json")]
     results = [it for it in results if it["topic"] == "attention" and "ceilings" in it]

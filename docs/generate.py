@@ -1,4 +1,4 @@
-"""Writes the parts of the documents that come from the code or from measurements: `make docs`.
+"""Generates the parts of the documents that come from the code or from measurements: `make docs`.
 
 A test runs the same functions and compares the results with the documents.
 """
@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def settings_page() -> str:
-    """Every setting with its flag, environment variable, default and meaning."""
+    """Return docs/settings.md: the flag, environment variable, default and meaning of every setting."""
     lines = [
         "# Settings",
         "",
-        "Generated from `server/cli/settings.py` by `make docs`. A flag of `tessera serve` wins over its environment",
+        "Generated from `server/cli/settings.py` by `make docs`. A flag of `tessera serve` overrides its environment",
         "variable.",
         "",
         "| flag | environment | default | meaning |",
@@ -37,7 +37,7 @@ def settings_page() -> str:
 
 
 def latest_result(topic: str) -> dict[str, Any] | None:
-    """The newest committed result of a topic by its date and time; None without any."""
+    """Return the newest committed result of a topic, by date and time; None if there is none."""
     found = [
         json.loads(path.read_text())
         for path in (ROOT / "benchmarks" / "results").glob(f"*-{topic}-*.json")
@@ -47,7 +47,7 @@ def latest_result(topic: str) -> dict[str, Any] | None:
 
 
 def cpu_table() -> str:
-    """The README's table of the bundled model's speed on a CPU."""
+    """Return the README's table of the bundled model's speed on a CPU."""
     result = latest_result("cpu")
     if result is None:
         return ""
@@ -65,7 +65,7 @@ def cpu_table() -> str:
 
 
 def rows_table() -> str:
-    """The rows of the attention registries, and where each runs."""
+    """Return the table of the attention registries' rows and the processors that they run on."""
     lines = [
         "| row | algorithm | runs on | dtypes | head dims |",
         "|---|---|---|---|---|",
@@ -87,7 +87,7 @@ def _listed(numbers: frozenset[int]) -> str:
 
 
 def processors_table() -> str:
-    """The rows that are chosen on every known processor for a common shape, and whether one ever ran them."""
+    """Return the table of the rows chosen on each known processor for a common shape, and whether they ran there."""
     lines = ["| `--arch` | processor | prefill | decode | ran |", "|---|---|---|---|---|"]
     for key, arch in CATALOGUE.items():
         dtype = "bfloat16" if arch.has_bfloat16 else "float16"
@@ -98,7 +98,11 @@ def processors_table() -> str:
 
 
 def fill(text: str, marker: str, content: str) -> str:
-    """Put content between a document's `<!-- marker: ... -->` and the next `<!-- end -->`."""
+    """Replace what is between a document's `<!-- marker: ... -->` and the next `<!-- end -->`.
+
+    Raises:
+        ValueError: the document has no such marker, or no end after it.
+    """
     before, found, rest = text.partition(f"<!-- {marker}:")
     comment, closed, rest = rest.partition("-->\n")
     _, end, after = rest.partition("<!-- end -->")
@@ -108,19 +112,19 @@ def fill(text: str, marker: str, content: str) -> str:
 
 
 def readme() -> str:
-    """README.md with its table up to date."""
+    """Return README.md with its table up to date."""
     return fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table())
 
 
 def kernels_page() -> str:
-    """docs/kernels.md with its tables up to date."""
+    """Return docs/kernels.md with its tables up to date."""
     text = fill((ROOT / "docs" / "kernels.md").read_text(), "rows", rows_table())
     text = fill(text, "processors", processors_table())
     return fill(text, "attention-table", attention_table())
 
 
 def main() -> None:
-    """Write all generated parts."""
+    """Write all generated parts into the documents."""
     (ROOT / "docs" / "settings.md").write_text(settings_page())
     (ROOT / "docs" / "kernels.md").write_text(kernels_page())
     (ROOT / "README.md").write_text(readme())

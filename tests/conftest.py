@@ -1,4 +1,4 @@
-"""Hooks for all tests, and setup that must run before any test module is imported."""
+"""Hooks of all tests, and setup that must run before any test module is imported."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.kernels import triton_interpreter
 
 pytest_plugins = ["tests.gpu.hooks"]
 
-# Test processes run in parallel, and tests are too small to gain from a second thread.
+# Test processes run in parallel, and a second thread does not make computations of this size faster.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     triton_interpreter.load()
 
 
 def pytest_collection_finish():
-    """Exclude modules and tests from garbage collections, which would take 5 % of the time."""
+    """Exclude modules and tests from garbage collection, which would take 5 % of the time."""
     gc.collect()
     gc.freeze()

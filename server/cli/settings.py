@@ -118,7 +118,8 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=1024,
-        description="threads of a forward pass on the CPU; default: one per core, except one core",
+        description="threads of a forward pass on the CPU; default: one per physical core, at most the available cores "
+        "less one",
     )
     max_concurrent_requests: int | None = Field(
         None,

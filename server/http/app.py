@@ -1,4 +1,4 @@
-"""Assembles the HTTP application of a service from its dialects and the routes that belong to none."""
+"""Builds the HTTP application from the dialects and the service's own routes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody
 
 DIALECTS: tuple[Dialect, ...] = (TGI,)
-"""All dialects. The first whose prefix a path has renders its errors; the last one has the prefix "/"."""
+"""All dialects. The first dialect whose prefix matches a path renders that path's errors; the last prefix is "/"."""
 
 
 def create_app(
@@ -33,13 +33,13 @@ def create_app(
     config: HTTPConfig,
     counters: SharedCounters | None = None,
 ) -> FastAPI:
-    """Make the ASGI application of one service.
+    """Create the ASGI application.
 
     Args:
-        client: of the engine; it need not be ready yet.
-        tokenizer: of the served model.
+        client: the engine's client; the engine need not be ready yet.
+        tokenizer: the served model's tokenizer.
         config: limits and intervals.
-        counters: shared with the other processes of the service; None if there are none.
+        counters: shared with the other front ends; None if this process is the only one.
 
     Returns:
         The application; it owns a few tokenizer threads and no other resources.

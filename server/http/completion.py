@@ -1,7 +1,7 @@
-"""A completion: one sequence that the engine generates after a prompt, as tokens and as text.
+"""A completion: one sequence that the engine generates for a prompt, as tokens and as text.
 
-The records are the service's own; a dialect renders them. The engine ends a sequence at tokens and limits, this module
-ends it at stop strings.
+The records do not depend on a wire format; dialects render them. The engine ends a sequence at stop tokens and limits;
+this module ends it at stop strings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
         id: in the model's vocabulary.
         text: what the token adds to the completion's text. Empty for special tokens, for tokens that end within a
             character, and for tokens whose text is held back because it may begin a stop string.
-        logprob: natural logarithm of the token's probability; None if not asked for.
+        logprob: natural logarithm of the token's probability; None if not requested.
         special: whether the token is not part of the text.
         top_tokens: (token id, log-probability) of the most likely tokens at this position, most likely first.
     """
@@ -47,11 +47,11 @@ class Token(msgspec.Struct, frozen=True, gc=False):
 
 
 class Prompt(NamedTuple):
-    """A prompt and how it is continued.
+    """A prompt and its sampling parameters.
 
     Attributes:
-        token_ids: at least one, each smaller than the vocabulary.
-        sampling: the parameters of its completions.
+        token_ids: at least one token; all are in the vocabulary.
+        sampling: the parameters of all its completions.
     """
 
     token_ids: list[int]
@@ -74,23 +74,23 @@ class StopStrings(NamedTuple):
 class Completion:
     """One generated sequence; created and read on the event loop.
 
-    The texts of all tokens, joined, are `text`. A token that ends within a character adds no text, and the token that
-    completes the character adds all of it. Text after a stop string is dropped.
+    `text` is the concatenation of the texts of all tokens. A token that ends within a character adds no text, and the
+    token that completes the character adds all of it. Text after a stop string is dropped.
 
     Args:
-        tokenizer: of the model.
-        prompt: to continue. Its last tokens decide how the first word is written.
+        tokenizer: the model's tokenizer.
+        prompt: the prompt to continue. Its last tokens affect how the first generated token is decoded.
         stream: the engine's events.
-        seed: of the sampling.
+        seed: the sampling seed.
         stop: strings that end the text; also matched against the names of special tokens.
 
     Attributes:
         num_tokens: tokens so far.
         finish_reason: `EOS`, `STOP` or `LENGTH`; None until the completion ends.
-        logprob_sum: of all tokens; set by `finish`.
-        tokens: set by `finish`, if they are to be kept.
-        context_free: whether the text of the next token depends on that token alone. The text of an ordinary token that
-            was pushed with this set before and after is the same each time, and may be passed to `add`.
+        logprob_sum: sum of the log-probabilities of all tokens; set by `finish`.
+        tokens: set by `finish` if its `keep_tokens` is true.
+        context_free: whether the text of the next token depends only on that token. If this is true both before and
+            after an ordinary token is pushed, the token always adds the same text, and `add` may be used for it.
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class Completion:
 
     @property
     def prompt_logprobs(self) -> list[float | None]:
-        """Log-probability of each prompt token; None for the first one and where they were not asked for."""
+        """Log-probability of each prompt token; None for the first one, and for all if they were not requested."""
         logprobs: list[float | None] = [None, *(self.stream.prompt_logprobs or ())]
         return logprobs + [None] * (len(self.prompt.token_ids) - len(logprobs))
 
@@ -142,8 +142,8 @@ class Completion:
             The text that it adds; see `Token.text`.
 
         Raises:
-            GenerationError: the event says that the engine gave up.
-            IncompleteGenerationError: the event ends the sequence without a reason that the request gave.
+            GenerationError: the event reports an error of the engine.
+            IncompleteGenerationError: the event ends the sequence before it is complete.
         """
         token_id, reason = event.token_id, event.finish_reason
         if token_id is None or reason is FinishReason.ERROR or reason is FinishReason.ABORT:
@@ -156,21 +156,20 @@ class Completion:
         stop = self._stop
         if stop is None:
             self.context_free = self._detokenizer.at_rest
-        elif (
-            reason is None or not stop.included
-        ):  # else the engine's reason counts, and nothing is cut off
+        elif reason is None or not stop.included:
+            # Otherwise the engine's finish reason stands and no text is cut off.
             text = self._filter(stop, token_id, text)
         self._texts.append(text)
         return text
 
     def describe(self, event: TokenEvent, text: str) -> Token:
-        """Make the record of a token that was appended, from its event and the text that `push` returned."""
+        """Return the record of an appended token, from its event and the text that `push` returned."""
         assert event.token_id is not None
         special = self._tokenizer.is_special(event.token_id)
         return Token(event.token_id, text, event.logprob, special, event.top_tokens)
 
     def add(self, text: str) -> None:
-        """Append the next token, whose text is known; see `context_free`."""
+        """Append the next token, whose text is already known; see `context_free`."""
         self.num_tokens += 1
         self._texts.append(text)
 
@@ -182,8 +181,8 @@ class Completion:
             keep_tokens: whether to fill `tokens`.
 
         Raises:
-            GenerationError: the engine gave up.
-            IncompleteGenerationError: the sequence ended early.
+            GenerationError: the engine reported an error.
+            IncompleteGenerationError: the sequence ended before it was complete.
         """
 
         def take(events: list[TokenEvent]) -> bool:
@@ -200,7 +199,7 @@ class Completion:
         await self.stream.follow(take)
         if self.finish_reason is None:
             raise IncompleteGenerationError
-        self.stream.abort()  # the engine does not know of the stop string that ended it
+        self.stream.abort()  # the engine does not search for stop strings
 
     def _filter(self, stop: _StopFilter, token_id: int, text: str) -> str:
         special = self._tokenizer.is_special(token_id)
@@ -215,11 +214,11 @@ class Completion:
 
 
 class _StopFilter:
-    """Searches a text for stop strings, and cuts it where one is found.
+    """Searches a text for stop strings and cuts it off at the first match.
 
     Attributes:
         included: whether the stop string is kept.
-        match: the stop string that was found; nothing may be pushed afterwards.
+        match: the stop string that was found; nothing may be pushed after it.
     """
 
     __slots__ = ("_checker", "_held", "_length", "_strings", "included", "match")
@@ -230,18 +229,18 @@ class _StopFilter:
         self._strings = stop.strings
         self._checker = StopChecker(stop.strings)
         self._length = 0  # of the searched text
-        # Text that is held back, with its position in the searched text.
+        # Held-back pieces of text, each with its position in the searched text.
         self._held: collections.deque[tuple[int, str]] = collections.deque()
 
     def push(self, searched: str, text: str) -> str:
         """Search the next piece.
 
         Args:
-            searched: the piece itself, or the name of a special token, which is no part of the text.
-            text: the part of it that belongs to the text: all or nothing.
+            searched: the piece to search: text, or the name of a special token.
+            text: what the piece adds to the completion's text; nothing for the name of a special token.
 
         Returns:
-            The text that is certain not to be cut off.
+            Text that can no longer be cut off.
         """
         self.match = match = self._checker.push(searched)
         if match is None and self.included:
@@ -254,13 +253,13 @@ class _StopFilter:
         return self.release(match.end if self.included else match.start)
 
     def ignore_match(self) -> str:
-        """Continue after a match; returns the text that `push` cut off."""
+        """Continue after a match; return the text that `push` cut off."""
         self.match = None
         self._checker, self._length = StopChecker(self._strings), 0
         return self.release()
 
     def release(self, end: int | None = None) -> str:
-        """Return what is held back of the searched text up to `end`; None takes all."""
+        """Return the held-back text up to position `end` of the searched text; None means all of it."""
         released = []
         while self._held:
             start, text = self._held.popleft()

@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HTTPConfig:
-    """Limits and intervals; `server.cli.serve` sets them from its settings and the model's configuration.
+    """Limits and intervals; `server.cli.serve` sets them from the settings and the model's configuration.
 
     Attributes:
         model_id: the name the operator gave the model; the only text from outside that becomes a
             metric label.
         eos_token_ids: the model's own end tokens, from its configuration.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
-            `best_of` counts as that many. None means twice as many as the engine computes at a time.
+            `best_of` counts as that many. None means twice the engine's `max_num_seqs`.
         max_best_of: sequences that one request may ask for.
         max_stop_sequences: stop strings of one request.
         max_stop_characters: length of one stop string.
@@ -24,12 +24,12 @@ class HTTPConfig:
         max_body_bytes: largest request body.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
-        inline_characters: prompts up to this length are tokenized on the event loop: 1,000
-            characters take 0.16 ms there in a loop, 0.6 to 0.9 ms between the tokens of a stream
-            (byte-level BPE, EPYC Zen 4), a hop to a thread 0.05 ms.
-        keep_alive_seconds: a stream that is silent for this long gets a comment, so that proxies do not
+        inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
+            thread. 1,000 characters take 0.16 ms in a tight loop and 0.6 to 0.9 ms between the tokens of a
+            stream; switching to a thread takes 0.05 ms (byte-level BPE, EPYC Zen 4).
+        keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
-        send_timeout_seconds: a client that takes no bytes for this long is treated as disconnected.
+        send_timeout_seconds: a client that accepts no bytes for this long is treated as disconnected.
     """
 
     model_id: str

@@ -1,4 +1,4 @@
-"""What all routes of an application share: engine client, tokenizer, limits, admission and metrics."""
+"""State that all routes share: engine client, tokenizer, limits, admission and metrics."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 
-# Phases are written for people; that of a failed start may be a long text.
+# A phase is free text and may be long after a failed start.
 _MAX_PHASE_CHARACTERS = 200
 
 
 class AppContext:
-    """Owns the tokenizer threads; used on the event loop alone.
+    """Owns the tokenizer threads. Used only on the event loop.
 
     Args:
-        client: of the engine.
-        tokenizer: of the model.
+        client: the engine's client.
+        tokenizer: the model's tokenizer.
         config: limits and intervals.
-        metrics: of the service.
+        metrics: the service's metrics.
     """
 
     def __init__(
@@ -52,14 +52,15 @@ class AppContext:
     def admit(self, sequences: int, info: EngineInfo) -> Iterator[None]:
         """Count the sequences of a request as in flight.
 
-        The limit is that of the service: front ends that admit at the same moment may exceed it by one request each.
+        The limit applies to the whole service. Front ends that admit at the same moment may exceed it by one request
+        each.
 
         Args:
-            sequences: of the request.
-            info: of the running engine.
+            sequences: number of sequences of the request.
+            info: reported by the running engine.
 
         Raises:
-            OverloadedError: the limit does not allow that many more.
+            OverloadedError: the request would exceed the limit.
         """
         if self.metrics.in_flight + sequences > self.max_concurrent_requests(info):
             raise OverloadedError
@@ -70,14 +71,14 @@ class AppContext:
             self.metrics.add_in_flight(-sequences)
 
     def max_concurrent_requests(self, info: EngineInfo) -> int:
-        """Most sequences in flight: as configured, or twice those that the engine computes at a time."""
+        """Return the limit of sequences in flight: the configured one, or twice the engine's `max_num_seqs`."""
         return self.config.max_concurrent_requests or 2 * info.max_num_seqs
 
     def engine_info(self) -> EngineInfo:
-        """Return what the running engine reported about itself.
+        """Return the facts that the running engine reported.
 
         Raises:
-            UnavailableError: it does not run.
+            UnavailableError: the engine is not ready.
         """
         if self.client.state is not EngineState.READY or self.client.info is None:
             raise self.unavailable()
@@ -87,7 +88,7 @@ class AppContext:
         """Submit a request to the engine.
 
         Raises:
-            UnavailableError: it does not run.
+            UnavailableError: the engine is not ready.
         """
         try:
             return self.client.submit(request)
@@ -95,24 +96,24 @@ class AppContext:
             raise self.unavailable() from None
 
     def unavailable(self) -> UnavailableError:
-        """Make the error that says what the engine is doing instead of serving."""
+        """Make the error that reports the engine's state and phase."""
         return UnavailableError(
             f"the model is not ready: {self.client.state.value}, {self.phase()}"
         )
 
     def phase(self) -> str:
-        """What the engine is doing, on one line."""
+        """Return the engine's current phase on one line."""
         return " ".join(self.client.phase.split())[:_MAX_PHASE_CHARACTERS]
 
     async def encode(self, text: str, field: str) -> list[int]:
         """Tokenize a prompt.
 
         Args:
-            text: of the prompt.
-            field: of the request that holds it, for error messages.
+            text: the prompt.
+            field: the request's field that holds it, for error messages.
 
         Raises:
-            ValidationError: it cannot be tokenized, or has no tokens.
+            ValidationError: the prompt cannot be tokenized, or has no tokens.
         """
         token_ids = await self.tokenize(text, field, lambda: self.tokenizer.encode(text))
         if not token_ids:
@@ -120,11 +121,11 @@ class AppContext:
         return token_ids
 
     async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
-        """Tokenize words as they begin a text and as they follow a space.
+        """Tokenize each word twice: at the beginning of a text and after a space.
 
         Args:
-            words: of the request.
-            field: that holds them, for error messages.
+            words: the words.
+            field: the request's field that holds them, for error messages.
 
         Returns:
             The distinct sequences of token ids.
@@ -147,12 +148,12 @@ class AppContext:
         return tuple(found)
 
     async def tokenize(self, text: str, field: str, work: Callable[[], ResultT]) -> ResultT:
-        """Call a function of the tokenizer, in a thread if the text is long.
+        """Call a function that tokenizes a text, in a thread if the text is long.
 
         Args:
-            text: that the function tokenizes.
-            field: of the request that holds it, for error messages.
-            work: must not touch anything that the event loop changes.
+            text: the text that the function tokenizes.
+            field: the request's field that holds it, for error messages.
+            work: the function; must not use state that the event loop changes.
 
         Raises:
             ValidationError: the text cannot be tokenized.
@@ -166,10 +167,10 @@ class AppContext:
 
 
 def check_vocabulary(token_ids: list[int], field: str, info: EngineInfo) -> None:
-    """Check that the model knows every token of a prompt.
+    """Check that every token of a prompt is in the model's vocabulary.
 
     Raises:
-        ValidationError: it does not.
+        ValidationError: a token is not.
     """
     if (largest := max(token_ids)) >= info.vocab_size:
         raise ValidationError(

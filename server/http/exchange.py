@@ -1,7 +1,7 @@
 """Serves one generation request in any dialect, from the first byte of its body to the last byte of its answer.
 
-A dialect reads the body and renders the answer. Everything else happens here, once for all dialects: admission, abort
-when the client disconnects, and counting.
+A dialect parses the body and renders the answer. This module does the rest for all dialects: admission, abort when the
+client disconnects, and metrics.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Dialect:
     """A wire format: the routes, records and errors of one API. Registered in `server.http.app.DIALECTS`.
 
     Attributes:
-        prefix: of the paths whose errors it renders, including 404 and 405.
-        endpoints: labels that its routes are counted under, for `RequestRecord`.
-        install: adds the routes.
-        render_error: from an error to status and body of the response.
-        error_reply: that body's type.
+        prefix: the dialect renders the errors of all paths with this prefix, including 404 and 405.
+        endpoints: metric labels of its routes; see `RequestRecord`.
+        install: adds the routes to an application.
+        render_error: returns the status and body of the response to an error.
+        error_reply: type of that body.
         bodies: types of request bodies, for the OpenAPI document.
         replies: types of replies, for the OpenAPI document.
     """
@@ -59,7 +59,7 @@ class Dialect:
 
 
 class Answer(Protocol):
-    """What a dialect makes of a request body: the work for the engine, and the rendering of its result.
+    """A parsed request that submits its work to the engine and renders the result. Each dialect implements it.
 
     Attributes:
         num_sequences: sequences to generate.
@@ -73,11 +73,11 @@ class Answer(Protocol):
         """Tokenize the prompts and submit them.
 
         Raises:
-            TesseraError: a prompt is not valid, or the engine does not run.
+            TesseraError: a prompt is not valid, or the engine is not ready.
         """
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:
-        """Render the headers of the response; a stream's are sent before the first token, without timings."""
+        """Render the response headers. `timings` is None for a stream: its headers precede the first token."""
 
     def reply(self, generation: Generation) -> bytes:
         """Render a finished generation as JSON."""
@@ -87,16 +87,16 @@ class Answer(Protocol):
 
 
 class Exchange(Response):
-    """Reads one request, has it generated, and answers; aborts it when the client disconnects.
+    """Reads a request, generates and sends the answer, and aborts when the client disconnects.
 
-    The answer is made when the response is called: what a request holds (its place among those in flight, its sequences
-    in the engine) is then acquired and released in one block of code.
+    All of this happens when the response is called, so that one block of code acquires and releases what a request
+    holds: its share of the admission limit and its sequences in the engine.
 
     Args:
-        dialect: of the route.
-        context: of the application.
-        endpoint: one of the dialect's.
-        parse: from a decoded JSON body to the answer; raises `ValidationError`.
+        dialect: the route's dialect.
+        context: the application's context.
+        endpoint: one of the dialect's `endpoints`.
+        parse: makes the answer from a decoded JSON body; raises `ValidationError`.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class Exchange(Response):
         """Serve the request.
 
         Raises:
-            TesseraError: nothing was sent yet; the application's error handler responds.
+            TesseraError: raised before anything was sent; the application's error handler responds.
         """
         try:
             with RequestRecord(self._context.metrics, self._endpoint) as record:
                 await self._serve(scope, receive, send, record)
         except ClientDisconnectedError:
-            pass  # there is nobody to answer
+            pass  # no response can be sent
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
@@ -164,7 +164,7 @@ class Exchange(Response):
         record: RequestRecord,
         watch: ClientWatch,
     ) -> None:
-        """Wait for the completions of a plain answer."""
+        """Wait for the completions of an answer that is not a stream."""
         try:
             await generation.finish(record)
         except IncompleteGenerationError:

@@ -37,13 +37,12 @@ class FairStart:
             try:
                 await start
             except asyncio.CancelledError:
-                if not start.cancelled():  # it was to start in this pass
+                if not start.cancelled():  # its start was due in this pass: start another request
                     self._start_next()
                 raise
         self._started_one = True
-        loop.call_soon(
-            self._start_next
-        )  # runs in the next pass, after the loop has looked at its sockets
+        # Runs in the next pass, after the loop has looked at its sockets.
+        loop.call_soon(self._start_next)
 
     def _start_next(self) -> None:
         while self._waiting:

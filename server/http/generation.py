@@ -38,15 +38,15 @@ class Timings(NamedTuple):
 
 
 class Generation:
-    """The completions of one request, while the engine works on them. The creator calls `abort` in the end, always.
+    """The completions of one request while the engine generates them. The creator must always call `abort` at the end.
 
     Args:
-        context: of the application.
-        prompts: to continue.
+        context: the application's context.
+        prompts: the prompts to continue.
         completions_per_prompt: completions of each prompt. The first has the seed of the sampling parameters, each
             further one the next higher seed.
         stop: strings that end a completion.
-        keep_tokens: whether `finish` keeps the tokens, not the text alone.
+        keep_tokens: whether `finish` keeps the tokens in addition to the text.
 
     Attributes:
         completions: in order of the prompts.
@@ -55,7 +55,7 @@ class Generation:
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
-        UnavailableError: the engine does not run.
+        UnavailableError: the engine is not ready.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Generation:
         self.returned = self.completions
 
     def abort(self) -> None:
-        """Free what the engine holds for this request; does nothing for completions that have ended."""
+        """Free what the engine holds for this request. Does nothing for completions that have ended."""
         for completion in self.completions:
             completion.stream.abort()
 
@@ -90,7 +90,7 @@ class Generation:
         """Wait until every completion has ended.
 
         Raises:
-            GenerationError: the engine gave up on one of them.
+            GenerationError: one of them failed.
         """
         keep = self._keep_tokens
         await asyncio.gather(
@@ -98,10 +98,10 @@ class Generation:
         )
 
     def select_best(self, count: int) -> list[Completion]:
-        """Return only those completions of each prompt that have the highest mean log-probability. Call after `finish`.
+        """Keep only the completions of each prompt with the highest mean log-probability. Call after `finish`.
 
         Args:
-            count: completions to return for each prompt.
+            count: completions to keep for each prompt, in `returned`.
 
         Returns:
             The other completions.
@@ -125,16 +125,16 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens taken from the engine's prefix cache; valid from the first token of each prompt on."""
+        """Prompt tokens taken from the engine's prefix cache; valid once each prompt has its first token."""
         return sum([c.stream.num_cached_tokens for c in self.completions[:: self._per_prompt]])
 
     @property
     def queue_seconds(self) -> float:
-        """How long the first returned completion waited in the engine; valid from its first token on."""
+        """How long the first returned completion waited in the engine; valid after its first token."""
         return self.returned[0].stream.queue_seconds
 
     def timings(self, started: float) -> Timings:
-        """How long the parts of the request took until now.
+        """Return how long the parts of the request have taken until now.
 
         Args:
             started: when the request was received, `time.perf_counter` seconds.
@@ -157,5 +157,5 @@ def _submit(context: AppContext, prompt: Prompt, index: int, stop: StopStrings) 
         prompt_token_ids=prompt.token_ids,
         sampling=sampling,
     )
-    stream = context.submit(request)  # first: the engine computes meanwhile
+    stream = context.submit(request)  # first, so that the engine can start
     return Completion(context.tokenizer, prompt, stream, sampling.seed, stop)

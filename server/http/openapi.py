@@ -1,6 +1,6 @@
 """The OpenAPI document: adds request models and reply records to the routes that use them.
 
-The routes read their bodies themselves, so FastAPI cannot see what they take and return.
+The routes read their bodies themselves, so FastAPI cannot infer the schemas of requests and replies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
 
 
 def describe_service_route(reply: type[msgspec.Struct]) -> dict[str, Any]:
-    """Make the arguments of the decorator of a route without a body, for its reply with status 200."""
+    """Return the decorator arguments that document a route without a body and its reply with status 200."""
     return _describe("Service", {"application/json": {"schema": _schema_of(reply)}})
 
 
@@ -49,14 +49,14 @@ def describe_route(
     *,
     generates: bool = True,
 ) -> dict[str, Any]:
-    """Make the arguments of a route decorator that document its body, replies and errors.
+    """Return the decorator arguments that document a route's body, replies and errors.
 
     Args:
-        body: of the request.
-        error_reply: body of every error.
-        reply: JSON of status 200; None if there is none.
-        events: events of a stream; None if there is none.
-        generates: whether the engine takes part.
+        body: type of the request body.
+        error_reply: type of the body of every error.
+        reply: type of the JSON reply with status 200; None if there is none.
+        events: type of a stream's events; None if there is no stream.
+        generates: whether the route generates tokens, and so can fail with the errors of generation.
     """
     content: dict[str, Any] = {}
     if reply is not None:
@@ -88,7 +88,7 @@ def describe_error(
 def install_openapi(
     app: FastAPI, bodies: Iterable[type[BaseModel]], replies: Iterable[type[msgspec.Struct]]
 ) -> None:
-    """Make `app.openapi` complete: FastAPI's document and the schemas that it refers to.
+    """Replace `app.openapi` by a function that adds the missing schemas to FastAPI's document.
 
     Args:
         app: the application.

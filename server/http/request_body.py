@@ -21,22 +21,21 @@ _MOST_DIGITS = 19
 
 
 class ClientDisconnectedError(Exception):
-    """The client closed the connection, so there is nobody to answer."""
+    """The client closed the connection, so no response can be sent."""
 
 
 async def read_json(scope: Scope, receive: Receive, config: HTTPConfig) -> object:
     """Read the body of a request and decode it.
 
-    Of duplicate keys the last one counts, as with nearly every JSON decoder. Integers
-    keep their precision. NaN, Infinity, numbers outside a double's range, lone surrogates, invalid
-    UTF-8 and nesting that exhausts the stack are not JSON here.
+    The last of duplicate keys counts, as in nearly every JSON decoder. Integers keep their precision. NaN, Infinity,
+    numbers outside a double's range, lone surrogates, invalid UTF-8 and nesting that exhausts the stack are rejected.
 
     Raises:
         MediaTypeError: the headers declare anything but uncompressed JSON in UTF-8.
         BodyTooLargeError: the body has more than `max_body_bytes`, by its declared length or as read.
         BodyTimeoutError: it did not arrive within `body_timeout_seconds`.
         MalformedBodyError: it is not JSON.
-        ClientDisconnectedError: the client went away before it was complete.
+        ClientDisconnectedError: the client disconnected before the body was complete.
     """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     _check_media_type(headers)
@@ -55,7 +54,7 @@ def decode(body: bytes) -> object:
     """Decode JSON.
 
     Raises:
-        MalformedBodyError: `body` is not JSON; the message says why, and repeats nothing of the body.
+        MalformedBodyError: `body` is not JSON. The message says why without quoting the body.
     """
     try:
         return _DECODER.decode(body)
@@ -69,7 +68,7 @@ def decode(body: bytes) -> object:
 
 
 def _check_media_type(headers: dict[bytes, str]) -> None:
-    """A missing content type means JSON; any other than JSON is an error."""
+    """Check that the headers declare uncompressed JSON in UTF-8. A missing content type means JSON."""
     encoding = headers.get(b"content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise MediaTypeError("the request body must not be compressed: leave out Content-Encoding")
@@ -115,8 +114,8 @@ async def _read(receive: Receive, limit: int) -> bytes:
 class ClientWatch:
     """Context manager that calls a function once, when the client closes its connection. Use after the body was read.
 
-    Starlette cancels a stream whose client has disconnected, but lets a plain handler run to its end, so
-    that the engine would go on computing. This covers both.
+    Starlette cancels a stream when its client disconnects, but lets any other handler run to its end, while the engine
+    would continue to compute. This class covers both cases.
 
     Attributes:
         gone: whether the client has closed the connection.

@@ -1,4 +1,4 @@
-"""JSON responses, and the response to every error: never a traceback, never text of the request."""
+"""JSON responses and error responses. An error response never contains a traceback or text of the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ErrorBody: TypeAlias = tuple[int, msgspec.Struct]
 """Status and JSON body of an error response."""
 
 _encode = msgspec.json.Encoder().encode
-# The rest of the body is not read.
+# After these errors the rest of the body is not read, so the connection cannot be reused.
 _CLOSING = (BodyTooLargeError, BodyTimeoutError)
 
 
@@ -40,12 +40,12 @@ def header(name: str, value: object) -> tuple[bytes, bytes]:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Make a response of a msgspec record, or a list of them."""
+    """Make a JSON response from a msgspec record or a list of records."""
     return Response(_encode(value), status, media_type="application/json")
 
 
 def error_response(error: TesseraError, body: ErrorBody) -> Response:
-    """Make the response to a request that failed before its answer began."""
+    """Make the response to a request that failed before its response began."""
     status, record = body
     response = json_response(record, status)
     if error.retry_after is not None:
@@ -61,9 +61,9 @@ async def send_json(send: Send, body: bytes, headers: Headers) -> None:
     """Send a complete response with status 200.
 
     Args:
-        send: of the ASGI server.
+        send: the ASGI server's `send`.
         body: encoded JSON.
-        headers: in addition to type and length.
+        headers: headers in addition to content type and length.
     """
     headers = [
         *headers,
@@ -75,11 +75,11 @@ async def send_json(send: Send, body: bytes, headers: Headers) -> None:
 
 
 def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], ErrorBody]) -> None:
-    """Answer every error that reaches the application.
+    """Install handlers that respond to every error that reaches the application.
 
     Args:
         app: the application.
-        render: from a request's path and an error to the response's status and body.
+        render: returns the response's status and body for a request's path and an error.
     """
 
     def respond(request: Request, error: TesseraError) -> Response:
@@ -94,7 +94,7 @@ def install_error_handlers(app: FastAPI, render: Callable[[str, TesseraError], E
         return respond(request, _of_status(error.status_code, app.routes, request.scope))
 
     async def on_bug(request: Request, _error: Exception) -> Response:
-        # Starlette raises the error again once this is sent, and the server logs it.
+        # Starlette raises the error again after this response, and the server logs it.
         return respond(request, TesseraError())
 
     app.add_exception_handler(TesseraError, on_ours)
@@ -112,7 +112,7 @@ def _of_status(status: int, routes: Sequence[BaseRoute], scope: Scope) -> Tesser
 
 
 def _allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> tuple[str, ...]:
-    """Methods that a path has, over all routes: Starlette itself reports only those of the first."""
+    """Return the methods of all routes with this path. Starlette itself reports only those of the first route."""
     methods: set[str] = set()
     for route in routes:
         if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:

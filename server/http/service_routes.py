@@ -1,4 +1,4 @@
-"""The routes that belong to no dialect: health, the kernel plan, and metrics."""
+"""The routes that are the same for all dialects: health, the kernel plan and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNAVAILABLE = 503
 
 
 class HealthReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether requests are served; `error` and `error_type` are present if they are not."""
+    """Whether requests are served; `error` and `error_type` are present only if they are not."""
 
     state: str
     phase: str
@@ -41,8 +41,8 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
 
     Args:
         app: the application.
-        context: of the application.
-        error_reply: body of an error on these routes, for the OpenAPI document.
+        context: the application's context.
+        error_reply: type of an error's body on these routes, for the OpenAPI document.
     """
     health = describe_service_route(HealthReply)
     health["responses"][_UNAVAILABLE] = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
-# Time that requests in flight get to end after a signal; then they are cancelled.
+# After a signal, requests in flight may run for this long before they are cancelled.
 _SHUTDOWN_SECONDS = 30
 
 
@@ -29,10 +29,9 @@ def with_middleware(app: ASGIApp) -> ASGIApp:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server, except that signals only ask it to stop.
+    """uvicorn's server, except that it does not raise a signal again after it has stopped.
 
-    uvicorn raises a signal again once it has stopped, which would end the process before the engine is
-    shut down in order.
+    That would end the process before the engine is shut down in order.
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -51,7 +50,7 @@ class HTTPServer(uvicorn.Server):
 
     @property
     def loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop] | None:
-        """Makes the event loop for this server: uvloop's if it is installed."""
+        """Factory of this server's event loop: uvloop's if it is installed."""
         return self.config.get_loop_factory()
 
     @contextlib.contextmanager
@@ -63,5 +62,5 @@ class HTTPServer(uvicorn.Server):
         yield
 
     async def run_until_stopped(self, listener: socket.socket) -> None:
-        """Serve on a bound socket; returns once every connection is closed."""
+        """Serve on a bound socket; return when every connection is closed."""
         await self.serve(sockets=[listener])

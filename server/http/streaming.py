@@ -1,8 +1,8 @@
-"""Server-sent events: sends what a dialect renders of each token, in the callback that delivers the token.
+"""Server-sent events: renders and sends each token in the callback that delivers it from the engine.
 
-A lone token is sent at once. Tokens that arrive together are sent together, and so are those that arrive while the
-client takes no bytes. No task is woken up unless the client is too slow: at 256 streams, waking 256 tasks took most of
-a step's time (docs/decisions/0019-streams-without-tasks.md).
+A single token is sent immediately. Tokens that arrive together, or while the client accepts no bytes, are sent
+together. A task is woken only for a slow client: with 256 streams, waking 256 tasks took most of a step's time
+(docs/decisions/0019-streams-without-tasks.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.http")
 
-# A comment without text. Clients skip it; it tells proxies that the connection is in use.
+# An empty comment. Clients skip it; proxies see that the connection is in use.
 KEEP_ALIVE_FRAME = b":\n\n"
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream"),
@@ -56,14 +56,14 @@ class StreamRenderer(Protocol):
         """Append a token to its completion, by `push` or `add`, and render it.
 
         Returns:
-            Any number of whole frames.
+            Zero or more complete frames.
 
         Raises:
             GenerationError: from `push`.
         """
 
     def end(self) -> bytes:
-        """Render what follows the last token of the last completion."""
+        """Render the frames after the last token of the last completion."""
 
     def fail(self, error: TesseraError) -> bytes:
         """Render an error that ends the stream."""
@@ -126,10 +126,10 @@ class TokenSender:
         if self.failed:
             self.generation.abort()  # ends the other completions too
         else:
-            completion.stream.abort()  # the engine does not know of the stop string that ended it
+            completion.stream.abort()  # the engine does not search for stop strings
 
     def _reader(self, completion: Completion) -> Callable[[list[TokenEvent]], bool]:
-        """Make the function that takes a completion's events as they arrive; for `RequestStream.follow`."""
+        """Make the callback for `RequestStream.follow` that renders and sends a completion's events."""
         render, write, watch, clock = (
             self.renderer.token, self.out.write, self.watch, self.record.clock(),
         )  # fmt: skip
@@ -159,7 +159,7 @@ class TokenSender:
         return take
 
     def _render_end(self) -> bytes:
-        """Render what follows the last token of a completion."""
+        """Render the end of the stream if this was the last token of the last completion."""
         if any(completion.finish_reason is None for completion in self.generation.completions):
             return b""
         self.ended = True
@@ -167,10 +167,10 @@ class TokenSender:
 
 
 class EventStream:
-    """Sends the frames of one response, in the order of the calls. Made by `open_event_stream`.
+    """Sends the frames of one response in the order of the calls. Created by `open_event_stream`.
 
     Attributes:
-        stalled: whether the response was given up, because the client took no bytes for too long.
+        stalled: whether the response was ended because the client accepted no bytes for too long.
     """
 
     __slots__ = (
@@ -191,7 +191,7 @@ class EventStream:
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
         self.stalled = False
-        # A send that waits for the client, and what was written since.
+        # A send that waits for the client, and the frames written since.
         self._blocked: Awaitable[None] | None = None
         self._blocked_since = 0.0
         self._backlog: list[bytes] = []
@@ -202,14 +202,14 @@ class EventStream:
         self._timer = self._loop.call_later(config.keep_alive_seconds, self._tick)
 
     def write(self, data: bytes, *, more: bool = True) -> bool:
-        """Send frames; callable outside of a task.
+        """Send frames. May be called outside of a task.
 
         Args:
-            data: whole frames, at least one byte unless it is the end.
-            more: whether others follow.
+            data: complete frames; at least one byte if `more` is true.
+            more: whether more frames follow.
 
         Returns:
-            Whether the client took them, as it nearly always does. If not, `drain` has to be awaited.
+            Whether the frames were sent, as they nearly always are. If not, await `drain`.
         """
         if self._blocked is not None:
             self._backlog.append(data)
@@ -218,7 +218,7 @@ class EventStream:
         if more and self._writer is not None and self._writer.write(data):
             self._last = self._loop.time()
             return True
-        # `send` is a coroutine that rarely waits: run it here, and leave the rest of it to `drain` if it does.
+        # `send` is a coroutine that rarely waits. Run it here; if it waits, `drain` runs the rest.
         steps = self._send(
             {"type": "http.response.body", "body": data, "more_body": more}
         ).__await__()
@@ -232,7 +232,7 @@ class EventStream:
         return False
 
     async def drain(self) -> None:
-        """Wait until the client has taken all that was written."""
+        """Wait until all frames were sent."""
         if self._blocked is None and not self._backlog:
             return
         async with self._draining:
@@ -260,7 +260,10 @@ class EventStream:
             await self.drain()
 
     def _tick(self) -> None:
-        """Send a comment after a long silence; give up if the client has taken no bytes for too long."""
+        """Send a comment if there was no event for long; end the response if the client accepts no bytes for too long.
+
+        Runs whenever either interval may have passed.
+        """
         now = self._loop.time()
         if self._blocked is not None:
             due = self._blocked_since + self._config.send_timeout_seconds
@@ -288,7 +291,7 @@ def _resume(steps: Generator[object, Any, None], awaited: object) -> Generator[o
         try:
             try:
                 sent = yield awaited
-            except BaseException as error:  # noqa: BLE001 - the coroutine's to handle
+            except BaseException as error:  # noqa: BLE001 - the coroutine handles it
                 awaited = steps.throw(error)
             else:
                 awaited = steps.send(sent)
@@ -306,14 +309,14 @@ async def open_event_stream(
     """Start a response of server-sent events.
 
     Args:
-        send: of the ASGI server.
-        config: for the intervals.
-        headers: in addition to those of every stream.
-        writer: a faster way than `send` for frames; None if the server has none.
+        send: the ASGI server's `send`.
+        config: the intervals.
+        headers: headers in addition to `STREAM_HEADERS`.
+        writer: sends frames faster than `send`; None if the server does not support it.
 
     Raises:
-        ClientDisconnectedError: the client took no bytes for `send_timeout_seconds`, or the server
-            reports that it disconnected.
+        ClientDisconnectedError: the client accepted no bytes for `send_timeout_seconds`, or the server
+            reported that it disconnected.
     """
     try:
         async with asyncio.timeout(None) as deadline:

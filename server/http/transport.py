@@ -1,6 +1,6 @@
-"""Writes the parts of a response straight to uvicorn's transport, without the coroutines of ASGI's `send`.
+"""Writes parts of a response directly to uvicorn's transport, without the coroutines of ASGI's `send`.
 
-The only module that uses uvicorn's private names. They are those of its httptools protocol: with another server or
+This is the only module that uses uvicorn's private names. They belong to its httptools protocol; with another server or
 protocol there is no direct writer, and `send` is used. The writer applies HTTP's chunked transfer coding.
 """
 
@@ -30,7 +30,7 @@ class DirectWriter:
         self._write = cycle.transport.write
 
     def write(self, data: bytes) -> bool:
-        """Write a part of the body that is not the last.
+        """Write a part of the body other than the last one.
 
         Args:
             data: at least one byte.
@@ -64,5 +64,5 @@ class DirectWriterMiddleware:
 
 
 def direct_writer(scope: Scope) -> DirectWriter | None:
-    """Return the direct writer of a request's connection, if there is one."""
+    """Return the direct writer of a request's connection, or None if there is none."""
     return scope.get(_KEY)

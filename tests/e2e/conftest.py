@@ -1,4 +1,4 @@
-"""Starts `tessera serve` as a user would and finds its processes."""
+"""Starts `tessera serve` as a subprocess and finds its engine process."""
 
 import contextlib
 import os
@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-# Making a client takes longer than a request; a connection that stays open would be with one front end.
+# Shared because creating a client takes longer than a request. It keeps no connections: a kept connection would always
+# reach the same front end.
 CLIENT = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
 
@@ -72,7 +73,7 @@ def _command(pid):
 
 @pytest.fixture(scope="session")
 def bundled_service():
-    """The bundled model on the CPU; tests leave it as they found it."""
+    """The bundled model on the CPU, shared by all tests. A test must not change its state."""
     service = Service(["--device=cpu"])
     service.wait_until_healthy()
     yield service
@@ -81,7 +82,7 @@ def bundled_service():
 
 @pytest.fixture
 def start_service():
-    """Starts services that end with the test."""
+    """Starts services that are stopped at the end of the test."""
     services = []
 
     def start(*arguments, environment=()):

@@ -1,4 +1,4 @@
-"""Requests that cannot be served: each gets a clear error, and nothing else is disturbed."""
+"""Invalid requests: each gets a clear error, and other requests are not affected."""
 
 import socket
 
@@ -33,7 +33,7 @@ BAD_BODIES = {
     "an unknown field": b'{"inputs":"a","parameters":{"max_tokens":8}}',
     "an over-long prompt": b'{"inputs":"' + b"word " * 20_000 + b'"}',
 }
-# What the message must name, beside the field: the offending value or the limit.
+# Words that the message must contain: the field, the value or the limit.
 NAMES = {
     "a negative count": ["max_new_tokens", "-1"],
     "a huge best_of": ["best_of", "2"],
@@ -44,7 +44,7 @@ NAMES = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_else_is_disturbed(bundled_service):
+def later_requests_are_served(bundled_service):
     yield
     reply = CLIENT.post(
         f"{bundled_service.url}/generate",
@@ -59,7 +59,7 @@ def nothing_else_is_disturbed(bundled_service):
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
-def test_a_bad_body_gets_an_error_of_the_contract(bundled_service, route, body):
+def test_a_bad_body_gets_an_error_with_the_documented_fields(bundled_service, route, body):
     reply = CLIENT.post(f"{bundled_service.url}{route}", content=body, headers=JSON)
 
     assert 400 <= reply.status_code < 500
@@ -77,7 +77,7 @@ def test_the_error_names_the_value_or_the_limit(bundled_service, name):
         assert word in reply.json()["error"]
 
 
-def test_an_over_long_prompt_is_told_both_lengths(bundled_service):
+def test_the_error_for_an_over_long_prompt_names_both_lengths(bundled_service):
     url = f"{bundled_service.url}/generate"
     text = "word " * 3000
     tokens = len(CLIENT.post(f"{bundled_service.url}/tokenize", json={"inputs": text}).json())
@@ -99,7 +99,7 @@ def test_a_50_mb_body_is_refused_before_it_is_read(bundled_service):
     assert b" 413 " in answer.splitlines()[0]
 
 
-def test_a_50_mb_body_of_unknown_length_is_cut_off_at_the_limit(bundled_service):
+def test_a_50_mb_body_of_unknown_length_is_refused_at_the_limit(bundled_service):
     def chunks():
         for _ in range(50):
             yield b"x" * 1_000_000
@@ -107,6 +107,6 @@ def test_a_50_mb_body_of_unknown_length_is_cut_off_at_the_limit(bundled_service)
     try:
         status = CLIENT.post(f"{bundled_service.url}/generate", content=chunks()).status_code
     except httpx.TransportError:
-        status = 413  # closed while we were still sending
+        status = 413  # the server closed the connection before everything was sent
 
     assert status == 413

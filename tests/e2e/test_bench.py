@@ -1,4 +1,4 @@
-"""`tessera bench` against the real service, as commands of their own."""
+"""The `tessera bench` commands, run as subprocesses against a real service."""
 
 import json
 import subprocess
@@ -76,21 +76,21 @@ def test_the_engine_is_measured_without_http_and_a_profile_of_its_steps_adds_up(
             assert name in done.stdout
 
 
-def test_an_engine_that_cannot_start_says_why():
+def test_the_reason_is_printed_if_the_engine_cannot_start():
     done = bench(*SMALL, "--workloads=batch1", "--max-model-len=1000000")
 
     assert done.returncode == 1
     assert "own limit of" in done.stderr.splitlines()[-1]
 
 
-def test_a_model_that_is_not_there_is_named():
+def test_a_missing_model_is_named():
     done = bench(*SMALL, "--model=qwen9")
 
     assert done.returncode == 1
     assert "tessera bench engine: error: no folder 'qwen9'" in done.stderr
 
 
-def test_measurements_that_do_not_fit_the_model_are_left_out_and_said_so():
+def test_workloads_that_do_not_fit_the_model_are_left_out_with_a_message():
     done = bench(*SMALL, "--workloads", "ttft256", "batch1", "--max-model-len=40", "--profile")
 
     assert done.returncode == 0, done.stderr

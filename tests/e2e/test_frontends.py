@@ -1,4 +1,4 @@
-"""`--frontends 2`: two processes answer on one port, with one engine process that runs an arithmetic model."""
+"""`--frontends 2`: two processes answer on one port; one engine process computes a fake model."""
 
 import concurrent.futures
 import contextlib
@@ -26,7 +26,7 @@ serve(Settings(_cli_parse_args=sys.argv[2:]), command)
 
 
 class FrontEndService:
-    """A service of two front ends, and connections that are known to lead to the one or the other."""
+    """A service of two front ends, and clients whose connections reach a known one of them."""
 
     def __init__(self, behaviour="slow", *arguments):
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -50,7 +50,7 @@ class FrontEndService:
         return sorted(p for p in pids if module in Path(f"/proc/{p}/cmdline").read_text())
 
     def one_client_each(self):
-        """A client for each front end: its connection is kept, and so is the process at its other end."""
+        """Return a client for each front end, by its process id. A client keeps its connection and so its front end."""
         clients = {}
         while len(clients) < 2:
             client = httpx.Client(base_url=self.url, timeout=20)
@@ -65,7 +65,7 @@ class FrontEndService:
         return clients
 
     def owner(self, client_port):
-        """The front end that accepted the connection from a port."""
+        """Return the process id of the front end that accepted the connection from a port."""
         theirs = f":{self.port:04X} 0100007F:{client_port:04X} 01"
         (inode,) = {
             line.split()[9]
@@ -77,7 +77,7 @@ class FrontEndService:
                 with contextlib.suppress(OSError):
                     if str(file.readlink()) == f"socket:[{inode}]":
                         return pid
-        raise AssertionError("nobody has it")
+        raise AssertionError(f"no front end has the connection from port {client_port}")
 
     def metric(self, name, client=httpx):
         url = "/metrics" if client is not httpx else f"{self.url}/metrics"
@@ -136,7 +136,7 @@ def clients(service):
         client.close()
 
 
-def test_both_answer_with_one_engine_and_do_not_mix_their_requests(service, clients):
+def test_both_front_ends_answer_with_one_engine_without_mixing_requests(service, clients):
     assert len(service.children("fake_engine")) == 1
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(events, clients, (20, 20), ("x", "y")))
@@ -147,7 +147,7 @@ def test_both_answer_with_one_engine_and_do_not_mix_their_requests(service, clie
     assert answers[0] != answers[1]
 
 
-def test_metrics_are_the_sum_over_both_wherever_they_are_asked_for(service, clients):
+def test_either_front_end_reports_the_metrics_of_both(service, clients):
     names = (
         "tessera_requests_total",
         "tessera_time_to_first_token_seconds_count",
@@ -166,12 +166,12 @@ def test_metrics_are_the_sum_over_both_wherever_they_are_asked_for(service, clie
         assert service.metric("process_resident_memory_bytes", client) > 100e6
 
 
-def test_an_abort_on_one_leaves_the_requests_of_the_other_alone(service, clients):
+def test_an_abort_on_one_front_end_does_not_affect_the_other(service, clients):
     leaving, staying = clients
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(events, staying, 30)
         with leaving.stream("POST", "/generate_stream", json=body(400)) as reply:
-            lines = reply.iter_lines()  # to be kept: it closes the connection when it is dropped
+            lines = reply.iter_lines()  # keep a reference: deleting it would close the connection
             next(lines)
             until(lambda: service.metric("tessera_requests_running", staying) == 2)
             assert service.metric("tessera_requests_in_flight") == 2
@@ -182,7 +182,7 @@ def test_an_abort_on_one_leaves_the_requests_of_the_other_alone(service, clients
     assert service.metric("tessera_requests_in_flight") == 0
 
 
-def test_a_killed_engine_ends_the_requests_of_both_and_both_come_back(service, clients):
+def test_a_killed_engine_ends_the_requests_of_both_and_restarts(service, clients):
     tokens = service.metric("tessera_generation_tokens_total")
     restarts = service.metric("tessera_engine_restarts_total")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -204,7 +204,7 @@ def test_a_killed_engine_ends_the_requests_of_both_and_both_come_back(service, c
     assert counted(clients[0]) > tokens + 6
 
 
-def test_a_killed_front_end_frees_what_it_held_and_comes_back(service, clients):
+def test_a_killed_front_end_frees_its_requests_and_restarts(service, clients):
     requests = service.metric("tessera_requests_total")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         owners = service.one_client_each()
@@ -226,7 +226,7 @@ def test_a_killed_front_end_frees_what_it_held_and_comes_back(service, clients):
     other.close()
 
 
-def test_more_requests_than_the_service_takes_are_refused_by_either():
+def test_either_front_end_refuses_requests_beyond_the_services_limit():
     service = FrontEndService("slow", "--max-concurrent-requests=2")
     try:
         service.wait_until_healthy()
@@ -242,7 +242,7 @@ def test_more_requests_than_the_service_takes_are_refused_by_either():
         service.stop()
 
 
-def test_a_signal_lets_requests_end_and_leaves_nothing_behind():
+def test_a_signal_lets_requests_finish_and_ends_all_processes():
     service = FrontEndService("slow")
     service.wait_until_healthy()
     children = service.children("server.cli.front_end") + service.children("fake_engine")
@@ -260,7 +260,7 @@ def test_a_signal_lets_requests_end_and_leaves_nothing_behind():
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 
-def test_everything_ends_with_a_service_that_is_killed():
+def test_all_processes_end_when_the_service_is_killed():
     service = FrontEndService("slow")
     service.wait_until_healthy()
     children = service.children("server.cli.front_end") + service.children("fake_engine")
@@ -281,7 +281,7 @@ def test_an_engine_that_cannot_start_ends_the_service():
     assert "shard 2 is truncated" in log
 
 
-def test_a_port_in_use_is_known_at_once_even_where_it_could_be_shared():
+def test_a_port_in_use_is_refused_even_if_it_could_be_shared():
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`tessera serve` with the bundled model: the whole way, over HTTP, as a user goes it."""
+"""`tessera serve` with the bundled model, tested over HTTP."""
 
 import codeop
 import concurrent.futures
@@ -24,7 +24,7 @@ def generate(url, prompt, **parameters):
 
 
 def stream(url, prompt, **parameters):
-    """The decoded events of a stream, as they come."""
+    """Yield the decoded events of a stream as they arrive."""
     body = {"inputs": prompt, "parameters": parameters}
     with httpx.stream("POST", f"{url}/generate_stream", json=body, timeout=60) as reply:
         assert reply.status_code == 200
@@ -55,17 +55,17 @@ def test_a_function_header_is_completed_with_python(bundled_service):
     assert reply.status_code == 200
     completion = reply.json()["generated_text"]
     assert completion.startswith("    ")
-    # None: valid Python so far, but not complete; anything else than Python raises SyntaxError.
+    # None means valid but incomplete Python; invalid Python raises SyntaxError.
     assert codeop.compile_command(prompt + completion) is None
 
 
-def test_the_service_and_the_plan_command_tell_the_same_plan(bundled_service):
+def test_the_service_and_the_plan_command_report_the_same_plan(bundled_service):
     command = [sys.executable, "-m", "server.cli.main", "plan", "--device=cpu", "--json"]
-    told = subprocess.run(command, check=True, capture_output=True).stdout
+    printed = subprocess.run(command, check=True, capture_output=True).stdout
 
     plan = httpx.get(f"{bundled_service.url}/plan").json()
 
-    assert plan == json.loads(told)
+    assert plan == json.loads(printed)
     assert [phase["kernel"] for phase in plan["phases"]] == ["torch_prefill", "torch_decode"]
     assert bundled_service.metric("tessera_attention_plan_info") == 1
 
@@ -79,7 +79,7 @@ def test_a_stream_gives_the_same_text_as_a_plain_reply(bundled_service):
     assert "".join(e["token"]["text"] for e in events if not e["token"]["special"]) == plain
 
 
-def test_many_requests_at_once_get_what_each_gets_alone(bundled_service):
+def test_concurrent_requests_get_the_same_replies_as_single_ones(bundled_service):
     rng = random.Random(1)
     names = ["read", "write", "parse", "merge", "split", "find", "count", "sort"]
     prompts = [f"def {rng.choice(names)}_{i}(data):\n" for i in range(24)]
@@ -93,7 +93,7 @@ def test_many_requests_at_once_get_what_each_gets_alone(bundled_service):
     until(lambda: idle(bundled_service), 2)
 
 
-def test_a_client_that_leaves_frees_its_blocks(bundled_service):
+def test_a_disconnect_frees_the_requests_blocks(bundled_service):
     parameters = {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True}
     events = stream(bundled_service.url, "x = 1\n", **parameters)
     next(events)
@@ -109,7 +109,7 @@ def test_a_client_that_leaves_frees_its_blocks(bundled_service):
     until(lambda: idle(bundled_service), 2)
 
 
-def test_a_killed_engine_ends_16_streams_with_an_error_and_comes_back(start_service):
+def test_a_killed_engine_ends_16_streams_with_an_error_and_restarts(start_service):
     service = start_service("--device=cpu")
     service.wait_until_healthy()
     last, first_tokens = {}, threading.Barrier(17)
@@ -166,7 +166,7 @@ def test_a_signal_ends_everything_cleanly(start_service):
         os.kill(engine, 0)
 
 
-def test_a_setting_from_the_environment_counts_and_a_flag_wins(start_service):
+def test_a_flag_overrides_the_environment(start_service):
     service = start_service(
         "--device=cpu",
         "--max-num-seqs=3",

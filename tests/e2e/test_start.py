@@ -1,4 +1,4 @@
-"""Starts that cannot work end with one clear line and a status, before or after the engine is asked."""
+"""A service that cannot start exits with a status and one clear line; an interrupted start leaves nothing behind."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 
 
 def serve(*arguments):
-    """Run `tessera serve` to its end; returns its status and its last line."""
+    """Run `tessera serve` until it ends; return its exit status and the last line of its log."""
     done = subprocess.run(
         [sys.executable, "-m", "server.cli.main", "serve", *arguments],
         capture_output=True,
@@ -35,7 +35,7 @@ def serve(*arguments):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A copy of the bundled model to break."""
+    """A copy of the bundled model for a test to damage."""
     return shutil.copytree(resolve("bundled"), tmp_path / "broken")
 
 
@@ -48,7 +48,7 @@ def test_a_port_in_use_is_named():
     assert f"cannot listen on 127.0.0.1:{port}" in line
 
 
-def test_a_port_that_is_bound_but_not_listened_on_yet_is_no_second_server():
+def test_a_port_bound_with_address_reuse_is_still_in_use():
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ def test_a_port_that_is_bound_but_not_listened_on_yet_is_no_second_server():
     assert "cannot listen" in line
 
 
-def test_a_host_that_is_no_host_name_is_named():
+def test_an_invalid_host_name_is_named():
     status, line = serve("--host=a..b", "--port=0")
 
     assert status == 1
@@ -73,7 +73,7 @@ def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
         stderr=subprocess.DEVNULL,
     ) as process:
         while not list(tmp_path.iterdir()):
-            pass  # as soon as can be: the folder's sockets are being made
+            pass  # interrupt as early as possible, while the sockets are being created
         process.terminate()
         process.wait(timeout=20)
 
@@ -84,7 +84,7 @@ def test_a_signal_while_starting_leaves_nothing_behind(tmp_path):
 
 
 def processes_of(mark):
-    """Ids of the processes that run with a variable of this value, and have not ended."""
+    """Return the ids of running processes whose environment contains `mark`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -101,15 +101,15 @@ def wait_until_gone(mark):
 
 
 @pytest.fixture
-def heeds_interrupts():
-    """Have what a test starts heed SIGINT, which a shell's background jobs ignore, and their children with them."""
+def interrupts_are_not_ignored():
+    """Make child processes handle SIGINT: a shell's background jobs, and their children, ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-@pytest.mark.usefixtures("heeds_interrupts")
+@pytest.mark.usefixtures("interrupts_are_not_ignored")
 def test_a_signal_before_the_settings_are_read_leaves_no_engine_process(number):
     mark = f"MARK={uuid.uuid4()}"
     with subprocess.Popen(
@@ -142,7 +142,7 @@ def test_a_wrong_setting_leaves_no_engine_process():
     wait_until_gone(mark)
 
 
-def test_an_engine_process_that_is_told_nothing_ends_without_a_word(capfd):
+def test_an_engine_process_without_a_configuration_ends_silently(capfd):
     with spawn() as process:
         process.stdin.close()
 
@@ -150,7 +150,7 @@ def test_an_engine_process_that_is_told_nothing_ends_without_a_word(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_engine_process_is_started_before_anything_slow_is_imported():
+def test_the_engine_process_is_spawned_before_slow_imports():
     slow = {"pydantic", "asyncio", "zmq", "logging", "argparse"}
     code = (
         f"import sys, server.cli.main, server.engine.link.spawn; print({slow} & set(sys.modules))"
@@ -232,7 +232,7 @@ def test_a_context_longer_than_the_models_own_is_refused_with_both_numbers():
     assert "own limit of" in line
 
 
-def test_two_sizes_of_the_kv_cache_are_one_too_many():
+def test_two_sizes_of_the_kv_cache_are_refused():
     status, line = serve("--kv-cache-tokens=64", "--kv-cache-gib=1")
 
     assert status == 2
@@ -248,7 +248,7 @@ def test_two_sizes_of_the_kv_cache_are_one_too_many():
         ("--kv-cache-gib=1e-9", ["--kv-cache-gib 1e-09", "one block"]),
     ],
 )
-def test_a_kv_cache_that_cannot_be_is_refused_with_both_sizes(argument, words):
+def test_an_impossible_kv_cache_size_is_refused_with_both_sizes(argument, words):
     status, line = serve(argument, "--port=0", "--device=cpu")
 
     assert status == 1

@@ -1,4 +1,4 @@
-"""`tessera warmup` starts what `tessera serve` would, says what it took and ends."""
+"""`tessera warmup` starts the same engine as `tessera serve`, prints how long that took, and ends."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def warm_up(*arguments):
     )  # fmt: skip
 
 
-def test_it_starts_an_engine_and_says_what_each_phase_took():
+def test_warmup_starts_an_engine_and_prints_how_long_each_phase_took():
     done = warm_up("--device=cpu", "--kv-cache-tokens=512")
 
     assert done.returncode == 0, done.stderr
@@ -24,7 +24,7 @@ def test_it_starts_an_engine_and_says_what_each_phase_took():
     assert "finds its kernels" not in done.stdout  # a CPU has none to compile
 
 
-def test_what_cannot_start_ends_with_status_1_and_the_reason():
+def test_warmup_exits_with_status_1_and_the_reason_if_the_engine_cannot_start():
     done = warm_up("--device=cpu", "--max-model-len=1000000")
 
     assert done.returncode == 1

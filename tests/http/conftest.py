@@ -40,7 +40,7 @@ def make_app(engine, tokenizer):
 
 @pytest.fixture
 async def open_client(make_app):
-    """Opens in-process clients of apps with given limits."""
+    """Opens in-process clients of applications with the given limits."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def open_one(**limits):
@@ -67,7 +67,7 @@ def generate(client):
 
 
 def frames(response):
-    """The JSON of every event of a stream, in order."""
+    """Return the JSON of every event of a stream, in order."""
     events = response.text.split("\n\n")
     assert events.pop() == ""
     assert all(e.startswith("data:") for e in events)

@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, and a small tokenizer in Hugging Face's format."""
+"""A scripted engine, and a small tokenizer in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IM_END_ID = 257
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer: ids 0..255 are bytes in the order of the byte alphabet."""
+    """Write a byte-level tokenizer; ids 0 to 255 are the bytes in the order of the byte alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ Script = Callable[["FakeEngine", GenerateRequest, RequestStream], Awaitable[None
 
 
 class FakeEngine:
-    """Has what `EngineClient` has for the HTTP layer; `script` plays each request."""
+    """Has the interface of `EngineClient` that the HTTP layer uses; `script` produces the events of each request."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.state = EngineState.READY
@@ -100,7 +100,7 @@ class FakeEngine:
 
 
 def put(stream: RequestStream, *events: TokenEvent) -> None:
-    """Queue events; all of one call are read together."""
+    """Queue events; the events of one call are delivered together."""
     for event in events:
         if not stream._finished:
             stream.push(event)
@@ -128,7 +128,7 @@ def say(
     logprob: float = -0.5,
     top: tuple[tuple[int, float], ...] = (),
 ) -> Script:
-    """A script that produces these tokens, the last with `finish`."""
+    """Make a script that produces these tokens; the last one finishes with `finish`."""
 
     async def script(_engine: FakeEngine, request: GenerateRequest, stream: RequestStream) -> None:
         stream.queue_seconds = 0.002
@@ -154,5 +154,5 @@ def say(
 
 
 async def silent(_engine: FakeEngine, _request: GenerateRequest, _stream: RequestStream) -> None:
-    """A script that never answers."""
+    """Produce no events: a script for requests that never end."""
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""The application on a real socket, and just enough HTTP to talk to it byte by byte."""
+"""Serves an application on a real socket; minimal HTTP helpers to send requests and read replies as bytes."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ class Server:
         self.port = self._socket.getsockname()[1]
 
     async def __aenter__(self):
-        # What `uvicorn.Server.serve` does, without taking the signal handlers of the test run.
+        # The same as `uvicorn.Server.serve`, but without replacing the test run's signal handlers.
         self._server.config.load()
         self._server.lifespan = self._server.config.lifespan_class(self._server.config)
         await self._server.startup(sockets=[self._socket])

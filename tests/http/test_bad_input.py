@@ -1,4 +1,4 @@
-"""Everything a client can get wrong: a clear error in JSON, and the next request is served as ever."""
+"""Invalid requests: each gets a clear error in JSON, and later requests are served normally."""
 
 import json
 
@@ -14,7 +14,7 @@ ROUTES = ("/generate", "/generate_stream", "/", "/tokenize")
 
 
 @pytest.fixture(autouse=True)
-async def nothing_else_is_disturbed(client, engine):
+async def later_requests_are_served(client, engine):
     yield
     response = await client.post("/generate", json={"inputs": "x"})
     assert response.status_code == 200
@@ -149,7 +149,7 @@ async def test_a_bad_word_that_cannot_be_banned_is_named(client, tokenizer, monk
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_every_route_refuses_what_the_schema_refuses(client, path):
+async def test_every_route_refuses_a_body_that_violates_the_schema(client, path):
     assert "`top_k`" in await refused(client, parameters(top_k=0), path)
     assert "`inputs` is required" in await refused(client, "{}", path)
 
@@ -164,7 +164,7 @@ async def test_details_of_the_prompt_and_best_of_are_refused_for_streams(client)
         assert "`best_of` != 1 is not supported when streaming tokens" in error
 
 
-async def test_a_route_that_cannot_do_what_stream_says_names_the_one_that_can(client):
+async def test_a_route_that_contradicts_stream_names_the_right_one(client):
     error = await refused(client, '{"inputs": "x", "stream": true}', "/generate")
     assert "use /generate_stream" in error
     error = await refused(client, '{"inputs": "x", "stream": false}', "/generate_stream")
@@ -183,7 +183,7 @@ async def test_several_problems_are_listed_together(client):
     assert "`top_p`" in error
 
 
-async def test_a_parameter_outside_of_parameters_is_pointed_at_its_place(client):
+async def test_the_error_for_a_misplaced_parameter_names_the_right_place(client):
     error = await refused(client, '{"inputs": "x", "top_k": 3}')
 
     assert "unknown field `top_k`; did you mean `parameters.top_k`?" in error
@@ -219,14 +219,14 @@ async def test_a_bad_prompt_is_refused(client, engine, inputs, message):
 
 
 @pytest.mark.parametrize("length", [126, 127])
-async def test_the_longest_prompts_are_taken(client, length):
+async def test_the_longest_prompts_are_accepted(client, length):
     response = await client.post("/generate", json={"inputs": "x" * length})
 
     assert response.status_code == 200
     assert response.headers["x-prompt-tokens"] == str(length)
 
 
-async def test_a_token_outside_of_the_models_vocabulary_is_refused(client, engine):
+async def test_a_token_outside_the_models_vocabulary_is_refused(client, engine):
     import msgspec
 
     engine.info = msgspec.structs.replace(engine.info, vocab_size=200)
@@ -238,7 +238,7 @@ async def test_a_token_outside_of_the_models_vocabulary_is_refused(client, engin
 
 
 @pytest.mark.parametrize("value", ["[]", '"x"', "1", "null", "true"])
-async def test_a_body_that_is_no_object_is_refused(client, value):
+async def test_a_body_that_is_not_an_object_is_refused(client, value):
     assert "the body must be a JSON object" in await refused(client, value)
 
 
@@ -271,7 +271,7 @@ async def test_a_body_that_is_no_object_is_refused(client, value):
     ids=lambda b: repr(b[:50]),
 )
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_what_is_not_json_is_refused(client, engine, path, body):
+async def test_a_body_that_is_not_json_is_refused(client, engine, path, body):
     error = await refused(client, body, path, status=400)
 
     assert error.startswith("the request body is ")
@@ -279,7 +279,7 @@ async def test_what_is_not_json_is_refused(client, engine, path, body):
     assert engine.requests == []
 
 
-async def test_nesting_that_json_allows_is_still_the_wrong_type(client):
+async def test_nested_lists_within_the_depth_limit_are_of_the_wrong_type(client):
     body = b'{"inputs": ' + b"[" * 500 + b"]" * 500 + b"}"
 
     assert "`inputs` must be a string" in await refused(client, body)
@@ -312,7 +312,7 @@ async def test_json_content_types_are_accepted(client, content_type):
     assert response.status_code == 200
 
 
-async def test_a_missing_content_type_is_taken_for_json(client):
+async def test_a_missing_content_type_means_json(client):
     response = await client.post("/generate", content=b'{"inputs": "x"}')
 
     assert "content-type" not in response.request.headers
@@ -351,7 +351,9 @@ async def test_other_media_types_are_refused(client, path, headers):
         ("POST", "/info", "GET"),
     ],
 )
-async def test_other_methods_are_told_which_ones_there_are(client, method, path, allowed):
+async def test_the_reply_to_an_unsupported_method_lists_the_supported_ones(
+    client, method, path, allowed
+):
     response = await client.request(method, path)
 
     assert response.status_code == 405
@@ -370,7 +372,7 @@ async def test_an_unknown_path_is_not_found(client, path):
     assert response.json() == {"error": "there is no such route", "error_type": "not_found"}
 
 
-async def test_a_foreign_origin_gets_no_permission(client):
+async def test_no_cors_headers_are_sent(client):
     response = await client.post(
         "/generate", json={"inputs": "x"}, headers={"origin": "http://evil.example"}
     )

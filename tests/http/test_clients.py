@@ -1,4 +1,4 @@
-"""A client that was written for Text Generation Inference works with this service as it is."""
+"""A client for Text Generation Inference works with this service unchanged."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def ask(make_app):
-    """Calls the client's `text_generation`, in a thread as it blocks."""
+    """Calls the client's `text_generation` in a thread, because it blocks."""
     async with Server(make_app(max_concurrent_requests=1), "httptools") as server:
         client = InferenceClient(f"http://127.0.0.1:{server.port}")
 
@@ -30,13 +30,13 @@ async def ask(make_app):
         yield ask
 
 
-async def test_plain_text(ask, engine, tokenizer):
+async def test_a_client_gets_the_generated_text(ask, engine, tokenizer):
     engine.script = say(tokenizer.encode("Hi"), FinishReason.LENGTH)
 
     assert await ask(return_full_text=False) == "Hi"
 
 
-async def test_details_of_the_best_of_two(ask, engine, tokenizer):
+async def test_a_client_gets_the_details(ask, engine, tokenizer):
     engine.script = say([*tokenizer.encode("Hi"), EOS_ID], FinishReason.EOS, top=((1, -2.0),))
 
     reply = await ask(
@@ -52,7 +52,7 @@ async def test_details_of_the_best_of_two(ask, engine, tokenizer):
     assert reply.details.top_tokens[0][0]["logprob"] == -2.0
 
 
-async def test_a_stream(ask, engine, tokenizer):
+async def test_a_client_gets_a_stream(ask, engine, tokenizer):
     engine.script = say(tokenizer.encode("Hi"), FinishReason.LENGTH)
 
     events = await ask(stream=True, details=True, return_full_text=False)
@@ -70,6 +70,6 @@ async def test_errors_become_the_clients_exceptions(ask, stream):
         await ask(top_k=0, stream=stream)
 
 
-async def test_too_many_requests_are_an_overload_to_the_client(ask):
+async def test_too_many_requests_become_the_clients_overload_exception(ask):
     with pytest.raises(OverloadedError, match="Model is overloaded"):
         await ask(best_of=2, do_sample=True)

@@ -1,4 +1,4 @@
-"""The text of one completion: stop strings that are kept or cut off, and text that is held back meanwhile."""
+"""The text of a completion: stop strings that are kept or cut off, and text that is held back."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ SAMPLING = SamplingParams(max_new_tokens=100)
 
 @pytest.fixture(scope="module")
 def complete(tokenizer):
-    """Pushes tokens of a text, the last one with a reason, until the completion ends."""
+    """Pushes the tokens of a text, the last one with a finish reason, until the completion ends."""
 
     def run(tokens, *stop, included=False, last=FinishReason.LENGTH, sampling=SAMPLING):
         stream = RequestStream(1, lambda _: None)
@@ -48,7 +48,7 @@ def test_text_is_held_back_only_while_it_may_begin_a_stop_string(complete):
     assert texts == ["a", "", "<b", "", "", "", "", "<<end"]
 
 
-def test_a_stop_string_within_the_last_token_counts_where_it_is_cut_off(complete, tokenizer):
+def test_a_stop_string_in_the_last_token_is_the_finish_reason_only_if_cut_off(complete, tokenizer):
     tokens = [*tokenizer.encode("x "), *tokenizer.encode("END.more")]
 
     cut, _ = complete(tokens, "D.mo")
@@ -68,14 +68,14 @@ def test_the_name_of_a_special_token_may_complete_a_stop_string(complete, tokeni
     assert cut.finish_reason is kept.finish_reason is FinishReason.STOP
 
 
-def test_what_is_held_back_is_given_out_at_the_end(complete, tokenizer):
+def test_held_back_text_is_returned_at_the_end(complete, tokenizer):
     completion, texts = complete([*tokenizer.encode("ab"), EOS_ID], "abc", last=FinishReason.EOS)
 
     assert texts == ["", "", "ab"]
     assert completion.finish_reason is FinishReason.EOS
 
 
-def test_a_stop_string_before_the_least_number_of_tokens_stays(complete):
+def test_a_stop_string_before_min_new_tokens_is_ignored(complete):
     sampling = SamplingParams(max_new_tokens=100, min_new_tokens=4)
 
     completion, _ = complete("a.b.c.d", ".", sampling=sampling)
@@ -84,7 +84,7 @@ def test_a_stop_string_before_the_least_number_of_tokens_stays(complete):
 
 
 @given(st.text("ab<", max_size=12), st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3))
-def test_the_text_ends_before_the_stop_string_that_is_completed_first(complete, text, stop):
+def test_the_text_ends_before_the_first_completed_stop_string(complete, text, stop):
     completion, _ = complete(text, *stop)
 
     ends = [text.find(s) + len(s) for s in stop if s in text]

@@ -1,6 +1,7 @@
-"""A second dialect is files of its own and a line in the table: what the core has to do for it, a small one shows.
+"""The HTTP core with a second dialect, which needs only files of its own and an entry in `DIALECTS`.
 
-It takes several prompts, makes several completions of each, cuts stop strings off, and has an error shape of its own.
+The dialect of these tests takes several prompts, generates several completions of each, cuts off stop strings, and has
+its own error format.
 """
 
 import asyncio
@@ -136,8 +137,8 @@ async def post(app):
         yield ask
 
 
-def number_the_requests(tokenizer, cached=0):
-    """A script: request n says "n" and two more words; higher numbers are likelier."""
+def script_by_request_number(tokenizer, cached=0):
+    """Make a script: request n generates "n of all", with a higher log-probability for a higher n."""
 
     async def script(engine, request, stream):
         stream.num_cached_tokens = cached
@@ -155,7 +156,7 @@ def request_with_logprobs(request):
 
 
 async def test_every_prompt_gets_its_completions(post, engine, tokenizer):
-    engine.script = number_the_requests(tokenizer, cached=1)
+    engine.script = script_by_request_number(tokenizer, cached=1)
 
     response = await post(prompts=["ab", "c"], best_of=2, n=2)
 
@@ -169,7 +170,7 @@ async def test_every_prompt_gets_its_completions(post, engine, tokenizer):
 
 
 async def test_the_best_completions_of_each_prompt_are_returned(post, engine, tokenizer):
-    engine.script = number_the_requests(tokenizer)
+    engine.script = script_by_request_number(tokenizer)
 
     response = await post(prompts=["ab", "c"], best_of=3)
 
@@ -178,7 +179,7 @@ async def test_the_best_completions_of_each_prompt_are_returned(post, engine, to
 
 
 async def test_several_completions_share_a_stream(post, engine, tokenizer):
-    engine.script = number_the_requests(tokenizer)
+    engine.script = script_by_request_number(tokenizer)
 
     response = await post(prompts=["ab"], best_of=3, stream=True, stop=[" all"])
 
@@ -189,10 +190,10 @@ async def test_several_completions_share_a_stream(post, engine, tokenizer):
         texts[index] += text
     assert texts == {"0": "1 of", "1": "2 of", "2": "3 of"}
     indices = [e[0] for e in events[:-2]]
-    assert len(list(itertools.groupby(indices))) > 3  # they take turns
+    assert len(list(itertools.groupby(indices))) > 3  # their tokens are interleaved
 
 
-async def test_a_failed_completion_ends_the_stream_of_all(post, engine):
+async def test_a_failed_completion_ends_the_stream_of_all_completions(post, engine):
     async def script(_engine, request, stream):
         put(stream, event(72))
         await asyncio.sleep(0.01)
@@ -208,7 +209,7 @@ async def test_a_failed_completion_ends_the_stream_of_all(post, engine):
     assert sorted(engine.aborted) == [1, 3]
 
 
-async def test_completions_that_wait_for_the_client_are_sent_together_in_order(app, engine):
+async def test_tokens_that_wait_for_the_client_are_sent_together_in_order(app, engine):
     may_send, blocked = asyncio.Event(), asyncio.Event()
 
     async def script(_engine, request, stream):
@@ -240,7 +241,7 @@ async def test_completions_that_wait_for_the_client_are_sent_together_in_order(a
     assert len(connection.bodies) < 6
 
 
-async def test_errors_have_the_shape_of_the_dialect_whose_path_it_is(post, engine):
+async def test_errors_have_the_format_of_the_paths_dialect(post, engine):
     engine.script = say([72], FinishReason.LENGTH)
     shapes = {}
     for path in (PATH, "/v9/nothing", "/generate", "/nothing"):
@@ -256,13 +257,13 @@ async def test_errors_have_the_shape_of_the_dialect_whose_path_it_is(post, engin
     assert (await post("PUT", prompts=[])).headers["allow"] == "POST"
 
 
-async def test_more_sequences_than_are_admitted_are_refused(post):
+async def test_a_request_with_more_sequences_than_the_limit_is_refused(post):
     response = await post(prompts=["a", "b", "c"], best_of=3)
 
     assert response.json() == {"message": "Model is overloaded"}
 
 
-async def test_its_requests_are_counted_under_its_endpoint(post, engine):
+async def test_requests_of_a_dialect_are_counted_under_its_endpoint(post, engine):
     engine.script = say([72, 73], FinishReason.LENGTH)
     await post(prompts=["ab", "c"])
     await post(path="/generate", inputs="x")
@@ -275,7 +276,7 @@ async def test_its_requests_are_counted_under_its_endpoint(post, engine):
     assert "tessera_request_generated_tokens_sum 6.0" in text
 
 
-async def test_its_records_are_in_the_openapi_document(post):
+async def test_records_of_a_dialect_are_in_the_openapi_document(post):
     document = (await post("GET", "/openapi.json")).json()
 
     assert {"WriteBody", "WriteReply", "WriteError"} <= set(document["components"]["schemas"])

@@ -1,6 +1,6 @@
-"""A client that leaves ends its request, in every phase and on a real socket.
+"""A client that disconnects ends its request, in every phase, on a real socket.
 
-Each test asserts the same end: within a second the engine was told, and nothing is held any more.
+Each test asserts that within a second the engine has aborted the request and the request holds nothing any more.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ PATHS = ("/generate", "/generate_stream")
 
 @pytest.fixture(params=[True, False], ids=["uvloop-httptools", "asyncio-h11"])
 def fast(request):
-    """Both sets of parts that uvicorn is put together from."""
+    """Both combinations of event loop and HTTP parser that uvicorn is used with."""
     return request.param
 
 
@@ -37,7 +37,7 @@ async def server(fast, make_app):
 
 async def within_a_second(condition):
     async with asyncio.timeout(1):
-        while not condition():  # noqa: ASYNC110 - conditions are read from the server, nothing signals them
+        while not condition():  # noqa: ASYNC110 - no event signals that the server's state has changed
             await asyncio.sleep(0.005)
 
 
@@ -59,7 +59,7 @@ async def assert_nothing_is_held(server, engine, outcome, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_while_queued(server, engine, path):
+async def test_a_disconnect_in_the_queue_aborts_the_request(server, engine, path):
     submitted = asyncio.Event()
 
     async def script(_engine, _request, _stream):
@@ -77,7 +77,7 @@ async def test_while_queued(server, engine, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_while_the_prompt_is_computed(server, engine, path):
+async def test_a_disconnect_during_prefill_aborts_the_request(server, engine, path):
     started = asyncio.Event()
 
     async def script(_engine, _request, stream):
@@ -96,7 +96,7 @@ async def test_while_the_prompt_is_computed(server, engine, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_while_tokens_are_generated(server, engine, path):
+async def test_a_disconnect_during_decode_aborts_the_request(server, engine, path):
     generated = asyncio.Event()
 
     async def script(_engine, request, stream):
@@ -116,7 +116,7 @@ async def test_while_tokens_are_generated(server, engine, path):
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
-async def test_a_stream_that_is_finished_but_not_read(server, engine):
+async def test_a_disconnect_frees_a_finished_stream_that_was_not_read(server, engine):
     finished = asyncio.Event()
 
     async def script(_engine, _request, stream):
@@ -136,7 +136,7 @@ async def test_a_stream_that_is_finished_but_not_read(server, engine):
     await assert_nothing_is_held(server, engine, "abort", "/generate_stream")
 
 
-async def test_a_reply_that_is_finished_but_not_read_holds_nothing(server, engine, tokenizer):
+async def test_a_finished_reply_that_was_not_read_holds_nothing(server, engine, tokenizer):
     tokens = tokenizer.encode("x" * 60_000)
     engine.script = say(tokens, FinishReason.LENGTH, together=True)
     body = {"inputs": "x", "parameters": {"details": True}}
@@ -150,7 +150,7 @@ async def test_a_reply_that_is_finished_but_not_read_holds_nothing(server, engin
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_while_the_body_is_sent(server, engine, path):
+async def test_a_disconnect_while_the_body_is_sent_submits_nothing(server, engine, path):
     _, writer = await server.connect()
     writer.write(head(path, 1000) + b'{"inputs": ')
     await writer.drain()
@@ -163,7 +163,9 @@ async def test_while_the_body_is_sent(server, engine, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_while_the_prompt_is_tokenized(server, engine, tokenizer, monkeypatch, path):
+async def test_a_disconnect_during_tokenization_aborts_the_request(
+    server, engine, tokenizer, monkeypatch, path
+):
     import threading
 
     tokenizing, may_end = asyncio.Event(), threading.Event()
@@ -205,7 +207,7 @@ async def test_every_sequence_of_a_request_is_aborted(server, engine):
     assert sorted(engine.aborted) == [1, 2]
 
 
-async def test_clients_that_leave_at_random_moments_leave_nothing_behind(server, engine):
+async def test_disconnects_at_random_times_leave_nothing_in_flight(server, engine):
     import random
 
     engine.script = say([1] * 30, FinishReason.LENGTH, wait=0.001)
@@ -243,7 +245,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server, engine
     writer.close()
 
 
-async def test_a_chunked_body_is_cut_at_the_limit(server, engine):
+async def test_a_chunked_body_is_refused_at_the_limit(server, engine):
     reader, writer = await server.connect()
     writer.write(
         b"POST /generate HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"

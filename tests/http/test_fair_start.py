@@ -1,4 +1,4 @@
-"""Requests that come together begin one after the other, and what else the event loop has to do comes in between."""
+"""Requests that arrive together start one after the other, and the event loop runs other callbacks in between."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ def anyio_backend(request):
 
 
 class App:
-    """Notes which requests begin; they end when they are told."""
+    """Records which requests have started; they end when `may_end` is set."""
 
     def __init__(self):
         self.begun = []
@@ -40,7 +40,7 @@ async def passes(count):
         await asyncio.sleep(0)
 
 
-async def test_of_a_crowd_one_begins_at_a_time_in_the_order_of_arrival():
+async def test_simultaneous_requests_start_one_per_pass_in_order_of_arrival():
     app = App()
     requests = app.arrive(*"abcde")
     seen = []
@@ -49,14 +49,14 @@ async def test_of_a_crowd_one_begins_at_a_time_in_the_order_of_arrival():
         seen.append(len(app.begun))
 
     assert app.begun == list("abcde")
-    # Never two in a pass, and there is a pass between that begins none.
+    # Never two in one pass, and between two starts there is a pass without one.
     assert max(after - before for before, after in itertools.pairwise(seen)) == 1
     assert all(seen.count(n) >= 2 for n in range(1, 5))
     app.may_end.set()
     await asyncio.gather(*requests)
 
 
-async def test_a_lone_request_begins_at_once_and_so_does_the_next():
+async def test_single_requests_start_immediately():
     app = App()
     for name in "ab":
         app.arrive(name)
@@ -67,7 +67,7 @@ async def test_a_lone_request_begins_at_once_and_so_does_the_next():
     app.may_end.set()
 
 
-async def test_what_is_ready_meanwhile_comes_between_two_requests():
+async def test_other_callbacks_run_between_the_starts_of_two_requests():
     app = App()
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
@@ -88,7 +88,7 @@ async def test_what_is_ready_meanwhile_comes_between_two_requests():
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
-async def test_a_request_that_is_given_up_takes_nobody_s_turn(after):
+async def test_a_cancelled_request_does_not_delay_or_block_others(after):
     app = App()
     first, second, third = app.arrive(*"abc")
     await passes(after)

@@ -1,4 +1,4 @@
-"""POST /generate and POST /: replies, details, headers and the parameters that reach the engine."""
+"""POST /generate and POST /: replies, details, headers, and the parameters that the engine receives."""
 
 import math
 import threading
@@ -25,7 +25,7 @@ def byte(tokenizer):
     return ids
 
 
-async def test_reply_has_the_text_alone_unless_details_are_asked_for(generate, engine, byte):
+async def test_the_reply_has_only_the_text_unless_details_are_requested(generate, engine, byte):
     engine.script = say(byte("Hi"), FinishReason.LENGTH)
 
     response = await generate()
@@ -35,7 +35,7 @@ async def test_reply_has_the_text_alone_unless_details_are_asked_for(generate, e
     assert response.headers["content-type"] == "application/json"
 
 
-async def test_details_report_every_token_and_the_end(generate, engine, byte):
+async def test_details_report_every_token_and_the_finish_reason(generate, engine, byte):
     engine.script = say([*byte("Hi"), EOS_ID], FinishReason.EOS)
 
     response = await generate(details=True, do_sample=True, seed=7)
@@ -57,7 +57,7 @@ async def test_details_report_every_token_and_the_end(generate, engine, byte):
     }
 
 
-async def test_reply_is_what_the_documented_schema_says(generate, engine, byte):
+async def test_the_reply_matches_the_documented_schema(generate, engine, byte):
     engine.script = say(byte("Hi"), FinishReason.LENGTH, top=((UPPER_H, -0.1), (LOWER_I, -0.2)))
 
     response = await generate(best_of=2, do_sample=True, decoder_input_details=True, top_n_tokens=2)
@@ -82,7 +82,7 @@ async def test_full_text_puts_the_prompt_first(generate, engine, byte):
     assert response.json() == {"generated_text": "say: Hi"}
 
 
-async def test_compat_route_leaves_the_prompt_out_when_told(generate, engine, byte):
+async def test_compat_route_omits_the_prompt_on_request(generate, engine, byte):
     engine.script = say(byte("Hi"), FinishReason.LENGTH)
 
     response = await generate(path="/", inputs="say: ", return_full_text=False)
@@ -101,7 +101,7 @@ async def test_prompt_details_have_no_logprob_for_the_first_token(generate, byte
     ]
 
 
-async def test_top_tokens_come_for_every_position(generate, engine, byte):
+async def test_top_tokens_are_reported_for_every_position(generate, engine, byte):
     engine.script = say(
         byte("Hi"), FinishReason.LENGTH, top=((IM_END_ID, -0.1), (byte("x")[0], -2))
     )
@@ -141,7 +141,7 @@ async def test_best_of_returns_the_sequence_with_the_highest_mean_logprob(genera
         (FinishReason.STOP, "stop_sequence"),
     ],
 )
-async def test_finish_reasons_have_their_names_on_the_wire(generate, engine, byte, reason, wire):
+async def test_finish_reasons_have_tgis_names(generate, engine, byte, reason, wire):
     engine.script = say(byte("Hi"), reason)
 
     response = await generate(details=True)
@@ -182,7 +182,7 @@ async def test_a_stop_string_may_be_the_name_of_a_special_token(generate, engine
     assert response.json()["details"]["generated_tokens"] == 3
 
 
-async def test_stop_strings_count_only_after_the_least_number_of_tokens(generate, engine, byte):
+async def test_stop_strings_are_ignored_before_min_new_tokens(generate, engine, byte):
     engine.script = say(byte("a.b.c.d"), FinishReason.LENGTH)
 
     response = await generate(stop=["."], min_new_tokens=3)
@@ -190,7 +190,7 @@ async def test_stop_strings_count_only_after_the_least_number_of_tokens(generate
     assert response.json()["generated_text"] == "a.b."
 
 
-async def test_a_character_of_several_tokens_is_never_cut(generate, engine, byte):
+async def test_a_character_of_several_tokens_is_never_split(generate, engine, byte):
     engine.script = say(byte("né€🙂!"), FinishReason.LENGTH)
 
     response = await generate(details=True)
@@ -200,7 +200,9 @@ async def test_a_character_of_several_tokens_is_never_cut(generate, engine, byte
     assert [t for t in texts if t] == ["n", "é", "€", "🙂", "!"]
 
 
-async def test_an_incomplete_character_at_the_end_is_marked(generate, engine, byte):
+async def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(
+    generate, engine, byte
+):
     engine.script = say([*byte("a"), *byte("🙂")[:2]], FinishReason.LENGTH)
 
     response = await generate()
@@ -208,7 +210,7 @@ async def test_an_incomplete_character_at_the_end_is_marked(generate, engine, by
     assert response.json()["generated_text"].startswith("a\ufffd")
 
 
-async def test_headers_tell_where_the_time_went(generate, engine, byte):
+async def test_headers_report_how_the_time_was_spent(generate, engine, byte):
     engine.script = say(byte("Hi"), FinishReason.LENGTH, wait=0.01)
 
     headers = (await generate(inputs="hello")).headers
@@ -225,7 +227,7 @@ async def test_headers_tell_where_the_time_went(generate, engine, byte):
     assert int(headers["x-total-time"]) >= 10
 
 
-async def test_parameters_left_out_altogether_mean_sampling(client, engine):
+async def test_tokens_are_sampled_if_parameters_is_omitted(client, engine):
     await client.post("/generate", json={"inputs": "x"})
     await client.post("/generate", json={"inputs": "x", "parameters": None})
     await client.post("/generate", json={"inputs": "x", "parameters": {}})
@@ -323,20 +325,20 @@ async def test_truncate_keeps_the_last_tokens(generate, engine, byte):
     assert engine.requests[0].prompt_token_ids == byte("abc")
 
 
-async def test_a_larger_top_k_than_the_vocabulary_keeps_everything(generate, engine):
+async def test_top_k_is_limited_to_the_size_of_the_vocabulary(generate, engine):
     await generate(top_k=2**31 - 1)
 
     assert engine.requests[0].sampling.top_k == INFO.vocab_size
 
 
-async def test_logprobs_are_computed_only_where_they_are_reported(generate, engine):
+async def test_logprobs_are_computed_only_if_they_are_reported(generate, engine):
     await generate()
     await generate(details=True)
 
     assert [r.sampling.logprobs for r in engine.requests] == [False, True]
 
 
-async def test_logprobs_that_json_cannot_say_are_null(generate, engine):
+async def test_logprobs_that_json_cannot_represent_are_null(generate, engine):
     async def script(_engine, _request, stream):
         put(stream, event(1, logprob=-math.inf), event(2, FinishReason.LENGTH, logprob=math.nan))
 
@@ -362,7 +364,7 @@ async def test_an_engine_error_is_a_failed_generation(generate, engine):
     }
 
 
-async def test_an_answer_that_breaks_off_is_incomplete(generate, engine):
+async def test_a_generation_that_is_aborted_is_incomplete(generate, engine):
     async def script(_engine, _request, stream):
         put(stream, event(1), event(None, FinishReason.ABORT))
 
@@ -391,7 +393,7 @@ async def test_one_failed_sequence_of_best_of_ends_the_other(generate, engine):
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
-async def test_more_requests_than_allowed_are_refused_at_once(open_client, engine, path):
+async def test_requests_beyond_the_limit_are_refused(open_client, engine, path):
     client = await open_client(max_concurrent_requests=1)
 
     response = await client.post(
@@ -407,7 +409,7 @@ async def test_more_requests_than_allowed_are_refused_at_once(open_client, engin
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/info"])
-async def test_an_engine_that_starts_is_unavailable(client, engine, path):
+async def test_requests_are_unavailable_while_the_engine_starts(client, engine, path):
     engine.state, engine.phase, engine.info = EngineState.STARTING, "loading\nweights", None
 
     response = await client.request(
@@ -422,7 +424,7 @@ async def test_an_engine_that_starts_is_unavailable(client, engine, path):
     assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_an_engine_that_dies_before_the_request_reaches_it_is_unavailable(
+async def test_a_request_is_unavailable_if_the_engine_crashes_before_it_is_submitted(
     generate, engine, monkeypatch
 ):
     submit = FakeEngine.submit
@@ -438,7 +440,7 @@ async def test_an_engine_that_dies_before_the_request_reaches_it_is_unavailable(
     assert response.status_code == 503
 
 
-async def test_a_bug_is_an_internal_error_without_a_traceback(generate, monkeypatch):
+async def test_an_exception_is_an_internal_error_without_a_traceback(generate, monkeypatch):
     def breaks(self, request):
         raise RuntimeError("secret detail")
 
@@ -450,7 +452,7 @@ async def test_a_bug_is_an_internal_error_without_a_traceback(generate, monkeypa
     assert response.json() == {"error": "Internal server error", "error_type": "internal"}
 
 
-async def test_places_are_given_back(open_client, engine):
+async def test_ended_requests_no_longer_count_as_in_flight(open_client, engine):
     client = await open_client(max_concurrent_requests=1)
     body = {"inputs": "x"}
 
@@ -461,7 +463,7 @@ async def test_places_are_given_back(open_client, engine):
 
 
 @pytest.mark.parametrize("path", ["/generate", "/tokenize"])
-async def test_a_long_prompt_is_tokenized_off_the_event_loop(client, tokenizer, monkeypatch, path):
+async def test_a_long_prompt_is_tokenized_in_a_thread(client, tokenizer, monkeypatch, path):
     threads = []
     for name in ("encode", "encode_with_offsets"):
         work = getattr(type(tokenizer), name)

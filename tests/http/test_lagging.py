@@ -1,4 +1,4 @@
-"""Streams on a real socket, by the short way to uvicorn's transport and by ASGI's: what is sent when, and together."""
+"""Streams on a real socket, with the direct writer and with ASGI's `send`: when tokens are sent, and which together."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ async def server(fast, make_app):
 
 
 async def chunks(reader):
-    """The parts of a chunked answer, one for each write of the application."""
+    """Read the parts of a chunked response, one for each write of the application."""
     parts = []
     while True:
         size = int(await reader.readline(), 16)
@@ -46,7 +46,7 @@ def events(parts):
     return [json.loads(text.removeprefix("data:")) for text in texts]
 
 
-async def test_a_client_reads_each_lone_token_before_the_next_is_made(server, engine):
+async def test_a_client_receives_each_token_before_the_next_is_generated(server, engine):
     may_go_on = asyncio.Event()
 
     async def script(_engine, _request, stream):
@@ -73,7 +73,7 @@ async def test_a_client_reads_each_lone_token_before_the_next_is_made(server, en
     writer.close()
 
 
-async def test_a_client_that_lags_gets_every_token_once_and_many_together(server, engine):
+async def test_a_slow_client_gets_every_token_once_and_many_together(server, engine):
     count = 20_000
     made = asyncio.Event()
 
@@ -97,7 +97,7 @@ async def test_a_client_that_lags_gets_every_token_once_and_many_together(server
     writer.close()
 
 
-async def test_a_client_that_lags_does_not_hold_up_another(server, engine):
+async def test_a_slow_client_does_not_delay_another(server, engine):
     finished = []
 
     async def script(_engine, request, stream):
@@ -121,9 +121,7 @@ async def test_a_client_that_lags_does_not_hold_up_another(server, engine):
 
 
 @pytest.mark.parametrize("together", [True, False])
-async def test_a_stop_string_over_several_tokens_ends_the_stream_where_it_ends(
-    server, engine, tokenizer, together
-):
+async def test_a_stop_string_of_several_tokens_ends_the_stream(server, engine, tokenizer, together):
     tokens = tokenizer.encode("one END.mor two END.more three")
 
     async def script(_engine, _request, stream):
@@ -147,7 +145,7 @@ async def test_a_stop_string_over_several_tokens_ends_the_stream_where_it_ends(
     writer.close()
 
 
-async def test_uvicorn_s_httptools_protocol_has_a_direct_writer(fast):
+async def test_only_uvicorns_httptools_protocol_has_a_direct_writer(fast):
     found = []
 
     async def app(scope, _receive, send):

@@ -1,4 +1,4 @@
-"""Connections that are accepted send small writes at once, whatever event loop accepts them."""
+"""Accepted connections send small writes immediately, with every event loop."""
 
 import asyncio
 import socket
@@ -9,13 +9,13 @@ from server.cli.listening import listen
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_listener_says_that_it_is_tcp(count):
+def test_a_listener_reports_tcp_as_its_protocol(count):
     for listener in listen("127.0.0.1", 0, count):
         assert listener.proto == socket.IPPROTO_TCP
         listener.close()
 
 
-def test_a_write_does_not_wait_for_the_acknowledgement_of_the_one_before():
+def test_accepted_connections_have_no_delay_set():
     async def accept():
         seen = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""Reading a body: its size and its time are bounded, whatever the client declares."""
+"""Reading a request body: limits of size and time hold whatever the client declares."""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +24,7 @@ def scope(**headers):
 
 
 def body(*chunks):
-    """A `receive` that delivers these chunks and tells how many were taken."""
+    """Return a `receive` that delivers these chunks, and a list with an entry for each chunk taken."""
     messages = [{"type": "http.request", "body": c, "more_body": True} for c in chunks]
     messages[-1]["more_body"] = False
     taken = []
@@ -45,7 +45,7 @@ async def test_a_declared_length_over_the_limit_is_refused_before_reading():
     assert taken == []
 
 
-async def test_a_body_without_a_length_is_cut_at_the_limit():
+async def test_a_body_without_a_length_is_refused_at_the_limit():
     receive, taken = body(*[b"x" * 100] * 500)
 
     with pytest.raises(BodyTooLargeError, match="at most 1000 bytes"):
@@ -61,21 +61,21 @@ async def test_a_body_of_exactly_the_limit_is_read():
 
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "", "٣"])
-async def test_a_length_that_is_no_number_is_refused(length):
+async def test_a_length_that_is_not_a_number_is_refused(length):
     receive, _ = body(b"{}")
 
     with pytest.raises(MalformedBodyError, match="Content-Length"):
         await read_json({"headers": [(b"content-length", length.encode())]}, receive, LIMITS)
 
 
-async def test_an_absurd_length_is_too_large():
+async def test_a_length_with_thousands_of_digits_is_too_large():
     receive, _ = body(b"{}")
 
     with pytest.raises(BodyTooLargeError):
         await read_json(scope(content_length="9" * 5000), receive, LIMITS)
 
 
-async def test_a_body_that_does_not_arrive_is_given_up_on():
+async def test_a_body_that_does_not_arrive_times_out():
     async def receive():
         await asyncio.sleep(0.06)
         return {"type": "http.request", "body": b" ", "more_body": True}
@@ -84,7 +84,7 @@ async def test_a_body_that_does_not_arrive_is_given_up_on():
         await read_json(scope(), receive, LIMITS)
 
 
-async def test_a_client_that_leaves_while_sending_is_noticed():
+async def test_a_disconnect_while_the_body_is_read_is_an_error():
     async def receive():
         return {"type": "http.disconnect"}
 
@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_while_sending_is_noticed():
         await read_json(scope(), receive, LIMITS)
 
 
-async def test_the_watch_calls_back_once_when_the_client_leaves():
+async def test_the_watch_calls_back_once_when_the_client_disconnects():
     gone = asyncio.Event()
     calls = []
 

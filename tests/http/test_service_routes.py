@@ -28,7 +28,7 @@ async def test_a_ready_engine_is_healthy(client, path):
 
 @pytest.mark.parametrize("path", HEALTH)
 @pytest.mark.parametrize("state", [EngineState.STARTING, EngineState.RESTARTING])
-async def test_an_engine_on_its_way_is_alive_but_not_ready(client, engine, path, state):
+async def test_a_starting_engine_is_alive_but_not_ready(client, engine, path, state):
     engine.state, engine.phase = state, "loading weights"
 
     response = await client.get(path)
@@ -77,7 +77,7 @@ async def test_the_plan_is_what_the_engine_reported(client):
     ]
 
 
-async def test_without_an_engine_there_is_no_plan(client, engine):
+async def test_the_plan_is_unavailable_while_the_engine_starts(client, engine):
     engine.state, engine.info = EngineState.STARTING, None
 
     response = await client.get("/plan")
@@ -86,7 +86,7 @@ async def test_without_an_engine_there_is_no_plan(client, engine):
     assert response.json()["error_type"] == "unavailable"
 
 
-async def test_tokenize_tells_the_characters_of_each_token(client, tokenizer):
+async def test_tokenize_reports_the_characters_of_each_token(client, tokenizer):
     response = await client.post("/tokenize", json={"inputs": "aé</s>"})
 
     tokens = response.json()

@@ -1,4 +1,4 @@
-"""POST /generate_stream: the bytes on the wire, errors in mid-stream, coalescing and keep-alive."""
+"""POST /generate_stream: the exact bytes, errors during a stream, coalescing of tokens, and keep-alive comments."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ async def test_headers_of_a_stream(client):
     assert headers["x-prompt-tokens"] == "5"
 
 
-async def test_every_event_is_what_the_documented_schema_says(client, engine, tokenizer):
+async def test_every_event_matches_the_documented_schema(client, engine, tokenizer):
     engine.script = say(tokenizer.encode("é€"), FinishReason.LENGTH, top=((1, -1.0),))
 
     for frame in frames(await stream(client, details=True, top_n_tokens=1)):
@@ -99,7 +99,7 @@ async def test_a_stop_string_ends_the_stream(client, engine, tokenizer):
     assert engine.running == set()
 
 
-async def test_an_engine_error_in_mid_stream_is_the_last_event(client, engine, tokenizer):
+async def test_an_engine_error_during_a_stream_is_the_last_event(client, engine, tokenizer):
     async def script(_engine, _request, stream):
         put(stream, event(1), event(None, FinishReason.ERROR, error="engine restarted"))
 
@@ -115,7 +115,7 @@ async def test_an_engine_error_in_mid_stream_is_the_last_event(client, engine, t
     assert frames(response)[0]["index"] == 1
 
 
-async def test_a_stream_that_breaks_off_says_so(client, engine):
+async def test_an_incomplete_stream_ends_with_an_error_event(client, engine):
     async def script(_engine, _request, stream):
         put(stream, event(1))
         await asyncio.sleep(0)
@@ -131,7 +131,7 @@ async def test_a_stream_that_breaks_off_says_so(client, engine):
     }
 
 
-async def test_a_bug_in_mid_stream_is_an_error_event(
+async def test_an_exception_during_a_stream_is_an_error_event(
     client, engine, tokenizer, monkeypatch, caplog
 ):
     engine.script = say([1, 2, 3], FinishReason.LENGTH)
@@ -152,7 +152,7 @@ async def test_errors_before_the_first_byte_have_their_status(client):
 
 
 class Sends:
-    """An ASGI connection that keeps what it is sent, one entry for each call."""
+    """An ASGI connection that records the messages that it is sent, one entry for each call."""
 
     def __init__(self, app, body):
         self.bodies = []
@@ -184,7 +184,7 @@ class Sends:
         await self._app(scope, self.receive, self.send)
 
 
-async def test_tokens_that_wait_together_are_sent_together(make_app, engine, tokenizer):
+async def test_tokens_that_arrive_together_are_sent_together(make_app, engine, tokenizer):
     engine.script = say(tokenizer.encode("Hi there"), FinishReason.LENGTH, together=True)
     connection = Sends(make_app(), {"inputs": "x"})
 
@@ -194,7 +194,7 @@ async def test_tokens_that_wait_together_are_sent_together(make_app, engine, tok
     assert connection.bodies[0].count(b"data:") == 8
 
 
-async def test_a_lone_token_is_sent_at_once(make_app, engine, tokenizer):
+async def test_a_single_token_is_sent_immediately(make_app, engine, tokenizer):
     seen = []
 
     async def script(engine, request, stream):
@@ -212,7 +212,7 @@ async def test_a_lone_token_is_sent_at_once(make_app, engine, tokenizer):
     assert seen == [1, 2, 3]
 
 
-async def test_a_silent_stream_gets_comments(make_app, engine, tokenizer):
+async def test_a_stream_without_events_gets_comments(make_app, engine, tokenizer):
     async def script(_engine, _request, stream):
         await asyncio.sleep(0.35)
         put(stream, event(1, FinishReason.LENGTH))
@@ -226,7 +226,7 @@ async def test_a_silent_stream_gets_comments(make_app, engine, tokenizer):
     assert connection.bodies[-1].startswith(b"data:")
 
 
-async def test_a_busy_stream_gets_no_comments(make_app, engine, tokenizer):
+async def test_a_stream_with_events_gets_no_comments(make_app, engine, tokenizer):
     engine.script = say(tokenizer.encode("x" * 20), FinishReason.LENGTH, wait=0.01)
     connection = Sends(make_app(keep_alive_seconds=0.1), {"inputs": "x"})
 
@@ -235,7 +235,7 @@ async def test_a_busy_stream_gets_no_comments(make_app, engine, tokenizer):
     assert b":\n\n" not in connection.bodies
 
 
-async def test_a_client_that_takes_nothing_is_given_up_on(make_app, engine, tokenizer):
+async def test_a_client_that_accepts_no_bytes_is_disconnected(make_app, engine, tokenizer):
     engine.script = say(tokenizer.encode("x" * 20), FinishReason.LENGTH, wait=0.01)
     connection = Sends(make_app(keep_alive_seconds=0.05, send_timeout_seconds=0.1), {"inputs": "x"})
     take = connection.send
@@ -271,7 +271,7 @@ async def test_a_stopping_server_ends_its_streams_with_an_error_event(make_app, 
     assert engine.aborted == [1]
 
 
-async def test_a_stopping_server_answers_what_it_cannot_finish(make_app, engine):
+async def test_a_stopping_server_answers_unfinished_requests_with_503(make_app, engine):
     engine.script = silent
     connection = Sends(make_app(), {"inputs": "x"})
     task = asyncio.create_task(connection.run("/generate"))

@@ -1,4 +1,4 @@
-"""A histogram that is cheap enough to be updated for every token."""
+"""A histogram that is fast enough to update for every token."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
 
 
 def num_cells(bounds: Sequence[float]) -> int:
-    """Return the size of a histogram: a count for each bucket, including the one above all bounds, and the sum."""
+    """Return how many numbers a histogram has: a count per bucket, one above all bounds, and the sum."""
     return len(bounds) + 2
 
 
 class Histogram:
     """Counts observations by bucket. Not thread-safe.
 
-    `prometheus_client.Histogram` takes a lock and walks its buckets in Python for each observation;
-    this is about ten times cheaper.
+    About ten times faster than `prometheus_client.Histogram`, which takes a lock and iterates over its buckets in
+    Python for each observation.
 
     Args:
         bounds: upper bounds of the buckets, inclusive, ascending.
-        cells: `num_cells` numbers to count in; they keep their values.
+        cells: the histogram's `num_cells` numbers. Counting continues from their values.
     """
 
     __slots__ = ("_bounds", "_cells", "_sum")
@@ -44,8 +44,8 @@ def cumulative(
     """Return cumulative counts by upper bound, and the sum of all values.
 
     Args:
-        bounds: of a histogram.
-        cells: its numbers, or the sums of the numbers of several histograms with these bounds.
+        bounds: the histogram's bounds.
+        cells: the histogram's numbers, or the sums of the numbers of several histograms with these bounds.
     """
     *counts, total = cells
     so_far = 0.0

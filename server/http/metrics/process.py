@@ -20,10 +20,10 @@ _START, _LIMIT = "process_start_time_seconds", "process_max_fds"
 class ProcessesCollector(Collector):
     """Sums `prometheus_client.ProcessCollector` over processes.
 
-    The start time is that of the first process, the limit of open files that of one.
+    The start time is the earliest one. The limit of open files is that of one process.
 
     Args:
-        registry: to register with.
+        registry: the registry to register with.
         pids: returns the ids of the current processes; 0 and the ids of dead processes are ignored.
     """
 
@@ -32,7 +32,7 @@ class ProcessesCollector(Collector):
         registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics of one process, with the values of all."""
+        """Return the metrics with values for all processes together."""
         families: dict[str, Metric] = {}
         for pid in {int(pid) for pid in self._pids()} - {0}:
             for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():

@@ -1,4 +1,4 @@
-"""Measures one request while it is answered, and counts it once, by its outcome."""
+"""Measures one request and counts it once, by its outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenClock:
     """Measures the waits between the tokens of one sequence.
 
     Args:
-        metrics: observes them.
+        metrics: receives the measurements.
         started: when the request was received, `time.perf_counter` seconds.
     """
 
@@ -50,13 +50,13 @@ class TokenClock:
 
 
 class RequestRecord:
-    """Measures one request. As a context manager, counts it when an exception ends it.
+    """Measures one request. As a context manager, it counts the request if an exception ends it.
 
-    Only the first call of `finish` or `succeed` counts.
+    Only the first call of `finish` or `succeed` has an effect.
 
     Args:
-        metrics: of the service.
-        endpoint: label of the route.
+        metrics: the service's metrics.
+        endpoint: the route's label.
 
     Attributes:
         started: when the request was received, `time.perf_counter` seconds.
@@ -83,7 +83,7 @@ class RequestRecord:
             self.finish(_outcome_of(error))
 
     def clock(self) -> TokenClock:
-        """Make the clock of one of the request's sequences."""
+        """Make a clock for one of the request's sequences."""
         return TokenClock(self._metrics, self.started)
 
     def finish(self, outcome: Outcome) -> None:
@@ -103,10 +103,10 @@ class RequestRecord:
         """Count a generation request that was answered in full, and observe its sizes and times.
 
         Args:
-            reason: of its first completion's end; None only if `finish` was called.
-            queue_seconds: time that completion waited in the engine.
-            prompt_tokens: of the request.
-            completion_tokens: of its answer.
+            reason: why the first completion ended; None only if `finish` was called before.
+            queue_seconds: how long that completion waited in the engine.
+            prompt_tokens: tokens of the request's prompts.
+            completion_tokens: tokens of the answer.
         """
         if self._finished:
             return

@@ -1,7 +1,7 @@
-"""Every metric of the service: a table of names, and the collector that Prometheus scrapes.
+"""All metrics of the service: their names, and the collector that Prometheus scrapes.
 
-A front end counts its requests, in counters that all front ends share. Gauges and counters of the engine are read from
-the engine client when the metrics are scraped. Text from a client never becomes a label.
+Each front end counts its requests in counters that all front ends share. The engine's gauges and counters are read from
+the engine client at each scrape. Text from a client never becomes a label.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(enum.Enum):
-    """How a request ended. The first three are successes of generation requests, `OK` is that of other requests."""
+    """How a request ended. The first three are successes of generation requests, `OK` is the success of others."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"  # noqa: S105 - not a secret
@@ -52,7 +52,7 @@ class Outcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spec:
-    """A metric; its name is the scraped one without the suffix that its kind adds."""
+    """A metric. Its name lacks the suffix that its kind adds to the scraped name."""
 
     name: str
     kind: Callable[..., Any]
@@ -64,8 +64,8 @@ class Spec:
 _COUNTER, _GAUGE, _HISTOGRAM, _INFO = (
     CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily,
 )  # fmt: skip
-# Upper bounds in seconds. They include those of vLLM, so that its dashboards show the same percentiles, and smaller
-# ones, since a small model answers within a millisecond.
+# Upper bounds in seconds. They include vLLM's, so that its dashboards show the same percentiles, and smaller ones,
+# because a small model answers within a millisecond.
 # Source: vllm/v1/metrics/loggers.py@005a810b
 _TTFT_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
@@ -138,7 +138,7 @@ _ENGINE_COUNTERS = {
         "tessera_prefix_cache_hit_tokens", _COUNTER, "Prompt tokens found in the prefix cache.",
     ),
     "num_preemptions": Spec(
-        "tessera_preemptions", _COUNTER, "Sequences put back into the queue for want of KV blocks.",
+        "tessera_preemptions", _COUNTER, "Sequences put back into the queue because KV blocks ran out.",
     ),
     "num_steps": Spec("tessera_engine_steps", _COUNTER, "Forward passes of the engine."),
 }
@@ -158,8 +158,8 @@ SPECS: tuple[Spec, ...] = (
 )
 
 
-# Position of each number in a row of the shared counters. Every process needs the size of a row, also one that has no
-# routes: there is a place for this many endpoints, in the order of registration.
+# Positions of the numbers in a row of the shared counters. All processes need the size of a row, including those
+# without routes, so it has space for a fixed number of endpoints, in the order of registration.
 _MAX_ENDPOINTS = 16
 _IN_FLIGHT_CELL = _MAX_ENDPOINTS * len(Outcome)
 _PID_CELL = _IN_FLIGHT_CELL + 1
@@ -172,16 +172,16 @@ NUM_CELLS = _HISTOGRAM_CELLS[-1].stop
 
 
 class Metrics(Collector):
-    """Owns this process's row of the counters, and the registry with the metrics of the service.
+    """Owns this process's row of the counters and the registry of the service's metrics.
 
-    Used on the event loop alone.
+    Used only on the event loop.
 
     Args:
-        client: has the engine's state and numbers.
-        config: names the model.
-        version: of this service.
+        client: provides the engine's state and statistics.
+        config: provides the model's name.
+        version: the service's version.
         endpoints: labels that requests are counted under; the same in all processes of the service.
-        counters: of `NUM_CELLS`; None if the service is this process alone.
+        counters: rows of `NUM_CELLS` numbers; None if this process is the only one.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Metrics(Collector):
         }
         self._counters = counters or SharedCounters.private(NUM_CELLS)
         mine = self._counters.mine
-        mine[_IN_FLIGHT_CELL] = 0  # the requests of a process that wrote this row before are gone
+        mine[_IN_FLIGHT_CELL] = 0  # requests of an earlier process with this row have ended
         mark_process(self._counters)
         self.ttft, self.itl, self.duration, self.queue, self.prompt_length, self.output_length = (
             Histogram(spec.buckets, mine[cells])
@@ -217,11 +217,11 @@ class Metrics(Collector):
 
     @property
     def in_flight(self) -> int:
-        """Sequences that all processes of the service admitted and have not answered yet."""
+        """Sequences in flight in all processes of the service: admitted and not yet answered."""
         return int(self._counters.total(_IN_FLIGHT_CELL))
 
     def add_in_flight(self, sequences: int) -> None:
-        """Count admitted sequences; a negative number takes answered ones off."""
+        """Count admitted sequences; a negative number removes answered ones."""
         self._counters.mine[_IN_FLIGHT_CELL] += sequences
 
     def describe(self) -> Iterable[Metric]:

@@ -1,7 +1,7 @@
-"""Counters in memory that all front ends of a service share: a row of numbers for each process.
+"""Counters in memory that all front ends of a service share: one row of numbers per process.
 
-A process writes its own row and reads all of them, so that each can report the sums. A restarted front end continues
-its row. Aligned doubles are read whole, so there is no lock.
+A process writes only its own row and reads all rows, so that each process can report the sums. A restarted front end
+continues its row. No lock is needed because reads and writes of aligned doubles are atomic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SharedCounters:
     """Owns the rows; only `mine` may be written.
 
     Args:
-        rows: of equal length.
+        rows: rows of equal length, one per process.
         mine: index of this process's row.
     """
 
@@ -30,15 +30,15 @@ class SharedCounters:
 
     @classmethod
     def private(cls, cells: int) -> SharedCounters:
-        """Make the counters of a service of one process: one row of zeros."""
+        """Make the counters of a single process: one row of zeros."""
         return cls([memoryview(array.array("d", bytes(_BYTES * cells)))], 0)
 
     @classmethod
     def shared(cls, path: Path, rows: int, cells: int, mine: int) -> SharedCounters:
-        """Open the counters of several processes; creates the file, of zeros, if it does not exist.
+        """Open the counters of several processes. If the file does not exist, create it with zeros.
 
         Args:
-            path: of the file.
+            path: the file.
             rows: number of processes.
             cells: numbers in a row.
             mine: index of this process's row.

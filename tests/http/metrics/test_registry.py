@@ -1,4 +1,4 @@
-"""GET /metrics: names, formats, what is counted, and counters that never fall."""
+"""GET /metrics: names, formats, counts, and counters that never fall."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def scrape(client):
-    """All samples, by name and labels."""
+    """Returns all samples, by name and labels."""
 
     async def read():
         response = await client.get("/metrics")
@@ -37,7 +37,7 @@ def requests(samples, endpoint="generate"):
     }
 
 
-async def test_prometheus_can_read_it(client):
+async def test_prometheus_parses_all_metrics(client):
     response = await client.get("/metrics")
 
     assert response.headers["content-type"].startswith("text/plain; version=")
@@ -60,7 +60,7 @@ async def test_openmetrics_is_served_on_request(client):
     assert families["tessera_request_duration_seconds"] == "histogram"
 
 
-def test_every_histogram_separates_half_a_millisecond_from_one():
+def test_every_latency_histogram_has_bounds_at_half_a_millisecond_and_one():
     for spec in SPECS:
         if spec.name.endswith("_seconds"):
             assert spec.buckets[:2] == (0.0005, 0.001), spec.name
@@ -109,7 +109,7 @@ async def test_latencies_and_lengths_of_a_request_are_observed(client, engine, s
     assert samples["tessera_request_generated_tokens_sum",] == 4
 
 
-async def test_the_engines_numbers_are_read_when_scraped(engine, scrape):
+async def test_engine_statistics_are_read_at_each_scrape(engine, scrape):
     engine.stats = EngineStats(
         num_running=3, num_waiting=2, num_blocks=64, num_free_blocks=10, kv_usage=0.5,
         prefix_cache_query_tokens=100, prefix_cache_hit_tokens=40, num_preemptions=1,
@@ -131,7 +131,7 @@ async def test_the_engines_numbers_are_read_when_scraped(engine, scrape):
     assert samples["tessera_engine_steps_total",] == 9
 
 
-async def test_the_attention_plan_is_told_by_phase_and_window(scrape):
+async def test_the_attention_plan_is_reported_by_phase_and_window(scrape):
     samples = await scrape()
 
     plans = [
@@ -149,7 +149,7 @@ async def test_the_attention_plan_is_told_by_phase_and_window(scrape):
     ]
 
 
-async def test_no_plan_is_told_before_the_engine_has_one(engine, scrape):
+async def test_no_plan_is_reported_before_the_engine_is_ready(engine, scrape):
     engine.info = None
 
     samples = await scrape()
@@ -157,7 +157,7 @@ async def test_no_plan_is_told_before_the_engine_has_one(engine, scrape):
     assert not [key for key in samples if key[0] == "tessera_attention_plan_info"]
 
 
-async def test_the_engines_state_is_told(engine, scrape):
+async def test_the_engines_state_is_reported(engine, scrape):
     engine.state, engine.restarts, engine.info = EngineState.RESTARTING, 2, None
 
     samples = await scrape()
@@ -169,13 +169,13 @@ async def test_the_engines_state_is_told(engine, scrape):
     assert samples["tessera_build_info", ("model_id", "fake/model"), ("version", "0.1.0")] == 1
 
 
-async def test_what_engines_did_before_they_died_is_counted(engine, scrape):
+async def test_counters_include_engines_that_have_ended(engine, scrape):
     engine.past, engine.stats = EngineStats(generation_tokens=50), EngineStats(generation_tokens=3)
 
     assert (await scrape())["tessera_generation_tokens_total",] == 53
 
 
-async def test_nothing_a_client_sends_becomes_a_label(client, scrape):
+async def test_text_from_a_client_never_becomes_a_label(client, scrape):
     await client.post("/nothing-here")
     await client.post("/generate", json={"inputs": "x", "secret-field": 1})
     await client.request("BREW", "/generate")
@@ -198,7 +198,7 @@ async def test_in_flight_requests_are_those_not_yet_answered(client, engine, scr
     assert (await scrape())["tessera_requests_in_flight",] == 0
 
 
-def test_a_histogram_counts_into_the_first_bucket_that_holds_the_value():
+def test_a_histogram_counts_a_value_in_the_first_bucket_that_contains_it():
     bounds = (1, 2, 5)
     cells = [0.0] * num_cells(bounds)
     histogram = Histogram(bounds, cells)

@@ -1,4 +1,4 @@
-"""Counts that several processes share: one row each, read together."""
+"""Counters that several processes share: one row per process, reported as sums."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def path(tmp_path):
     return tmp_path / "counters"
 
 
-def test_private_counters_begin_with_zeros():
+def test_private_counters_start_at_zero():
     counters = SharedCounters.private(3)
 
     counters.mine[1] += 2
@@ -36,7 +36,7 @@ def test_every_process_writes_its_row_and_sees_the_sums(path):
     assert processes[0].total(3) == 3
 
 
-def test_a_process_that_is_started_again_goes_on_with_its_row(path):
+def test_a_restarted_process_continues_its_row(path):
     SharedCounters.shared(path, 2, 1, mine=1).mine[0] = 5
 
     again = SharedCounters.shared(path, 2, 1, mine=1)
@@ -45,7 +45,7 @@ def test_a_process_that_is_started_again_goes_on_with_its_row(path):
     assert SharedCounters.shared(path, 2, 1, mine=0).totals() == [6]
 
 
-def test_the_histogram_of_several_rows_is_that_of_all_their_values(path):
+def test_the_rows_of_a_histogram_add_up(path):
     bounds = (1.0, 2.0)
     processes = [SharedCounters.shared(path, 2, num_cells(bounds), mine=row) for row in range(2)]
     for counters, values in zip(processes, ((0.5, 1.5), (1.5, 9.0)), strict=True):
@@ -59,7 +59,7 @@ def test_the_histogram_of_several_rows_is_that_of_all_their_values(path):
     )
 
 
-def test_processes_are_added_up_and_dead_ones_passed_over():
+def test_process_metrics_are_summed_without_dead_processes():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         alone, both = CollectorRegistry(), CollectorRegistry()
         ProcessesCollector(alone, lambda: [other.pid, 0, 2**22 + 1])

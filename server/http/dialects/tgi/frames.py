@@ -1,7 +1,7 @@
-"""The events of TGI's streams: one frame for each token, the last one with the whole text.
+"""The events of TGI's streams: one frame per token, the last one with the whole text.
 
-A frame is a template of which only the changing parts are encoded: building objects and serializing them costs several
-times as much, for every token of every stream. The part that a token's id and text decide is cached.
+Frames are filled templates: only the parts that change are encoded. Building and serializing an object for every token
+of every stream takes several times as long. The part that depends only on a token's id and text is cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from server.http.generation import Generation
 
 TokenHeads: TypeAlias = dict[int, tuple[str, bytes]]
-"""By token id, the text and the beginning of the frame of tokens that add the same text in every context."""
+"""By token id: text and beginning of the frame. Contains only tokens that add the same text in every context."""
 
 _encode = msgspec.json.Encoder().encode
 _HEAD = b'{"id":%d,"text":%b,"logprob":'
@@ -42,10 +42,10 @@ class TokenRenderer:
     """Renders the events of one stream; implements `server.http.streaming.StreamRenderer`.
 
     Args:
-        generation: of the request.
-        options: of the request.
-        tokenizer: of the model.
-        heads: cache, shared by all streams of an application.
+        generation: the request's completions.
+        options: the request's options.
+        tokenizer: the model's tokenizer.
+        heads: cached beginnings of frames, shared by all streams of an application.
     """
 
     __slots__ = ("_generation", "_heads", "_options", "_tokenizer", "_wants_top_tokens")
@@ -89,11 +89,11 @@ class TokenRenderer:
         return _FRAME % (completion.num_tokens, head, event.logprob, _BOOL[special])
 
     def end(self) -> bytes:
-        """Nothing follows the last token."""
+        """Return nothing: the last token's frame is the last frame."""
         return b""
 
     def fail(self, error: TesseraError) -> bytes:
-        """Render the last frame of a stream that broke."""
+        """Render an error as the last frame of the stream."""
         return b"data:%b\n\n" % _encode(ErrorReply(error.message, error.error_type))
 
     def _full_frame(self, completion: Completion, token: Token) -> bytes:

@@ -1,4 +1,4 @@
-"""How TGI's routes answer a generation request: headers, JSON reply and stream."""
+"""Generation requests of TGI's routes: submits them and renders headers, JSON reply and stream."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class GenerateAnswer:
     """One request on a generate route; implements `server.http.exchange.Answer`.
 
     Args:
-        context: of the application.
-        info: of the running engine.
-        options: of the request.
-        heads: cache of the streams.
+        context: the application's context.
+        info: reported by the running engine.
+        options: the request's options.
+        heads: cached beginnings of frames, for streams.
         streaming: whether the answer is a stream.
-        as_list: whether a plain answer is an array of one reply.
+        as_list: whether a JSON answer is an array of one reply.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GenerateAnswer:
 
         Raises:
             ValidationError: the prompt cannot be tokenized, has no tokens, or is too long.
-            UnavailableError: the engine does not run.
+            UnavailableError: the engine is not ready.
         """
         options = self._options
         token_ids = await self._context.encode(options.inputs, "inputs")
@@ -91,7 +91,7 @@ class GenerateAnswer:
         )
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:
-        """Render `x-compute-time` in seconds, the other times in whole milliseconds."""
+        """Render the headers: `x-compute-time` in seconds, the other times in whole milliseconds."""
         gpu = self._info.device.startswith("cuda")
         headers = [
             header("x-compute-type", "gpu+optimized" if gpu else "cpu"),
@@ -132,7 +132,7 @@ class GenerateAnswer:
         return TokenRenderer(generation, self._options, self._context.tokenizer, self._heads)
 
     def _details(self, completion: Completion) -> dict[str, Any]:
-        """The fields that `Details` and `BestOfSequence` have in common."""
+        """Return the fields that `Details` and `BestOfSequence` have in common."""
         tokenizer, options = self._context.tokenizer, self._options
         assert completion.finish_reason is not None
         prefill = []

@@ -1,4 +1,4 @@
-"""Turns a request body of the right shape into options: defaults, this server's limits, and rules between fields."""
+"""Turns a parsed request body into options: applies defaults, this server's limits and the rules between fields."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
-# `parameters` left out altogether means sampling; inside an object `do_sample` defaults to false.
+# Without `parameters` tokens are sampled; inside the object `do_sample` defaults to false.
 _NO_PARAMETERS = GenerateParameters(do_sample=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """A request that was checked except for the length of its prompt.
+    """The options of a request. They are checked, except for the limits that depend on the prompt's length.
 
     Attributes:
         inputs: the prompt.
-        sampling: sampling parameters; `max_new_tokens` is 1 until `with_prompt_length`.
-        max_new_tokens: as requested; None fills the context.
+        sampling: sampling parameters; `with_prompt_length` replaces `max_new_tokens`, which is 1 before.
+        max_new_tokens: the requested number; None fills the context.
         best_of: sequences to generate.
         seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
-        bad_words: words that are not generated.
+        bad_words: words that must not be generated.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
         details: whether tokens and finish reason are reported.
@@ -57,7 +57,7 @@ class GenerateOptions:
     prompt_details: bool
 
     def full_text(self, generated: str) -> str:
-        """The text to return: the generated text, after the prompt if that was asked for."""
+        """Return the text of the reply: the generated text, after the prompt if requested."""
         return self.inputs + generated if self.return_full_text else generated
 
 
@@ -65,12 +65,12 @@ def is_stream(body: GenerateBody, endpoint: str, stream: bool | None) -> bool:
     """Return whether the answer is a stream.
 
     Args:
-        body: of the request.
+        body: the request's body.
         endpoint: name of the route.
-        stream: what the route does; None if the request's `stream` decides, else that may only agree.
+        stream: whether the route streams; None if the field `stream` decides.
 
     Raises:
-        ValidationError: `stream` asks a route for what it does not do.
+        ValidationError: the field `stream` contradicts the route.
     """
     if stream is None:
         return bool(body.stream)
@@ -94,14 +94,14 @@ def check(
     """Apply defaults, this server's limits and the rules between fields.
 
     Args:
-        body: of the right shape.
+        body: the request's body.
         streaming: whether the answer is a stream.
         full_text: default of `return_full_text`.
         config: limits of the HTTP layer.
         info: limits of the engine.
 
     Raises:
-        ValidationError: a value is not allowed; names the field, its value and the limit.
+        ValidationError: a value is not allowed. The message names the field, its value and the limit.
     """
     parameters = body.parameters if body.parameters is not None else _NO_PARAMETERS
     _check_limits(parameters, config, info)
@@ -145,7 +145,7 @@ def with_prompt_length(
     """Return the sampling parameters with `max_new_tokens` set for a prompt of `prompt_length` tokens.
 
     Raises:
-        ValidationError: prompt, or prompt and output together, are longer than the server takes.
+        ValidationError: the prompt, or prompt and output together, exceed the limit.
     """
     longest = info.max_total_tokens - 1
     if prompt_length > longest:

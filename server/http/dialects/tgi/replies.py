@@ -1,6 +1,6 @@
-"""TGI's replies, with their fields in the order of the JSON, and the values in them.
+"""The records of TGI's replies and how their values are rendered.
 
-msgspec encodes them, and the OpenAPI document is made from them.
+Fields are in the order of the JSON. msgspec encodes the records, and the OpenAPI document is generated from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINISH_REASONS = {
     FinishReason.STOP: "stop_sequence",
     FinishReason.LENGTH: "length",
 }
-# Just below the lowest float32: only -inf and NaN, which JSON lacks, are not greater.
+# Just below the lowest float32. Only -inf and NaN, which JSON cannot represent, are not greater.
 _LOWEST = -3.5e38
 
 
@@ -36,7 +36,7 @@ class PromptToken(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A generated token; `special` ones are not part of the generated text."""
+    """A generated token; special tokens are not part of the generated text."""
 
     id: int
     text: str
@@ -85,7 +85,7 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream: a token. Before the last, `generated_text` and `details` are null."""
+    """One event of a stream: a token. `generated_text` and `details` are null except in the last event."""
 
     index: int
     token: Token
@@ -104,7 +104,7 @@ class PromptSpan(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """Every error, with any status, and the last event of a stream that broke."""
+    """The body of every error response, and the last event of a stream that failed."""
 
     error: str
     error_type: str
@@ -140,13 +140,13 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def render_token(token: completion.Token, tokenizer: Tokenizer) -> Token:
-    """Render a generated token; the text of a special one is its name."""
+    """Render a generated token; the text of a special token is its name."""
     text = tokenizer.token_text(token.id) if token.special else token.text
     return Token(token.id, text, json_logprob(token.logprob), token.special)
 
 
 def render_top_tokens(token: completion.Token, tokenizer: Tokenizer) -> list[Token]:
-    """Render the most likely tokens at a token's position; empty if they were not asked for."""
+    """Render the most likely tokens at a token's position; empty if they were not requested."""
     return [
         Token(
             token_id,

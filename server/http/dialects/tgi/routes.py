@@ -62,7 +62,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     @app.post("/generate_stream", **describe_route(GenerateBody, ErrorReply, events=StreamEvent))
     async def generate_stream() -> Response:
-        """Continue a prompt, and send each token as soon as it is generated."""
+        """Continue a prompt and send each token as soon as it is generated."""
         return respond("generate_stream", stream=True)
 
     @app.post("/", **describe_route(GenerateBody, ErrorReply, list[GenerateReply], StreamEvent))

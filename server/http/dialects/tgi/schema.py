@@ -1,6 +1,6 @@
 """The request body of TGI's generate routes: types and fixed ranges, as the OpenAPI document shows them.
 
-Limits of this server and rules between fields are in `limits`.
+`limits` has this server's limits and the rules between fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
 LARGEST_TEMPERATURE = 100.0
-# Smaller ones are greedy for every model, and dividing by them would overflow float32.
+# Lower temperatures are greedy for every model, and dividing by them would overflow float32.
 SMALLEST_TEMPERATURE = 1e-6
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 64
@@ -26,7 +26,7 @@ _STRICT = ConfigDict(
 
 
 def _limit_biases(value: object) -> object:
-    """Refuse too many entries at once: pydantic would check each of a million first."""
+    """Reject too many entries before pydantic checks each of them."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         context = {
             "field_type": "Dictionary",
@@ -83,11 +83,11 @@ class GenerateParameters(BaseModel):
         | None
     ) = Field(
         None,
-        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, that are not generated "
-        "as the tokenizer splits them, with and without a space before.",
+        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
+        "with and without a space before it, are not generated in sequence.",
     )
     top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="Sample from this many most likely tokens."
+        None, description="Sample from this number of most likely tokens."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="Sample from the most likely tokens that together have this probability."
@@ -107,12 +107,13 @@ class GenerateParameters(BaseModel):
         "false; true if `parameters` is omitted.",
     )
     max_new_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
-        None, description="Most tokens to generate. Default: until the model's context is full."
+        None,
+        description="Maximum number of tokens to generate. Default: until the model's context is full.",
     )
     min_new_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
         None,
-        description="Neither end-of-sequence nor stop tokens or strings end the text before this "
-        "many tokens.",
+        description="Minimum number of tokens to generate before an end-of-sequence token, stop token or "
+        "stop string ends the text.",
     )
     ignore_eos: bool | None = Field(
         None, description="Continue after the model's end-of-sequence token."
@@ -127,7 +128,7 @@ class GenerateParameters(BaseModel):
         Field(None, description="Token ids that end the text.")
     )
     truncate: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Keep only the last tokens of the prompt, this many."
+        None, description="Keep only this number of the prompt's last tokens."
     )
     return_full_text: bool | None = Field(
         None, description="Put the prompt before the generated text."
@@ -140,7 +141,8 @@ class GenerateParameters(BaseModel):
         description="Return the prompt's tokens and log-probabilities too; not for streams.",
     )
     seed: Annotated[int, Field(ge=0, le=UINT64_MAX)] | None = Field(
-        None, description="Makes sampling repeatable. Default: a random one, reported in `details`."
+        None,
+        description="Makes sampling repeatable. Default: a random seed, reported in `details`.",
     )
     top_n_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Number of most likely tokens to return at each position, in `details`."

@@ -1,6 +1,6 @@
-"""Checks the shape of a request body; the error names field, value and limit in one sentence.
+"""Checks the types, fields and fixed ranges of a request body. The error names the field, its value and the limit.
 
-The sentence repeats no text of the client except the names of unknown fields.
+The message contains no text from the client except names of fields.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _BOUNDS = {
 
 
 def parse(model: type[ModelT], body: object) -> ModelT:
-    """Check the shape of a decoded JSON body.
+    """Check a decoded JSON body and convert it to a model.
 
     Raises:
-        ValidationError: the body is no object, has fields that `model` lacks, lacks a required one,
-            or has one of the wrong type or outside the range that holds for every server.
+        ValidationError: the body is not an object, or a field is unknown, missing, of the wrong type or outside
+            its range.
     """
     if not isinstance(body, dict):
         raise ValidationError(f"the body must be a JSON object. Given: {describe(body)}")
-    # Checked before pydantic does, which would build an error record for each of a million unknown keys.
+    # Checked here because pydantic would build an error record for every unknown key, even for a million of them.
     unknown = _unknown_fields(model, body, "")
     parameters = body.get("parameters")
     nested = _model_of_parameters(model)
@@ -64,12 +64,12 @@ def parse(model: type[ModelT], body: object) -> ModelT:
 
 
 def unsupported(field: str, value: object) -> str:
-    """Return the message for a field that TGI has and this server does not support."""
+    """Return the message for a field of TGI that this server does not support."""
     return f"`{field}` is not supported: leave it out or send null. Given: {describe(value)}"
 
 
 def describe(value: object) -> str:
-    """Describe a JSON value: numbers and constants as they are, anything else by its type."""
+    """Describe a JSON value: numbers and constants by their value, anything else by its type."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -107,7 +107,7 @@ def _unknown_fields(
         f"unknown field {quote(prefix, name)}{_hint(model, name, prefix)}"
         for name in unknown[:_MOST_PROBLEMS]
     ]
-    return problems + unknown[_MOST_PROBLEMS:]  # those are only counted
+    return problems + unknown[_MOST_PROBLEMS:]  # the message only counts these
 
 
 def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
@@ -119,9 +119,9 @@ def _hint(model: type[pydantic.BaseModel], name: str, prefix: str) -> str:
 
 
 def quote(prefix: str, name: str) -> str:
-    """Return `prefix` and a name of the client's choice, shortened and in backquotes.
+    """Return `prefix` and a name from the client, shortened and in backquotes.
 
-    Control characters are escaped, so that a name cannot forge a line in a log.
+    Control characters are escaped, so that a name cannot forge a log line.
     """
     shown = prefix + (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
     return f"`{shown if shown.isprintable() else shown.encode('unicode_escape').decode('ascii')}`"
