@@ -129,7 +129,7 @@ def every_launch(selection):
 
 
 def run(row, case):
-    """Attend through the door on the given row; output and log-sum-exp."""
+    """Attend through the public API with the given registry row; return output and log-sum-exp."""
     return case.attend(selection_of(row, case.problem))
 
 

@@ -20,7 +20,7 @@ DEFAULT_GIB = 4
 WAIT_SECONDS = 900.0
 OTHERS_SECONDS = 30.0
 _QUEUE, _FIRST = 0, 1
-"""The byte of the process whose turn it is, and the first byte that stands for memory."""
+"""Offset of the byte that the first process in the queue locks, and of the first byte that represents memory."""
 
 
 class NotFreeError(Exception):
@@ -62,7 +62,7 @@ class GPUMemory:
     def take(self, gib: int | None) -> None:
         """Wait until `gib` GiB are free and keep other tests from using them.
 
-        Processes wait in turn, so that tests that need little do not overtake one that needs much for ever.
+        Processes wait in a queue, so that tests that need little memory cannot starve one that needs much.
 
         Args:
             gib: at most `total_gib`; None for all that other tests could use, however much of it is free.
@@ -73,7 +73,7 @@ class GPUMemory:
         count = self.total_gib if gib is None else gib
         needed = 0 if gib is None else gib * GIB
         try:
-            self._wait(lambda: self._lock(_QUEUE), "its turn", self._wait_seconds)
+            self._wait(lambda: self._lock(_QUEUE), "the front of the queue", self._wait_seconds)
             self._wait(lambda: self._lock_memory(count), "other tests", self._wait_seconds)
             # What other tests held is free at once; what is left is another program's.
             self._wait(

@@ -49,7 +49,7 @@ MISTAKES = {
     "half a cache": lambda case: {"kv": case.kv[0]},
     "an output with gaps": lambda case: {"out": case.q.repeat(1, 2, 1)[:, ::2]},
     "an output of another dtype": lambda case: {"out": case.q.float()},
-    "a log-sum-exp that nobody asked for": lambda case: {
+    "an unrequested log-sum-exp": lambda case: {
         "lse": torch.empty(case.q.shape[:2], device=DEVICE)
     },
 }

@@ -84,7 +84,7 @@ def test_tokens_are_those_of_steps_without_graphs(make_engine, overlap):
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 11, "logprobs": True}],
-    ids=["greedy", "drawn"],
+    ids=["greedy", "sampled"],
 )
 def test_a_recording_of_as_many_rows_gives_the_same_bits(make_engine, sampling):
     expected = answers(make_engine(cuda_graphs=False, overlap=False), EXACT, 64, **sampling)

@@ -88,7 +88,7 @@ def judge(case, out, lse=None):
     from kernels.attention.hopper.fp8_quantize import rotation
 
     problem = case.problem
-    turn = rotation(problem.head_dim, torch.float64, case.q.device)
+    unit_rotation = rotation(problem.head_dim, torch.float64, case.q.device)
     options = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
     squares = {"kernel": 0.0, "model": 0.0}
     count = first_query = first_key = 0
@@ -103,7 +103,7 @@ def judge(case, out, lse=None):
             assert not bool(found.any())
             assert lse is None or bool((lse[rows] == float("-inf")).all())
             continue
-        model, _ = reference_fp8.block_scaled(q, k, v, turn, **options)
+        model, _ = reference_fp8.block_scaled(q, k, v, unit_rotation, **options)
         spread, truth = weigh_squares(q, k, v, **options)
         off = (found - model).square().mean(-1).sqrt()
         bound = EIGHTH * spread.mean(-1).sqrt() + LAST_DIGIT[out.dtype] * model.abs().amax(-1)
@@ -115,7 +115,9 @@ def judge(case, out, lse=None):
         count += truth.numel()
         if lse is not None:
             operands = own_operands(buffers, rows, keys, first_blocks[seq])
-            judge_operands(operands, q.double() @ turn, k.double() @ turn, problem)
+            judge_operands(
+                operands, q.double() @ unit_rotation, k.double() @ unit_rotation, problem
+            )
             sums, units = own_log_sums(operands, problem.causal)
             assert torch.equal(lse[rows].isinf(), sums.isinf())
             off = (lse[rows].double() - sums).abs().nan_to_num(0.0)

@@ -101,7 +101,7 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
         assert_no_worse_than(out, truth, formula(dtype), factor=3.0, atol=slack)
 
 
-def test_rows_are_quantised_as_pytorch_does():
+def test_rows_are_quantized_as_in_pytorch():
     if kernels.detect(DEVICE).sm < 89:
         pytest.skip("no product in FP8, which takes them")
     rows = random(99, 4096) * torch.logspace(-30, 4, 99, device=DEVICE)[:, None]
@@ -137,8 +137,8 @@ def drive(dtype, weight_dtype, *, fuse):
     rows = []
     for count in (17, 1, 4, 17):
         length = 1 if rows else 20
-        drawn = torch.randint(5, 500, (17, length), generator=generator).tolist()
-        found = driver.step({name: drawn[name] for name in range(count)})
+        token_ids = torch.randint(5, 500, (17, length), generator=generator).tolist()
+        found = driver.step({name: token_ids[name] for name in range(count)})
         rows += [found[name][-1].float() for name in range(count)]
     return torch.stack(rows)
 

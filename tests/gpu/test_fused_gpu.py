@@ -221,12 +221,12 @@ def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_d
 def test_vectors_are_those_of_ids_and_of_tokens_drawn_before(rows):
     table = random(VOCABULARY, HIDDEN)
     ids = torch.arange(rows, device=DEVICE) * 7 % VOCABULARY
-    drawn = (ids + 1) % VOCABULARY
+    sampled = (ids + 1) % VOCABULARY
     every_other = torch.where(ids % 2 == 0, ids, -1 - torch.arange(rows, device=DEVICE))
 
-    out = embed_tokens(every_other, table, drawn)
+    out = embed_tokens(every_other, table, sampled)
 
-    assert torch.equal(out, table[torch.where(ids % 2 == 0, ids, drawn)])
+    assert torch.equal(out, table[torch.where(ids % 2 == 0, ids, sampled)])
 
 
 @pytest.mark.parametrize("rows", [1, 64, 3000])

@@ -165,15 +165,17 @@ def test_a_prefix_read_once_for_all_gives_the_tokens_of_one_read_by_each(
 
     plan_attention = kernels.plan_attention
     monkeypatch.setattr(model.network.decoder, "plan_attention", noted)
-    for pays in (False, True):
+    for is_faster in (False, True):
         monkeypatch.setattr(
-            server.engine.runner.model_runner, "shared_prefix_is_faster", lambda *_, pays=pays: pays
+            server.engine.runner.model_runner,
+            "shared_prefix_is_faster",
+            lambda *_, is_faster=is_faster: is_faster,
         )
         engine = make_engine()
         engine.generate(asked[:1])
         planned.clear()
         answers.append([tokens(events) for events in engine.generate(asked)])
-        assert any(plan.prefix is not None for plan in planned) is pays
+        assert any(plan.prefix is not None for plan in planned) is is_faster
 
     assert answers[0] == answers[1]
 
@@ -255,9 +257,11 @@ def fill(engine, asked):
 def test_a_step_waits_for_the_gpu_only_to_read_its_tokens(tokenizer, make_engine, monkeypatch):
     engine = make_engine(dtype="bfloat16")
     read, reads = Download.read, []
-    drawn = requests(tokenizer, HEADERS[:8], 20, temperature=0.8, top_k=40, repetition_penalty=1.1)
+    sampled = requests(
+        tokenizer, HEADERS[:8], 20, temperature=0.8, top_k=40, repetition_penalty=1.1
+    )
     greedy = requests(tokenizer, HEADERS[8:20], 20, first_id=9)
-    fill(engine, drawn + greedy)
+    fill(engine, sampled + greedy)
     engine.engine.step()
     engine.engine.step()
 

@@ -153,7 +153,7 @@ def test_a_row_that_is_not_finite_fails_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 64, 512])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_the_most_likely_token_is_the_first_of_the_largest(vocab, rows, dtype):
+def test_argmax_is_the_first_of_the_largest_logits(vocab, rows, dtype):
     logits = logits_on_gpu(rows, vocab, 1.0, dtype).mul_(4).round_()
     tokens, checked = torch.full((2, rows), -7, device="cuda")
     logprobs = torch.empty(rows, device="cuda")
@@ -186,7 +186,7 @@ def test_the_log_probability_of_a_given_token_is_that_of_its_row_alone(vocab, ro
     assert torch.equal(found, torch.cat(alone))
 
 
-def test_the_most_likely_token_can_be_recorded():
+def test_argmax_can_be_recorded():
     logits = logits_on_gpu(64, 151936)
     tokens, checked = torch.zeros((2, 64), dtype=torch.int64, device="cuda")
     logprobs = torch.empty(64, device="cuda")

@@ -45,7 +45,7 @@ def drive(built, tokens=None, lengths=LENGTHS, steps=STEPS):
     """Decode greedily, or along `tokens`.
 
     Returns:
-        Tokens [steps + 1, sequences], and the float32 logits that each was, or would be, drawn from.
+        Tokens [steps + 1, sequences], and the float32 logits that each was, or would be, sampled from.
     """
     driver = PagedDriver(built, num_blocks=160)
     generator = torch.Generator().manual_seed(1)
@@ -55,13 +55,13 @@ def drive(built, tokens=None, lengths=LENGTHS, steps=STEPS):
             for i, n in enumerate(lengths)
         }
     )
-    rows, drawn = [], []
+    rows, sampled = [], []
     for step in range(steps + 1):
         rows.append(torch.stack([found[i][-1].float() for i in range(len(lengths))]))
-        drawn.append((rows[-1].argmax(-1) if tokens is None else tokens[step]).tolist())
+        sampled.append((rows[-1].argmax(-1) if tokens is None else tokens[step]).tolist())
         if step < steps:
-            found = driver.step({i: [token] for i, token in enumerate(drawn[-1])})
-    return torch.tensor(drawn), torch.stack(rows)
+            found = driver.step({i: [token] for i, token in enumerate(sampled[-1])})
+    return torch.tensor(sampled), torch.stack(rows)
 
 
 def compare(portable, own, truth, tokens):
