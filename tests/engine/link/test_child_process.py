@@ -37,7 +37,7 @@ async def until(condition):
 
 
 def run(coroutine):
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+    asyncio.run(asyncio.wait_for(coroutine, 100))
 
 
 def test_the_process_reads_its_configuration_and_its_input_stays_open(tmp_path):
@@ -131,7 +131,7 @@ def test_killing_ends_a_stop_that_waits():
         stop = asyncio.ensure_future(child.process.stop(30))
         await asyncio.sleep(0)
         child.process.kill()
-        await asyncio.wait_for(stop, 5)
+        await asyncio.wait_for(stop, 20)
 
     run(scenario())
 
