@@ -80,7 +80,7 @@ async def test_a_reader_that_stops_leaves_the_remaining_events_to_the_next(strea
     assert calls == [[1], [2, 3]]
 
 
-async def test_follow_raises_what_the_reader_raises(stream):
+async def test_follow_raises_the_exception_of_the_reader(stream):
     task = await follow(stream, lambda events: 1 / 0)
 
     put(stream, 1)
