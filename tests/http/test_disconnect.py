@@ -10,6 +10,7 @@ import json
 import pytest
 
 from server.engine.core.request import FinishReason
+from server.http.transport import HTTP11Protocol
 from tests.http.fakes import event, put, say
 from tests.http.serving import Server, head, read_reply
 
@@ -31,7 +32,7 @@ def anyio_backend(fast):
 
 @pytest.fixture
 async def server(fast, make_app):
-    async with Server(make_app(), "httptools" if fast else "h11") as server:
+    async with Server(make_app(), HTTP11Protocol if fast else "h11") as server:
         yield server
 
 
