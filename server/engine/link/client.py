@@ -149,7 +149,7 @@ class RemoteEngine(EngineHandle):
         self.stats = EngineStats()
         self.past = EngineStats()
         self.restarts = 0
-        self._connection = Connection(address, bind=False)
+        self._connection = Connection(address, parent=False)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(HubMessage)
         self._attached: asyncio.Future[None] | None = None
