@@ -35,6 +35,8 @@ examples:
 
 `tessera COMMAND --help` explains the flags of a command."""
 # The keys of kernels.arch.CATALOGUE, which cannot be imported without PyTorch; a test compares the two.
+DEFAULT_TOKENS = 256
+"""Most tokens of `tessera complete`; OpenAI's default of 16 ends most texts in a word."""
 ARCHITECTURES = ("cpu", "t4", "a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
 
 
@@ -153,6 +155,45 @@ def _serve(call: Invocation) -> None:
     serve(settings, spawned=call.engine, began=call.began)
 
 
+def _chat_flags(parser: Parser) -> None:
+    from server.cli.client import chat, options
+
+    chat.add_words(parser)
+    options.add_flags(parser)
+
+
+def _chat(call: Invocation) -> None:
+    from server.cli.client import chat
+
+    chat.main(call.options)
+
+
+def _complete_flags(parser: Parser) -> None:
+    from server.cli.client import complete, options
+
+    complete.add_words(parser)
+    options.add_flags(parser)
+
+
+def _complete(call: Invocation) -> None:
+    from server.cli.client import complete
+
+    call.options.max_tokens = call.options.max_tokens or DEFAULT_TOKENS
+    complete.main(call.options)
+
+
+def _completion_flags(parser: Parser) -> None:
+    from server.cli.completion import SHELLS
+
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def _completion(call: Invocation) -> None:
+    from server.cli.completion import completion_script
+
+    print(completion_script(command_parser(None), call.options.shell))
+
+
 def _plan_flags(parser: Parser) -> None:
     parser.add_argument(
         "--arch",
@@ -268,6 +309,24 @@ COMMANDS = {
         _serve,
         usage=_SETTINGS_USAGE,
     ),
+    "chat": Command(
+        "talk to the model of a running server",
+        _chat_flags,
+        _chat,
+        "Hold a conversation with a running server that has OpenAI's API; answers are streamed.\n"
+        "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D ends. If standard input\n"
+        "is not a terminal, all of it is one message.",
+        "[URL|MODEL] [flags]",
+    ),
+    "complete": Command(
+        "continue a text with the model of a running server",
+        _complete_flags,
+        _complete,
+        "Continue a text with a running server; the continuation is streamed to standard output.\n"
+        "A single word that is no URL is the prompt. Without a prompt, or with -, standard input\n"
+        f"is. At most {DEFAULT_TOKENS} tokens unless --max-tokens is given.",
+        "[URL|MODEL] [PROMPT] [flags]",
+    ),
     "plan": Command(
         "show which attention kernels a GPU would run, and why",
         _plan_flags,
@@ -289,5 +348,15 @@ COMMANDS = {
         None,
         "Measure how fast it is.",
         "KIND ...",
+    ),
+    "completion": Command(
+        "print a script that completes commands and flags in a shell",
+        _completion_flags,
+        _completion,
+        "Print a script that completes the commands and flags of tessera.\n\n"
+        '  bash   eval "$(tessera completion bash)" in ~/.bashrc\n'
+        "  zsh    tessera completion zsh > a folder of $fpath, as _tessera\n"
+        "  fish   tessera completion fish > ~/.config/fish/completions/tessera.fish",
+        "SHELL",
     ),
 }  # fmt: skip

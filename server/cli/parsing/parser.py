@@ -13,9 +13,10 @@ import textwrap
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _WIDEST = 100
+BOOLEAN = ("true", "false")
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
 
@@ -34,30 +35,43 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and suggest the most similar name.
 
-    A flag added with `add_boolean` takes true or false, or no value for true; `--no-` before its name means false.
+    A flag of `BOOLEAN` values may be given without one, for true; `--no-` before its name means false.
     Positional arguments that are optional may stand before, between and after the flags.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of argparse
-        options = {"allow_abbrev": False, "formatter_class": HelpFormatter} | options
-        super().__init__(**options)
+        defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
+        super().__init__(**defaults | options)
         self._booleans: set[str] = set()
+        self._checked_later: set[str] = set()
 
-    def add_boolean(
+    def add_listed(
         self,
         flag: str,
+        values: Sequence[str],
         group: argparse._ArgumentGroup | None = None,
-        **options: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401 - those of argparse
     ) -> None:
-        """Add a flag whose value is "true" or "false".
+        """Add a flag whose values the help and the completion list, and the caller checks.
 
         Args:
             flag: with two hyphens.
+            values: that it takes; `BOOLEAN` makes it a flag of true or false.
             group: that the help shows it in.
             options: of `add_argument`.
         """
-        (group or self).add_argument(flag, metavar="{true,false}", **options)
-        self._booleans.add(flag)
+        action = (group or self).add_argument(flag, choices=values, **options)
+        self._checked_later.add(action.dest)
+        if values is BOOLEAN:
+            self._booleans.add(flag)
+
+    def walk(self) -> Iterator[argparse.Action]:
+        """Yield all arguments of this command and of the commands below it."""
+        for action in self._actions:
+            yield action
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - this module wraps them
+                for parser in action.choices.values():
+                    yield from parser.walk()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -80,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
         """Raise an error that lists the choices, and suggests one for a misspelled command."""
-        if action.choices is None or value in action.choices:
+        if action.choices is None or value in action.choices or action.dest in self._checked_later:
             return
         choices = [str(choice) for choice in action.choices]
         if action.option_strings:

@@ -7,6 +7,7 @@ import types
 import typing
 from typing import TYPE_CHECKING, Any, Literal
 
+from server.cli.parsing.parser import BOOLEAN
 from server.cli.settings import Settings, flag
 from server.engine.core.messages import EngineConfig
 
@@ -92,12 +93,12 @@ def _add(parser: Parser, group: argparse._ArgumentGroup, name: str, field: Field
     options: dict[str, Any] = {"dest": _DEST + name, "default": argparse.SUPPRESS}
     options["help"] = text.replace("%", "%%")
     if kind is bool:
-        parser.add_boolean(flag(name), group, **options)
+        parser.add_listed(flag(name), BOOLEAN, group, **options)
         return
     if typing.get_origin(kind) is Literal:
-        options["metavar"] = "{" + ",".join(map(str, typing.get_args(kind))) + "}"
-    else:
-        options["metavar"] = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
+        parser.add_listed(flag(name), list(map(str, typing.get_args(kind))), group, **options)
+        return
+    options["metavar"] = {int: "N", float: "X"}.get(kind, name.rpartition("_")[2].upper())
     if takes_several(field):
         options["action"] = "append"
     group.add_argument(flag(name), **options)
@@ -105,7 +106,7 @@ def _add(parser: Parser, group: argparse._ArgumentGroup, name: str, field: Field
 
 def _plain_type(field: FieldInfo) -> Any:  # noqa: ANN401 - a type
     """Return the type of a setting without None."""
-    kind = field.annotation
+    kind: Any = field.annotation
     if isinstance(kind, types.UnionType):
         (kind,) = [it for it in typing.get_args(kind) if it is not type(None)]
     return kind
