@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ENV_PREFIX = "TESSERA_"
 # For a Service named `tessera` or `tessera-...`, Kubernetes sets these in every pod of the namespace.
 _KUBERNETES = re.compile(
-    r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?))"
+    r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
 
 
@@ -187,9 +187,15 @@ def read_environment(
         field = name[len(ENV_PREFIX) :].lower()
         if field in Settings.model_fields:
             values[field] = value
-        elif not _KUBERNETES.fullmatch(name, len(ENV_PREFIX) - 1):
+        elif not _is_of_kubernetes(name, value):
             unknown.append(name)
     return values, sorted(unknown)
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    if name.endswith("_PORT") and value.startswith(("tcp://", "udp://")):
+        return True
+    return _KUBERNETES.fullmatch(name, len(ENV_PREFIX) - 1) is not None
 
 
 def client_api_key() -> str | None:

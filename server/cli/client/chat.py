@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from server.cli.client.complete import INTERRUPTED
 from server.cli.client.options import DEFAULT_URL, split_target, target
@@ -38,8 +38,7 @@ def main(options: argparse.Namespace) -> None:
     except ValueError as error:
         _fail(str(error), status=2)
     try:
-        with asyncio.Runner() as runner:
-            conversation = Conversation(options, runner)
+        with asyncio.Runner() as runner, Conversation(options, runner) as conversation:
             conversation.connect()
             if sys.stdin.isatty():
                 _talk(conversation)
@@ -73,6 +72,13 @@ class Conversation:
         self._route = Chat()
         self._messages: list[dict[str, str]] = []
         self.begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connections."""
+        self._session.close()
 
     def begin(self) -> None:
         """Forget all messages but the instructions."""

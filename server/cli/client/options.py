@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from server.cli.parsing.parser import Parser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_HOST_AND_PORT = re.compile(r"(localhost|[\w.-]+:\d+|\[[\da-fA-F:]+\]:\d+)(/.*)?")
+_HOST_AND_PORT = re.compile(r"(localhost|[\w.-]*:\d+|\[[\da-fA-F:]+\]:\d+)(/.*)?")
 
 
 def add_flags(parser: Parser) -> None:
@@ -77,7 +77,7 @@ def split_target(words: list[str], options: argparse.Namespace) -> list[str]:
 
 
 def looks_like_url(word: str) -> bool:
-    """Whether a word is a URL, or a host and a port."""
+    """Whether a word is a URL, a host and a port, or a colon and a port of this machine."""
     return "://" in word or _HOST_AND_PORT.fullmatch(word) is not None
 
 
@@ -87,6 +87,7 @@ def read_url(text: str) -> str:
     Raises:
         ValueError: it is not the address of an HTTP server.
     """
+    text = f"127.0.0.1{text}" if text.startswith(":") else text
     url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
     Target.from_url(url)
     return url

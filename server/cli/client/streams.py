@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -51,7 +51,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta = field(default_factory=_Delta)
+    delta: _Delta | None = None
     finish_reason: str | None = None
 
 
@@ -86,7 +86,7 @@ class _OpenAI:
         if not event.choices:
             return Piece(warnings=warnings)
         choice = event.choices[0]
-        text = choice.text or choice.delta.content or ""
+        text = choice.text or (choice.delta and choice.delta.content) or ""
         return Piece(text, choice.finish_reason, warnings)
 
 
