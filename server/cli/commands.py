@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineConfig
 
 _ENVIRONMENT = """\
-Each flag of a setting is an environment variable too: --max-model-len is
-TESSERA_MAX_MODEL_LEN. A flag overrides the variable. Flags of true or false
-may be given without a value, or as --no-..."""
+Each flag of a setting is an environment variable too: --max-model-len is TESSERA_MAX_MODEL_LEN. \
+A flag overrides the variable. Flags of true or false may be given without a value, or as --no-..."""
 _EXAMPLES = """\
 examples:
   tessera serve                      the bundled code model on port 8000
@@ -205,6 +204,9 @@ def _plan_flags(parser: Parser) -> None:
 
 
 def _plan(call: Invocation) -> None:
+    from model.checkpoint.config import ModelConfig
+    from model.checkpoint.hub import resolve
+    from model.errors import ModelError
     from server.cli.command_settings import fail, settings_of
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU
@@ -212,9 +214,14 @@ def _plan(call: Invocation) -> None:
     settings = settings_of(call.options, "plan")
     if call.options.arch is None and settings.device == "cuda" and not may_have_gpu():
         fail(f"{NO_GPU}; use --arch to plan for a known GPU", "plan")
+    try:
+        folder = resolve(settings.model, settings.revision, config_only=True)
+        ModelConfig.from_folder(folder)
+    except ModelError as error:
+        fail(str(error), "plan")
     from server.cli import plan as plan_command
 
-    plan_command.plan(call.options, settings)
+    plan_command.plan(call.options, settings, folder)
 
 
 def _warm_up(call: Invocation) -> None:
@@ -313,8 +320,8 @@ COMMANDS = {
         "talk to the model of a running server",
         _chat_flags,
         _chat,
-        "Hold a conversation with a running server that has OpenAI's API; answers are streamed.\n"
-        "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D ends. If standard input\n"
+        "Hold a conversation with a running server that has OpenAI's API; answers are streamed. "
+        "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D ends. If standard input "
         "is not a terminal, all of it is one message.",
         "[URL|MODEL] [flags]",
     ),
@@ -322,8 +329,8 @@ COMMANDS = {
         "continue a text with the model of a running server",
         _complete_flags,
         _complete,
-        "Continue a text with a running server; the continuation is streamed to standard output.\n"
-        "A single word that is no URL is the prompt. Without a prompt, or with -, standard input\n"
+        "Continue a text with a running server; the continuation is streamed to standard output. "
+        "A single word that is no URL is the prompt. Without a prompt, or with -, standard input "
         f"is. At most {DEFAULT_TOKENS} tokens unless --max-tokens is given.",
         "[URL|MODEL] [PROMPT] [flags]",
     ),
@@ -331,8 +338,8 @@ COMMANDS = {
         "show which attention kernels a GPU would run, and why",
         _plan_flags,
         _plan,
-        "Show which attention kernels run for a model on a GPU, how they are launched, and why.\n"
-        "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and\n"
+        "Show which attention kernels run for a model on a GPU, how they are launched, and why. "
+        "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and "
         "--block-size affect the plan; the other settings are accepted.",
         _SETTINGS_USAGE,
     ),

@@ -16,7 +16,6 @@ import torch
 from kernels import FP8, KernelError, detect
 from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_weight_dtype
 from model.errors import ModelError
 from model.network.decoder import DecoderLM
@@ -26,6 +25,7 @@ from server.engine.runner.model_plan import explain_model
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kernels import GPUArch
     from server.cli.settings import Settings
@@ -35,15 +35,16 @@ WIDTH = 120
 """Width of the printed plan in characters."""
 
 
-def plan(options: argparse.Namespace, settings: Settings) -> None:
+def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
     """Print the plan; exit with status 1 if the model has none.
 
     Args:
         options: has `arch`, a key of the catalogue or None, and `json`.
         settings: of the planned service.
+        folder: of the model's configuration.
     """
     try:
-        report = explain_settings(settings, _find_arch(options.arch, settings.device))
+        report = explain_settings(settings, folder, _find_arch(options.arch, settings.device))
     except (ModelError, KernelError, _NoDeviceError) as error:
         print(f"tessera plan: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -57,15 +58,14 @@ def plan(options: argparse.Namespace, settings: Settings) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def explain_settings(settings: Settings, arch: GPUArch) -> PlanReport:
+def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanReport:
     """Plan the attention of a service with these settings on a processor.
 
     Raises:
-        ModelError: the model is not found or not supported, or the processor does not support the
+        ModelError: the model is not supported, or the processor does not support the
             quantization.
         NoKernelError: no kernel supports its attention; lists every reason.
     """
-    folder = resolve(settings.model, settings.revision, config_only=True)
     config = ModelConfig.from_folder(folder)
     dtype = _dtype(settings.dtype, config, arch)
     weight_dtype = resolve_weight_dtype(settings.quantization, dtype, arch)

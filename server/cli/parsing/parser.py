@@ -20,12 +20,22 @@ BOOLEAN = ("true", "false")
 _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"})
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Fits the help to the terminal, up to 100 columns; descriptions keep their lines."""
+class HelpFormatter(argparse.HelpFormatter):
+    """Fits the help to the terminal, up to 100 columns. Descriptions keep their paragraphs, and indented lines."""
 
     def __init__(self, prog: str) -> None:
         width = min(_WIDEST, shutil.get_terminal_size().columns) - 2
         super().__init__(prog, max_help_position=28, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap the paragraphs of a description; one with indented lines is a table and stays as it is."""
+        parts = text.split("\n\n")
+        for index, part in enumerate(parts):
+            if not any(line.startswith("  ") for line in part.splitlines()):
+                parts[index] = textwrap.fill(
+                    part, width, initial_indent=indent, break_on_hyphens=False
+                )
+        return "\n\n".join(parts)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         """Wrap a help text without breaking the names of flags at their hyphens."""

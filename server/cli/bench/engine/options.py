@@ -26,8 +26,8 @@ _FEWEST_TOKENS = 2048
 def add_flags(parser: Parser) -> None:
     """Add this command's own flags."""
     parser.epilog = (
-        f"MODEL may also be one of the shapes {', '.join(shapes())}, which get random weights.\n"
-        "Unless given, --max-num-seqs and --max-model-len are what the workloads need, and\n"
+        f"MODEL may also be one of the shapes {', '.join(shapes())}, which get random weights. "
+        "Unless given, --max-num-seqs and --max-model-len are what the workloads need, and "
         "--enable-prefix-caching is false."
     )
     add = parser.add_argument
