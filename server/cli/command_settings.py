@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+# Beginnings of the types of errors that `allowed_values` describes; the others have messages of their own.
+_PLAIN_PROBLEMS = ("int_", "float_", "bool_", "literal_", "greater_", "less_", "finite_")
 
 
 def read_settings(arguments: Sequence[str], command: str = "serve") -> Settings:
@@ -112,31 +114,24 @@ def _fail_all(messages: Iterable[str], command: str) -> NoReturn:
 
 
 def _several(name: str, value: Any) -> Any:  # noqa: ANN401 - text, or a list of texts
-    """Split the text of a setting that is a list: a JSON list, or values with commas between them."""
+    """Split the text of a setting that is a list at its commas. Empty parts stay, for its validator to refuse."""
     if not takes_several(Settings.model_fields[name]):
         return value
-    result: list[Any] = []
-    for text in [value] if isinstance(value, str) else value:
-        if text.startswith("["):
-            try:
-                result += json.loads(text)
-                continue
-            except ValueError:
-                pass
-        result += [part.strip() for part in text.split(",") if part.strip()]
-    return result
+    texts = [value] if isinstance(value, str) else value
+    return [part.strip() for text in texts for part in text.split(",")]
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
-    """Describe a wrong value: the names of the setting, the value, and what is allowed."""
-    message, value = str(problem["msg"]), problem["input"]
+    """Describe a wrong value: the names of the setting, the value unless it is secret, and what is allowed."""
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if not problem["loc"]:
         return message
-    name = str(problem["loc"][0])
-    where = f"{flag(name)} (or {environment_variable(name)}) is {value!r}"
-    if problem["type"] in ("value_error", "assertion_error"):
-        return f"{where}: {message.removeprefix('Value error, ')}"
-    if allowed := allowed_values(Settings.model_fields[name]):
+    name, value = str(problem["loc"][0]), problem["input"]
+    field = Settings.model_fields[name]
+    where = f"{flag(name)} (or {environment_variable(name)})"
+    where += f" is {value!r}" if field.repr else ""
+    allowed = allowed_values(field)
+    if allowed and problem["type"].startswith(_PLAIN_PROBLEMS):
         return f"{where}; it must be {allowed}{_kubernetes_hint(value)}"
     return f"{where}: {message}"
 

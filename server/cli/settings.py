@@ -199,8 +199,8 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 
 
 def client_api_key() -> str | None:
-    """Return the API key for requests to a service, from the variable that also gives the service its keys."""
-    return os.environ.get(ENV_PREFIX + "API_KEY") or None
+    """Return the API key for requests to a service: the first in the variable that gives the service its keys."""
+    return os.environ.get(ENV_PREFIX + "API_KEY", "").partition(",")[0].strip() or None
 
 
 def environment_variable(field: str) -> str:

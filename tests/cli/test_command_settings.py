@@ -1,11 +1,14 @@
 """Settings from flags and the environment."""
 
+import huggingface_hub
 import pytest
 from pydantic import Field, create_model
 
+from model.checkpoint.hub import resolve
 from server.cli import command_settings
-from server.cli.command_settings import read_settings
+from server.cli.command_settings import find_model, read_settings
 from server.cli.settings import Settings
+from server.engine.core.start_checks import StartupError
 
 
 @pytest.fixture(autouse=True)
@@ -155,17 +158,28 @@ def test_every_wrong_value_is_described_without_the_words_of_the_validating_libr
             assert kind in refusal(f"--{name.replace('_', '-')}=?!")
 
 
+def test_the_value_of_a_secret_setting_is_not_shown(refusal, monkeypatch):
+    wide = create_model("Wide", __base__=Settings, key=(int, Field(default=0, repr=False)))
+    for module in ("command_settings", "settings", "parsing.setting_flags"):
+        monkeypatch.setattr(f"server.cli.{module}.Settings", wide)
+
+    message = refusal("--key=hunter2")
+
+    assert "--key (or TESSERA_KEY); it must be a whole number" in message
+    assert "hunter2" not in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "variable", "names"),
     [
         (["--names=a", "--names=b"], "", ["a", "b"]),
         (["--names=a, b"], "", ["a", "b"]),
-        ([], "a,b,", ["a", "b"]),
-        ([], '["a,b"]', ["a,b"]),
+        ([], "a, b", ["a", "b"]),
         (["--names=c"], "a,b", ["c"]),
+        (["--names="], "", [""]),
     ],
 )
-def test_a_setting_that_is_a_list_takes_commas_repetition_or_json(
+def test_a_setting_that_is_a_list_takes_commas_or_repetition(
     monkeypatch, arguments, variable, names
 ):
     wide = create_model("Wide", __base__=Settings, names=(list[str], Field(default=[])))
@@ -174,3 +188,21 @@ def test_a_setting_that_is_a_list_takes_commas_repetition_or_json(
     monkeypatch.setenv("TESSERA_NAMES", variable)
 
     assert read_settings(arguments).names == names
+
+
+def test_settings_are_checked_before_the_weights_are_downloaded(monkeypatch):
+    fetched = []
+
+    def fetch(_repository, *, allow_patterns, **_):
+        fetched.append(allow_patterns)
+        return resolve("bundled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+
+    with pytest.raises(StartupError, match="--max-model-len 99999"):
+        find_model(read_settings(["org/name", "--max-model-len=99999"]))
+    assert fetched == [["config.json", "generation_config.json"]]
+
+    folder, model = find_model(read_settings(["org/name"]))
+    assert "*.safetensors" in fetched[-1]
+    assert (folder, model.max_context) == (resolve("bundled"), 2048)
