@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 from typing import Final
@@ -10,7 +11,8 @@ from model.errors import ModelFolderError
 
 BUNDLED: Final = "bundled"
 
-_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Models from before the Hub had organisations, such as gpt2, have no slash.
+_REPOSITORY: Final = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _NEEDED: Final = (
     "*.json",
     "*.safetensors",
@@ -29,7 +31,8 @@ def resolve(model: str, revision: str | None = None, *, config_only: bool = Fals
 
     Args:
         model: "bundled" for the checkpoint that is part of Tessera, the path of a folder, or the name of a repository
-            on the Hugging Face Hub, `organisation/name`. HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
+            on the Hugging Face Hub, `organisation/name` or `name`, unless there is a folder of that name.
+            HF_HUB_OFFLINE, HF_HOME and HF_TOKEN apply.
         revision: branch, tag or commit of the repository; None for its main branch.
         config_only: download neither weights nor tokenizer, only what `ModelConfig.from_folder` reads.
 
@@ -65,6 +68,9 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> 
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     place = f"model {repository!r}" + (f" at revision {revision!r}" if revision else "")
+    absent = f"; there is no folder {repository!r} either"
+    if difflib.get_close_matches(repository, [BUNDLED], cutoff=0.7):
+        absent += f"; did you mean '{BUNDLED}'?"
     try:
         return Path(
             snapshot_download(
@@ -80,14 +86,17 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...]) -> 
         problem = "does not exist: the repository has no such revision"
     except errors.RepositoryNotFoundError:
         problem = "does not exist on the Hugging Face Hub, or is private and HF_TOKEN is not set"
+        problem += absent
     except errors.OfflineModeIsEnabled:
-        problem = "is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"
+        problem = (
+            "is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it" + absent
+        )
     except errors.LocalEntryNotFoundError as error:
         # The hub library falls back to its cache when it cannot connect, whatever the cause.
         reason = "the Hub cannot be reached: " + _first_line(error)
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             reason = "HF_HUB_OFFLINE forbids fetching it"
-        problem = f"is not in the Hugging Face cache, and {reason}"
+        problem = f"is not in the Hugging Face cache, and {reason}{absent}"
     # The hub library does not wrap the errors of its HTTP library, which depends on its version.
     except Exception as error:  # noqa: BLE001
         problem = f"cannot be fetched: {type(error).__name__}: {_first_line(error)}"

@@ -14,15 +14,13 @@ from kernels import GPUArch, detect
 from kernels.rope.cache import unsupported as layers_unsupported
 from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
+from model.device.cpu_dtype import prefers_bfloat16_on_cpu
 from model.errors import ModelError
 
 KV_DTYPES: Final = ("auto", "fp8")
 QUANTIZATIONS: Final = ("none", "fp8")
 
 _logger = logging.getLogger(__name__)
-
-# Above this a CPU step is bound by reading weights, and float32 needs twice the memory, which a laptop may not have.
-_LARGE_PARAMETERS: Final = 200_000_000
 
 
 def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | str) -> torch.dtype:
@@ -53,8 +51,7 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
         dtype: torch.dtype = getattr(torch, requested)
         return dtype
     if device.type == "cpu":
-        large = config.num_parameters > _LARGE_PARAMETERS
-        use_bfloat16 = config.dtype == "bfloat16" and large and has_bfloat16_instructions()
+        use_bfloat16 = prefers_bfloat16_on_cpu(config) and has_bfloat16_instructions()
         return torch.bfloat16 if use_bfloat16 else torch.float32
     return gpu_dtype(config, has_bfloat16=detect(device).has_bfloat16)
 

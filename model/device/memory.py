@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-_CGROUP = Path("/sys/fs/cgroup")
+from model.device.host_memory import CGROUP, free_host_bytes
 
 
-def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
+def free_bytes(device: torch.device, cgroup: Path = CGROUP) -> int:
     """Return the bytes that this process can allocate now, within the limit of its container.
 
     Args:
@@ -24,8 +22,7 @@ def free_bytes(device: torch.device, cgroup: Path = _CGROUP) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return max(0, min(free, _container_free(cgroup)))
+    return free_host_bytes(cgroup)
 
 
 def release_cached(device: torch.device) -> None:
@@ -60,21 +57,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
     )
-
-
-def _container_free(cgroup: Path) -> int:
-    """Return the bytes below the container's limit; inactive cached file pages count as free: the kernel drops them."""
-    limit, used, stat = (cgroup / f"memory.{name}" for name in ("max", "current", "stat"))
-    if not limit.exists() or (text := limit.read_text().strip()) == "max":
-        return sys.maxsize
-    counters = dict(line.split() for line in stat.read_text().splitlines())
-    return int(text) - int(used.read_text()) + int(counters.get("inactive_file", 0))
-
-
-def _meminfo_available() -> int:
-    path = Path("/proc/meminfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0

@@ -38,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         logit_bias: token id -> number added to its logit before everything else.
         bad_words: words as non-empty sequences of ids; the last id of a word is banned if prompt and output so far end
             with the other ids of the word.
+        grammar: serialized llguidance grammar that the output follows; None for none.
         seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
         eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.
         stop_token_ids: further ids that end the sequence.
@@ -59,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str | None = None
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -1,105 +1,369 @@
-"""Parses the command line and runs the command that it names."""
+"""The commands: their flags, their help and what they run.
+
+The imports of a command are inside its functions, because each costs time that the other commands do not have to spend;
+those of `serve` and of errors in its settings must stay fast, and PyTorch takes seconds.
+"""
+# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
 import argparse
-import time
+import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from model.checkpoint.hub import resolve
-from model.errors import ModelError
-from server.cli.command_settings import engine_config, fail, read_settings
-from server.cli.serve import serve
-from server.engine.link.process_setup import set_passive_openmp_wait
-from server.log import configure_logging
-from server.version import version
+from server.cli.parsing.parser import Parser
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import subprocess
+    from collections.abc import Callable, Sequence
+
+    from server.cli.settings import Settings
+    from server.engine.core.messages import EngineConfig
+
+_ENVIRONMENT = """\
+Each flag of a setting is an environment variable too: --max-model-len is TESSERA_MAX_MODEL_LEN. \
+A flag overrides the variable. Flags of true or false may be given without a value, or as --no-..."""
+_EXAMPLES = """\
+examples:
+  tessera serve                      the bundled code model on port 8000
+  tessera serve Qwen/Qwen3-0.6B      a model of the Hugging Face Hub
+  tessera chat                       talk to the service
+  tessera complete 'def fib(n):'     continue a text
+  tessera plan --arch h100           the kernels that a GPU would run, and why
+
+`tessera COMMAND --help` explains the flags of a command."""
+# The keys of kernels.arch.CATALOGUE, which cannot be imported without PyTorch; a test compares the two.
+DEFAULT_TOKENS = 256
+"""Most tokens of `tessera complete`; OpenAI's default of 16 ends most texts in a word."""
+ARCHITECTURES = ("cpu", "t4", "a100", "a10", "l4", "rtx4090", "h100", "h200", "b200", "rtx5090")
 
 
-def main(arguments: Sequence[str], began: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """What a command runs with.
+
+    Attributes:
+        options: the parsed flags.
+        arguments: all arguments after `tessera`.
+        began: `time.perf_counter()` at the start of the process.
+        engine: an engine process that is starting already; None if there is none.
+    """
+
+    options: argparse.Namespace
+    arguments: Sequence[str]
+    began: float
+    engine: subprocess.Popen[bytes] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A row of the table of commands.
+
+    Attributes:
+        summary: one line for the list of commands.
+        add_flags: completes the command's parser.
+        run: runs the command; None for a group of commands.
+        description: of its help text; empty for the summary.
+        usage: words after the command's name.
+    """
+
+    summary: str
+    add_flags: Callable[[Parser], None]
+    run: Callable[[Invocation], None] | None
+    description: str = ""
+    usage: str = "[flags]"
+
+
+def main(
+    arguments: Sequence[str], began: float, engine: subprocess.Popen[bytes] | None = None
+) -> None:
     """Run the command that the arguments name.
 
     Args:
         arguments: without the program's name.
-        began: `time.perf_counter()` at the start of the command.
+        began: `time.perf_counter()` at the start of the process.
+        engine: an engine process that is starting already, for `serve`. The caller ends it if it is not used.
     """
-    parser = argparse.ArgumentParser(prog="tessera", description="Serve text from decoder models.")
-    parser.add_argument("--version", action="version", version=version())
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
-    commands.add_parser(
-        "plan", help="show which attention kernels a GPU would run, and why", add_help=False
-    )
-    commands.add_parser(
-        "warmup", help="fill the cache of compiled kernels for `serve`", add_help=False
-    )
-    commands.add_parser("bench", help="measure a server, or the engine", add_help=False)
-    command, rest = parser.parse_known_args(arguments)
-    if command.command == "serve":
-        serve(read_settings(rest), began=began)
-    elif command.command == "bench":
-        _bench(rest)
-    elif command.command == "warmup":
-        _warm_up(rest, began)
-    else:
-        # Imported here because it imports PyTorch; `serve` must not.
-        from server.cli import plan as plan_command  # noqa: PLC0415
-
-        options, rest = plan_command.read_options(rest)
-        plan_command.plan(options, read_settings(rest, "plan"))
+    parser = command_parser(arguments)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    options = parser.parse_args(arguments)
+    options.run(Invocation(options, arguments, began, engine))
 
 
-def _warm_up(arguments: list[str], began: float) -> None:
-    settings = read_settings(arguments, "warmup")
-    configure_logging(settings.log_level)
-    set_passive_openmp_wait()
-    from server.cli import warmup as warmup_command  # noqa: PLC0415 - PyTorch
-
-    try:
-        config = engine_config(settings, resolve(settings.model, settings.revision))
-    except ModelError as error:
-        fail(str(error), "warmup")
-    warmup_command.warm_up(config, began)
-
-
-def _bench(arguments: list[str]) -> None:
-    """Run one of the benchmarks.
+def command_parser(arguments: Sequence[str] | None) -> Parser:
+    """Return the parser of the whole command line.
 
     Args:
-        arguments: after `tessera bench`.
+        arguments: only the command that they name has its flags, which takes less time; None for all commands.
     """
-    parser = argparse.ArgumentParser(prog="tessera bench", description="Measure how fast it is.")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="kind")
-    kinds.add_parser("serve", help="any server, over HTTP, as a client", add_help=False)
-    kinds.add_parser("engine", help="the engine here, without HTTP", add_help=False)
-    kind, rest = parser.parse_known_args(arguments)
-    if kind.kind == "serve":
-        # Imported here because no other command needs it.
-        from server.cli.bench.serve import command as serve_command  # noqa: PLC0415
-
-        serve_command.main(rest)
-    else:
-        _bench_engine(rest)
+    parser = Parser(
+        prog="tessera",
+        usage="tessera COMMAND ...",
+        description="Serve text from decoder models, on flash-attention kernels of its own.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("--version", nargs=0, action=_Version, help="print the version and exit")
+    _add_commands(parser, COMMANDS, "command", arguments)
+    return parser
 
 
-def _bench_engine(arguments: list[str]) -> None:
-    began = time.perf_counter()
-    # Read the options before importing PyTorch, which takes seconds.
-    from server.cli.bench.engine.options import SHAPES, read_options, shapes  # noqa: PLC0415
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from server.version import version
 
-    options, rest = read_options(arguments)
-    settings = read_settings(rest, "bench engine")
+        print(version())
+        parser.exit()
+
+
+def _add_commands(
+    parser: Parser, commands: dict[str, Command], kind: str, arguments: Sequence[str] | None
+) -> None:
+    group = parser.add_subparsers(
+        title=f"{kind}s", dest=kind, metavar=kind.upper(), prog=parser.prog, required=True
+    )
+    for name, command in commands.items():
+        child = group.add_parser(
+            name,
+            help=command.summary,
+            description=command.description
+            or command.summary[0].upper() + command.summary[1:] + ".",
+            usage=f"{parser.prog} {name} {command.usage}",
+        )
+        if command.run is not None:
+            child.set_defaults(run=command.run)
+        if arguments is None or name in arguments[:1]:
+            command.add_flags(child)
+
+
+def _add_settings(parser: Parser) -> None:
+    from server.cli.parsing.setting_flags import add_settings
+
+    parser.epilog = "\n\n".join(filter(None, (parser.epilog, _ENVIRONMENT)))
+    add_settings(parser)
+
+
+def _serve(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+
+    settings = settings_of(call.options, "serve")
+    from server.cli.serve import serve
+
+    serve(settings, spawned=call.engine, began=call.began)
+
+
+def _chat_flags(parser: Parser) -> None:
+    from server.cli.client import chat, options
+
+    chat.add_words(parser)
+    options.add_flags(parser)
+
+
+def _chat(call: Invocation) -> None:
+    from server.cli.client import chat
+
+    chat.main(call.options)
+
+
+def _complete_flags(parser: Parser) -> None:
+    from server.cli.client import complete, options
+
+    complete.add_words(parser)
+    options.add_flags(parser)
+
+
+def _complete(call: Invocation) -> None:
+    from server.cli.client import complete
+
+    call.options.max_tokens = call.options.max_tokens or DEFAULT_TOKENS
+    complete.main(call.options)
+
+
+def _completion_flags(parser: Parser) -> None:
+    from server.cli.completion import SHELLS
+
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+
+
+def _completion(call: Invocation) -> None:
+    from server.cli.completion import completion_script
+
+    print(completion_script(command_parser(None), call.options.shell))
+
+
+def _plan_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--arch",
+        choices=ARCHITECTURES,
+        help="a known processor; default: the processor of this machine",
+    )
+    parser.add_argument("--json", action="store_true", help="print the reply of GET /plan")
+    _add_settings(parser)
+
+
+def _plan(call: Invocation) -> None:
+    from model.checkpoint.config import ModelConfig
+    from model.checkpoint.hub import resolve
+    from model.errors import ModelError
+    from server.cli.command_settings import fail, settings_of
+    from server.cli.nvidia import may_have_gpu
+    from server.engine.core.start_checks import NO_GPU
+
+    settings = settings_of(call.options, "plan")
+    if call.options.arch is None and settings.device == "cuda" and not may_have_gpu():
+        fail(f"{NO_GPU}; use --arch to plan for a known GPU", "plan")
+    try:
+        folder = resolve(settings.model, settings.revision, config_only=True)
+        ModelConfig.from_folder(folder)
+    except ModelError as error:
+        fail(str(error), "plan")
+    from server.cli import plan as plan_command
+
+    plan_command.plan(call.options, settings, folder)
+
+
+def _warm_up(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+
+    config = _local_engine(settings_of(call.options, "warmup"), "warmup")
+    from server.cli import warmup as warmup_command
+
+    warmup_command.warm_up(config, call.began)
+
+
+def _bench_flags(parser: Parser) -> None:
+    # Both kinds get their flags: there are two, and only people wait for them.
+    _add_commands(parser, BENCHMARKS, "kind", None)
+
+
+def _bench_serve_flags(parser: Parser) -> None:
+    from server.cli.bench.serve.options import add_flags
+
+    add_flags(parser)
+
+
+def _bench_serve(call: Invocation) -> None:
+    from server.cli.bench.serve import command
+
+    command.main(call.options, call.arguments[2:])
+
+
+def _bench_engine_flags(parser: Parser) -> None:
+    from server.cli.bench.engine.options import add_flags
+
+    add_flags(parser)
+    _add_settings(parser)
+
+
+def _bench_engine(call: Invocation) -> None:
+    from model.errors import ModelError
+    from server.cli.bench.engine.options import SHAPES, shapes
+    from server.cli.command_settings import fail, settings_of
+
+    settings = settings_of(call.options, "bench engine")
+    given = settings.model_fields_set
     if settings.model in shapes():
         changes = {"model": str(SHAPES / settings.model), "load_format": "dummy"}
         settings = settings.model_copy(update=changes)
-    configure_logging(settings.log_level)
-    set_passive_openmp_wait()
-    from server.cli.bench.engine import command as engine_command  # noqa: PLC0415 - PyTorch
+    config = _local_engine(settings, "bench engine")
+    from server.cli.bench.engine import command as engine_command
 
     try:
-        config = engine_config(settings, resolve(settings.model, settings.revision))
-        engine_command.main(arguments, options, config, settings.model_fields_set, began)
+        engine_command.main(call.arguments[2:], call.options, config, given, call.began)
     except ModelError as error:
         fail(str(error), "bench engine")
+
+
+def _local_engine(settings: Settings, command: str) -> EngineConfig:
+    """Prepare this process for an engine and return its configuration; exits with status 1 if it cannot start."""
+    from model.errors import ModelError
+    from server.cli.command_settings import engine_config, fail, find_model
+    from server.engine.core.start_checks import StartupError
+    from server.engine.link.process_setup import set_passive_openmp_wait
+    from server.log import configure_logging
+
+    configure_logging(settings.log_level)
+    set_passive_openmp_wait()
+    try:
+        folder, _ = find_model(settings)
+    except (ModelError, StartupError) as error:
+        fail(str(error), command)
+    return engine_config(settings, folder)
+
+
+_SETTINGS_USAGE = "[MODEL] [flags]"
+BENCHMARKS = {
+    "serve": Command(
+        "any server, over HTTP, as a client",
+        _bench_serve_flags,
+        _bench_serve,
+        "Load a server with streamed requests and report latencies, rates and errors.",
+    ),
+    "engine": Command(
+        "the engine here, without HTTP",
+        _bench_engine_flags,
+        _bench_engine,
+        "Measure the engine in this process, without HTTP.",
+        _SETTINGS_USAGE,
+    ),
+}
+COMMANDS = {
+    "serve": Command(
+        "serve a model over HTTP",
+        _add_settings,
+        _serve,
+        usage=_SETTINGS_USAGE,
+    ),
+    "chat": Command(
+        "talk to the model of a running server",
+        _chat_flags,
+        _chat,
+        "Hold a conversation with a running server that has OpenAI's API; answers are streamed. "
+        "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D ends. If standard input "
+        "is not a terminal, all of it is one message.",
+        "[URL|MODEL] [flags]",
+    ),
+    "complete": Command(
+        "continue a text with the model of a running server",
+        _complete_flags,
+        _complete,
+        "Continue a text with a running server; the continuation is streamed to standard output. "
+        "A single word that is no URL is the prompt. Without a prompt, or with -, standard input "
+        f"is. At most {DEFAULT_TOKENS} tokens unless --max-tokens is given.",
+        "[URL|MODEL] [PROMPT] [flags]",
+    ),
+    "plan": Command(
+        "show which attention kernels a GPU would run, and why",
+        _plan_flags,
+        _plan,
+        "Show which attention kernels run for a model on a GPU, how they are launched, and why. "
+        "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and "
+        "--block-size affect the plan; the other settings are accepted.",
+        _SETTINGS_USAGE,
+    ),
+    "warmup": Command(
+        "fill the cache of compiled kernels for `serve`",
+        _add_settings,
+        _warm_up,
+        usage=_SETTINGS_USAGE,
+    ),
+    "bench": Command(
+        "measure a server, or the engine",
+        _bench_flags,
+        None,
+        "Measure how fast it is.",
+        "KIND ...",
+    ),
+    "completion": Command(
+        "print a script that completes commands and flags in a shell",
+        _completion_flags,
+        _completion,
+        "Print a script that completes the commands and flags of tessera.\n\n"
+        '  bash   eval "$(tessera completion bash)" in ~/.bashrc\n'
+        "  zsh    tessera completion zsh > a folder of $fpath, as _tessera\n"
+        "  fish   tessera completion fish > ~/.config/fish/completions/tessera.fish",
+        "SHELL",
+    ),
+}  # fmt: skip

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells report it
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `tessera` command.
 
@@ -18,12 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     began = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments):
-        _serve(arguments[1:], began)
-    else:
-        from server.cli import commands  # noqa: PLC0415 - slow
+    try:
+        if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments):
+            _serve(arguments, began)
+        else:
+            from server.cli import commands  # noqa: PLC0415 - slow
 
-        commands.main(arguments, began)
+            commands.main(arguments, began)
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
 
 
 def _serve(arguments: list[str], began: float) -> None:
@@ -38,10 +44,9 @@ def _serve(arguments: list[str], began: float) -> None:
         )
         raise SystemExit(1) from None
     try:
-        from server.cli.command_settings import read_settings  # noqa: PLC0415 - slow
-        from server.cli.serve import serve  # noqa: PLC0415 - slow
+        from server.cli import commands  # noqa: PLC0415 - slow
 
-        serve(read_settings(arguments), spawned=engine, began=began)
+        commands.main(arguments, began, engine)
     finally:
         end(engine)
 

@@ -5,7 +5,6 @@ Imports PyTorch, so `server.cli.commands` imports it only for this command.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import textwrap
@@ -17,14 +16,16 @@ import torch
 from kernels import FP8, KernelError, detect
 from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.hub import resolve
 from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_weight_dtype
 from model.errors import ModelError
 from model.network.decoder import DecoderLM
+from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.model_plan import explain_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import argparse
+    from collections.abc import Iterator
+    from pathlib import Path
 
     from kernels import GPUArch
     from server.cli.settings import Settings
@@ -32,45 +33,18 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 """Width of the printed plan in characters."""
-_SETTINGS = (
-    "--model, --revision, --device, --dtype, --quantization, --kv-cache-dtype and --block-size"
-)
 
 
-def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Read this command's own flags.
-
-    Args:
-        arguments: after `tessera plan`.
-
-    Returns:
-        A namespace with `arch` (a key of the catalogue or None) and `json`, and the other arguments, which
-        are settings.
-    """
-    parser = argparse.ArgumentParser(
-        prog="tessera plan",
-        description="Show which attention kernels run for a model on a GPU, how they are launched, and why.",
-        epilog=f"Also accepts the flags of `tessera serve`; {_SETTINGS} affect the plan.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--arch",
-        choices=list(CATALOGUE),
-        help="a known processor; default: the processor of this machine",
-    )
-    parser.add_argument("--json", action="store_true", help="print the reply of GET /plan")
-    return parser.parse_known_args(arguments)
-
-
-def plan(options: argparse.Namespace, settings: Settings) -> None:
+def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
     """Print the plan; exit with status 1 if the model has none.
 
     Args:
-        options: from `read_options`.
+        options: has `arch`, a key of the catalogue or None, and `json`.
         settings: of the planned service.
+        folder: of the model's configuration.
     """
     try:
-        report = explain_settings(settings, _find_arch(options.arch, settings.device))
+        report = explain_settings(settings, folder, _find_arch(options.arch, settings.device))
     except (ModelError, KernelError, _NoDeviceError) as error:
         print(f"tessera plan: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -84,15 +58,14 @@ def plan(options: argparse.Namespace, settings: Settings) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def explain_settings(settings: Settings, arch: GPUArch) -> PlanReport:
+def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanReport:
     """Plan the attention of a service with these settings on a processor.
 
     Raises:
-        ModelError: the model is not found or not supported, or the processor does not support the
+        ModelError: the model is not supported, or the processor does not support the
             quantization.
         NoKernelError: no kernel supports its attention; lists every reason.
     """
-    folder = resolve(settings.model, settings.revision, config_only=True)
     config = ModelConfig.from_folder(folder)
     dtype = _dtype(settings.dtype, config, arch)
     weight_dtype = resolve_weight_dtype(settings.quantization, dtype, arch)
@@ -109,9 +82,7 @@ def _find_arch(key: str | None, device: str) -> GPUArch:
     if key is not None:
         return CATALOGUE[key]
     if device == "cuda" and not torch.cuda.is_available():
-        raise _NoDeviceError(
-            "--device cuda: PyTorch finds no CUDA device; use --arch to plan for a known GPU"
-        )
+        raise _NoDeviceError(f"{NO_GPU}; use --arch to plan for a known GPU")
     return detect("cpu" if device == "cpu" else None)
 
 

@@ -9,12 +9,12 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
-from server.cli.command_settings import engine_config, fail
+from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.listening import ListenError, listen
+from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient
 from server.engine.link.hub import EngineHub
@@ -54,12 +54,10 @@ def serve(
     configure_logging(settings.log_level)
     disable_tokenizer_threads()
     try:
-        model_path = resolve(settings.model, settings.revision)
-        # Refuses an unsupported model before anything starts.
-        model_config = ModelConfig.from_folder(model_path)
+        model_path, model_config = find_model(settings)
         listeners = listen(settings.host, settings.port, settings.frontends)
         tokenizer_path = _tokenizer_path(settings, model_path)
-    except (ModelError, ListenError) as error:
+    except (ModelError, StartupError, ListenError) as error:
         fail(str(error))
     # Until the event loop handles SIGTERM, exit through the `finally` blocks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

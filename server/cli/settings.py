@@ -5,34 +5,36 @@ No other module reads the environment.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import os
+import re
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ENV_PREFIX = "TESSERA_"
+# For a Service named `tessera` or `tessera-...`, Kubernetes sets these in every pod of the namespace.
+_KUBERNETES = re.compile(
+    r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
+)
 
 
-class Settings(BaseSettings):
-    """Serve a model over HTTP.
+class Settings(BaseModel):
+    """The settings of the service.
 
     Every flag can also be given as an environment variable: --max-model-len is TESSERA_MAX_MODEL_LEN. A flag overrides
-    the environment.
+    the environment. `server.cli.command_settings` reads both.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        cli_prog_name="tessera serve",
-        cli_kebab_case=True,
-        cli_hide_none_type=True,
-        cli_avoid_json=True,
-        env_ignore_empty=True,
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(
         "bundled",
-        description="checkpoint folder, Hugging Face model id (org/name), or 'bundled' for the included code model",
+        description="checkpoint folder, Hugging Face model id such as Qwen/Qwen3-0.6B, or 'bundled' for the included "
+        "code model; may also be given without --model",
     )
     revision: str | None = Field(
         None, description="branch, tag or commit of a Hugging Face model id"
@@ -136,6 +138,10 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"
     )
+    ignore_unknown_env: bool = Field(
+        False,
+        description="start although an environment variable that begins with TESSERA_ is not one of a setting",
+    )
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:
@@ -159,6 +165,42 @@ class Settings(BaseSettings):
                 {"tokens": self.kv_cache_tokens, "gib": self.kv_cache_gib},
             )
         return self
+
+
+def read_environment(
+    variables: Mapping[str, str] | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """Read the environment variables that begin with TESSERA_; empty ones count as absent.
+
+    Args:
+        variables: to read from; None takes the environment of this process.
+
+    Returns:
+        The text of each setting that has a variable, and the names of variables that belong to no setting. Those that
+        Kubernetes sets for a Service are not among them.
+    """
+    variables = os.environ if variables is None else variables
+    values, unknown = {}, []
+    for name, value in variables.items():
+        if not name.upper().startswith(ENV_PREFIX) or not value:
+            continue
+        field = name[len(ENV_PREFIX) :].lower()
+        if field in Settings.model_fields:
+            values[field] = value
+        elif not _is_of_kubernetes(name, value):
+            unknown.append(name)
+    return values, sorted(unknown)
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    if name.endswith("_PORT") and value.startswith(("tcp://", "udp://")):
+        return True
+    return _KUBERNETES.fullmatch(name, len(ENV_PREFIX) - 1) is not None
+
+
+def client_api_key() -> str | None:
+    """Return the API key for requests to a service: the first in the variable that gives the service its keys."""
+    return os.environ.get(ENV_PREFIX + "API_KEY", "").partition(",")[0].strip() or None
 
 
 def environment_variable(field: str) -> str:

@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING
 
 from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
-from server.engine.runner.startup import StartupError, start_engine
+from server.engine.core.start_checks import StartupError
+from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,7 +13,7 @@ from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
@@ -119,6 +119,29 @@ class AppContext:
         if not token_ids:
             raise ValidationError(f"`{field}` has no tokens")
         return token_ids
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],  # noqa: ARG002
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,  # noqa: ARG002
+        add_generation_prompt: bool = True,  # noqa: ARG002
+        continue_final_message: bool = False,  # noqa: ARG002
+        variables: Mapping[str, object] | None = None,  # noqa: ARG002
+    ) -> list[int]:
+        """Render a conversation with the model's chat template and tokenize it, in a thread.
+
+        Args:
+            messages: as in the OpenAI API: `role`, `content` and further keys that the template may use.
+            tools: definitions of tools, as in the OpenAI API.
+            add_generation_prompt: whether to end with the beginning of the assistant's next message.
+            continue_final_message: whether to leave the last message open, so that the model continues it.
+            variables: further variables for the template.
+
+        Raises:
+            ValidationError: the model has no chat template, or the template rejects the messages.
+        """
+        raise ValidationError("`messages`: the model has no chat template; use a prompt instead")
 
     async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
         """Tokenize each word twice: at the beginning of a text and after a space.

@@ -12,26 +12,9 @@ import torch
 
 from kernels.arch import CATALOGUE
 from model.checkpoint.hub import resolve
-from server.cli.main import main
 from server.cli.plan import WIDTH, render
 from server.engine.core.plan_report import PlanReport
 from tests.plans import PLAN
-
-
-@pytest.fixture
-def tessera(capsys):
-    """Return a function that runs a command and returns its status, output and errors."""
-
-    def run(*arguments):
-        status = 0
-        try:
-            main(arguments)
-        except SystemExit as end:
-            status = end.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -84,10 +84,10 @@ def test_the_reason_is_printed_if_the_engine_cannot_start():
 
 
 def test_a_missing_model_is_named():
-    done = bench(*SMALL, "--model=qwen9")
+    done = bench(*SMALL, "--model=./qwen9")
 
     assert done.returncode == 1
-    assert "tessera bench engine: error: no folder 'qwen9'" in done.stderr
+    assert "tessera bench engine: error: no folder './qwen9'" in done.stderr
 
 
 def test_workloads_that_do_not_fit_the_model_are_left_out_with_a_message():

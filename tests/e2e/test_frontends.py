@@ -19,9 +19,9 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import sys
 from server.cli.serve import serve
-from server.cli.settings import Settings
+from server.cli.command_settings import read_settings
 command = (sys.executable, "-m", "tests.engine.link.fake_engine", sys.argv[1])
-serve(Settings(_cli_parse_args=sys.argv[2:]), command)
+serve(read_settings(sys.argv[2:]), command)
 """
 
 

@@ -133,7 +133,7 @@ def test_an_image_sets_only_existing_settings_to_allowed_values(target):
     settings = {k: v for k, v in environment(target).items() if k.startswith("TESSERA_")}
 
     assert set(settings) <= set(SETTINGS)
-    read = Settings(_cli_parse_args=[], **{SETTINGS[k]: v for k, v in settings.items()})
+    read = Settings.model_validate({SETTINGS[k]: v for k, v in settings.items()})
     assert read.host == EVERY_ADDRESS
     assert [str(read.port)] == instructions(target, "EXPOSE")
     assert read.device == {"cpu": "cpu", "gpu": "cuda"}[target]

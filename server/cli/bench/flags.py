@@ -1,15 +1,12 @@
-"""Flags that the benchmarks share, and checks of their values."""
+"""Flags that the benchmarks share."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
+    import argparse
 
 
 def add_result_flags(parser: argparse.ArgumentParser, usual_label: str) -> None:
@@ -29,43 +26,3 @@ def add_result_flags(parser: argparse.ArgumentParser, usual_label: str) -> None:
     parser.add_argument(
         "--commit", help="commit of the code, for the result; default: that of the git checkout"
     )
-
-
-def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wrap a function that raises ValueError as an argparse type, so that argparse prints the message."""
-
-    def check(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return check
-
-
-@checked
-def natural(text: str) -> int:
-    """Read a number from 0 on."""
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-@checked
-def count(text: str) -> int:
-    """Read a number from 1 on."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ValueError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-@checked
-def positive(text: str) -> float:
-    """Read a finite number of more than 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ValueError(f"{text!r} is not a number more than 0")
-    return number

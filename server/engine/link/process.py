@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.engine.core.messages import EngineMessage, EngineReady, FrontEndMessage, StartupFailed
+from server.engine.core.start_checks import StartupError
 from server.engine.link.process_setup import (
     exit_with_parent,
     freeze_startup_objects,
@@ -68,7 +69,7 @@ def main() -> None:
     launches: queue.SimpleQueue[EngineLaunch] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(launches,), name="parent-watch", daemon=True).start()
     with garbage_collection_paused():
-        from server.engine.runner.startup import StartupError, start_engine  # noqa: PLC0415 - torch; signals and input first
+        from server.engine.runner.startup import start_engine  # noqa: PLC0415 - torch; signals and input first
     imported = time.perf_counter() - began
 
     launch = launches.get()

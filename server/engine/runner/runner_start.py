@@ -20,7 +20,8 @@ from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
-from server.engine.runner.kv_memory import KVCacheDemand, NotEnoughMemoryError, allocate_kv_cache
+from server.engine.core.kv_demand import KVCacheDemand, NotEnoughMemoryError
+from server.engine.runner.kv_memory import allocate_kv_cache
 from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.warm_up import compute_largest_step, warm_up
 

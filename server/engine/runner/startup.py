@@ -20,11 +20,12 @@ from model.device.dtypes import resolve_dtype, resolve_weight_dtype
 from model.errors import ModelError
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
+from server.engine.core.kv_demand import NotEnoughMemoryError
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
+from server.engine.core.start_checks import StartupError, check_start
 from server.engine.runner.device_errors import explain
-from server.engine.runner.kv_memory import NotEnoughMemoryError
 from server.engine.runner.runner_start import start_runner
 from server.engine.runner.startup_progress import Phases
 
@@ -48,10 +49,6 @@ _DEFAULT_BUDGET = {"cpu": 512, "cuda": 1024}
 _DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 
-class StartupError(Exception):
-    """The engine cannot start for a reason that the operator can fix; the text states it."""
-
-
 def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     """Load the model, allocate its KV cache and warm up.
 
@@ -62,6 +59,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     try:
         with phases("reading the configuration"):
             model_config = ModelConfig.from_folder(Path(config.model_path))
+            check_start(config, model_config, has_gpu=torch.cuda.is_available())
             device = _device(config.device)
             limits = _limits(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
@@ -135,23 +133,13 @@ def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> S
     return SchedulerConfig(
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,
-        max_model_len=_max_model_len(config.max_model_len, model.max_context),
+        max_model_len=config.max_model_len or model.max_context,
     )
 
 
 def _device(requested: str) -> torch.device:
-    available = torch.cuda.is_available()
-    if requested == "cuda" and not available:
-        raise StartupError("--device cuda: PyTorch finds no CUDA device; use --device cpu or auto")
-    return torch.device("cuda" if available and requested != "cpu" else "cpu")
-
-
-def _max_model_len(requested: int | None, limit: int) -> int:
-    if requested is not None and requested > limit:
-        raise StartupError(
-            f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
-        )
-    return requested or limit
+    use_gpu = requested != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if use_gpu else "cpu")
 
 
 def _set_threads(requested: int | None) -> None:

@@ -3,13 +3,20 @@
 import pytest
 
 from model.checkpoint.config import ModelConfig
-from server.cli.bench.engine.options import SHAPES, adapt, make_plan, read_options, shapes
+from server.cli.bench.engine.options import SHAPES, adapt, make_plan, shapes
 from server.cli.bench.engine.workloads import Workload, parse
+from server.cli.commands import command_parser
+from server.cli.parsing.setting_flags import given_settings
 from server.engine.core.messages import EngineConfig
 
 
+def read_options(flags):
+    arguments = ["bench", "engine", *flags]
+    return command_parser(arguments).parse_args(arguments)
+
+
 def plan(*flags):
-    return make_plan(read_options(flags)[0])
+    return make_plan(read_options(flags))
 
 
 @pytest.mark.parametrize(
@@ -90,10 +97,10 @@ def test_settings_of_the_operator_are_kept():
 
 
 def test_other_flags_are_settings():
-    read, rest = read_options(["--model=m", "--profile", "--device", "cpu", "--cuda-graphs"])
+    read = read_options(["--model=m", "--profile", "--device", "cpu", "--cuda-graphs"])
 
     assert read.profile
-    assert rest == ["--model=m", "--device", "cpu", "--cuda-graphs"]
+    assert given_settings(read) == {"model": "m", "device": "cpu", "cuda_graphs": "true"}
 
 
 @pytest.mark.parametrize(

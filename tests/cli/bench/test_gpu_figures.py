@@ -10,27 +10,27 @@ import pytest
 
 from benchmarks import gpu
 from server.cli.bench import result
-from server.cli.bench.engine import options as engine_options
-from server.cli.bench.serve import options as serve_options
-from server.cli.settings import Settings
+from server.cli.command_settings import settings_of
+from server.cli.commands import command_parser
+
+
+def read_options(kind, flags):
+    arguments = ["bench", kind, *flags]
+    return command_parser(arguments).parse_args(arguments)
 
 
 @pytest.mark.parametrize("name", gpu.ENGINE)
 def test_the_engine_command_has_valid_flags(name):
-    options, settings = engine_options.read_options(
-        [*gpu.ENGINE[name], "--json=results", "--commit=abc"]
-    )
+    options = read_options("engine", [*gpu.ENGINE[name], "--json=results", "--commit=abc"])
 
-    known = {f"--{field.replace('_', '-')}" for field in Settings.model_fields}
-    assert {setting.partition("=")[0] for setting in settings} <= known
+    assert settings_of(options, "bench engine").model
     assert all(options.workloads)
     assert options.label == name
 
 
 def test_the_load_command_has_valid_flags():
-    options = serve_options.read_options(
-        [*gpu.load("http://127.0.0.1:8000"), "--json=results", "--commit=abc"]
-    )
+    load = gpu.load("http://127.0.0.1:8000")
+    options = read_options("serve", [*load, "--json=results", "--commit=abc"])
 
     assert (options.concurrency, options.processes) == ([1, 64, 256], 2)
     assert (options.json, options.commit) == (Path("results"), "abc")

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from server.cli.bench.serve.apis import APIS, Options
-from server.cli.bench.serve.http_client import Client, RequestError, Target
 from server.cli.bench.serve.load import Job, LoadGenerator, Share, _Answer, run_here, run_processes
-from tests.cli.bench import fake_server as fake
+from server.cli.client.http_client import Client, RequestError, Target
+from tests.cli import fake_server as fake
 
 
 def job(api="tgi", tokens=3, arrival=None):

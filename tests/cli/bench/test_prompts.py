@@ -9,7 +9,6 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from model.checkpoint.hub import resolve
 from model.text.tokenizer import Tokenizer
-from server.cli.bench.serve.http_client import Client, Target
 from server.cli.bench.serve.prompts import (
     PromptError,
     PromptMaker,
@@ -17,7 +16,8 @@ from server.cli.bench.serve.prompts import (
     with_server,
     with_tokenizer,
 )
-from tests.cli.bench import fake_server as fake
+from server.cli.client.http_client import Client, Target
+from tests.cli import fake_server as fake
 
 
 def make(tokenizer, lengths, seed=0):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from server.cli.main import main
-from tests.cli.bench import fake_server as fake
+from tests.cli import fake_server as fake
 
 MODELS = fake.plain({"data": [{"id": "org/Some-Model", "owned_by": "somebody"}]})
 COMPLETION = fake.chunked(

@@ -10,7 +10,7 @@ from benchmarks.local_engine import LocalEngine
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests, EngineConfig
 from server.engine.core.request import FinishReason, GenerateRequest
-from server.engine.runner.startup import StartupError
+from server.engine.core.start_checks import StartupError
 from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
 
 
@@ -257,5 +257,5 @@ def test_an_unknown_cache_dtype_is_refused(checkpoint):
 
 
 def test_weights_in_float8_are_refused_on_a_cpu(checkpoint):
-    with pytest.raises(StartupError, match=r"quantization fp8: .* has none: needs a GPU"):
+    with pytest.raises(StartupError, match=r"quantization fp8: .* runs on the CPU"):
         make_engine(checkpoint, quantization="fp8")

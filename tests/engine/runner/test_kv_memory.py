@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from model.device.memory import free_bytes, is_out_of_memory
-from server.engine.runner.kv_memory import (
-    KVCacheDemand,
-    NotEnoughMemoryError,
-    allocate_kv_cache,
-    kv_cache_size,
-)
+from server.engine.core.kv_demand import KVCacheDemand, NotEnoughMemoryError
+from server.engine.runner.kv_memory import allocate_kv_cache, kv_cache_size
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK_BYTES = 160

@@ -8,12 +8,12 @@ import torch
 from benchmarks.local_engine import LocalEngine
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
+from server.engine.core.kv_demand import NotEnoughMemoryError
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig
+from server.engine.core.start_checks import StartupError
 from server.engine.runner import kv_memory as memory
 from server.engine.runner import runner_start
-from server.engine.runner.kv_memory import NotEnoughMemoryError
-from server.engine.runner.startup import StartupError
 from server.engine.runner.startup_progress import Phases
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -77,9 +77,7 @@ def test_a_file_is_rejected(tmp_path, no_network):
         resolve(str(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize(
-    "name", ["./absent", "/no/such/folder", "gpt2", "a/b/c", "../x", "", "a b"]
-)
+@pytest.mark.parametrize("name", ["./absent", "/no/such/folder", "a/b/c", "../x", "", "a b"])
 def test_the_error_for_an_invalid_name_lists_the_accepted_forms(
     name, tmp_path, monkeypatch, no_network
 ):
@@ -87,6 +85,31 @@ def test_the_error_for_an_invalid_name_lists_the_accepted_forms(
 
     with pytest.raises(ModelFolderError, match="'organisation/name'"):
         resolve(name)
+
+
+def test_a_name_without_an_organisation_is_looked_up_on_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert resolve("gpt2") == Path("/cache/snapshot")
+
+    ((repository, _),) = hub.calls
+    assert repository == "gpt2"
+
+
+def test_the_error_for_an_unknown_name_says_that_there_is_no_such_folder_either(hub):
+    hub.answer = http_error(errors.RepositoryNotFoundError)
+
+    with pytest.raises(
+        ModelFolderError, match=r"on the Hugging Face Hub.* no folder 'gpt22' either"
+    ):
+        resolve("gpt22")
+
+
+def test_a_misspelled_bundled_is_corrected(hub):
+    hub.answer = offline()
+
+    with pytest.raises(ModelFolderError, match=r"did you mean 'bundled'\?$"):
+        resolve("bundeld")
 
 
 def test_a_revision_of_a_folder_is_rejected(tmp_path, no_network):
@@ -151,7 +174,7 @@ def offline():
     [
         (offline(), "not in the Hugging Face cache, and HF_HUB_OFFLINE forbids fetching it"),
         (errors.LocalEntryNotFoundError("x"), "HF_HUB_OFFLINE forbids fetching it"),
-        (unreachable(), "the Hub cannot be reached: Got: ConnectError: no route to host$"),
+        (unreachable(), "the Hub cannot be reached: Got: ConnectError: no route to host; there"),
         (OSError(28, "No space left on device"), "cannot be fetched: OSError: .*No space left"),
         (RuntimeError(""), "cannot be fetched: RuntimeError: RuntimeError"),
     ],

@@ -25,8 +25,8 @@ from server.cli.bench.engine.options import adapt, make_plan
 from server.cli.bench.engine.profile import Profiler, StepProfile
 from server.cli.bench.engine.run import EngineRun, EngineRunError
 from server.cli.bench.engine.work import ModelWork
+from server.engine.core.start_checks import StartupError
 from server.engine.link.process_setup import freeze_startup_objects
-from server.engine.runner.startup import StartupError
 from server.version import version
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def main(
 
     Args:
         arguments: after `tessera bench engine`, for the result.
-        options: from `read_options`.
+        options: the parsed flags.
         config: of the engine.
         given: names of the settings that the operator gave.
         began: `time.perf_counter()` when the command began.

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from server.cli.bench.engine.workloads import KINDS, Plan, parse
-from server.cli.bench.flags import add_result_flags, checked, count
+from server.cli.bench.flags import add_result_flags
 from server.cli.bench.workload import Lengths
+from server.cli.parsing.values import checked, count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
 
+    from server.cli.parsing.parser import Parser
     from server.engine.core.messages import EngineConfig
 
 SHAPES = Path(__file__).parents[1] / "shapes"
@@ -22,22 +23,12 @@ _FEWEST_TOKENS = 2048
 """Least tokens of the longest sequence, so that a short plan runs the same kernels as a service."""
 
 
-def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse this command's own flags; exits with status 2 if one is wrong.
-
-    Args:
-        arguments: after `tessera bench engine`.
-
-    Returns:
-        The flags, and the other arguments, which are settings of the service.
-    """
-    parser = argparse.ArgumentParser(
-        prog="tessera bench engine",
-        description="Measure the engine in this process, without HTTP.",
-        epilog=f"Also accepts the flags of `tessera serve`. --model may also name a shape, which gets random weights: "
-        f"{', '.join(shapes())}. Unless given, --max-num-seqs and --max-model-len are what the workloads need, and "
-        "--enable-prefix-caching is false.",
-        allow_abbrev=False,
+def add_flags(parser: Parser) -> None:
+    """Add this command's own flags."""
+    parser.epilog = (
+        f"MODEL may also be one of the shapes {', '.join(shapes())}, which get random weights. "
+        "Unless given, --max-num-seqs and --max-model-len are what the workloads need, and "
+        "--enable-prefix-caching is false."
     )
     add = parser.add_argument
     add("--workloads", nargs="+", type=checked(parse), default=[parse(kind) for kind in KINDS], metavar="NAME",
@@ -53,7 +44,6 @@ def read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str
         help="also show where the time of batchN, decodeN and ttftN is spent")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of prompts and lengths (%(default)s)")
     add_result_flags(parser, "the last part of --model")
-    return parser.parse_known_args(arguments)
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

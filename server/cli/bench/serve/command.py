@@ -19,10 +19,8 @@ from model.errors import ModelError
 from model.text.tokenizer import Tokenizer
 from server.cli.bench import result
 from server.cli.bench.serve.apis import APIS, Options
-from server.cli.bench.serve.http_client import Client, RequestError, Target
 from server.cli.bench.serve.load import Job, Outcome, Share, run_here, run_processes
 from server.cli.bench.serve.metrics import RequestRecord, Summary, summarize
-from server.cli.bench.serve.options import read_options
 from server.cli.bench.serve.prompts import (
     Prompt,
     PromptError,
@@ -34,6 +32,7 @@ from server.cli.bench.serve.prompts import (
 from server.cli.bench.serve.server_facts import ServerFacts, ask
 from server.cli.bench.serve.table import render
 from server.cli.bench.workload import arrivals, share
+from server.cli.client.http_client import Client, RequestError, Target
 from server.version import version
 
 if TYPE_CHECKING:
@@ -71,13 +70,13 @@ class Run:
     times: list[float] | None
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure, print and write the result; exits with status 1 if nothing was measured, 2 if a flag is wrong.
+def main(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Measure, print and write the result; exits with status 1 if nothing was measured.
 
     Args:
-        arguments: after `tessera bench serve`.
+        options: the parsed flags.
+        arguments: after `tessera bench serve`, for the result.
     """
-    options = read_options(arguments)
     try:
         facts, rows, runs = measure(options)
     except (BenchError, PromptError, ModelError, RequestError) as error:

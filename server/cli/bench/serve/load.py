@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from server.cli.bench.serve.apis import API, APIS, Name, StreamError
-from server.cli.bench.serve.events import EventReader
-from server.cli.bench.serve.http_client import Client, RequestError, Target
 from server.cli.bench.serve.metrics import RequestRecord
+from server.cli.client.events import EventReader
+from server.cli.client.http_client import Client, RequestError, Target
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

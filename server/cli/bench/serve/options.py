@@ -5,27 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from server.cli.bench.flags import add_result_flags, checked, count, natural, positive
+from server.cli.bench.flags import add_result_flags
 from server.cli.bench.serve.apis import APIS
-from server.cli.bench.serve.http_client import Target
 from server.cli.bench.serve.metrics import Limits
 from server.cli.bench.workload import Lengths
+from server.cli.client.http_client import Target
+from server.cli.parsing.values import checked, count, natural, positive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from server.cli.parsing.parser import Parser
 
 
-def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the flags; exits with status 2 if one is wrong.
-
-    Args:
-        arguments: after `tessera bench serve`.
-    """
-    parser = argparse.ArgumentParser(
-        prog="tessera bench serve",
-        description="Load a server with streamed requests and report latencies, rates and errors.",
-        allow_abbrev=False,
-    )
+def add_flags(parser: Parser) -> None:
+    """Add the command's flags."""
     add = parser.add_argument
     add(
         "--url",
@@ -67,7 +59,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--wait", type=float, default=0.0,
         help="seconds to wait for a server that is starting (%(default)g)")  # fmt: skip
     add_result_flags(parser, "what the server calls it")
-    return parser.parse_args(arguments)
 
 
 def _url(text: str) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from numpy.random import Generator
 
 from model.text.tokenizer import Tokenizer
-from server.cli.bench.serve.http_client import Client, RequestError
+from server.cli.client.http_client import Client, RequestError
 
 Spans: TypeAlias = list[tuple[int, int]]
 """Index of the first character of each token, and of the one after its last."""

@@ -9,7 +9,7 @@ import msgspec
 
 from server.cli.bench import result
 from server.cli.bench.serve.apis import Name
-from server.cli.bench.serve.http_client import Client, RequestError
+from server.cli.client.http_client import Client, RequestError
 
 _OK = 200
 _UNAVAILABLE = 503

@@ -7,6 +7,7 @@ It parses with httptools and reuses connections, which takes a few microseconds 
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections.abc import Callable
@@ -145,8 +146,15 @@ class Client:
                 _Connection, target.host, target.port, ssl=self._tls
             )
         except OSError as error:
-            raise RequestError("cannot connect", error.strerror or str(error)) from error
+            raise RequestError("cannot connect", _reason(error)) from error
         return connection
+
+
+def _reason(error: OSError) -> str:
+    """Describe why there is no connection; asyncio's own words name the call and the address instead."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 class _UnansweredError(Exception):

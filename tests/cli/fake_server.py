@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 
 def chunk(data):
@@ -92,7 +93,43 @@ class FakeServer:
                     else:
                         await asyncio.sleep(part)
                 self.in_flight -= 1
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
+
+
+class ThreadedServer(FakeServer):
+    """A `FakeServer` in a thread of its own, for clients that are not coroutines."""
+
+    def __enter__(self):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._wait(self.__aenter__())
+        return self
+
+    def __exit__(self, *_):
+        self._wait(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self):
+        self._server.close()
+        handlers = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for handler in handlers:
+            handler.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+    def _wait(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+
+def event(value):
+    """Render a server-sent event with JSON as its data."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def chat_delta(text, finish_reason=None):
+    return event({"choices": [{"delta": {"content": text}, "finish_reason": finish_reason}]})

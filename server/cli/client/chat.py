@@ -1,0 +1,170 @@
+"""`tessera chat`: a conversation with a running server, in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from server.cli.client.complete import INTERRUPTED
+from server.cli.client.options import DEFAULT_URL, split_target, target
+from server.cli.client.session import Session, write_answer
+from server.cli.client.streams import Chat, ServerError
+
+if TYPE_CHECKING:
+    import argparse
+
+_HELP = "Ctrl-C stops an answer, /new begins a new conversation, Ctrl-D or /exit ends."
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument and the flags of a conversation."""
+    parser.add_argument("target", nargs="?", metavar="URL|MODEL", help="of a running server")
+    parser.add_argument("--system", metavar="TEXT", help="instructions for the whole conversation")
+
+
+def main(options: argparse.Namespace) -> None:
+    """Hold a conversation; if standard input is not a terminal, all of it is one message.
+
+    Exits with status 1 if there is no server, or if it refuses the only message.
+
+    Args:
+        options: the parsed flags.
+    """
+    try:
+        split_target([] if options.target is None else [options.target], options)
+    except ValueError as error:
+        _fail(str(error), status=2)
+    try:
+        with asyncio.Runner() as runner, Conversation(options, runner) as conversation:
+            conversation.connect()
+            if sys.stdin.isatty():
+                _talk(conversation)
+            else:
+                _answer_once(conversation)
+    except ServerError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # `tessera chat < question | head`; at exit, Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Conversation:
+    """The messages of a conversation, and the server that answers them.
+
+    Attributes:
+        model: its name; None leaves the choice to the server.
+
+    Args:
+        options: the parsed flags.
+        runner: of the event loop, which all answers share.
+    """
+
+    def __init__(self, options: argparse.Namespace, runner: asyncio.Runner) -> None:
+        self.model: str | None = options.model
+        self.url: str = options.url or DEFAULT_URL
+        self._options = options
+        self._runner = runner
+        self._session = Session(target(options), self.url)
+        self._route = Chat()
+        self._messages: list[dict[str, str]] = []
+        self.begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connections."""
+        self._session.close()
+
+    def begin(self) -> None:
+        """Forget all messages but the instructions."""
+        system = self._options.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def connect(self) -> None:
+        """Find the server and the name of its model.
+
+        Raises:
+            ServerError: there is no server, or it has no chat.
+        """
+        models = self._runner.run(self._session.models())
+        if models is None:
+            raise ServerError(
+                f"the server at {self.url} has no {self._route.path}; `tessera complete` continues a text"
+            )
+        self.model = self.model or next(iter(models), None)
+
+    def ask(self, message: str) -> None:
+        """Send a message and write the answer. What an interrupted answer says so far stays part of the conversation.
+
+        Raises:
+            ServerError: there is no answer; the message is then no part of the conversation.
+            KeyboardInterrupt: the user stopped the answer; the request is aborted.
+        """
+        self._messages.append({"role": "user", "content": message})
+        received: list[str] = []
+        try:
+            self._runner.run(self._answer(received))
+        except ServerError:
+            self._messages.pop()
+            raise
+        except KeyboardInterrupt:
+            self._keep(received)
+            raise
+        self._keep(received)
+
+    def _keep(self, received: list[str]) -> None:
+        self._messages.append({"role": "assistant", "content": "".join(received)})
+
+    async def _answer(self, received: list[str]) -> None:
+        body = self._route.body(self._messages, self.model, self._options)
+        async with contextlib.aclosing(self._session.stream(self._route, body)) as parts:
+            await write_answer(parts, received)
+
+
+def _talk(conversation: Conversation) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415 - gives `input` its editing and history
+    print(f"{conversation.model or 'the model'} at {conversation.url}. {_HELP}", file=sys.stderr)
+    while True:
+        try:
+            message = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:  # drops the line that is being typed
+            print()
+            continue
+        if message in ("/exit", "/quit"):
+            return
+        if message == "/new":
+            conversation.begin()
+        elif message.startswith("/"):
+            print(_HELP, file=sys.stderr)
+        elif message:
+            _ask(conversation, message)
+
+
+def _ask(conversation: Conversation, message: str) -> None:
+    try:
+        conversation.ask(message)
+    except KeyboardInterrupt:
+        print("\n[stopped]", file=sys.stderr)
+    except ServerError as error:
+        print(f"[{error}]", file=sys.stderr)
+
+
+def _answer_once(conversation: Conversation) -> None:
+    message = sys.stdin.read().strip()
+    if not message:
+        _fail("standard input has no message", status=2)
+    conversation.ask(message)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    print(f"tessera chat: error: {message}", file=sys.stderr)
+    raise SystemExit(status)

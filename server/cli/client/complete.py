@@ -1,0 +1,83 @@
+"""`tessera complete`: continues a text with a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from server.cli.client.options import DEFAULT_URL, looks_like_url, split_target, target
+from server.cli.client.session import Session, write_answer
+from server.cli.client.streams import Completions, GenerateStream, ServerError
+
+if TYPE_CHECKING:
+    import argparse
+
+INTERRUPTED = 130
+
+
+def add_words(parser: argparse.ArgumentParser) -> None:
+    """Add the positional arguments."""
+    parser.add_argument("target", nargs="?", metavar="URL|MODEL", help="of a running server")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text; - or none reads standard input"
+    )
+
+
+def main(options: argparse.Namespace) -> None:
+    """Write the continuation of a text to standard output; exits with status 1 if the server does not give one.
+
+    Args:
+        options: the parsed flags.
+    """
+    words = [word for word in (options.target, options.prompt) if word is not None]
+    try:
+        # One word is the prompt, unless it is a URL.
+        if len(words) == 2 or (words and looks_like_url(words[0])):
+            words = split_target(words, options)
+    except ValueError as error:
+        _fail(str(error), status=2)
+    prompt = words[0] if words and words[0] != "-" else _read_input()
+    if not prompt:
+        _fail("the prompt is empty", status=2)
+    try:
+        asyncio.run(_complete(prompt, options))
+    except ServerError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # `tessera complete | head`; at exit, Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+async def _complete(prompt: str, options: argparse.Namespace) -> None:
+    session = Session(target(options), options.url or DEFAULT_URL)
+    with contextlib.closing(session):
+        models = await session.models()
+        if models is None:
+            route = GenerateStream()
+            if options.model is not None:
+                raise ServerError(
+                    "the server has no /v1/completions, so that no model can be chosen"
+                )
+            parts = session.stream(route, route.body(prompt, options))
+        else:
+            completions = Completions()
+            model = options.model or next(iter(models), None)
+            parts = session.stream(completions, completions.body(prompt, model, options))
+        async with contextlib.aclosing(parts):
+            await write_answer(parts, [])
+
+
+def _read_input() -> str:
+    if sys.stdin.isatty():
+        print("the prompt, until Ctrl-D:", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    print(f"tessera complete: error: {message}", file=sys.stderr)
+    raise SystemExit(status)

@@ -1,0 +1,106 @@
+"""The flags that `tessera chat` and `tessera complete` share."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from server.cli.client.http_client import Target
+from server.cli.parsing.values import between, checked, count, whole
+from server.cli.settings import client_api_key
+
+if TYPE_CHECKING:
+    import argparse
+
+    from server.cli.parsing.parser import Parser
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_HOST_AND_PORT = re.compile(r"(localhost|[\w.-]*:\d+|\[[\da-fA-F:]+\]:\d+)(/.*)?")
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the flags of a request to a running server."""
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--url",
+        type=checked(read_url),
+        metavar="URL",
+        help=f"of the server (default: {DEFAULT_URL})",
+    )
+    server.add_argument(
+        "--model", metavar="NAME", help="to ask the server for (default: the first that it lists)"
+    )
+    server.add_argument(
+        "--api-key",
+        type=checked(_key),
+        metavar="KEY",
+        help="of the server (default: TESSERA_API_KEY)",
+    )
+    answer = parser.add_argument_group("answer")
+    answer.add_argument("--max-tokens", type=count, metavar="N", help="most tokens to generate")
+    answer.add_argument(
+        "--temperature",
+        type=between(0, 100),
+        metavar="X",
+        help="0 takes the most likely token, more varies the text (default: the server's)",
+    )
+    answer.add_argument("--seed", type=whole, metavar="N", help="makes the answer repeatable")
+    answer.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="ends the answer where the model writes it; may be repeated",
+    )
+
+
+def split_target(words: list[str], options: argparse.Namespace) -> list[str]:
+    """Take the server's URL, or else the name of a model, from the beginning of the words.
+
+    Args:
+        words: positional arguments.
+        options: parsed flags; gets `url` and `model`.
+
+    Returns:
+        The other words.
+
+    Raises:
+        ValueError: the URL or the model is also given as another flag.
+    """
+    if not words:
+        return words
+    word = words[0]
+    name, value = ("url", read_url(word)) if looks_like_url(word) else ("model", word)
+    if getattr(options, name) not in (None, value):
+        raise ValueError(f"two are given: {word} and --{name} {getattr(options, name)}")
+    setattr(options, name, value)
+    return words[1:]
+
+
+def looks_like_url(word: str) -> bool:
+    """Whether a word is a URL, a host and a port, or a colon and a port of this machine."""
+    return "://" in word or _HOST_AND_PORT.fullmatch(word) is not None
+
+
+def read_url(text: str) -> str:
+    """Return the URL of a server; the scheme may be absent, and a path `/v1` at its end is dropped.
+
+    Raises:
+        ValueError: it is not the address of an HTTP server.
+    """
+    text = f"127.0.0.1{text}" if text.startswith(":") else text
+    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    Target.from_url(url)
+    return url
+
+
+def target(options: argparse.Namespace) -> Target:
+    """Return the server that the flags name, with the headers of its requests."""
+    key = options.api_key or client_api_key()
+    headers = (("Authorization", f"Bearer {key}"),) if key else ()
+    return Target.from_url(options.url or DEFAULT_URL, headers)
+
+
+def _key(text: str) -> str:
+    if not (text.isascii() and text.isprintable() and text.strip()):
+        raise ValueError("a key has printable ASCII characters only")
+    return text.strip()

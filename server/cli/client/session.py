@@ -1,0 +1,150 @@
+"""A running server as `tessera chat` and `tessera complete` use it: which model it has, and streamed answers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from server.cli.client.events import EventReader
+from server.cli.client.http_client import Client, RequestError, Target
+from server.cli.client.streams import ServerError, error_text
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from server.cli.client.streams import Piece, Route
+
+_OK, _UNAUTHORIZED, _NOT_FOUND, _METHOD_NOT_ALLOWED, _UNAVAILABLE = 200, 401, 404, 405, 503
+_SAFE_CONTROLS = {ord("\n"), ord("\t")}
+_CONTROLS = {
+    code: "\ufffd" for code in (*range(32), *range(127, 160)) if code not in _SAFE_CONTROLS
+}
+
+
+class Session:
+    """Requests to one server, from one event loop.
+
+    Args:
+        target: the server.
+        url: of the server, for messages.
+    """
+
+    def __init__(self, target: Target, url: str) -> None:
+        self._client = Client(target)
+        self._url = url
+
+    async def models(self) -> list[str] | None:
+        """Return the names of the models that the server lists, or None if it has no `/v1/models`.
+
+        Raises:
+            ServerError: there is no server, or it refuses.
+        """
+        try:
+            response = await self._client.request("GET", "/v1/models")
+        except RequestError as error:
+            raise self._lost(error) from error
+        if response.status in (_NOT_FOUND, _METHOD_NOT_ALLOWED):
+            return None
+        if response.status != _OK:
+            raise self._refused(response.status, response.body)
+        try:
+            listed = msgspec.json.decode(response.body, type=_Models).data
+        except msgspec.DecodeError:
+            return None
+        return [model.id for model in listed]
+
+    async def stream(self, route: Route, body: bytes) -> AsyncGenerator[Piece, None]:
+        """Send a request and yield the parts of its answer. Closing the generator aborts the request.
+
+        Raises:
+            ServerError: the server refuses, the stream ends with an error, or the connection is lost.
+        """
+        pieces: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
+        request = asyncio.ensure_future(
+            self._client.request(
+                "POST", route.path, body, lambda status, data, _: pieces.put_nowait((status, data))
+            )
+        )
+        request.add_done_callback(lambda _: pieces.put_nowait(None))
+        events, refusal, finished = EventReader(), b"", False
+        try:
+            while (piece := await pieces.get()) is not None:
+                status, data = piece
+                if status != _OK:
+                    refusal += data
+                    continue
+                for event in events.feed(data):
+                    part = route.read(event)
+                    finished |= part.finish is not None
+                    yield part
+            response = await request
+        except RequestError as error:
+            raise self._lost(error) from error
+        finally:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)  # closes the connection
+        if response.status != _OK:
+            raise self._refused(response.status, refusal)
+        if not finished:
+            raise ServerError("the server ended the stream before the answer was complete")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _lost(self, error: RequestError) -> ServerError:
+        if error.kind == "cannot connect":
+            return ServerError(
+                f"no server answers at {self._url} ({str(error).partition(': ')[2]}); "
+                "start one with `tessera serve`, or give the URL of another"
+            )
+        return ServerError(f"{self._url}: {error}")
+
+    def _refused(self, status: int, body: bytes) -> ServerError:
+        if status == _UNAUTHORIZED:
+            return ServerError(
+                f"the server wants another key than --api-key or TESSERA_API_KEY gives: {error_text(body)}"
+            )
+        if status == _UNAVAILABLE:
+            return ServerError(f"the server is not ready: {error_text(body)}")
+        return ServerError(f"the server refuses the request ({status}): {error_text(body)}")
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def write_answer(parts: AsyncGenerator[Piece, None], received: list[str]) -> None:
+    """Write an answer to standard output as it arrives, and the server's remarks to standard error.
+
+    On a terminal, control characters are replaced: a text must not be able to change the terminal.
+
+    Args:
+        parts: of the answer.
+        received: gets the text, so that the caller has it when the answer is interrupted.
+
+    Raises:
+        ServerError: from the stream.
+    """
+    table: dict[int, Any] = _CONTROLS if sys.stdout.isatty() else {}
+    remarks: list[str] = []
+    async for part in parts:
+        received.append(part.text)
+        if part.text:
+            sys.stdout.write(part.text.translate(table))
+            sys.stdout.flush()
+        remarks += part.warnings
+        if part.finish == "length":
+            remarks.append("the answer ended at the limit of tokens")
+    if received and sys.stdout.isatty():
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    for remark in remarks:
+        print(f"[{remark}]", file=sys.stderr)

@@ -1,0 +1,152 @@
+"""The parser of all commands: argparse with suggestions for misspelled names and a help text that fits a terminal.
+
+The only module that uses private names of argparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_WIDEST = 100
+BOOLEAN = ("true", "false")
+_BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n"})
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fits the help to the terminal, up to 100 columns. Descriptions keep their paragraphs, and indented lines."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(_WIDEST, shutil.get_terminal_size().columns) - 2
+        super().__init__(prog, max_help_position=28, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap the paragraphs of a description; one with indented lines is a table and stays as it is."""
+        parts = text.split("\n\n")
+        for index, part in enumerate(parts):
+            if not any(line.startswith("  ") for line in part.splitlines()):
+                parts[index] = textwrap.fill(
+                    part, width, initial_indent=indent, break_on_hyphens=False
+                )
+        return "\n\n".join(parts)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Wrap a help text without breaking the names of flags at their hyphens."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and suggest the most similar name.
+
+    A flag of `BOOLEAN` values may be given without one, for true; `--no-` before its name means false.
+    Positional arguments that are optional may stand before, between and after the flags.
+    """
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - those of argparse
+        defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
+        super().__init__(**defaults | options)
+        self._booleans: set[str] = set()
+        self._checked_later: set[str] = set()
+
+    def add_listed(
+        self,
+        flag: str,
+        values: Sequence[str],
+        group: argparse._ArgumentGroup | None = None,
+        **options: Any,  # noqa: ANN401 - those of argparse
+    ) -> None:
+        """Add a flag whose values the help and the completion list, and the caller checks.
+
+        Args:
+            flag: with two hyphens.
+            values: that it takes; `BOOLEAN` makes it a flag of true or false.
+            group: that the help shows it in.
+            options: of `add_argument`.
+        """
+        action = (group or self).add_argument(flag, choices=values, **options)
+        self._checked_later.add(action.dest)
+        if values is BOOLEAN:
+            self._booleans.add(flag)
+
+    def walk(self) -> Iterator[argparse.Action]:
+        """Yield all arguments of this command and of the commands below it."""
+        for action in self._actions:
+            yield action
+            if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - this module wraps them
+                for parser in action.choices.values():
+                    yield from parser.walk()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse all arguments; exits with status 2 and one line on standard error if one is wrong or unknown.
+
+        argparse calls this for the parser of a command too, which therefore reports its own errors.
+        """
+        args = self._with_values(sys.argv[1:] if args is None else list(args))
+        parsed, rest = super().parse_known_args(args, namespace)
+        if unknown := next((word for word in rest if word.startswith("-") and word != "-"), None):
+            flag = unknown.partition("=")[0]
+            self.error(f"unknown flag {flag}{self._flag_hint(flag)}")
+        self._fill_positionals(parsed, rest)
+        return parsed, []
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error and exit with status 2."""
+        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
+        """Raise an error that lists the choices, and suggests one for a misspelled command."""
+        if action.choices is None or value in action.choices or action.dest in self._checked_later:
+            return
+        choices = [str(choice) for choice in action.choices]
+        if action.option_strings:
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}")
+        hint = did_you_mean(str(value), choices) or f"; the {action.dest}s are {', '.join(choices)}"
+        self.error(f"unknown {action.dest} {value!r}{hint}")
+
+    def _with_values(self, args: list[str]) -> list[str]:
+        """Give boolean flags without a value theirs, so that a positional argument may follow."""
+        result: list[str] = []
+        for index, word in enumerate(args):
+            if word == "--":
+                return result + args[index:]
+            following = args[index + 1].lower() if index + 1 < len(args) else ""
+            if word in self._booleans and following not in _BOOLEANS:
+                result.append(f"{word}=true")
+            elif word.startswith("--no-") and "--" + word[5:] in self._booleans:
+                result.append(f"--{word[5:]}=false")
+            else:
+                result.append(word)
+        return result
+
+    def _fill_positionals(self, parsed: argparse.Namespace, rest: list[str]) -> None:
+        """Assign words to optional positional arguments, which argparse all takes to be absent at the first word."""
+        empty = [
+            action
+            for action in self._get_positional_actions()
+            if action.nargs == "?" and getattr(parsed, action.dest, None) is None
+        ]
+        if len(rest) > len(empty):
+            self.error(f"unexpected argument {rest[len(empty)]!r}")
+        for action, word in zip(empty, rest, strict=False):
+            setattr(parsed, action.dest, word)
+
+    def _flag_hint(self, flag: str) -> str:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        known += ["--no-" + name[2:] for name in self._booleans]
+        hint = did_you_mean(flag.replace("_", "-").lower(), known)
+        return hint or f"; `{self.prog} --help` lists the flags"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the most similar of the known words; empty if none is similar."""
+    similar = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {similar[0]}?" if similar else ""

@@ -1,0 +1,82 @@
+"""Requirements for the size of the KV cache, and the check of a size that the operator set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+MIB: Final = 2**20
+GIB: Final = 2**30
+
+
+class NotEnoughMemoryError(Exception):
+    """The KV cache does not fit; the text states the required and the available size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheDemand:
+    """Requirements for the size of the KV cache.
+
+    Attributes:
+        requested_tokens: tokens set by the operator; never reduced.
+        requested_gib: GiB set by the operator; excludes `requested_tokens`.
+        useful_tokens: tokens that the engine can use at most; the default size never exceeds them.
+        block_size: tokens in a block.
+        bytes_per_token: bytes of the keys and values of all layers.
+        kept_bytes: bytes that stay free for a step's activations.
+    """
+
+    requested_tokens: int | None
+    requested_gib: float | None
+    useful_tokens: int
+    block_size: int
+    bytes_per_token: int
+    kept_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        return self.block_size * self.bytes_per_token
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the operator set the size."""
+        return self.requested_tokens is not None or self.requested_gib is not None
+
+
+class KVCacheSize(NamedTuple):
+    """Number of blocks, and the reason for it."""
+
+    num_blocks: int
+    why: str
+
+
+def requested_size(demand: KVCacheDemand, left: int, stated: str) -> KVCacheSize:
+    """Return the size that the operator set.
+
+    Args:
+        demand: with a size.
+        left: bytes that the cache can use.
+        stated: what that is, for the error.
+
+    Raises:
+        NotEnoughMemoryError: the size does not fit, or is less than a block.
+    """
+    if demand.requested_tokens is not None:
+        setting, value = "--kv-cache-tokens", f"{demand.requested_tokens} tokens"
+        num_blocks = -(-demand.requested_tokens // demand.block_size)
+    else:
+        assert demand.requested_gib is not None
+        setting, value = "--kv-cache-gib", f"{demand.requested_gib:g} GiB"
+        num_blocks = int(demand.requested_gib * GIB) // demand.block_bytes
+        if num_blocks < 1:
+            raise NotEnoughMemoryError(
+                f"--kv-cache-gib {demand.requested_gib:g} is less than one block of the KV cache, "
+                f"which needs {demand.block_bytes / GIB:.2g} GiB"
+            )
+    if num_blocks * demand.block_bytes > left:
+        raise NotEnoughMemoryError(
+            f"a KV cache of {value} needs {num_blocks * demand.block_bytes / MIB:.0f} MiB, "
+            f"at most {left / MIB:.0f} MiB can be used: {stated}"
+        )
+    return KVCacheSize(num_blocks, f"set by {setting}")

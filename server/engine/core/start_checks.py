@@ -1,0 +1,83 @@
+"""Checks of an engine's configuration that need neither PyTorch nor the weights.
+
+The command line calls them before anything is loaded, and the engine again with what it knows by then, so that the same
+mistake has the same message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from model.device.cpu_dtype import prefers_bfloat16_on_cpu
+from model.device.host_memory import total_host_bytes
+from server.engine.core.kv_demand import GIB, KVCacheDemand, NotEnoughMemoryError, requested_size
+
+if TYPE_CHECKING:
+    from model.checkpoint.config import ModelConfig
+    from server.engine.core.messages import EngineConfig
+
+NO_GPU = "--device cuda: there is no CUDA device that PyTorch could use"
+_SCALE_BYTES = 4
+
+
+class StartupError(Exception):
+    """The engine cannot start for a reason that the operator can fix; the text states it."""
+
+
+def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | None) -> None:
+    """Check the parts of the configuration that depend on the model and the machine.
+
+    Args:
+        config: of the engine.
+        model: configuration of the checkpoint.
+        has_gpu: whether this machine has a GPU; None if that is not known, which skips some checks.
+
+    Raises:
+        StartupError: an engine with this configuration cannot start.
+    """
+    if config.device == "cuda" and has_gpu is False:
+        raise StartupError(
+            f"{NO_GPU}; use --device cpu or auto (a container sees a GPU with `docker run --gpus all`)"
+        )
+    requested, limit = config.max_model_len, model.max_context
+    if requested is not None and requested > limit:
+        raise StartupError(
+            f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
+        )
+    if config.device == "cpu" or has_gpu is False:
+        _check_on_cpu(config, model)
+
+
+def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
+    if config.quantization == "fp8":
+        raise StartupError(
+            "--quantization fp8: weights in FP8 are for our GPU kernels, and this service runs on the CPU; "
+            "use --quantization none"
+        )
+    value_bytes = _cache_value_bytes(config, model)
+    if value_bytes is None or (config.kv_cache_tokens is None and config.kv_cache_gib is None):
+        return
+    scale_bytes = _SCALE_BYTES if config.kv_cache_dtype == "fp8" else 0
+    vector_bytes = model.head_dim * value_bytes + scale_bytes
+    demand = KVCacheDemand(
+        requested_tokens=config.kv_cache_tokens,
+        requested_gib=config.kv_cache_gib,
+        useful_tokens=1,
+        block_size=config.block_size,
+        bytes_per_token=2 * model.num_layers * model.num_kv_heads * vector_bytes,
+    )
+    # All memory, not what is free now: another process, such as this service's predecessor, may be about to end.
+    total = total_host_bytes()
+    try:
+        requested_size(demand, total, f"{total / GIB:.2f} GiB of memory on cpu")
+    except NotEnoughMemoryError as error:
+        raise StartupError(str(error)) from None
+
+
+def _cache_value_bytes(config: EngineConfig, model: ModelConfig) -> int | None:
+    """Return the bytes of a number in the KV cache on a CPU; None if that depends on the processor."""
+    if config.kv_cache_dtype == "fp8":
+        return 1
+    if config.dtype == "auto":
+        return None if prefers_bfloat16_on_cpu(model) else 4
+    return 4 if config.dtype == "float32" else 2

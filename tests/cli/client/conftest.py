@@ -1,0 +1,34 @@
+import io
+
+import pytest
+
+from tests.cli import fake_server as fake
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a server with scripts for its paths."""
+    servers = []
+
+    def begin(scripts):
+        servers.append(fake.ThreadedServer(scripts))
+        return servers[-1].__enter__()
+
+    yield begin
+    for server in servers:
+        server.__exit__()
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Return a function that sets what is on standard input, which is not a terminal."""
+
+    def type_in(text):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+    return type_in
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("TESSERA_API_KEY", raising=False)
