@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
-from server.cli.settings import Settings, environment_variable, flag
+from server.cli.settings import SECRETS, Settings, environment_variable, flag
 from server.engine.core.messages import EngineConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def read_settings(arguments: list[str], command: str = "serve") -> Settings:
             if problem["loc"]:
                 field = str(problem["loc"][0])
                 names = f"{flag(field)} (or {environment_variable(field)})"
-                message = f"{names} is {problem['input']!r}: {message}"
+                given = "" if field in SECRETS else f" is {problem['input']!r}"
+                message = f"{names}{given}: {message}"
             print(f"tessera {command}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], began: float) -> None:
 
 def _warm_up(arguments: list[str], began: float) -> None:
     settings = read_settings(arguments, "warmup")
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     set_passive_openmp_wait()
     from server.cli import warmup as warmup_command  # noqa: PLC0415 - PyTorch
 
@@ -94,7 +94,7 @@ def _bench_engine(arguments: list[str]) -> None:
     if settings.model in shapes():
         changes = {"model": str(SHAPES / settings.model), "load_format": "dummy"}
         settings = settings.model_copy(update=changes)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     set_passive_openmp_wait()
     from server.cli.bench.engine import command as engine_command  # noqa: PLC0415 - PyTorch
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
+from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail
 from server.cli.deferred_signals import deferred_signals
 from server.cli.listening import ListenError, listen
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from server.cli.front_end_pool import FrontEndPool
     from server.cli.settings import Settings
     from server.http.serving import HTTPServer
+    from server.log import LogFormat
 
 log = logging.getLogger("tessera")
 
@@ -51,7 +53,7 @@ def serve(
         began: `time.perf_counter()` at the start of the command; None means now.
     """
     began = time.perf_counter() if began is None else began
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     disable_tokenizer_threads()
     try:
         model_path = resolve(settings.model, settings.revision)
@@ -59,7 +61,8 @@ def serve(
         model_config = ModelConfig.from_folder(model_path)
         listeners = listen(settings.host, settings.port, settings.frontends)
         tokenizer_path = _tokenizer_path(settings, model_path)
-    except (ModelError, ListenError) as error:
+        keys = api_keys(settings)
+    except (ModelError, ListenError, ApiKeyError) as error:
         fail(str(error))
     # Until the event loop handles the signal: end by way of `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -68,6 +71,9 @@ def serve(
         eos_token_ids=model_config.eos_token_ids,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
+        api_keys=keys,
+        cors_allow_origins=settings.cors_allow_origin,
+        access_log=settings.access_log,
     )
     engine_type = EngineHub if settings.frontends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
@@ -80,7 +86,9 @@ def serve(
                 spawned,
             )
             engine.launch()  # before the HTTP libraries are imported
-        front_ends = _create_front_ends(engine, listeners, tokenizer_path, limits)
+        front_ends = _create_front_ends(
+            engine, listeners, tokenizer_path, limits, settings.log_format
+        )
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
             runner.run(_serve(engine, front_ends, listeners[0], began))
@@ -121,12 +129,13 @@ def _create_front_ends(
     listeners: list[socket.socket],
     tokenizer_path: Path,
     limits: HTTPConfig,
+    log_format: LogFormat,
 ) -> FrontEndPool | _SingleFrontEnd:
     # Imported here so that the engine process starts first.
     if isinstance(engine, EngineHub):
         from server.cli.front_end_pool import FrontEndPool  # noqa: PLC0415
 
-        return FrontEndPool(engine, listeners, tokenizer_path, limits)
+        return FrontEndPool(engine, listeners, tokenizer_path, limits, log_format)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415

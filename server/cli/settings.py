@@ -5,13 +5,20 @@ No other module reads the environment.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliDualFlag, NoDecode, SettingsConfigDict
 
 ENV_PREFIX = "TESSERA_"
+SECRETS = frozenset({"api_key"})
+"""Settings whose values no message may show."""
+
+_is_key = re.compile(r"[!-+\--~]+").fullmatch  # visible ASCII without the comma
+_is_origin = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+").fullmatch
 
 
 class Settings(BaseSettings):
@@ -127,6 +134,29 @@ class Settings(BaseSettings):
         description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    api_key: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        repr=False,
+        description="key that requests must have, as Authorization: Bearer KEY or X-API-Key: KEY; several by repeating "
+        "the flag or separated by commas; without a key the service is open to all; other users of the machine can see "
+        "flags, so prefer the variable or --api-key-file",
+    )
+    api_key_file: Path | None = Field(
+        None,
+        description="file of further keys, one on each line; empty lines and lines that begin with # are ignored",
+    )
+    cors_allow_origin: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="origin, such as https://example.com, whose pages may use the service from a browser; several as "
+        "with --api-key; * for all; without one no CORS headers are sent",
+    )
+    access_log: CliDualFlag[bool] = Field(
+        True,
+        description="log a line for each request; those of probes (/health, /ping, /metrics) at level debug",
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="lines for people, or a JSON object per line"
+    )
     engine_hang_seconds: float = Field(
         300.0,
         gt=0,
@@ -136,6 +166,31 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"
     )
+
+    @field_validator("api_key", "cors_allow_origin", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(","))
+        return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _keys_fit_in_a_header(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return check_keys(keys)
+
+    @field_validator("cors_allow_origin")
+    @classmethod
+    def _origins_have_no_path(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _is_origin(origin):
+                raise PydanticCustomError(
+                    "origin",
+                    "{origin} is not an origin: it must be * or a scheme, a host and possibly a port, such as "
+                    "https://example.com:8443, without a path",
+                    {"origin": repr(origin)},
+                )
+        return origins
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:
@@ -159,6 +214,22 @@ class Settings(BaseSettings):
                 {"tokens": self.kv_cache_tokens, "gib": self.kv_cache_gib},
             )
         return self
+
+
+def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return API keys unchanged.
+
+    Raises:
+        PydanticCustomError: a key could not be sent in a header. The message does not show it.
+    """
+    for number, key in enumerate(keys, 1):
+        if not _is_key(key):
+            raise PydanticCustomError(
+                "api_key",
+                "key {number} is empty or has characters other than visible ASCII without commas",
+                {"number": number},
+            )
+    return keys
 
 
 def environment_variable(field: str) -> str:

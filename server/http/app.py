@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server.http import service_routes
+from server.http import abort, service_routes
 from server.http.context import AppContext
 from server.http.dialects.tgi.routes import TGI
+from server.http.edge.stack import install_edge
 from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
 from server.http.responses import install_error_handlers
@@ -58,12 +59,18 @@ def create_app(
     for dialect in DIALECTS:
         dialect.install(app, context)
     service_routes.install(app, context, DIALECTS[-1].error_reply)
+    abort.install(app, context, DIALECTS[-1].error_reply)
     install_error_handlers(app, _render_error)
     install_openapi(
         app,
         [body for dialect in DIALECTS for body in dialect.bodies],
-        [*service_routes.REPLIES, *(reply for dialect in DIALECTS for reply in dialect.replies)],
+        [
+            *service_routes.REPLIES,
+            *abort.RECORDS,
+            *(reply for dialect in DIALECTS for reply in dialect.replies),
+        ],
     )
+    install_edge(app, config, _render_error)
     return app
 
 

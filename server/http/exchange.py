@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from server.errors import IncompleteGenerationError, TesseraError, UnavailableError
+from server.errors import AbortedError, TesseraError, UnavailableError
+from server.http.edge.access_log import generation_fields
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
+from server.http.request_id import current_request
 from server.http.responses import error_response, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
@@ -118,11 +121,13 @@ class Exchange(Response):
         Raises:
             TesseraError: raised before anything was sent; the application's error handler responds.
         """
+        request = current_request()
         try:
             with RequestRecord(self._context.metrics, self._endpoint) as record:
+                request.details = functools.partial(generation_fields, record, None)
                 await self._serve(scope, receive, send, record)
         except ClientDisconnectedError:
-            pass  # no response can be sent
+            request.disconnected = True  # no response can be sent
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
@@ -132,6 +137,7 @@ class Exchange(Response):
         answer = self._parse(await read_json(scope, receive, context.config), info)
         with context.admit(answer.num_sequences, info):
             generation = await answer.generate()
+            current_request().details = functools.partial(generation_fields, record, generation)
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
@@ -167,7 +173,7 @@ class Exchange(Response):
         """Wait for the completions of an answer that is not a stream."""
         try:
             await generation.finish(record)
-        except IncompleteGenerationError:
+        except AbortedError:
             if watch.gone:
                 raise ClientDisconnectedError from None
             raise

@@ -567,7 +567,11 @@ def test_a_sequence_that_expires_with_output_ends_with_its_next_token():
 
 
 def test_an_expired_sequence_that_is_preempted_ends_without_a_token():
-    scheduler, _, _ = start_two_that_collide()
+    scheduler = make_scheduler(5, block_size=4)
+    for request_id in (0, 1):
+        add(scheduler, request_id, 4, max_new_tokens=12)
+    for _ in range(5):  # until both have filled two of the five blocks
+        step(scheduler)
     assert scheduler.expire(1) is None
     output, _ = step(scheduler)
     assert output.preempted == (1,)
