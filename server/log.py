@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import re
 import sys
-from typing import Any, Literal, TypeAlias
+import time
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -17,16 +20,13 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 _is_plain = re.compile(r"[A-Za-z0-9._:/@+,;~%{}*-]+").fullmatch
 
 
-class Fields(dict[str, Any]):
-    """A log message that consists of named values. In JSON each is a key of its own, in text it is `name=value`.
+def quoted(value: str) -> str:
+    """Return text from outside as a value of a line of text.
 
-    In text, values with anything but plain characters are quoted as in JSON, with only ASCII, so that a value can
-    contain neither a line break nor another field.
+    Anything but plain characters is quoted and escaped as in JSON, with only ASCII, so that the value can contain
+    neither a line break nor another field.
     """
-
-    def __str__(self) -> str:
-        """Return the text."""
-        return " ".join([f"{name}={_text(value)}" for name, value in self.items()])
+    return value if _is_plain(value) else json.dumps(value)
 
 
 def configure_logging(level: str, log_format: LogFormat = "text") -> None:
@@ -37,41 +37,75 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
         log_format: of each line.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _JsonFormatter()
-        if log_format == "json"
-        else logging.Formatter(
-            "%(asctime)s %(levelname)-7s %(name)-14s %(message)s", datefmt="%H:%M:%S"
-        )
-    )
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # No format shows them, and finding them out takes longer than formatting a line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging.logAsyncioTasks = False  # type: ignore[attr-defined] # from Python 3.12 on
     for chatty in ("httpx", "httpcore", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-class _JsonFormatter(logging.Formatter):
-    """Renders a record as one JSON object on one line."""
+class _Formatter(logging.Formatter):
+    """Renders times, once per second.
+
+    Args:
+        time_format: of `time.strftime`.
+        to_time: converts seconds since the epoch to the fields of that format.
+    """
+
+    def __init__(
+        self, time_format: str, to_time: Callable[[float | None], time.struct_time]
+    ) -> None:
+        super().__init__()
+        self._time_format = time_format
+        self._to_time = to_time
+        self._second = -1
+        self._shown = ""
+
+    def time_of(self, record: logging.LogRecord) -> str:
+        """Return when a record was made, to the second."""
+        second = int(record.created)
+        if second != self._second:
+            self._second = second
+            self._shown = time.strftime(self._time_format, self._to_time(second))
+        return self._shown
+
+
+class _TextFormatter(_Formatter):
+    """Renders a record as time, level, logger and message."""
+
+    def __init__(self) -> None:
+        super().__init__("%H:%M:%S", time.localtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, with a traceback below it if there is one."""
+        shown = self.time_of(record)
+        line = f"{shown} {record.levelname:<7} {record.name:<14} {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(_Formatter):
+    """Renders a record as one JSON object on one line.
+
+    A message with a method `fields` consists of named values: each becomes a key of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%Y-%m-%dT%H:%M:%S", time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         entry: dict[str, Any] = {
-            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": f"{self.time_of(record)}.{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
         }
-        if isinstance(record.msg, Fields):
-            entry |= record.msg
-        else:
+        fields = getattr(record.msg, "fields", None)
+        if fields is None:
             entry["message"] = record.getMessage()
+        else:
+            entry |= fields()
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return _encode(entry).decode("utf-8")
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, str):
-        return str(value)
-    return value if _is_plain(value) else json.dumps(value)

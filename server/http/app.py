@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from server.http import abort, service_routes
 from server.http.context import AppContext
 from server.http.dialects.tgi.routes import TGI
+from server.http.direct_route import DirectRoute
 from server.http.edge.stack import install_edge
 from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
@@ -53,6 +54,7 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = DirectRoute
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
     metrics = Metrics(client, config, version(), endpoints, counters)
     context = AppContext(client, tokenizer, config, metrics)

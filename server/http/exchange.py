@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from server.errors import AbortedError, TesseraError, UnavailableError
-from server.http.edge.access_log import generation_fields
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
-from server.http.request_id import current_request
+from server.http.request_id import RequestFigures, current_request
 from server.http.responses import error_response, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
@@ -124,7 +123,7 @@ class Exchange(Response):
         request = current_request()
         try:
             with RequestRecord(self._context.metrics, self._endpoint) as record:
-                request.details = functools.partial(generation_fields, record, None)
+                request.figures = functools.partial(_figures, record, None)
                 await self._serve(scope, receive, send, record)
         except ClientDisconnectedError:
             request.disconnected = True  # no response can be sent
@@ -137,7 +136,7 @@ class Exchange(Response):
         answer = self._parse(await read_json(scope, receive, context.config), info)
         with context.admit(answer.num_sequences, info):
             generation = await answer.generate()
-            current_request().details = functools.partial(generation_fields, record, generation)
+            current_request().figures = functools.partial(_figures, record, generation)
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
@@ -183,3 +182,20 @@ class Exchange(Response):
             response = error_response(error, self._dialect.render_error(error))
             await response(scope, receive, send)
             raise
+
+
+def _figures(record: RequestRecord, generation: Generation | None) -> RequestFigures:
+    """Return what the access log shows of a request. `generation` is None if nothing was submitted to the engine."""
+    ttft, outcome = record.first_token_seconds, record.outcome
+    ttft_ms = None if ttft is None else 1000 * ttft
+    name = None if outcome is None else outcome.value
+    if generation is None:
+        return RequestFigures(None, None, None, None, ttft_ms, name)
+    return RequestFigures(
+        generation.prompt_tokens,
+        generation.cached_tokens,
+        generation.completion_tokens,
+        1000 * generation.queue_seconds,
+        ttft_ms,
+        name,
+    )

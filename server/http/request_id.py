@@ -6,7 +6,7 @@ import contextvars
 import re
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -20,6 +20,44 @@ _HEADER = b"x-request-id"
 _is_valid = re.compile(rb"[\x20-\x7e]{1,%d}" % MAX_ID_CHARACTERS).fullmatch
 
 
+class RequestFigures(NamedTuple):
+    """What the access log shows of a request that generates.
+
+    Attributes:
+        prompt_tokens: tokens of the prompts; like the next three, None if nothing was submitted to the engine.
+        cached_tokens: prompt tokens taken from the prefix cache.
+        output_tokens: tokens of the answer.
+        queue_ms: how long the first completion waited in the engine.
+        ttft_ms: time until the first token; None if there was none.
+        outcome: how the request ended, as in the metrics.
+    """
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    queue_ms: float | None
+    ttft_ms: float | None
+    outcome: str | None
+
+    def __str__(self) -> str:
+        """Return `name=value` of all figures, separated by spaces."""
+        if self.prompt_tokens is None or self.ttft_ms is None:
+            return " ".join([f"{name}={value}" for name, value in self.fields().items()])
+        return (
+            f"prompt_tokens={self.prompt_tokens} cached_tokens={self.cached_tokens} "
+            f"output_tokens={self.output_tokens} queue_ms={self.queue_ms:.1f} ttft_ms={self.ttft_ms:.1f} "
+            f"outcome={self.outcome}"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Return the figures that are not None."""
+        return {
+            name: round(value, 1) if isinstance(value, float) else value
+            for name, value in self._asdict().items()
+            if value is not None
+        }
+
+
 class CurrentRequest:
     """What the service knows about a request that it is answering.
 
@@ -28,17 +66,17 @@ class CurrentRequest:
         arrived: when the request arrived, `time.monotonic` seconds.
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
-        details: returns further fields for the access log; None if there are none.
+        figures: returns the figures of a request that generates; None for others.
     """
 
-    __slots__ = ("arrived", "details", "disconnected", "id", "status")
+    __slots__ = ("arrived", "disconnected", "figures", "id", "status")
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
         self.arrived = time.monotonic()
         self.status: int | None = None
         self.disconnected = False
-        self.details: Callable[[], dict[str, object]] | None = None
+        self.figures: Callable[[], RequestFigures] | None = None
 
 
 _current: contextvars.ContextVar[CurrentRequest] = contextvars.ContextVar(_KEY)

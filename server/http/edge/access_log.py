@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from server.http.request_id import CurrentRequest, current_request
-from server.log import Fields
+from server.http.request_id import CurrentRequest, RequestFigures, current_request
+from server.log import quoted
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from server.http.generation import Generation
-    from server.http.metrics.records import RequestRecord
 
 log = logging.getLogger("tessera.access")
 
@@ -26,6 +23,43 @@ PROBES = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 """Routes that monitoring requests every few seconds; logged at level debug."""
 
 _MAX_PATH_CHARACTERS = 200
+
+
+class AccessLine(NamedTuple):
+    """The line of one request.
+
+    Attributes:
+        request_id: see `CurrentRequest`.
+        client: the address of the connection; None if it has none.
+        method: of HTTP.
+        route: the route's path, or the path of the request if there is no such route.
+        status: of the response; 499 if the client disconnected before its end.
+        total_ms: from the request's arrival to the end of its response.
+        figures: of a request that generates; None for others.
+    """
+
+    request_id: str
+    client: str | None
+    method: str
+    route: str
+    status: int
+    total_ms: float
+    figures: RequestFigures | None
+
+    def __str__(self) -> str:
+        """Return the line's text: `name=value`, separated by spaces."""
+        text = (
+            f"request_id={quoted(self.request_id)} client={self.client or '-'} method={self.method} "
+            f"route={quoted(self.route)} status={self.status} total_ms={self.total_ms:.1f}"
+        )
+        return text if self.figures is None else f"{text} {self.figures}"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the line's values."""
+        values = self._asdict()
+        figures = values.pop("figures")
+        values["total_ms"] = round(self.total_ms, 1)
+        return values if figures is None else values | figures.fields()
 
 
 class AccessLogMiddleware:
@@ -45,41 +79,19 @@ class AccessLogMiddleware:
         finally:
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             if log.isEnabledFor(level):
-                log.log(level, _fields(scope, request))
+                line = _line(scope, request)
+                # Unlike `log.log`, this does not search the stack for the caller.
+                log.handle(logging.LogRecord(log.name, level, __file__, 0, line, None, None))
 
 
-def _fields(scope: Scope, request: CurrentRequest) -> Fields:
-    """Return the line's fields."""
-    client, route = scope.get("client"), scope.get("route")
-    status = request.status
-    fields = Fields(
-        request_id=request.id,
-        client=client[0] if client else None,
-        method=scope["method"],
-        route=route.path if route else scope["path"][:_MAX_PATH_CHARACTERS],
-        status=CLIENT_CLOSED if status is None or request.disconnected else status,
-        total_ms=round(1000 * (time.monotonic() - request.arrived), 1),
+def _line(scope: Scope, request: CurrentRequest) -> AccessLine:
+    client, route, status = scope.get("client"), scope.get("route"), request.status
+    return AccessLine(
+        request.id,
+        client[0] if client else None,
+        scope["method"],
+        route.path if route else scope["path"][:_MAX_PATH_CHARACTERS],
+        CLIENT_CLOSED if status is None or request.disconnected else status,
+        1000 * (time.monotonic() - request.arrived),
+        None if request.figures is None else request.figures(),
     )
-    if request.details is not None:
-        fields |= request.details()
-    return fields
-
-
-def generation_fields(record: RequestRecord, generation: Generation | None) -> dict[str, object]:
-    """Return the fields of a generation request.
-
-    Args:
-        record: measures the request.
-        generation: its completions; None if nothing was submitted to the engine.
-    """
-    fields: dict[str, object] = {}
-    if generation is not None:
-        fields["prompt_tokens"] = generation.prompt_tokens
-        fields["cached_tokens"] = generation.cached_tokens
-        fields["output_tokens"] = generation.completion_tokens
-        fields["queue_ms"] = round(1000 * generation.queue_seconds, 1)
-    if record.first_token_seconds is not None:
-        fields["ttft_ms"] = round(1000 * record.first_token_seconds, 1)
-    if record.outcome is not None:
-        fields["outcome"] = record.outcome.value
-    return fields
