@@ -10,6 +10,7 @@ from server.http import abort, service_routes
 from server.http.context import AppContext
 from server.http.dialects.tgi.routes import TGI
 from server.http.direct_route import DirectRoute
+from server.http.docs_page import routes as docs_page
 from server.http.edge.stack import install_edge
 from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
@@ -50,8 +51,8 @@ def create_app(
         title="Tessera",
         version=version(),
         description="Text generation with a small decoder model.",
+        docs_url=None,  # loads its scripts from another host; `docs_page` does not
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     app.router.route_class = DirectRoute
@@ -61,6 +62,7 @@ def create_app(
     for dialect in DIALECTS:
         dialect.install(app, context)
     service_routes.install(app, context, DIALECTS[-1].error_reply)
+    docs_page.install(app)
     abort.install(app, context, DIALECTS[-1].error_reply)
     install_error_handlers(app, _render_error)
     install_openapi(

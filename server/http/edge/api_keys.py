@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from server.errors import UnauthorizedError
+from server.errors import UnauthorizedError, UnavailableError
 from server.http.responses import error_response
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from server.errors import TesseraError
@@ -50,7 +51,11 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        if scope["type"] != "http" or _is_open(scope) or self._has_key(scope):
+        if (
+            scope["type"] != "http"
+            or is_open(scope["method"], scope["path"])
+            or self._has_key(scope)
+        ):
             await self._app(scope, receive, send)
             return
         error = UnauthorizedError()
@@ -74,14 +79,43 @@ class ApiKeyMiddleware:
         return found
 
 
+def document_keys(app: FastAPI) -> None:
+    """Make the application's OpenAPI document say which routes need a key."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        _add_keys(document)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_keys(document: dict[str, Any]) -> None:
+    document.setdefault("components", {})["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    }
+    document["security"] = [{"bearer": []}, {"header": []}]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if is_open(method.upper(), path):
+                operation["security"] = []
+            else:
+                # Errors of a path have one body.
+                body = operation["responses"].get(str(UnavailableError.status), {}).get("content")
+                refusal = {"description": UnauthorizedError.__doc__}
+                operation["responses"]["401"] = refusal | ({"content": body} if body else {})
+
+
 def _digest(key: bytes) -> bytes:
     # Digests have one length: `compare_digest` would reveal the lengths of the keys.
     return hashlib.sha256(key).digest()
 
 
-def _is_open(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and (
+def is_open(method: str, path: str) -> bool:
+    """Return whether a request needs no key."""
+    return method in ("GET", "HEAD") and (
         path in OPEN_PATHS
         or any(path == static or path.startswith(f"{static}/") for static in STATIC_PATHS)
     )

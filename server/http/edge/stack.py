@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 
 from server.http.edge.access_log import AccessLogMiddleware
-from server.http.edge.api_keys import ApiKeyMiddleware
+from server.http.edge.api_keys import ApiKeyMiddleware, document_keys
 from server.http.request_id import RequestIdMiddleware
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def install_edge(
         render: returns the status and body of an error for a path.
     """
     build = app.build_middleware_stack
+    if config.api_keys:
+        document_keys(app)
 
     def build_with_edge() -> ASGIApp:
         stack = build()
