@@ -10,6 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from server.errors import UnauthorizedError
 from server.http.request_id import CurrentRequest, RequestFigures, current_request
 from server.log import quoted
 
@@ -20,7 +21,7 @@ log = logging.getLogger("tessera.access")
 
 CLIENT_CLOSED = 499
 PROBES = frozenset({"/health", "/health/live", "/ping", "/metrics"})
-"""Routes that monitoring requests every few seconds; logged at level debug."""
+"""Routes that monitoring requests every few seconds; logged at level debug, unless the API key was refused."""
 
 _MAX_PATH_CHARACTERS = 200
 
@@ -77,7 +78,8 @@ class AccessLogMiddleware:
         try:
             await self._app(scope, receive, send)
         finally:
-            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            is_probe = scope["path"] in PROBES and request.status != UnauthorizedError.status
+            level = logging.DEBUG if is_probe else logging.INFO
             if log.isEnabledFor(level):
                 line = _line(scope, request)
                 # Unlike `log.log`, this does not search the stack for the caller.
