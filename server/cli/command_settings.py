@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def read_settings(arguments: list[str], command: str = "serve") -> Settings:
     """Read flags, environment and defaults, in this order; exits with status 2 and a message if a value is wrong."""
     try:
-        return Settings(_cli_parse_args=arguments, _cli_prog_name=f"tessera {command}")
+        settings = Settings(_cli_parse_args=arguments, _cli_prog_name=f"tessera {command}")
     except ValidationError as error:
         for problem in error.errors():
             message = problem["msg"]
@@ -28,6 +28,11 @@ def read_settings(arguments: list[str], command: str = "serve") -> Settings:
                 message = f"{names}{given}: {message}"
             print(f"tessera {command}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
+    if not settings.api_key and any(a.partition("=")[0] == "--api-key" for a in arguments):
+        # Empty values of settings are ignored, but the service must not be open by mistake.
+        print(f"tessera {command}: error: --api-key is empty", file=sys.stderr)
+        raise SystemExit(2)
+    return settings
 
 
 def engine_config(settings: Settings, model_path: Path) -> EngineConfig:

@@ -34,7 +34,7 @@ def install(app: FastAPI) -> None:
         "/docs/swagger-ui.css": swagger / "swagger-ui.css",
     }
     for path, file in files.items():
-        app.add_route(path, functools.partial(_send, file), ["GET"])
+        app.add_route(path, functools.partial(_send, file), ["GET"], include_in_schema=False)
 
 
 async def _send(file: Path, _request: Request) -> Response:
