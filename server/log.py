@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
@@ -36,7 +37,7 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
         level: name of a logging level.
         log_format: of each line.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # No format shows them, and finding them out takes longer than formatting a line.
@@ -44,6 +45,43 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     logging.logAsyncioTasks = False  # type: ignore[attr-defined] # from Python 3.12 on
     for chatty in ("httpx", "httpcore", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def written_together() -> Iterator[None]:
+    """Write the messages that are logged in this block with one system call at its end."""
+    handlers = [h for h in logging.getLogger().handlers if isinstance(h, _Handler)]
+    for handler in handlers:
+        handler.lines = []
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.end_block()
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg] # not generic at run time
+    """Writes messages at once, or collects them in `lines` while that is a list."""
+
+    lines: list[str] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write or collect a message; called with the handler's lock."""
+        if self.lines is None:
+            super().emit(record)
+            return
+        try:
+            self.lines.append(self.format(record))
+        except Exception:  # noqa: BLE001 - as in `logging`
+            self.handleError(record)
+
+    def end_block(self) -> None:
+        """Write the collected messages."""
+        with self.lock or contextlib.nullcontext():
+            lines, self.lines = self.lines, None
+            if lines:
+                self.stream.write("\n".join([*lines, ""]))
+                self.flush()
 
 
 class _Formatter(logging.Formatter):

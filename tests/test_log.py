@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from server.log import configure_logging, quoted
+from server.log import configure_logging, quoted, written_together
 
 
 class Message:
@@ -76,6 +76,31 @@ def test_every_line_of_json_is_an_object(written):
     assert fields["name"] == "value"
     assert fields["line"] == "a\nb"
     assert "message" not in fields
+
+
+def test_messages_of_a_block_are_written_together_at_its_end(monkeypatch):
+    writes = []
+
+    class Stream:
+        def write(self, text):
+            writes.append(text)
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Stream())
+    configure_logging("info")
+    log = logging.getLogger("tessera.test")
+    with written_together():
+        log.info("one")
+        log.info("two")
+        assert writes == []
+    log.info("three")
+
+    assert [re.sub(r"\d\d:\d\d:\d\d INFO    tessera.test   ", "", text) for text in writes[:1]] == [
+        "one\ntwo\n"
+    ]
+    assert "".join(writes).count("\n") == 3
 
 
 def test_a_message_of_fields_is_a_line_of_text(written):

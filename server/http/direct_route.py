@@ -6,9 +6,10 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from fastapi.routing import APIRoute
+from starlette.routing import request_response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -17,19 +18,22 @@ if TYPE_CHECKING:
 class DirectRoute(APIRoute):
     """A route whose function takes the request or nothing, and returns a response.
 
-    FastAPI matches and documents it; the function reads body, query and headers itself.
+    FastAPI matches and documents it; the function reads body, query and headers itself. For the arguments see
+    `APIRoute`.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the function, for FastAPI to call with each request."""
-        endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Awaitable[Response]],
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(path, endpoint, **options)
         parameters = list(inspect.signature(endpoint).parameters)
-        assert parameters in ([], ["request"]), f"{self.path} has parameters for FastAPI to fill"
-        assert not self.dependant.dependencies
-        if parameters:
-            return endpoint
+        assert parameters in ([], ["request"]), f"{path} has parameters for FastAPI to fill"
+        assert not self.dependant.dependencies, f"{path} has dependencies"
 
-        async def handle(_request: Request) -> Response:
-            return await endpoint()
+        async def call(request: Request) -> Response:
+            return await (endpoint(request) if parameters else endpoint())
 
-        return handle
+        self.app = request_response(call)

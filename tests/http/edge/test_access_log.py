@@ -81,6 +81,7 @@ async def test_other_routes_have_a_line_and_probes_one_at_level_debug(client, li
     for probe in ("/health", "/ping", "/metrics"):
         await client.get(probe)
 
+    await asyncio.sleep(0.05)
     assert [line["route"] for line in lines()] == ["/info"]
     assert [line["route"] for line in lines(logging.DEBUG)] == ["/health", "/ping", "/metrics"]
 
@@ -156,6 +157,7 @@ async def test_without_the_access_log_nothing_is_logged(open_client, lines):
     client = await open_client(access_log=False)
 
     assert (await client.post("/generate", json=BODY)).headers["x-request-id"]
+    await asyncio.sleep(0.05)
     assert lines() == []
 
 
@@ -172,6 +174,8 @@ async def test_requests_at_the_same_time_have_lines_of_their_own(make_app, engin
                     for i in range(8)
                 )
             )
+
+        await asyncio.sleep(0.1)
 
     assert {(line["request_id"], line["prompt_tokens"]) for line in lines()} == {
         (str(i), i + 1) for i in range(8)
