@@ -30,7 +30,7 @@ def settings_page() -> str:
         "|---|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
-        default = "" if field.default is None else f"`{field.default}`"
+        default = "" if field.default in (None, ()) else f"`{field.default}`"
         meaning = (field.description or "").replace("|", "\\|")
         lines.append(f"| `{flag(name)}` | `{environment_variable(name)}` | {default} | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     TesseraError                              500  internal
     ├── ClientError                                the request must be changed
     │   ├── MalformedBodyError                400  malformed_body
+    │   ├── UnauthorizedError                 401  unauthorized
     │   ├── NotFoundError                     404  not_found
     │   ├── MethodNotAllowedError             405  method_not_allowed
     │   ├── BodyTimeoutError                  408  request_timeout
@@ -15,6 +16,8 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     │   ├── OverloadedError                   429  overloaded
     │   └── UnavailableError                  503  unavailable
     └── GenerationError                       424  generation
+        ├── AbortedError                      499  aborted
+        ├── DeadlineExceededError             504  timeout
         ├── IncompleteGenerationError         500  incomplete_generation
         └── IncompleteGenerationStreamError   500  incomplete_generation_stream
 """
@@ -53,6 +56,18 @@ class MalformedBodyError(ClientError):
 
     status = 400
     error_type = "malformed_body"
+
+
+class UnauthorizedError(ClientError):
+    """The request has no valid API key."""
+
+    status = 401
+    error_type = "unauthorized"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an API key is required: send `Authorization: Bearer KEY` or `X-API-Key: KEY`"
+        )
 
 
 class NotFoundError(ClientError):
@@ -143,6 +158,29 @@ class GenerationError(TesseraError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"Request failed during generation: {reason}")
+
+
+class AbortedError(GenerationError):
+    """The request was aborted by its id.
+
+    The status is the one that proxies log for requests that their clients gave up; client libraries do not retry it.
+    """
+
+    status = 499
+    error_type = "aborted"
+
+    def __init__(self) -> None:
+        TesseraError.__init__(self, "The request was aborted")
+
+
+class DeadlineExceededError(GenerationError):
+    """The deadline of the request passed before its first token."""
+
+    status = 504
+    error_type = "timeout"
+
+    def __init__(self) -> None:
+        TesseraError.__init__(self, "`timeout_ms` passed before the generation was complete")
 
 
 class IncompleteGenerationError(GenerationError):

@@ -284,7 +284,7 @@ def _local_engine(settings: Settings, command: str) -> EngineConfig:
     from server.engine.link.process_setup import set_passive_openmp_wait
     from server.log import configure_logging
 
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     set_passive_openmp_wait()
     try:
         folder, _ = find_model(settings)

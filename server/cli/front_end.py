@@ -34,7 +34,7 @@ def main() -> None:
     config = read_config(FrontEndConfig)
     if config is None:
         return
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format)
     threading.Thread(
         target=exit_with_parent, args=(config.address,), name="parent-watch", daemon=True
     ).start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from server.http.config import HTTPConfig
+from server.log import LogFormat
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +21,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer_path: folder with tokenizer.json.
         http: limits and intervals.
         log_level: name of a logging level.
+        log_format: "text" or "json".
     """
 
     address: str
@@ -31,3 +33,4 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_path: str
     http: HTTPConfig
     log_level: str
+    log_format: LogFormat = "text"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from server.engine.link.hub import EngineHub, FrontEndConnection
     from server.http.config import HTTPConfig
+    from server.log import LogFormat
 
 FRONT_END_COMMAND = (sys.executable, "-m", "server.cli.front_end")
 # Longer than the front ends wait for requests in flight.
@@ -86,6 +87,7 @@ class FrontEndPool:
             connections wait instead of being refused.
         tokenizer_path: folder with the model's tokenizer.json.
         limits: of the service.
+        log_format: of the front ends.
     """
 
     loop_factory = None
@@ -96,8 +98,10 @@ class FrontEndPool:
         listeners: list[socket.socket],
         tokenizer_path: Path,
         limits: HTTPConfig,
+        log_format: LogFormat = "text",
     ) -> None:
         self._hub = hub
+        self._log_format = log_format
         self._listeners = listeners
         self._tokenizer_path = tokenizer_path
         self._limits = limits
@@ -123,6 +127,7 @@ class FrontEndPool:
                 tokenizer_path=str(self._tokenizer_path),
                 http=self._limits,
                 log_level=logging.getLevelName(logging.getLogger().level).lower(),
+                log_format=self._log_format,
             )
             self._front_ends.append(_FrontEnd(self._hub, listener.fileno(), config))
             self._front_ends[-1].child.start()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
+from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.listening import ListenError, listen
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from server.cli.front_end_pool import FrontEndPool
     from server.cli.settings import Settings
     from server.http.serving import HTTPServer
+    from server.log import LogFormat
 
 log = logging.getLogger("tessera")
 
@@ -51,13 +53,14 @@ def serve(
         began: `time.perf_counter()` at the start of the command; None means now.
     """
     began = time.perf_counter() if began is None else began
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     disable_tokenizer_threads()
     try:
         model_path, model_config = find_model(settings)
         listeners = listen(settings.host, settings.port, settings.frontends)
         tokenizer_path = _tokenizer_path(settings, model_path)
-    except (ModelError, StartupError, ListenError) as error:
+        keys = api_keys(settings)
+    except (ModelError, StartupError, ListenError, ApiKeyError) as error:
         fail(str(error))
     # Until the event loop handles SIGTERM, exit through the `finally` blocks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -66,6 +69,9 @@ def serve(
         eos_token_ids=model_config.eos_token_ids,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
+        api_keys=keys,
+        cors_allow_origins=settings.cors_allow_origin,
+        access_log=settings.access_log,
     )
     engine_type = EngineHub if settings.frontends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
@@ -78,7 +84,9 @@ def serve(
                 spawned,
             )
             engine.launch()  # before the HTTP libraries are imported
-        front_ends = _create_front_ends(engine, listeners, tokenizer_path, limits)
+        front_ends = _create_front_ends(
+            engine, listeners, tokenizer_path, limits, settings.log_format
+        )
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
             runner.run(_serve(engine, front_ends, listeners[0], began))
@@ -119,12 +127,13 @@ def _create_front_ends(
     listeners: list[socket.socket],
     tokenizer_path: Path,
     limits: HTTPConfig,
+    log_format: LogFormat,
 ) -> FrontEndPool | _SingleFrontEnd:
     # Imported here so that the engine process starts first.
     if isinstance(engine, EngineHub):
         from server.cli.front_end_pool import FrontEndPool  # noqa: PLC0415
 
-        return FrontEndPool(engine, listeners, tokenizer_path, limits)
+        return FrontEndPool(engine, listeners, tokenizer_path, limits, log_format)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415

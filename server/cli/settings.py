@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ ENV_PREFIX = "TESSERA_"
 _KUBERNETES = re.compile(
     r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
+_is_key = re.compile(r"[!-+\--~]+").fullmatch  # visible ASCII without the comma
+_is_origin = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+").fullmatch
 
 
 class Settings(BaseModel):
@@ -129,6 +132,29 @@ class Settings(BaseModel):
         description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    api_key: tuple[str, ...] = Field(
+        (),
+        repr=False,
+        description="key that requests must have, as Authorization: Bearer KEY or X-API-Key: KEY; several by repeating "
+        "the flag or separated by commas; without a key the service is open to all; other users of the machine can see "
+        "flags, so prefer the variable or --api-key-file",
+    )
+    api_key_file: Path | None = Field(
+        None,
+        description="file of further keys, one on each line; empty lines and lines that begin with # are ignored",
+    )
+    cors_allow_origin: tuple[str, ...] = Field(
+        (),
+        description="origin, such as https://example.com, whose pages may use the service from a browser; several as "
+        "with --api-key; * for all; without one no CORS headers are sent",
+    )
+    access_log: bool = Field(
+        True,
+        description="log a line for each request; those of probes (/health, /ping, /metrics) at level debug",
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="lines for people, or a JSON object per line"
+    )
     engine_hang_seconds: float = Field(
         300.0,
         gt=0,
@@ -142,6 +168,24 @@ class Settings(BaseModel):
         False,
         description="start although an environment variable that begins with TESSERA_ is not one of a setting",
     )
+
+    @field_validator("api_key")
+    @classmethod
+    def _keys_fit_in_a_header(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return check_keys(keys)
+
+    @field_validator("cors_allow_origin")
+    @classmethod
+    def _origins_have_no_path(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not _is_origin(origin):
+                raise PydanticCustomError(
+                    "origin",
+                    "{origin} is not an origin: it must be * or a scheme, a host and possibly a port, such as "
+                    "https://example.com:8443, without a path",
+                    {"origin": repr(origin)},
+                )
+        return origins
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:
@@ -201,6 +245,20 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 def client_api_key() -> str | None:
     """Return the API key for requests to a service: the first in the variable that gives the service its keys."""
     return os.environ.get(ENV_PREFIX + "API_KEY", "").partition(",")[0].strip() or None
+def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return API keys unchanged.
+
+    Raises:
+        PydanticCustomError: a key could not be sent in a header. The message does not show it.
+    """
+    for number, key in enumerate(keys, 1):
+        if not _is_key(key):
+            raise PydanticCustomError(
+                "api_key",
+                "key {number} is empty or has characters other than visible ASCII without commas",
+                {"number": number},
+            )
+    return keys
 
 
 def environment_variable(field: str) -> str:

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server.http import service_routes
+from server.http import abort, service_routes
 from server.http.context import AppContext
 from server.http.dialects.tgi.routes import TGI
+from server.http.direct_route import DirectRoute
+from server.http.docs_page import routes as docs_page
+from server.http.edge.stack import install_edge
 from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
 from server.http.responses import install_error_handlers
@@ -48,22 +51,30 @@ def create_app(
         title="Tessera",
         version=version(),
         description="Text generation with a small decoder model.",
+        docs_url=None,  # loads its scripts from another host; `docs_page` does not
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = DirectRoute
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
     metrics = Metrics(client, config, version(), endpoints, counters)
     context = AppContext(client, tokenizer, config, metrics)
     for dialect in DIALECTS:
         dialect.install(app, context)
     service_routes.install(app, context, DIALECTS[-1].error_reply)
+    docs_page.install(app)
+    abort.install(app, context, DIALECTS[-1].error_reply)
     install_error_handlers(app, _render_error)
     install_openapi(
         app,
         [body for dialect in DIALECTS for body in dialect.bodies],
-        [*service_routes.REPLIES, *(reply for dialect in DIALECTS for reply in dialect.replies)],
+        [
+            *service_routes.REPLIES,
+            *abort.RECORDS,
+            *(reply for dialect in DIALECTS for reply in dialect.replies),
+        ],
     )
+    install_edge(app, config, _render_error)
     return app
 
 

@@ -14,7 +14,12 @@ import msgspec
 from model.text.detokenizer import IncrementalDetokenizer
 from model.text.stop import StopChecker
 from server.engine.core.request import FinishReason
-from server.errors import GenerationError, IncompleteGenerationError
+from server.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    GenerationError,
+    IncompleteGenerationError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +91,7 @@ class Completion:
 
     Attributes:
         num_tokens: tokens so far.
-        finish_reason: `EOS`, `STOP` or `LENGTH`; None until the completion ends.
+        finish_reason: `EOS`, `STOP`, `LENGTH` or `TIMEOUT`; None until the completion ends.
         logprob_sum: sum of the log-probabilities of all tokens; set by `finish`.
         tokens: set by `finish` if its `keep_tokens` is true.
         context_free: whether the text of the next token depends only on that token. If this is true both before and
@@ -142,8 +147,7 @@ class Completion:
             The text that it adds; see `Token.text`.
 
         Raises:
-            GenerationError: the event reports an error of the engine.
-            IncompleteGenerationError: the event ends the sequence before it is complete.
+            GenerationError: the event ends the sequence before it is complete; its type says why.
         """
         token_id, reason = event.token_id, event.finish_reason
         if token_id is None or reason is FinishReason.ERROR or reason is FinishReason.ABORT:
@@ -275,4 +279,8 @@ class _StopFilter:
 def _failure(event: TokenEvent) -> GenerationError:
     if event.finish_reason is FinishReason.ERROR:
         return GenerationError(event.error or "unknown reason")
+    if event.finish_reason is FinishReason.ABORT:
+        return AbortedError()
+    if event.finish_reason is FinishReason.TIMEOUT:
+        return DeadlineExceededError()
     return IncompleteGenerationError()

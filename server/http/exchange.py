@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from server.errors import IncompleteGenerationError, TesseraError, UnavailableError
+from server.errors import AbortedError, TesseraError, UnavailableError
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
+from server.http.request_id import RequestFigures, current_request
 from server.http.responses import error_response, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
@@ -118,11 +120,13 @@ class Exchange(Response):
         Raises:
             TesseraError: raised before anything was sent; the application's error handler responds.
         """
+        request = current_request()
         try:
             with RequestRecord(self._context.metrics, self._endpoint) as record:
+                request.figures = functools.partial(_figures, record, None)
                 await self._serve(scope, receive, send, record)
         except ClientDisconnectedError:
-            pass  # no response can be sent
+            request.disconnected = True  # no response can be sent
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
@@ -132,6 +136,7 @@ class Exchange(Response):
         answer = self._parse(await read_json(scope, receive, context.config), info)
         with context.admit(answer.num_sequences, info):
             generation = await answer.generate()
+            current_request().figures = functools.partial(_figures, record, generation)
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
@@ -167,7 +172,7 @@ class Exchange(Response):
         """Wait for the completions of an answer that is not a stream."""
         try:
             await generation.finish(record)
-        except IncompleteGenerationError:
+        except AbortedError:
             if watch.gone:
                 raise ClientDisconnectedError from None
             raise
@@ -177,3 +182,20 @@ class Exchange(Response):
             response = error_response(error, self._dialect.render_error(error))
             await response(scope, receive, send)
             raise
+
+
+def _figures(record: RequestRecord, generation: Generation | None) -> RequestFigures:
+    """Return what the access log shows of a request. `generation` is None if nothing was submitted to the engine."""
+    ttft, outcome = record.first_token_seconds, record.outcome
+    ttft_ms = None if ttft is None else 1000 * ttft
+    name = None if outcome is None else outcome.value
+    if generation is None:
+        return RequestFigures(None, None, None, None, ttft_ms, name)
+    return RequestFigures(
+        generation.prompt_tokens,
+        generation.cached_tokens,
+        generation.completion_tokens,
+        1000 * generation.queue_seconds,
+        ttft_ms,
+        name,
+    )

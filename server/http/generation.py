@@ -10,15 +10,19 @@ import msgspec
 
 from server.engine.core.request import GenerateRequest
 from server.http.completion import Completion
+from server.http.request_id import current_request
+from server.http.request_options import RequestOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from model.sampling.parameters import SamplingParams
     from server.http.completion import Prompt, StopStrings
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
 
 _SEEDS = 2**64
+_DEFAULTS = RequestOptions()
 
 
 class Timings(NamedTuple):
@@ -47,6 +51,7 @@ class Generation:
             further one the next higher seed.
         stop: strings that end a completion.
         keep_tokens: whether `finish` keeps the tokens in addition to the text.
+        options: how the engine schedules the completions.
 
     Attributes:
         completions: in order of the prompts.
@@ -66,16 +71,34 @@ class Generation:
         completions_per_prompt: int = 1,
         stop: StopStrings,
         keep_tokens: bool = False,
+        options: RequestOptions = _DEFAULTS,
     ) -> None:
         self.submitted = time.perf_counter()
         self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         self.completions: list[Completion] = []
         self._per_prompt = completions_per_prompt
         self._keep_tokens = keep_tokens
+        request = current_request()
+        deadline = None
+        if options.timeout_ms is not None:
+            deadline = request.arrived + options.timeout_ms / 1000
         try:
             for prompt in prompts:
                 for i in range(completions_per_prompt):
-                    self.completions.append(_submit(context, prompt, i, stop))
+                    sampling = _sampling(prompt, i)
+                    submitted = GenerateRequest(
+                        request_id=context.client.next_request_id(),
+                        prompt_token_ids=prompt.token_ids,
+                        sampling=sampling,
+                        external_id=request.id,
+                        priority=options.priority,
+                        deadline=deadline,
+                        cache_salt=options.cache_salt,
+                    )
+                    stream = context.submit(submitted)  # first, so that the engine can start
+                    self.completions.append(
+                        Completion(context.tokenizer, prompt, stream, sampling.seed, stop)
+                    )
         except BaseException:
             self.abort()
             raise
@@ -148,14 +171,9 @@ class Generation:
         )
 
 
-def _submit(context: AppContext, prompt: Prompt, index: int, stop: StopStrings) -> Completion:
+def _sampling(prompt: Prompt, index: int) -> SamplingParams:
+    """Return the sampling parameters of a prompt's completion: each has a seed of its own."""
     sampling = prompt.sampling
     if index:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)
-    request = GenerateRequest(
-        request_id=context.client.next_request_id(),
-        prompt_token_ids=prompt.token_ids,
-        sampling=sampling,
-    )
-    stream = context.submit(request)  # first, so that the engine can start
-    return Completion(context.tokenizer, prompt, stream, sampling.seed, stop)
+    return sampling

@@ -30,6 +30,8 @@ _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
     errors.UnavailableError,
 )
 _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
+    errors.AbortedError,
+    errors.DeadlineExceededError,
     errors.GenerationError,
     errors.OverloadedError,
     errors.IncompleteGenerationError,
@@ -42,7 +44,7 @@ def describe_service_route(reply: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def describe_route(
-    body: type[BaseModel],
+    body: type[BaseModel] | type[msgspec.Struct],
     error_reply: type[msgspec.Struct],
     reply: Any = None,  # noqa: ANN401 - a record or a list of records
     events: type[msgspec.Struct] | None = None,

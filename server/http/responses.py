@@ -16,6 +16,7 @@ from server.errors import (
     MethodNotAllowedError,
     NotFoundError,
     TesseraError,
+    UnauthorizedError,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def error_response(error: TesseraError, body: ErrorBody) -> Response:
         response.headers["retry-after"] = str(error.retry_after)
     if isinstance(error, MethodNotAllowedError):
         response.headers["allow"] = ", ".join(error.allowed)
+    if isinstance(error, UnauthorizedError):
+        response.headers["www-authenticate"] = "Bearer"
     if isinstance(error, _CLOSING):
         response.headers["connection"] = "close"
     return response

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from server.http.edge.access_log import MAX_DELAY_SECONDS
 from server.http.fair_start import FairStart
 from server.http.transport import DirectWriterMiddleware, HTTP11Protocol
 
@@ -65,3 +66,4 @@ class HTTPServer(uvicorn.Server):
     async def run_until_stopped(self, listener: socket.socket) -> None:
         """Serve on a bound socket; return when every connection is closed."""
         await self.serve(sockets=[listener])
+        await asyncio.sleep(2 * MAX_DELAY_SECONDS)  # for the last lines of the access log

@@ -20,6 +20,7 @@ from server.errors import (
     IncompleteGenerationStreamError,
     TesseraError,
 )
+from server.http.metrics.records import outcome_of
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError
 
@@ -75,7 +76,7 @@ class TokenSender:
 
     Attributes:
         ended: whether the last frame was written.
-        failed: whether that frame is an error.
+        failure: the error that this frame reports; None if it is not an error.
     """
 
     generation: Generation
@@ -84,7 +85,7 @@ class TokenSender:
     record: RequestRecord
     watch: ClientWatch
     ended: bool = False
-    failed: bool = False
+    failure: TesseraError | None = None
 
     async def run(self) -> None:
         """Send all completions; errors become the last frame.
@@ -106,15 +107,15 @@ class TokenSender:
         except Exception:
             log.exception("a stream failed")
             await self._fail(TesseraError())
-        if self.failed:
-            self.record.finish(Outcome.ERROR)
+        if self.failure is not None:
+            self.record.finish(outcome_of(self.failure))
 
     async def _fail(self, error: TesseraError) -> None:
         self.out.write(self._render_failure(error), more=False)
         await self.out.drain()
 
     def _render_failure(self, error: TesseraError) -> bytes:
-        self.ended = self.failed = True
+        self.ended, self.failure = True, error
         return self.renderer.fail(error)
 
     async def _follow(self, completion: Completion) -> None:
@@ -123,7 +124,7 @@ class TokenSender:
         while completion.finish_reason is None and not self.ended:
             await completion.stream.follow(take)
             await self.out.drain()
-        if self.failed:
+        if self.failure is not None:
             self.generation.abort()  # ends the other completions too
         else:
             completion.stream.abort()  # the engine does not search for stop strings
@@ -150,7 +151,7 @@ class TokenSender:
                 frames.append(self._render_failure(error))
             if watch.gone:
                 raise ClientDisconnectedError
-            if not self.failed:
+            if self.failure is None:
                 clock.tokens(len(events))
             data = frames[0] if len(frames) == 1 else b"".join(frames)
             ready = write(data, more=not self.ended) if data or self.ended else True

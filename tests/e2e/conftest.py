@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,10 +26,12 @@ class Service:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        # Not a pipe: nobody reads it while the service runs, and the access log would fill it.
+        self._log = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 - as long as the service
         self.process = subprocess.Popen(
             [sys.executable, "-m", "server.cli.main", "serve", f"--port={self.port}", *arguments],
             env=os.environ | dict(environment),
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
         )
         self.started = time.monotonic()
@@ -39,7 +42,7 @@ class Service:
             with contextlib.suppress(httpx.TransportError):
                 if CLIENT.get(f"{self.url}/health").status_code == 200:
                     return
-            assert self.process.poll() is None, self.process.stderr.read()
+            assert self.process.poll() is None, self.log()
             time.sleep(0.02)
         raise AssertionError(f"not healthy within {seconds} s")
 
@@ -60,9 +63,14 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.communicate(timeout=20)[1]
+            self.process.wait(timeout=20)
+            return self.log()
         finally:
             self.process.kill()
+
+    def log(self):
+        """Return what the service has written to standard error so far."""
+        return Path(self._log.name).read_text()
 
 
 def _command(pid):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -33,13 +34,15 @@ class FrontEndService:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-c", SCRIPT, behaviour, "--frontends=2", f"--port={self.port}"]
-        self.process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+        # Not a pipe: nobody reads it while the service runs, and the access log would fill it.
+        self._log = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 - as long as the service
+        self.process = subprocess.Popen([*command, *arguments], stderr=self._log, text=True)
 
     def wait_until_healthy(self, seconds=90.0):
         until(lambda: self.health() == 200, seconds)
 
     def health(self):
-        assert self.process.poll() is None, self.process.stderr.read()
+        assert self.process.poll() is None, self.log()
         with contextlib.suppress(httpx.TransportError):
             return httpx.get(f"{self.url}/health").status_code
         return None
@@ -92,9 +95,14 @@ class FrontEndService:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.communicate(timeout=30)[1]
+            self.process.wait(timeout=30)
+            return self.log()
         finally:
             self.process.kill()
+
+    def log(self):
+        """Return what the service has written to standard error so far."""
+        return Path(self._log.name).read_text()
 
 
 def until(condition, seconds=40.0):
@@ -182,6 +190,65 @@ def test_an_abort_on_one_front_end_does_not_affect_the_other(service, clients):
     assert service.metric("tessera_requests_in_flight") == 0
 
 
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+def test_requests_on_either_front_end_can_be_aborted_through_the_other(service, clients, route):
+    def run(client, request_id):
+        reply = client.post(route, json=body(400), headers={"X-Request-Id": request_id})
+        return reply.text.rstrip().split("data:")[-1]
+
+    asking, other = (httpx.Client(base_url=service.url) for _ in range(2))
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        first, second, third = (
+            pool.submit(run, client, request_id)
+            for client, request_id in ((clients[0], "a"), (clients[1], "b"), (other, "c"))
+        )
+        until(lambda: service.metric("tessera_requests_running") == 3)
+        reply = asking.post("/abort", json={"request_ids": ["a", "b", "nobody"]}).json()
+        assert reply == {"aborted": ["a", "b"], "not_found": ["nobody"]}
+        ends = [json.loads(task.result()) for task in (first, second)]
+        assert [end["error_type"] for end in ends] == ["aborted", "aborted"]
+        assert not third.done()
+
+        assert asking.post("/abort", json={"all": True}).json()["aborted"] == ["c"]
+        assert json.loads(third.result())["error_type"] == "aborted"
+    until(lambda: service.metric("tessera_requests_running") == 0)
+    until(lambda: service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks"))
+    assert asking.post("/abort", json={"request_id": "a"}).json()["not_found"] == ["a"]
+    asking.close()
+    other.close()
+
+
+def test_both_front_ends_log_requests_check_keys_and_pass_options_on():
+    service = FrontEndService(
+        "slow", "--api-key=sesame", "--log-format=json", "--cors-allow-origin=https://a.example"
+    )
+    try:
+        service.wait_until_healthy()
+        for i, client in enumerate(service.one_client_each().values()):
+            assert client.post("/generate", json=body(3)).status_code == 401
+            request = body(200) | {"parameters": {"max_new_tokens": 200, "timeout_ms": 400}}
+            headers = {
+                "X-API-Key": "sesame",
+                "X-Request-Id": f"job {i}",
+                "Origin": "https://a.example",
+            }
+            reply = client.post("/generate", json=request, headers=headers)
+            assert reply.status_code == 200
+            assert reply.headers["access-control-allow-origin"] == "https://a.example"
+            client.close()
+    finally:
+        log = service.stop()
+    entries = [json.loads(line) for line in log.splitlines()]
+    lines = [entry for entry in entries if entry["logger"] == "tessera.access"]
+    answered = {line["request_id"]: line for line in lines if line["status"] == 200}
+    assert set(answered) == {"job 0", "job 1"}
+    for line in answered.values():
+        assert line["outcome"] == "timeout"
+        assert 1 <= line["output_tokens"] <= 9
+    assert [line["status"] for line in lines].count(401) == 2
+    assert "sesame" not in log
+
+
 def test_a_killed_engine_ends_the_requests_of_both_and_restarts(service, clients):
     tokens = service.metric("tessera_generation_tokens_total")
     restarts = service.metric("tessera_engine_restarts_total")
@@ -266,7 +333,7 @@ def test_all_processes_end_when_the_service_is_killed():
     children = service.children("server.cli.front_end") + service.children("fake_engine")
 
     service.process.kill()
-    service.process.communicate()
+    service.process.wait()
 
     assert len(children) == 3
     until(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()])
@@ -275,10 +342,10 @@ def test_all_processes_end_when_the_service_is_killed():
 def test_an_engine_that_cannot_start_ends_the_service():
     service = FrontEndService("fail")
 
-    log = service.process.communicate(timeout=30)[1]
+    service.process.wait(timeout=30)
 
     assert service.process.returncode == 1
-    assert "shard 2 is truncated" in log
+    assert "shard 2 is truncated" in service.log()
 
 
 def test_a_port_in_use_is_refused_even_if_it_could_be_shared():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.link.client import EngineUnavailableError
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineState, matches
 from server.engine.link.request_stream import RequestStream
 from tests.plans import PLAN
 
@@ -72,6 +72,7 @@ class FakeEngine:
         self.aborted: list[int] = []
         self.abort_seen = asyncio.Event()
         self.running: set[int] = set()
+        self.streams: list[RequestStream] = []
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,7 +84,8 @@ class FakeEngine:
             raise EngineUnavailableError(self.state, self.phase)
         self.requests.append(request)
         self.running.add(request.request_id)
-        stream = RequestStream(request.request_id, self.abort)
+        stream = RequestStream(request.request_id, self.abort, request.external_id)
+        self.streams.append(stream)
         task = asyncio.get_running_loop().create_task(self._play(request, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -97,6 +99,14 @@ class FakeEngine:
         self.aborted.append(request_id)
         self.running.discard(request_id)
         self.abort_seen.set()
+
+    async def abort_external(self, external_ids: Set[str] | None) -> set[str]:
+        found = [
+            s for s in self.streams if not s._finished and matches(s.external_id, external_ids)
+        ]
+        for stream in found:
+            stream.abort()
+        return {stream.external_id for stream in found}
 
 
 def put(stream: RequestStream, *events: TokenEvent) -> None:

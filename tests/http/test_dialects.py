@@ -280,4 +280,4 @@ async def test_records_of_a_dialect_are_in_the_openapi_document(post):
     document = (await post("GET", "/openapi.json")).json()
 
     assert {"WriteBody", "WriteReply", "WriteError"} <= set(document["components"]["schemas"])
-    assert json.dumps(document["paths"][PATH]).count("schemas/WriteError") == 9
+    assert json.dumps(document["paths"][PATH]).count("schemas/WriteError") == 11

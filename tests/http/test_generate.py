@@ -364,9 +364,9 @@ async def test_an_engine_error_is_a_failed_generation(generate, engine):
     }
 
 
-async def test_a_generation_that_is_aborted_is_incomplete(generate, engine):
+async def test_a_generation_that_ends_without_a_finish_reason_is_incomplete(generate, engine):
     async def script(_engine, _request, stream):
-        put(stream, event(1), event(None, FinishReason.ABORT))
+        put(stream, event(1), event(None))
 
     engine.script = script
 

@@ -131,7 +131,7 @@ async def test_the_document_declares_body_replies_and_errors(client, path):
         "$ref": "#/components/schemas/GenerateBody"
     }
     assert set(route["responses"]) == {
-        "200", "400", "408", "413", "415", "422", "424", "429", "500", "503",
+        "200", "400", "408", "413", "415", "422", "424", "429", "499", "500", "503", "504",
     }  # fmt: skip
     content = set(route["responses"]["200"]["content"])
     assert (

@@ -119,7 +119,7 @@ async def test_an_incomplete_stream_ends_with_an_error_event(client, engine):
     async def script(_engine, _request, stream):
         put(stream, event(1))
         await asyncio.sleep(0)
-        put(stream, event(None, FinishReason.ABORT))
+        put(stream, event(None))
 
     engine.script = script
 

@@ -105,6 +105,8 @@ class Engine:
         self._runner = runner
         self._channel = channel
         self._arrivals: dict[int, float] = {}
+        self._deadlines: dict[int, float] = {}
+        self._next_deadline = math.inf  # at most the earliest of them
         self._prompt_logprobs: dict[int, list[float]] = {}
         self._runs_ahead = runs_ahead
         self._launched: _Step | None = None
@@ -156,6 +158,8 @@ class Engine:
     def step(self) -> None:
         """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
         before, self._launched = self._launched, None
+        if self._deadlines:
+            self._end_expired()
         if self._scheduler.has_work and (before is None or before.pending.feeds_next):
             self._launched = self._launch()
         if before is not None:
@@ -220,6 +224,22 @@ class Engine:
             self._send([(request.request_id, event)], [], {})
         else:
             self._arrivals[request.request_id] = time.monotonic()
+            if request.deadline is not None:
+                self._deadlines[request.request_id] = request.deadline
+                self._next_deadline = min(self._next_deadline, request.deadline)
+
+    def _end_expired(self) -> None:
+        """End the sequences whose deadline has passed, before a step could compute them."""
+        now = time.monotonic()
+        if now < self._next_deadline:
+            return
+        events = []
+        for request_id, deadline in self._deadlines.items():
+            if deadline <= now and (event := self._scheduler.expire(request_id)) is not None:
+                events.append((request_id, event))
+        if events:
+            self._publish(events, [], {})
+        self._next_deadline = min(self._deadlines.values(), default=math.inf)
 
     def _abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -230,6 +250,7 @@ class Engine:
     def _forget(self, request_id: int) -> None:
         self._runner.forget(request_id)
         self._arrivals.pop(request_id, None)
+        self._deadlines.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
     def _note_started(self, output: SchedulerOutput) -> list[SequenceStarted]:

@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
         cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
         log_level: name of a logging level.
+        log_format: "text" or "json".
     """
 
     model_path: str
@@ -56,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     cpu_threads: int | None = None
     log_level: str = "info"
+    log_format: Literal["text", "json"] = "text"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

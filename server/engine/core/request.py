@@ -22,30 +22,43 @@ class FinishReason(enum.IntEnum):
     LENGTH = 3
     """The output reached the request's token limit or the end of the model's context."""
     ABORT = 4
-    """The client disconnected or asked to stop."""
+    """The client disconnected, or the request was aborted by its id."""
     ERROR = 5
     """The engine could not continue the sequence; `TokenEvent.error` says why."""
+    TIMEOUT = 6
+    """The request's deadline passed."""
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
+class GenerateRequest(
+    msgspec.Struct, frozen=True, kw_only=True, tag="generate", omit_defaults=True
+):
     """A request to continue one prompt.
 
     Attributes:
         request_id: unique among all requests of the front end that made it.
         prompt_token_ids: at least one token id, each in [0, vocab_size).
         sampling: how tokens are chosen.
+        external_id: the id that the client knows it by; several requests may have the same one. Empty for none.
+        priority: the scheduler serves requests with a lower number first.
+        deadline: when the request ends, complete or not: `time.monotonic` seconds, which all processes of a machine
+            share. None for never.
+        cache_salt: the request uses only cached blocks of requests with an equal salt.
     """
 
     request_id: int
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    external_id: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generated token of a request, or the end of the request.
 
     Attributes:
-        token_id: None if the sequence ended without a new token (abort, error).
+        token_id: None if the sequence ended without a new token (abort, error, timeout).
         logprob: natural logarithm of the token's probability under the unmodified logits; None unless requested.
         top_tokens: (token id, log-probability), most likely first.
         finish_reason: set only on the last event of a request.

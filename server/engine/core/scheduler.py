@@ -5,10 +5,12 @@ Pure bookkeeping without tensors or clocks: a step is a list of (sequence, numbe
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import bisect
+from collections import deque
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
@@ -20,6 +22,9 @@ from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerO
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+
+_rank = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +40,24 @@ class _Failed:
 class Scheduler:
     """Owns the waiting queue and the running list, and decides what each step computes.
 
-    Every running sequence computes its known tokens that are not computed yet, oldest sequence
-    first. Waiting sequences join in order of arrival, within the limits of tokens, sequences and
-    blocks. There are no prefill and decode phases: a decoding sequence is a sequence with a single
-    token left to compute.
+    Sequences have an order: lower priority numbers first, then earlier arrivals. Every running
+    sequence computes its known tokens that are not computed yet, first sequence first, and gets at
+    least one token of each step. Waiting sequences join in order, within the limits of tokens,
+    sequences and blocks. There are no prefill and decode phases: a decoding sequence is a sequence
+    with a single token left to compute.
+
+    Priorities are strict: a sequence waits as long as sequences with lower numbers keep coming and
+    fill the limits. A waiting sequence never preempts a running one.
 
     Admission: a sequence is admitted if blocks are free for all its known tokens and one more token.
     It gets these blocks at once, so a prompt in chunks never waits for blocks half way. One further
     block must stay free for each running sequence that may still grow; otherwise the new sequence
     would soon be preempted and its work lost.
 
-    Preemption: if no block is free for the next token of a running sequence, the youngest running
-    sequence loses all its blocks and returns to the front of the queue until its whole context fits
-    again. That step admits no sequence. The oldest sequence therefore always advances, and every
-    sequence eventually is the oldest.
+    Preemption: if no block is free for the next token of a running sequence, the last running
+    sequence loses all its blocks and returns to its place in the queue until its whole context fits
+    again. That step admits no sequence. The first running sequence therefore always advances, and
+    of sequences with one priority each eventually is the first.
 
     Only the engine's loop calls it, from one thread. The life of a step:
 
@@ -62,10 +71,9 @@ class Scheduler:
     sequences, so it may schedule a row for a finished sequence; the result of that row is ignored.
     A block may be freed and allocated again meanwhile, because the device computes steps in order.
 
-    Invariants (`check_invariants`): running sequences are older than waiting ones, and both lists
-    are in order of arrival. Exactly the running sequences own blocks. All running sequences except
-    the youngest and those whose last token is in flight need less than the token budget together, so
-    each of them gets at least one token.
+    Invariants (`check_invariants`): both lists are in order, and of sequences with one priority,
+    running ones come before waiting ones. Exactly the running sequences own blocks. Every running
+    sequence has a token left to compute, unless its last one is in flight.
 
     Attributes:
         num_steps: steps scheduled so far.
@@ -87,7 +95,7 @@ class Scheduler:
         self.num_generated_tokens = 0
         self._num_arrivals = 0
         self._live: dict[int, Sequence] = {}
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
         self._started: deque[SchedulerOutput] = deque()
@@ -114,7 +122,7 @@ class Scheduler:
         return min(self.config.max_model_len, manager.num_blocks * manager.block_size)
 
     def add(self, sequence: Sequence) -> None:
-        """Append a new sequence to the queue.
+        """Put a new sequence into the queue.
 
         Raises:
             CapacityError: its prompt and max_new_tokens exceed `max_total_tokens`.
@@ -127,10 +135,10 @@ class Scheduler:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
         if sequence.request_id in self._live:
             raise DuplicateRequestError(sequence.request_id)
-        sequence.arrival = self._num_arrivals
+        sequence.rank = (sequence.priority, self._num_arrivals)
         self._num_arrivals += 1
         self._live[sequence.request_id] = sequence
-        self._waiting[sequence.request_id] = sequence
+        bisect.insort(self._waiting, sequence, key=_rank)
 
     def abort(self, request_id: int) -> Sequence | None:
         """End a sequence in any state and free its blocks.
@@ -143,10 +151,25 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
-        if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-        self._finish(sequence, FinishReason.ABORT)
+        self._remove(sequence, FinishReason.ABORT)
         return sequence
+
+    def expire(self, request_id: int) -> TokenEvent | None:
+        """End a sequence whose deadline has passed: with its next token if it has output and runs, else now.
+
+        Called before each `schedule` until the sequence has ended: it may be preempted before its next token.
+
+        Returns:
+            The event for the client if the sequence has ended.
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.num_output_tokens and sequence.status is SequenceStatus.RUNNING:
+            sequence.is_expired = True
+            return None
+        self._remove(sequence, FinishReason.TIMEOUT)
+        return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens that the next step computes, and allocate their blocks."""
@@ -156,16 +179,19 @@ class Scheduler:
         first_scheduled: list[Sequence] = []
         budget = self.config.max_num_batched_tokens
         block_size = self.block_manager.block_size
+        # One token of the budget is kept for each sequence that follows.
+        num_following = len(self._running)
         # A preemption removes the last sequence of the list during this loop, never one that the
         # loop has already passed.
         for sequence in self._running:
+            num_following -= 1
             start = sequence.num_computed_tokens
             num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
             if num_known == sequence.max_num_tokens:
                 continue  # its last token is in flight
             num_tokens = num_known - start
-            if num_tokens > budget:
-                num_tokens = budget
+            if num_tokens > budget - num_following:
+                num_tokens = budget - num_following
             stop = start + num_tokens
             if stop > len(sequence.block_table) * block_size and not self._reserve_blocks(
                 sequence, stop, preempted
@@ -254,13 +280,17 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert the invariants. Slow: for tests and idle times."""
-        running, waiting = self._running, list(self._waiting.values())
-        arrivals = [sequence.arrival for sequence in running + waiting]
-        assert arrivals == sorted(arrivals), "sequences out of order"
+        running, waiting = self._running, self._waiting
+        for sequences in (running, waiting):
+            ranks = [sequence.rank for sequence in sequences]
+            assert ranks == sorted(ranks), "sequences out of order"
+        last_running = {sequence.priority: sequence.rank for sequence in running}
+        for sequence in waiting:
+            rank = last_running.get(sequence.priority)
+            assert rank is None or rank < sequence.rank, f"{sequence} was overtaken"
         assert len(running) <= self.config.max_num_seqs
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in running)
-        for request_id, sequence in self._waiting.items():
-            assert request_id == sequence.request_id
+        for sequence in waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table, f"{sequence} waits and owns blocks"
         assert self._live == {sequence.request_id: sequence for sequence in running + waiting}
@@ -278,7 +308,6 @@ class Scheduler:
             if sequence.num_known_tokens < sequence.max_num_tokens
         ]
         assert all(count > 0 for count in num_remaining)
-        assert sum(num_remaining[:-1]) < self.config.max_num_batched_tokens
         assert self.block_manager.owners == set(running)
         self.block_manager.check_invariants()
 
@@ -292,12 +321,12 @@ class Scheduler:
         """Admit waiting sequences to a step that has `budget` tokens left."""
         running, waiting = self._running, self._waiting
         while budget and waiting and len(running) < self.config.max_num_seqs:
-            sequence = next(iter(waiting.values()))
+            sequence = waiting[0]
             if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
                 assert running, "`add` ensures that a sequence fits in an empty cache"
                 return
-            waiting.popitem(last=False)
-            running.append(sequence)
+            del waiting[0]
+            bisect.insort(running, sequence, key=_rank)
             sequence.status = SequenceStatus.RUNNING
             if sequence.first_scheduled_step is None:
                 sequence.first_scheduled_step = self.num_steps
@@ -365,10 +394,10 @@ class Scheduler:
         )
 
     def _reserve_blocks(self, sequence: Sequence, num_tokens: int, preempted: list[int]) -> bool:
-        """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt younger sequences if necessary.
+        """Allocate blocks for `num_tokens` tokens of a running sequence, and preempt later sequences if necessary.
 
         Returns:
-            False if the sequence was itself the youngest and was preempted.
+            False if the sequence was itself the last and was preempted.
         """
         while not self.block_manager.grow(sequence, num_tokens):
             victim = self._running.pop()
@@ -377,19 +406,24 @@ class Scheduler:
             victim.num_preemptions += 1
             self.num_preemptions += 1
             preempted.append(victim.request_id)
-            self._waiting[victim.request_id] = victim
-            self._waiting.move_to_end(victim.request_id, last=False)
+            bisect.insort(self._waiting, victim, key=_rank)
             if victim is sequence:
-                assert self._running, "`add` ensures that the oldest sequence fits in the cache"
+                assert self._running, "`add` ensures that the first sequence fits in the cache"
                 return False
         return True
+
+    def _remove(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence in any state."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+        self._finish(sequence, reason)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks; the caller removes it from the running list."""
         if sequence.status is SequenceStatus.RUNNING:
             self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
         else:
-            del self._waiting[sequence.request_id]
+            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank, key=_rank)]
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         del self._live[sequence.request_id]

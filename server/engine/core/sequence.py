@@ -41,10 +41,12 @@ class Sequence:
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
         cache_salt: only sequences with equal salts share cached blocks.
+        priority: sequences with a lower number are served first.
+        is_expired: whether its deadline has passed; it ends with its next token.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
         error: description of the error that ended the sequence; else None.
-        arrival: number of sequences added before it; the scheduler serves sequences in this order.
+        rank: its place in the scheduler's order: `priority`, then the number of sequences added before it.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
         first_scheduled_step: number of the first step that scheduled it; None before.
         num_preemptions: times it was preempted.
@@ -54,12 +56,12 @@ class Sequence:
 
     __slots__ = (
         "_end_token_ids",
-        "arrival",
         "block_table",
         "cache_salt",
         "error",
         "finish_reason",
         "first_scheduled_step",
+        "is_expired",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -68,13 +70,15 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens_in_flight",
         "prefix_link",
+        "priority",
+        "rank",
         "request_id",
         "sampling",
         "status",
         "token_ids",
     )
 
-    def __init__(self, request: GenerateRequest, cache_salt: str | None = None) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         sampling = request.sampling
         self.request_id = request.request_id
         self.token_ids = list(request.prompt_token_ids)
@@ -84,16 +88,18 @@ class Sequence:
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
         self.block_table: list[int] = []
         self.sampling = sampling
-        self.cache_salt = cache_salt
+        self.cache_salt = request.cache_salt
+        self.priority = request.priority
+        self.is_expired = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self.arrival = 0
+        self.rank = (request.priority, 0)
         self.num_cached_tokens = 0
         self.first_scheduled_step: int | None = None
         self.num_preemptions = 0
         self.num_linked_blocks = 0
-        self.prefix_link: int | str | None = cache_salt
+        self.prefix_link: int | str | None = request.cache_salt
         self._end_token_ids = frozenset(sampling.end_token_ids)
 
     @property
@@ -135,7 +141,7 @@ class Sequence:
 
         Returns:
             Why the sequence is complete now, or None if it continues. The model's own end tokens take
-            precedence over the request's stop tokens, and both over the length.
+            precedence over the request's stop tokens, both over the length, and all over an expired deadline.
         """
         token_ids = self.token_ids
         token_ids.append(token_id)
@@ -144,7 +150,9 @@ class Sequence:
             if num_before >= self.sampling.min_new_tokens:
                 is_eos = token_id in self.sampling.eos_token_ids
                 return FinishReason.EOS if is_eos else FinishReason.STOP
-        return FinishReason.LENGTH if len(token_ids) >= self.max_num_tokens else None
+        if len(token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.TIMEOUT if self.is_expired else None
 
     def __repr__(self) -> str:
         return (

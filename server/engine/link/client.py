@@ -13,12 +13,23 @@ import msgspec
 
 from server.engine.core.messages import AbortRequests, EngineStats, StepMessage
 from server.engine.core.request import FinishReason, TokenEvent
-from server.engine.link.protocol import Attached, EngineState, EngineStatus, HubMessage
+from server.engine.link.protocol import (
+    AbortExternal,
+    AbortStreams,
+    Attached,
+    EngineState,
+    EngineStatus,
+    ExternalAborted,
+    HubMessage,
+    matches,
+)
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.sockets import Connection
 from server.engine.link.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
 
@@ -65,7 +76,7 @@ class EngineHandle:
         if self.state is not EngineState.READY:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
         self._send(request)
-        stream = RequestStream(request.request_id, self.abort)
+        stream = RequestStream(request.request_id, self.abort, request.external_id)
         self._streams[request.request_id] = stream
         return stream
 
@@ -73,6 +84,22 @@ class EngineHandle:
         """Make the engine drop a request; unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None:
             self._send(AbortRequests([request_id]))
+
+    async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
+        """Abort the requests with these external ids, whichever front end has submitted them.
+
+        Their streams end with `FinishReason.ABORT`.
+
+        Args:
+            external_ids: the ids; None for all requests that have one.
+
+        Returns:
+            The ids of the aborted requests.
+        """
+        streams = [s for s in self._streams.values() if matches(s.external_id, external_ids)]
+        for stream in streams:
+            stream.abort()
+        return {stream.external_id for stream in streams}
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         raise NotImplementedError
@@ -153,6 +180,8 @@ class RemoteEngine(EngineHandle):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(HubMessage)
         self._attached: asyncio.Future[None] | None = None
+        self._serials = itertools.count(1)
+        self._aborting: dict[int, asyncio.Future[set[str]]] = {}
 
     async def start(self) -> None:
         """Attach to the running event loop and wait for the hub's first status."""
@@ -167,7 +196,21 @@ class RemoteEngine(EngineHandle):
         self.state = EngineState.STOPPED
         self.phase = "shutting down"
         self._lose("the server is shutting down")
+        for reply in self._aborting.values():
+            reply.cancel()
         self._connection.close(linger_ms=100)  # for the aborts
+
+    async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
+        """Ask the hub, which knows the requests of all front ends. See `EngineHandle`."""
+        serial = next(self._serials)
+        reply: asyncio.Future[set[str]] = asyncio.get_running_loop().create_future()
+        self._aborting[serial] = reply
+        ids = None if external_ids is None else list(external_ids)
+        self._connection.send(self._encoder.encode(AbortExternal(serial, ids)))
+        try:
+            return await reply
+        finally:
+            del self._aborting[serial]
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         self._connection.send(self._encoder.encode(message))
@@ -181,8 +224,18 @@ class RemoteEngine(EngineHandle):
                 self.stats = steps[-1].stats
                 self._deliver(steps)
             else:
-                for status in group:
-                    self._update(status)
+                for message in group:
+                    self._handle(message)
+
+    def _handle(self, message: EngineStatus | AbortStreams | ExternalAborted) -> None:
+        if isinstance(message, EngineStatus):
+            self._update(message)
+        elif isinstance(message, AbortStreams):
+            for request_id in message.request_ids:
+                if stream := self._streams.get(request_id):
+                    stream.abort()
+        elif (reply := self._aborting.get(message.serial)) and not reply.done():
+            reply.set_result(set(message.external_ids))
 
     def _update(self, status: EngineStatus) -> None:
         self.state, self.phase = status.state, status.phase

@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.engine.core.messages import AbortRequests
-from server.engine.link.protocol import Attached, EngineState, EngineStatus
+from server.engine.link.protocol import (
+    AbortExternal,
+    AbortStreams,
+    Attached,
+    EngineState,
+    EngineStatus,
+    ExternalAborted,
+    matches,
+)
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.engine.link.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from server.engine.core.messages import EngineConfig, StepMessage
     from server.engine.link.sockets import Connection
@@ -36,9 +44,10 @@ class _RequestHeader(msgspec.Struct, frozen=True, tag="generate"):
     """The part of a `GenerateRequest` that forwarding it needs; the other fields are not decoded."""
 
     request_id: int
+    external_id: str = ""
 
 
-_FrontEndMessage = _RequestHeader | AbortRequests | Attached
+_FrontEndMessage = _RequestHeader | AbortRequests | AbortExternal | Attached
 
 
 @dataclass(eq=False, slots=True)
@@ -50,14 +59,19 @@ class FrontEndConnection:
         first_id: first request id of the front end.
         on_attached: called once the front end receives messages.
         attached: whether the front end receives messages.
-        request_ids: its requests in flight.
+        external_ids: of its requests in flight, by request id.
     """
 
     sockets: Connection
     first_id: int
     on_attached: Callable[[], None]
     attached: bool = False
-    request_ids: set[int] = field(default_factory=set)
+    external_ids: dict[int, str] = field(default_factory=dict)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drop requests that have ended; ids of other front ends are ignored."""
+        for request_id in request_ids:
+            self.external_ids.pop(request_id, None)
 
 
 class EngineHub(EngineSupervisor):
@@ -95,8 +109,8 @@ class EngineHub(EngineSupervisor):
         """Close the connection to a front end that has ended, and abort its requests."""
         self._front_ends.remove(front_end)
         front_end.sockets.close()
-        if front_end.request_ids:
-            self._send(AbortRequests(list(front_end.request_ids)))
+        if front_end.external_ids:
+            self._send(AbortRequests(list(front_end.external_ids)))
 
     def _close(self) -> None:
         for front_end in self._front_ends:
@@ -111,12 +125,25 @@ class EngineHub(EngineSupervisor):
                 front_end.sockets.send(self._status())
                 front_end.on_attached()
             elif isinstance(message, AbortRequests):
-                front_end.request_ids.difference_update(message.request_ids)
+                front_end.forget(message.request_ids)
                 self._send_encoded(data)
+            elif isinstance(message, AbortExternal):
+                self._abort_external(front_end, message)
             elif self.state is EngineState.READY:
                 # Otherwise the front end will receive the loss of the engine and end the request itself.
                 self._send_encoded(data)
-                front_end.request_ids.add(message.request_id)
+                front_end.external_ids[message.request_id] = message.external_id
+
+    def _abort_external(self, asking: FrontEndConnection, message: AbortExternal) -> None:
+        """Make the front ends abort their requests with these external ids, and report which there are."""
+        wanted = None if message.external_ids is None else frozenset(message.external_ids)
+        aborted: set[str] = set()
+        for front_end in self._front_ends:
+            found = {i: e for i, e in front_end.external_ids.items() if matches(e, wanted)}
+            if found:
+                front_end.sockets.send(self._encoder.encode(AbortStreams(list(found))))
+                aborted.update(found.values())
+        asking.sockets.send(self._encoder.encode(ExternalAborted(message.serial, list(aborted))))
 
     def _status(self, lost: str | None = None) -> bytes:
         return self._encoder.encode(
@@ -137,7 +164,7 @@ class EngineHub(EngineSupervisor):
                 front_end.sockets.send(data)
 
     def _has_requests(self) -> bool:
-        return any(front_end.request_ids for front_end in self._front_ends)
+        return any(front_end.external_ids for front_end in self._front_ends)
 
     def _on_steps(self, steps: list[tuple[bytes, StepMessage]]) -> None:
         for data, _ in steps:
@@ -145,14 +172,14 @@ class EngineHub(EngineSupervisor):
         for _, step in steps:
             if any(step.finish_reasons):
                 reasons = zip(step.request_ids, step.finish_reasons, strict=True)
-                ended = {request_id for request_id, reason in reasons if reason}
+                ended = [request_id for request_id, reason in reasons if reason]
                 for front_end in self._front_ends:
-                    front_end.request_ids -= ended
+                    front_end.forget(ended)
 
     def _on_change(self) -> None:
         self._broadcast(self._status())
 
     def _on_loss(self, error: str) -> None:
         for front_end in self._front_ends:
-            front_end.request_ids.clear()
+            front_end.external_ids.clear()
         self._broadcast(self._status(error))

@@ -90,7 +90,7 @@ def _listen(launches: queue.SimpleQueue[EngineLaunch]) -> None:
     launch = read_config(EngineLaunch)
     if launch is None:
         os._exit(0)
-    configure_logging(launch.config.log_level)
+    configure_logging(launch.config.log_level, launch.config.log_format)
     if launch.config.device != "cpu":
         threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
     launches.put(launch)

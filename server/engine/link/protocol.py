@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from server.engine.core.messages import EngineConfig, EngineInfo, EngineStats, StepMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 class EngineState(enum.Enum):
@@ -52,4 +56,44 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """A front end is ready to receive the hub's messages."""
 
 
-HubMessage = EngineStatus | StepMessage
+class AbortExternal(msgspec.Struct, frozen=True, tag="abort_external"):
+    """Abort requests of any front end by their external ids; from a front end to the hub.
+
+    Attributes:
+        serial: identifies the reply among those to the same front end.
+        external_ids: see `matches`.
+    """
+
+    serial: int
+    external_ids: list[str] | None
+
+
+class AbortStreams(msgspec.Struct, frozen=True, tag="abort_streams"):
+    """Abort these requests of the receiving front end; unknown ids are ignored."""
+
+    request_ids: list[int]
+
+
+class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
+    """The hub's reply to `AbortExternal`.
+
+    Attributes:
+        serial: of the message that it answers.
+        external_ids: of the requests that are being aborted.
+    """
+
+    serial: int
+    external_ids: list[str]
+
+
+HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted
+
+
+def matches(external_id: str, external_ids: Collection[str] | None) -> bool:
+    """Return whether a request is among those to abort.
+
+    Args:
+        external_id: of the request; empty if it has none.
+        external_ids: of the requests to abort; None means all that have one.
+    """
+    return bool(external_id) if external_ids is None else external_id in external_ids

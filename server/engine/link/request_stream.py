@@ -26,6 +26,7 @@ class RequestStream:
     Args:
         request_id: of the request.
         abort: called with the request id when the reader ends the request.
+        external_id: see `GenerateRequest`.
     """
 
     __slots__ = (
@@ -34,14 +35,18 @@ class RequestStream:
         "_finished",
         "_take",
         "_waiter",
+        "external_id",
         "num_cached_tokens",
         "prompt_logprobs",
         "queue_seconds",
         "request_id",
     )
 
-    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
+    def __init__(
+        self, request_id: int, abort: Callable[[int], None], external_id: str = ""
+    ) -> None:
         self.request_id = request_id
+        self.external_id = external_id
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.prompt_logprobs: list[float] | None = None

@@ -7,7 +7,13 @@ import time
 from typing import TYPE_CHECKING
 
 from server.engine.core.request import FinishReason
-from server.errors import ClientError, OverloadedError, UnavailableError
+from server.errors import (
+    AbortedError,
+    ClientError,
+    DeadlineExceededError,
+    OverloadedError,
+    UnavailableError,
+)
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError
 
@@ -21,6 +27,7 @@ _SUCCESSES = {
     FinishReason.LENGTH: Outcome.LENGTH,
     FinishReason.EOS: Outcome.EOS_TOKEN,
     FinishReason.STOP: Outcome.STOP_SEQUENCE,
+    FinishReason.TIMEOUT: Outcome.TIMEOUT,
 }
 
 
@@ -29,14 +36,14 @@ class TokenClock:
 
     Args:
         metrics: receives the measurements.
-        started: when the request was received, `time.perf_counter` seconds.
+        record: of the request.
     """
 
-    __slots__ = ("_last", "_metrics", "_started")
+    __slots__ = ("_last", "_metrics", "_record")
 
-    def __init__(self, metrics: Metrics, started: float) -> None:
+    def __init__(self, metrics: Metrics, record: RequestRecord) -> None:
         self._metrics = metrics
-        self._started = started
+        self._record = record
         self._last = 0.0
 
     def tokens(self, count: int) -> None:
@@ -45,7 +52,7 @@ class TokenClock:
         if self._last:
             self._metrics.itl.observe((now - self._last) / count, count)
         else:
-            self._metrics.ttft.observe(now - self._started)
+            self._record.observe_first_token(now)
         self._last = now
 
 
@@ -60,15 +67,18 @@ class RequestRecord:
 
     Attributes:
         started: when the request was received, `time.perf_counter` seconds.
+        first_token_seconds: time until the first token of its first sequence that had one; None before.
+        outcome: how it ended; None before.
     """
 
-    __slots__ = ("_endpoint", "_finished", "_metrics", "started")
+    __slots__ = ("_endpoint", "_metrics", "first_token_seconds", "outcome", "started")
 
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self.started = time.perf_counter()
         self._metrics = metrics
         self._endpoint = endpoint
-        self._finished = False
+        self.first_token_seconds: float | None = None
+        self.outcome: Outcome | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -80,16 +90,23 @@ class RequestRecord:
         _traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self.finish(_outcome_of(error))
+            self.finish(outcome_of(error))
 
     def clock(self) -> TokenClock:
         """Make a clock for one of the request's sequences."""
-        return TokenClock(self._metrics, self.started)
+        return TokenClock(self._metrics, self)
+
+    def observe_first_token(self, now: float) -> None:
+        """Observe the first token of one of the request's sequences, at `time.perf_counter()` == `now`."""
+        seconds = now - self.started
+        self._metrics.ttft.observe(seconds)
+        if self.first_token_seconds is None:
+            self.first_token_seconds = seconds
 
     def finish(self, outcome: Outcome) -> None:
         """Count the request."""
-        if not self._finished:
-            self._finished = True
+        if self.outcome is None:
+            self.outcome = outcome
             self._metrics.count_request(self._endpoint, outcome)
 
     def succeed(
@@ -108,7 +125,7 @@ class RequestRecord:
             prompt_tokens: tokens of the request's prompts.
             completion_tokens: tokens of the answer.
         """
-        if self._finished:
+        if self.outcome is not None:
             return
         assert reason is not None
         metrics = self._metrics
@@ -119,9 +136,12 @@ class RequestRecord:
         self.finish(_SUCCESSES[reason])
 
 
-def _outcome_of(error: BaseException) -> Outcome:
-    if isinstance(error, ClientDisconnectedError | asyncio.CancelledError):
+def outcome_of(error: BaseException) -> Outcome:
+    """Return how a request ended that an exception ended."""
+    if isinstance(error, ClientDisconnectedError | asyncio.CancelledError | AbortedError):
         return Outcome.ABORT
+    if isinstance(error, DeadlineExceededError):
+        return Outcome.TIMEOUT
     if isinstance(error, ClientError):
         return Outcome.VALIDATION
     if isinstance(error, OverloadedError):

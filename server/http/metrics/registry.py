@@ -37,12 +37,16 @@ if TYPE_CHECKING:
 
 
 class Outcome(enum.Enum):
-    """How a request ended. The first three are successes of generation requests, `OK` is the success of others."""
+    """How a request ended. The first three are successes of generation requests, `OK` is the success of others.
+
+    `TIMEOUT` is a success as well if the request had tokens when its deadline passed.
+    """
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"  # noqa: S105 - not a secret
     STOP_SEQUENCE = "stop_sequence"
     OK = "ok"
+    TIMEOUT = "timeout"
     ABORT = "abort"
     VALIDATION = "validation"
     OVERLOADED = "overloaded"

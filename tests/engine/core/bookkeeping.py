@@ -25,7 +25,9 @@ class Token(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-def make_request(request_id: int, prompt, max_new_tokens: int = 4, **sampling: Any):
+def make_request(
+    request_id: int, prompt, max_new_tokens: int = 4, salt=None, priority: int = 0, **sampling: Any
+):
     """Return a request. A prompt given as a number has that many tokens, different from those of other requests."""
     if isinstance(prompt, int):
         prompt = [1000 * (request_id + 1) + i for i in range(prompt)]
@@ -33,11 +35,13 @@ def make_request(request_id: int, prompt, max_new_tokens: int = 4, **sampling: A
         request_id=request_id,
         prompt_token_ids=list(prompt),
         sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),
+        cache_salt=salt,
+        priority=priority,
     )
 
 
-def make_sequence(request_id: int, prompt, max_new_tokens: int = 4, salt=None, **sampling: Any):
-    return Sequence(make_request(request_id, prompt, max_new_tokens, **sampling), cache_salt=salt)
+def make_sequence(request_id: int, prompt, max_new_tokens: int = 4, **options: Any):
+    return Sequence(make_request(request_id, prompt, max_new_tokens, **options))
 
 
 def make_scheduler(

@@ -145,8 +145,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         stop=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         prompt_logprobs=st.booleans(),
+        salt=st.sampled_from([None, "a"]),
+        priority=st.sampled_from([0, 0, 0, -1, 5]),
     )
-    def add(self, prompts, max_new_tokens, min_new_tokens, eos, stop, prompt_logprobs):
+    def add(
+        self, prompts, max_new_tokens, min_new_tokens, eos, stop, prompt_logprobs, salt, priority
+    ):
         for prompt in prompts:
             self.add_one(
                 make_request(
@@ -157,6 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     eos_token_ids=tuple(eos),
                     stop_token_ids=tuple(stop),
                     prompt_logprobs=prompt_logprobs,
+                    salt=salt,
+                    priority=priority,
                 )
             )
 
@@ -195,6 +201,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def expire(self, data):
+        """A deadline passes: without output, or in the queue, the sequence ends now, otherwise with its next token."""
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        sequence = self.live[request_id]
+        goes_on = sequence.block_table and sequence.num_output_tokens
+        event = self.scheduler.expire(request_id)
+        if goes_on:
+            assert event is None
+            assert sequence.is_expired
+            return
+        assert event.finish_reason is FinishReason.TIMEOUT
+        del self.live[request_id]
+        assert sequence.block_table == []
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def abort_during_a_step(self, data):
         def execute(output):
             results = self.model.execute(output)
@@ -225,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runs_ahead = runs_ahead
 
     def serve(self, execute):
-        """Run a step; the oldest sequence must advance in it, or have advanced in the step in flight."""
+        """Run a step; every running sequence must advance in it, or have its last token in flight."""
         scheduler = self.scheduler
         before, self.in_flight = self.in_flight, None
         output = self.schedule()
@@ -242,6 +264,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self):
         scheduler = self.scheduler
+        for request_id in [i for i, s in self.live.items() if s.is_expired]:
+            if event := scheduler.expire(request_id):
+                self.receive(request_id, event)
         ending = {
             request_id
             for request_id, sequence in self.live.items()
@@ -253,8 +278,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert output.num_tokens == sum(row[2] for row in rows)
         assert output.num_tokens <= scheduler.config.max_num_batched_tokens
         assert not {row[0] for row in rows} & set(output.preempted)
+        served = {row[0] for row in rows} | ending
+        assert {sequence.request_id for sequence in scheduler._running} <= served
         if self.live:
-            assert min(self.live) in {row[0] for row in rows} | ending
+            assert served
+        if len({sequence.priority for sequence in self.live.values()}) == 1:
+            assert min(self.live) in served  # the oldest
         for row in (*output.decode, *output.prefill):
             assert (row.num_tokens == 1) == (row in output.decode)
             assert bool(row.num_logits) == (
@@ -274,7 +303,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         sequence = self.live.pop(request_id)
         assert sequence.finish_reason is event.finish_reason
-        if event.finish_reason is not FinishReason.ERROR:
+        if event.finish_reason is FinishReason.TIMEOUT:
+            assert sequence.is_expired
+            expected, _ = generate_alone(self.requests[request_id])
+            assert text == expected[: len(text)]
+        elif event.finish_reason is not FinishReason.ERROR:
             assert (text, event.finish_reason) == generate_alone(self.requests[request_id])
 
     @invariant()

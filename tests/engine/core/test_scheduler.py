@@ -478,6 +478,112 @@ def test_a_preempted_sequence_is_not_overtaken_and_waits_until_its_context_fits(
 # Abort
 
 
+def test_waiting_sequences_with_a_lower_priority_number_are_served_first():
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=1)
+    for request_id, priority in ((0, 0), (1, 5), (2, -1), (3, 0), (4, -1)):
+        scheduler.add(make_sequence(request_id, 3, max_new_tokens=1, priority=priority))
+
+    order = [rows_of(step(scheduler)[0])[0][0] for _ in range(5)]
+
+    assert order == [2, 4, 0, 3, 1]
+
+
+def test_the_sequence_with_the_highest_priority_number_is_preempted_first():
+    scheduler = make_scheduler(num_blocks=5, block_size=4)
+    low = make_sequence(0, 3, max_new_tokens=6, priority=9)
+    scheduler.add(low)
+    step(scheduler)
+    for request_id in (1, 2):
+        scheduler.add(make_sequence(request_id, 3, max_new_tokens=6))
+    preempted = []
+    for _ in range(4):
+        output, _ = step(scheduler)
+        preempted += output.preempted
+
+    assert preempted[0] == 0
+    assert low.output_token_ids
+
+
+def test_a_long_prompt_of_high_priority_leaves_a_token_to_every_running_sequence():
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=4, max_num_batched_tokens=8)
+    for request_id in (0, 1, 2):
+        scheduler.add(make_sequence(request_id, 2, max_new_tokens=20))
+    step(scheduler)
+    scheduler.add(make_sequence(3, 30, max_new_tokens=20, priority=-1))
+
+    outputs = [step(scheduler)[0] for _ in range(3)]
+
+    for output in outputs:
+        assert [row[0] for row in rows_of(output)] == [0, 1, 2, 3]
+        assert output.num_tokens == 8
+
+
+def test_a_waiting_sequence_does_not_preempt_a_running_one_of_lower_priority():
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=1)
+    scheduler.add(make_sequence(0, 3, max_new_tokens=4, priority=1))
+    step(scheduler)
+    scheduler.add(make_sequence(1, 3, max_new_tokens=1))
+
+    served = [rows_of(step(scheduler)[0])[0][0] for _ in range(4)]
+
+    assert served == [0, 0, 0, 1]
+
+
+def test_sequences_with_different_salts_share_no_cached_blocks():
+    scheduler = make_scheduler(num_blocks=32, block_size=4)
+    prompt = list(range(12))
+    cached = []
+    for request_id, salt in enumerate((None, "a", "b", "a", None)):
+        sequence = make_sequence(request_id, prompt, max_new_tokens=1, salt=salt)
+        scheduler.add(sequence)
+        step(scheduler)
+        cached.append(sequence.num_cached_tokens)
+
+    assert cached == [0, 0, 0, 8, 8]
+
+
+def test_a_sequence_that_expires_without_output_ends_at_once():
+    scheduler = make_scheduler(num_blocks=32, max_num_batched_tokens=8)
+    scheduler.add(make_sequence(0, 20))
+    step(scheduler)
+
+    event = scheduler.expire(0)
+
+    assert (event.token_id, event.finish_reason) == (None, FinishReason.TIMEOUT)
+    assert not scheduler.has_work
+    assert scheduler.block_manager.num_free_blocks == 32
+
+
+def test_a_sequence_that_expires_with_output_ends_with_its_next_token():
+    scheduler = make_scheduler(num_blocks=32)
+    scheduler.add(make_sequence(0, 3, max_new_tokens=9))
+    step(scheduler)
+
+    assert scheduler.expire(0) is None
+    _, [(_, event)] = step(scheduler)
+
+    assert (event.token_id, event.finish_reason) == (7, FinishReason.TIMEOUT)
+    assert not scheduler.has_work
+
+
+def test_an_expired_sequence_that_is_preempted_ends_without_a_token():
+    scheduler = make_scheduler(5, block_size=4)
+    for request_id in (0, 1):
+        add(scheduler, request_id, 4, max_new_tokens=12)
+    for _ in range(5):  # until both have filled two of the five blocks
+        step(scheduler)
+    assert scheduler.expire(1) is None
+    output, _ = step(scheduler)
+    assert output.preempted == (1,)
+
+    assert scheduler.expire(1).finish_reason is FinishReason.TIMEOUT
+    assert scheduler.num_waiting == 0
+
+
+def test_an_unknown_sequence_cannot_expire():
+    assert make_scheduler(num_blocks=2).expire(3) is None
+
+
 def test_aborting_an_unknown_request_does_nothing():
     assert make_scheduler(4).abort(9) is None
 

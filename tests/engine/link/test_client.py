@@ -113,6 +113,34 @@ def test_a_front_end_that_was_busy_for_many_steps_gets_all_their_events():
     run(scenario())
 
 
+def test_requests_are_aborted_by_their_external_ids():
+    async def scenario():
+        async with running("slow") as client:
+            streams = {
+                name: client.submit(
+                    GenerateRequest(
+                        request_id=client.next_request_id(),
+                        prompt_token_ids=[5, 6],
+                        sampling=SamplingParams(max_new_tokens=400),
+                        external_id=name.rstrip("12"),
+                    )
+                )
+                for name in ("twice1", "twice2", "once", "")
+            }
+            assert await client.abort_external({"twice", "unknown"}) == {"twice"}
+            for name in ("twice1", "twice2"):
+                assert (await collect(streams[name]))[-1].finish_reason is FinishReason.ABORT
+            await anext(streams["once"])
+
+            assert await client.abort_external(None) == {"once"}
+            assert await client.abort_external({"once"}) == set()
+            await anext(streams[""])  # it has no id to be aborted by
+            streams[""].abort()
+            await until(lambda: client.stats.num_free_blocks == client.stats.num_blocks)
+
+    run(scenario())
+
+
 def test_an_aborted_request_frees_its_blocks_and_others_continue():
     async def scenario():
         async with running("slow") as client:

@@ -88,6 +88,7 @@ class GenerateAnswer:
             completions_per_prompt=options.best_of,
             stop=StopStrings(options.stop, included=True),
             keep_tokens=options.details,
+            options=options.request,
         )
 
     def headers(self, generation: Generation, timings: Timings | None) -> Headers:

@@ -21,6 +21,7 @@ from server.http.dialects.tgi.validation import describe, quote, unsupported
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
+    from server.http.request_options import RequestOptions
 
 # Without `parameters` tokens are sampled; inside the object `do_sample` defaults to false.
 _NO_PARAMETERS = GenerateParameters(do_sample=True)
@@ -42,6 +43,7 @@ class GenerateOptions:
         return_full_text: whether the prompt comes before the generated text.
         details: whether tokens and finish reason are reported.
         prompt_details: whether the prompt's tokens are reported.
+        request: how the engine schedules the request.
     """
 
     inputs: str
@@ -55,6 +57,7 @@ class GenerateOptions:
     return_full_text: bool
     details: bool
     prompt_details: bool
+    request: RequestOptions
 
     def full_text(self, generated: str) -> str:
         """Return the text of the reply: the generated text, after the prompt if requested."""
@@ -136,6 +139,7 @@ def check(
         ),
         details=details,
         prompt_details=bool(parameters.decoder_input_details),
+        request=parameters.request_options(),
     )
 
 

@@ -22,6 +22,7 @@ FINISH_REASONS = {
     FinishReason.EOS: "eos_token",
     FinishReason.STOP: "stop_sequence",
     FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "timeout",
 }
 # Just below the lowest float32. Only -inf and NaN, which JSON cannot represent, are not greater.
 _LOWEST = -3.5e38

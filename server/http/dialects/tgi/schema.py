@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
 
+from server.http.request_options import RequestOptionFields
+
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
@@ -37,7 +39,7 @@ def _limit_biases(value: object) -> object:
     return value
 
 
-class GenerateParameters(BaseModel):
+class GenerateParameters(RequestOptionFields):
     """How to generate. Every field may be omitted or null, which means its default."""
 
     model_config = _STRICT

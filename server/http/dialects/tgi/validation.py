@@ -31,6 +31,10 @@ _EXPECTED = {
     "string_type": "a string",
 }
 _REFUSALS = {"missing": "is required", "string_too_short": "cannot be empty"}
+_LENGTHS = {
+    "too_long": "supports up to {} entries",
+    "string_too_long": "must have at most {} characters",
+}
 _BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
@@ -133,9 +137,9 @@ def _problem(error: ErrorDetails) -> str:
     ]
     field = quote("", ".".join(location))
     kind, value, context = error["type"], error.get("input"), error.get("ctx", {})
-    if kind == "too_long":
-        limit, given = context["max_length"], context["actual_length"]
-        return f"{field} supports up to {limit} entries. Given: {given}"
+    if kind in _LENGTHS:
+        given = context.get("actual_length") or len(str(value))
+        return f"{field} {_LENGTHS[kind].format(context['max_length'])}. Given: {given}"
     if kind in _REFUSALS:
         return f"{field} {_REFUSALS[kind]}"
     if kind == "none_required":

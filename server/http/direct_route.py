@@ -1,0 +1,39 @@
+"""Calls a route's function without FastAPI's handling of parameters, which takes a tenth of a small request's time."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from fastapi.routing import APIRoute
+from starlette.routing import request_response
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+class DirectRoute(APIRoute):
+    """A route whose function takes the request or nothing, and returns a response.
+
+    FastAPI matches and documents it; the function reads body, query and headers itself. For the arguments see
+    `APIRoute`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Awaitable[Response]],
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(path, endpoint, **options)
+        parameters = list(inspect.signature(endpoint).parameters)
+        assert parameters in ([], ["request"]), f"{path} has parameters for FastAPI to fill"
+        assert not self.dependant.dependencies, f"{path} has dependencies"
+
+        async def call(request: Request) -> Response:
+            return await (endpoint(request) if parameters else endpoint())
+
+        self.app = request_response(call)

@@ -1,0 +1,121 @@
+"""Refuses requests without an API key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING, Any
+
+from server.errors import UnauthorizedError, UnavailableError
+from server.http.responses import error_response
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from server.errors import TesseraError
+    from server.http.responses import ErrorBody
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/ping"})
+"""`GET` and `HEAD` of these paths need no key: probes, which report only the state of the engine."""
+
+STATIC_PATHS = ("/docs",)
+"""Nor do `GET` and `HEAD` of these paths and the paths below them: files of the package, the same in every service.
+
+A browser opens a page without a key; what the page requests afterwards needs one.
+"""
+
+_BEARER = b"bearer "
+
+
+class ApiKeyMiddleware:
+    """ASGI middleware that refuses requests without one of the keys; passes `send` through.
+
+    Args:
+        app: the application.
+        keys: each of them gives access to everything.
+        render: returns the status and body of the refusal for a path, in its dialect.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        render: Callable[[str, TesseraError], ErrorBody],
+    ) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._render = render
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if (
+            scope["type"] != "http"
+            or is_open(scope["method"], scope["path"])
+            or self._has_key(scope)
+        ):
+            await self._app(scope, receive, send)
+            return
+        error = UnauthorizedError()
+        response = error_response(error, self._render(scope["path"], error))
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        found = False
+        for name, value in scope["headers"]:
+            if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+                found |= self._is_key(value[len(_BEARER) :].strip())
+            elif name == b"x-api-key":
+                found |= self._is_key(value)
+        return found
+
+    def _is_key(self, given: bytes) -> bool:
+        """Compare with every key. The time depends neither on the keys nor on where they differ."""
+        digest, found = _digest(given), False
+        for expected in self._digests:
+            found |= hmac.compare_digest(digest, expected)
+        return found
+
+
+def document_keys(app: FastAPI) -> None:
+    """Make the application's OpenAPI document say which routes need a key."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        _add_keys(document)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_keys(document: dict[str, Any]) -> None:
+    document.setdefault("components", {})["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    }
+    document["security"] = [{"bearer": []}, {"header": []}]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if is_open(method.upper(), path):
+                operation["security"] = []
+            else:
+                # Errors of a path have one body.
+                body = operation["responses"].get(str(UnavailableError.status), {}).get("content")
+                refusal = {"description": UnauthorizedError.__doc__}
+                operation["responses"]["401"] = refusal | ({"content": body} if body else {})
+
+
+def _digest(key: bytes) -> bytes:
+    # Digests have one length: `compare_digest` would reveal the lengths of the keys.
+    return hashlib.sha256(key).digest()
+
+
+def is_open(method: str, path: str) -> bool:
+    """Return whether a request needs no key."""
+    return method in ("GET", "HEAD") and (
+        path in OPEN_PATHS
+        or any(path == static or path.startswith(f"{static}/") for static in STATIC_PATHS)
+    )

@@ -1,0 +1,55 @@
+"""Puts the layers of the edge around an application, in their order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.middleware.cors import CORSMiddleware
+
+from server.http.edge.access_log import AccessLogMiddleware
+from server.http.edge.api_keys import ApiKeyMiddleware, document_keys
+from server.http.request_id import RequestIdMiddleware
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
+    from server.errors import TesseraError
+    from server.http.config import HTTPConfig
+    from server.http.responses import ErrorBody
+
+
+def install_edge(
+    app: FastAPI, config: HTTPConfig, render: Callable[[str, TesseraError], ErrorBody]
+) -> None:
+    """Make every request pass the edge before anything else of the application, its error handlers included.
+
+    Args:
+        app: the application; it must not have served a request yet.
+        config: says which layers there are.
+        render: returns the status and body of an error for a path.
+    """
+    build = app.build_middleware_stack
+    if config.api_keys:
+        document_keys(app)
+
+    def build_with_edge() -> ASGIApp:
+        stack = build()
+        if config.api_keys:
+            stack = ApiKeyMiddleware(stack, config.api_keys, render)
+        if config.cors_allow_origins:
+            # Outside of the keys: a browser asks for permission without one.
+            stack = CORSMiddleware(
+                stack,
+                allow_origins=config.cors_allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
+        if config.access_log:
+            stack = AccessLogMiddleware(stack)
+        return RequestIdMiddleware(stack)
+
+    app.build_middleware_stack = build_with_edge  # type: ignore[method-assign]

@@ -1,0 +1,131 @@
+"""Identifies each request by the client's `X-Request-Id` or a generated id, and sends the id with every response."""
+
+from __future__ import annotations
+
+import contextvars
+import re
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_ID_CHARACTERS = 128
+
+_KEY = "tessera.request"
+_HEADER = b"x-request-id"
+_is_valid = re.compile(rb"[\x20-\x7e]{1,%d}" % MAX_ID_CHARACTERS).fullmatch
+
+
+class RequestFigures(NamedTuple):
+    """What the access log shows of a request that generates.
+
+    Attributes:
+        prompt_tokens: tokens of the prompts; like the next three, None if nothing was submitted to the engine.
+        cached_tokens: prompt tokens taken from the prefix cache.
+        output_tokens: tokens of the answer.
+        queue_ms: how long the first completion waited in the engine.
+        ttft_ms: time until the first token; None if there was none.
+        outcome: how the request ended, as in the metrics.
+    """
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    queue_ms: float | None
+    ttft_ms: float | None
+    outcome: str | None
+
+    def __str__(self) -> str:
+        """Return `name=value` of all figures, separated by spaces."""
+        if self.prompt_tokens is None or self.ttft_ms is None:
+            return " ".join([f"{name}={value}" for name, value in self.fields().items()])
+        return (
+            f"prompt_tokens={self.prompt_tokens} cached_tokens={self.cached_tokens} "
+            f"output_tokens={self.output_tokens} queue_ms={self.queue_ms:.1f} ttft_ms={self.ttft_ms:.1f} "
+            f"outcome={self.outcome}"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Return the figures that are not None."""
+        return {
+            name: round(value, 1) if isinstance(value, float) else value
+            for name, value in self._asdict().items()
+            if value is not None
+        }
+
+
+class CurrentRequest:
+    """What the service knows about a request that it is answering.
+
+    Attributes:
+        id: the client's id, or a generated one. Several requests may have the same id.
+        arrived: when the request arrived, `time.monotonic` seconds.
+        status: of the response; None until it begins.
+        disconnected: whether the client disconnected before the end of the response.
+        figures: returns the figures of a request that generates; None for others.
+    """
+
+    __slots__ = ("arrived", "disconnected", "figures", "id", "status")
+
+    def __init__(self, request_id: str) -> None:
+        self.id = request_id
+        self.arrived = time.monotonic()
+        self.status: int | None = None
+        self.disconnected = False
+        self.figures: Callable[[], RequestFigures] | None = None
+
+
+_current: contextvars.ContextVar[CurrentRequest] = contextvars.ContextVar(_KEY)
+
+
+def current_request() -> CurrentRequest:
+    """Return the request that the calling task is answering. Outside of one, the result is new and has an empty id."""
+    return _current.get(None) or CurrentRequest("")
+
+
+def request_id(scope: Scope) -> str:
+    """Return the id of a request that has passed `RequestIdMiddleware`."""
+    request: CurrentRequest = scope[_KEY]
+    return request.id
+
+
+class RequestIdMiddleware:
+    """ASGI middleware that gives each request its id and adds the id to the headers of the response.
+
+    It touches only the first message of a response, so a stream's frames cost nothing here.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        value = _given(scope) or secrets.token_hex(16).encode("ascii")
+        scope[_KEY] = request = CurrentRequest(value.decode("ascii"))
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                request.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_HEADER, value)]
+            return send(message)
+
+        token = _current.set(request)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            _current.reset(token)
+
+
+def _given(scope: Scope) -> bytes | None:
+    """Return the client's id; None if there is none, or it is too long or not printable ASCII."""
+    for name, value in scope["headers"]:
+        if name == _HEADER:
+            return value if _is_valid(value) else None
+    return None

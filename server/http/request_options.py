@@ -1,0 +1,48 @@
+"""How the engine schedules a request: fields that are the same in every dialect."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, Field
+
+MAX_PRIORITY = 2**31 - 1
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+MAX_SALT_CHARACTERS = 256
+
+
+class RequestOptions(NamedTuple):
+    """How the engine schedules a request.
+
+    Attributes:
+        priority: requests with a lower number are served first.
+        timeout_ms: time from the request's arrival until its deadline; None for no deadline.
+        cache_salt: the request shares cached prefixes only with requests of an equal salt.
+    """
+
+    priority: int = 0
+    timeout_ms: int | None = None
+    cache_salt: str | None = None
+
+
+class RequestOptionFields(BaseModel):
+    """The fields of a request body that make its `RequestOptions`. Bodies of dialects inherit them."""
+
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = Field(
+        None,
+        description="Requests with a lower number are served first, and preempted last. Default: 0.",
+    )
+    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = Field(
+        None,
+        description="Milliseconds from the request's arrival after which it ends: with an error if there is no "
+        "token yet, otherwise with the tokens it has.",
+    )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = Field(
+        None,
+        description="The request shares cached prefixes only with requests of an equal salt, so that nobody else can "
+        "find out by its speed whether a prompt was sent before.",
+    )
+
+    def request_options(self) -> RequestOptions:
+        """Return the options."""
+        return RequestOptions(self.priority or 0, self.timeout_ms, self.cache_salt)

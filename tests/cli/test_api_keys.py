@@ -1,0 +1,88 @@
+"""API keys come from flags, the environment and a file, and no message shows them."""
+
+import pytest
+
+from server.cli.api_keys import ApiKeyError, api_keys
+from server.cli.command_settings import read_settings
+
+
+def keys(*arguments):
+    return api_keys(read_settings(list(arguments)))
+
+
+def test_without_a_key_there_are_none():
+    assert keys() == ()
+
+
+def test_keys_come_from_repeated_flags_and_lists(tmp_path):
+    assert keys("--api-key", "a", "--api-key", "b,c", "--api-key=a") == ("a", "b", "c")
+
+
+def test_keys_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TESSERA_API_KEY", "one, two")
+
+    assert keys() == ("one", "two")
+    assert keys("--api-key", "flag") == ("flag",)
+
+
+def test_keys_come_from_a_file_in_addition(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# team a\nfirst\n\n  second==  \n")
+
+    assert keys("--api-key-file", str(file), "--api-key", "third") == ("third", "first", "second==")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "the file has no key"),
+        ("# nothing\n", "the file has no key"),
+        ("good\nhas space\n", "key 2 is empty or has characters other than visible ASCII"),
+        (b"\xff\xfe", "it is not UTF-8"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_file_without_usable_keys_is_an_error(tmp_path, content, reason):
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    with pytest.raises(ApiKeyError, match=reason) as error:
+        keys("--api-key-file", str(file))
+    assert "space" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["sec ret", "", "secret,,other", "sécret"])
+def test_a_key_that_does_not_fit_in_a_header_is_refused_without_showing_it(capsys, key):
+    with pytest.raises(SystemExit):
+        keys("--api-key", key)
+
+    message = capsys.readouterr().err
+    assert "--api-key" in message
+    assert "cret" not in message
+
+
+def test_the_settings_text_does_not_show_the_keys():
+    assert "hidden" not in repr(read_settings(["--api-key", "hidden"]))
+
+
+@pytest.mark.parametrize("origin", ["https://example.com/", "example.com", "https://", "null"])
+def test_a_cors_origin_that_no_browser_sends_is_refused(capsys, origin):
+    with pytest.raises(SystemExit):
+        read_settings(["--cors-allow-origin", origin])
+
+    assert "is not an origin" in capsys.readouterr().err
+
+
+def test_cors_origins_may_have_ports_and_be_several():
+    settings = read_settings(
+        ["--cors-allow-origin", "https://a.example:8443,http://localhost:3000"]
+    )
+
+    assert settings.cors_allow_origin == ("https://a.example:8443", "http://localhost:3000")
+
+
+def test_the_access_log_is_switched_by_a_flag_and_its_opposite():
+    assert read_settings([]).access_log
+    assert not read_settings(["--no-access-log"]).access_log
+    assert read_settings(["--access-log"]).access_log

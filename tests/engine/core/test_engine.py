@@ -1,0 +1,129 @@
+"""Deadlines in the engine's loop: a clock that the test sets, an arithmetic model and a channel of lists."""
+
+import pytest
+
+from server.engine.core import engine as engine_module
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import FinishReason, GenerateRequest
+from tests.engine.core.bookkeeping import make_request
+from tests.engine.link.fake_engine import ArithmeticRunner, make_engine
+
+
+class Channel:
+    def __init__(self):
+        self.incoming = []
+        self.events = []
+
+    def send(self, message):
+        self.events += [(i, message.event(n)) for n, i in enumerate(message.request_ids)]
+
+    def receive(self, *, wait):
+        messages, self.incoming = self.incoming, []
+        return messages
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Harness:
+    def __init__(self, monkeypatch, **config):
+        self.clock, self.channel = Clock(), Channel()
+        monkeypatch.setattr(engine_module, "time", self.clock)
+        config = EngineConfig(model_path="ok", model_id="test", **config)
+        self.engine = make_engine(config, self.channel)
+        self.computed = set()
+        launch = ArithmeticRunner.launch
+
+        def record(runner, output):
+            self.computed |= {r.sequence.request_id for r in (*output.decode, *output.prefill)}
+            return launch(runner, output)
+
+        monkeypatch.setattr(ArithmeticRunner, "launch", record)
+
+    def submit(self, request_id, *, deadline, max_new_tokens=8):
+        made = make_request(request_id, 5, max_new_tokens)
+        self.channel.incoming.append(
+            GenerateRequest(
+                request_id=request_id,
+                prompt_token_ids=made.prompt_token_ids,
+                sampling=made.sampling,
+                deadline=deadline,
+            )
+        )
+
+    def step(self, count=1):
+        for _ in range(count):
+            self.engine.receive(wait=0)
+            self.engine.step()
+
+    def events_of(self, request_id):
+        return [event for i, event in self.channel.events if i == request_id]
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    return Harness(monkeypatch, max_num_seqs=1)
+
+
+def test_a_request_whose_deadline_passes_in_the_queue_is_never_computed(harness):
+    harness.submit(1, deadline=None)
+    harness.submit(2, deadline=100.5)
+    harness.step(2)
+    harness.clock.now = 100.5
+    harness.step(20)
+
+    (end,) = harness.events_of(2)
+    assert (end.token_id, end.finish_reason) == (None, FinishReason.TIMEOUT)
+    assert harness.computed == {1}
+    assert len(harness.events_of(1)) == 8
+    assert not harness.engine.has_work
+
+
+def test_a_request_that_arrives_after_its_deadline_is_never_computed(harness):
+    harness.submit(1, deadline=99.0)
+    harness.step()
+
+    assert [e.finish_reason for e in harness.events_of(1)] == [FinishReason.TIMEOUT]
+    assert not harness.computed
+
+
+def test_a_running_request_ends_with_the_first_token_after_its_deadline(harness):
+    harness.submit(1, deadline=101.0)
+    harness.step(3)
+    harness.clock.now = 101.0
+    harness.step(5)
+
+    events = harness.events_of(1)
+    assert [e.finish_reason for e in events] == [None, None, None, FinishReason.TIMEOUT]
+    assert events[-1].token_id is not None
+    blocks = harness.engine._scheduler.block_manager
+    assert blocks.num_free_blocks == blocks.num_blocks
+
+
+def test_a_request_that_ends_in_time_is_not_affected(harness):
+    harness.submit(1, deadline=101.0, max_new_tokens=3)
+    harness.step(3)
+    harness.clock.now = 102.0
+    harness.submit(2, deadline=None, max_new_tokens=2)
+    harness.step(3)
+
+    assert [e.finish_reason for e in harness.events_of(1)][-1] is FinishReason.LENGTH
+    assert len(harness.events_of(2)) == 2
+    assert not harness.engine._deadlines
+
+
+def test_deadlines_pass_in_any_order_of_arrival(harness):
+    for request_id, deadline in ((1, None), (2, 103.0), (3, 101.0), (4, 102.0)):
+        harness.submit(request_id, deadline=deadline, max_new_tokens=50)
+    expired = []
+    for now in (100.9, 101.0, 102.0, 103.0):
+        harness.clock.now = now
+        harness.step()
+        expired.append([i for i, e in harness.channel.events if e.finish_reason])
+
+    assert expired == [[], [3], [3, 4], [3, 4, 2]]

@@ -1,0 +1,100 @@
+"""With API keys, every route needs one, except the probes and the files of the documentation page."""
+
+import pytest
+
+from server.http.edge.api_keys import OPEN_PATHS
+from tests.meta.test_routes import ROUTES
+
+pytestmark = pytest.mark.anyio
+
+KEYS = ("first-key", "second/key==")
+DOCS = {path for path in ROUTES if path.startswith("/docs")}
+
+
+@pytest.fixture
+async def client(open_client):
+    return await open_client(api_keys=KEYS)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer first-key"},
+        {"Authorization": "bearer  second/key== "},
+        {"X-API-Key": "second/key=="},
+        {"Authorization": "Basic dXNlcjpw", "X-API-Key": "first-key"},
+    ],
+)
+async def test_each_key_opens_every_route_in_either_header(client, headers):
+    response = await client.post("/generate", json={"inputs": "x"}, headers=headers)
+
+    assert response.status_code == 200
+    assert (await client.get("/metrics", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer first-ke"},
+        {"Authorization": "Bearer first-keyy"},
+        {"Authorization": "first-key"},
+        {"Authorization": "Basic first-key"},
+        {"X-API-Key": ""},
+        {"X-API-Key": "Bearer first-key"},
+        {"X-API-Key": b"\xff\xfe"},
+        {"Cookie": "x-api-key=first-key"},
+    ],
+)
+async def test_a_request_without_a_valid_key_is_refused_in_the_error_format(
+    client, engine, headers
+):
+    response = await client.post("/generate", json={"inputs": "x"}, headers=headers)
+
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.json() == {
+        "error": "an API key is required: send `Authorization: Bearer KEY` or `X-API-Key: KEY`",
+        "error_type": "unauthorized",
+    }
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+async def test_only_probes_and_the_documentation_page_are_open(client, path):
+    for method in ROUTES[path]:
+        response = await client.request(method, path)
+        is_open = method in ("GET", "HEAD") and path in OPEN_PATHS | DOCS
+        assert (response.status_code == 401) is not is_open, (method, path)
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/health/", "/docsx", "//health", "/health/../info"])
+async def test_a_path_that_resembles_an_open_one_needs_a_key(client, path):
+    assert (await client.get(path)).status_code == 401
+
+
+async def test_without_keys_the_service_is_open(open_client):
+    client = await open_client()
+
+    assert (await client.get("/info")).status_code == 200
+    document = (await client.get("/openapi.json")).json()
+    assert "securitySchemes" not in document["components"]
+
+
+async def test_the_openapi_document_says_which_routes_need_a_key(client):
+    headers = {"X-API-Key": KEYS[0]}
+    document = (await client.get("/openapi.json", headers=headers)).json()
+
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "header"}
+    assert document["security"] == [{"bearer": []}, {"header": []}]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert (operation.get("security") == []) is (path in OPEN_PATHS)
+            assert ("401" in operation["responses"]) is (path not in OPEN_PATHS)
+
+
+def test_the_keys_are_not_part_of_the_configuration_s_text(make_app):
+    from tests.http.conftest import CONFIG
+
+    assert "first-key" not in repr(CONFIG.__class__(model_id="m", api_keys=KEYS))
