@@ -245,6 +245,8 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 def client_api_key() -> str | None:
     """Return the API key for requests to a service: the first in the variable that gives the service its keys."""
     return os.environ.get(ENV_PREFIX + "API_KEY", "").partition(",")[0].strip() or None
+
+
 def check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     """Return API keys unchanged.
 
