@@ -21,6 +21,7 @@ from model.text.tokenizer import Tokenizer, TokenSpan
 # The last plane of private-use characters. No pre-tokenizer or normalizer knows them.
 _FIRST_MARK = 0x100000
 _NONCE_CHARACTERS = 8
+_NOWHERE = "\U0010fffd"  # a character that no vocabulary has
 # Where the text of a special token is tried, to find out whether ordinary text can become that token.
 _SURROUNDINGS = ("{}", " {}", "a{}", "a {} b", "\n{}\n")
 
@@ -31,6 +32,10 @@ class SpecialText:
     Args:
         tokenizer: of the checkpoint.
         used: the special tokens that may be marked.
+
+    Attributes:
+        breaker: a text that nobody can guess, to be put into texts that should not become a special token.
+        end: another one, to find a place in a rendered text again.
 
     Raises:
         ChatTemplateError: the tokenizer changes a mark before it looks for tokens.
@@ -43,14 +48,18 @@ class SpecialText:
         known = special_tokens(tokenizer)
         texts = [text for text in dict.fromkeys(used) if text in known]
         self.breaker = nonce + chr(_FIRST_MARK + len(texts))
+        self.end = nonce + chr(_FIRST_MARK + len(texts) + 1)
         self._marks = {text: nonce + chr(_FIRST_MARK + i) for i, text in enumerate(texts)}
         self._texts = {mark: text for text, mark in self._marks.items()}
         self._find = _alternatives(self._marks)
         self._find_mark = _alternatives(self._texts)
         self._special_ids = frozenset(known.values())
         self._library, self._ids = self._build(tokenizer.library, tokenizer.library.model)
+        # A vocabulary without bytes has a token for characters that it lacks; it is special, but ordinary text has it.
+        (unknown,) = self._library.encode_batch_fast([_NOWHERE], add_special_tokens=False)
+        self._special_ids -= frozenset(unknown.ids)
         reachable = {
-            self._ids.get(token, token)
+            token
             for place in _SURROUNDINGS
             for encoding in self._library.encode_batch_fast(
                 [place.format(text) for text in known], add_special_tokens=False
@@ -83,7 +92,7 @@ class SpecialText:
         return self._ids_of(self._encode(marked, self._library.encode_batch_fast))
 
     def encode_with_offsets(self, marked: str) -> tuple[str, list[TokenSpan]]:
-        """Return the text without marks, and its tokens with the characters that each stands for; else like `encode`."""
+        """Return the text without marks, and its tokens with their characters; otherwise like `encode`."""
         encoding = self._encode(marked, self._library.encode_batch)
         ids = self._ids_of(encoding)
         text = self.unmark(marked)
@@ -132,7 +141,14 @@ class SpecialText:
                 ids[mark] = token_id
         marked.add_tokens(others)
         marked.add_special_tokens(specials)
-        return marked, {marked.token_to_id(text): token_id for text, token_id in ids.items()}
+        found = {
+            own_id: token_id
+            for text, token_id in ids.items()
+            if (own_id := marked.token_to_id(text)) is not None
+        }
+        if any(found.get(i, i) != i and model.id_to_token(i) is not None for i in found):
+            raise ChatTemplateError("the tokenizer's vocabulary has gaps")
+        return marked, found
 
     def _is_forbidden(self, token_id: int) -> bool:
         """Return whether an id of the marked tokenizer is a special token that no mark stands for."""
@@ -189,4 +205,5 @@ def _without(library: tokenizers.Tokenizer, texts: list[str]) -> tokenizers.mode
             for left, right in pairs
             if not {left, right, left + right} & renamed.keys()
         ]
-    return tokenizers.Tokenizer.from_str(json.dumps(content)).model
+    stripped: tokenizers.models.Model = tokenizers.Tokenizer.from_str(json.dumps(content)).model
+    return stripped

@@ -1,8 +1,8 @@
 """Renders Jinja templates of unknown origin with bounds on time, memory and output.
 
-Jinja's sandbox keeps a template away from Python's internals but lets it compute without limit. This environment charges
-everything that creates a value or repeats work to a `Budget`: operators, calls, filters, tests, literals, slices, loop
-passes and output. Between two charges only work proportional to one value runs, and no value may exceed
+Jinja's sandbox keeps a template away from Python's internals but lets it compute without limit. This environment
+charges everything that creates a value or repeats work to a `Budget`: operators, calls, filters, tests, literals,
+slices, loop passes and output. Between two charges only work proportional to one value runs, and no value may exceed
 `MAX_VALUE`, so a render that reaches a limit ends soon after. What could grow faster than its operands (repetition,
 `replace`, `join`, formatting with a width, powers) is checked before it is computed. Filters and methods that are not
 listed here are refused.
@@ -42,29 +42,25 @@ _MAX_INDENT = 16
 _MAX_PRECISION = 20
 _WIDE_FORMAT: Final = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%(]*(?:\d{4}|\*)")
 
-_FILTERS: Final = frozenset(
-    (
-        "abs attr capitalize count d default dictsort e escape first float format groupby indent int items join last "
-        "length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string "
-        "title trim truncate unique upper"
-    ).split()
-)
+# fmt: off
+_FILTERS: Final = frozenset((
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format",
+    "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject",
+    "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "title", "trim",
+    "truncate", "unique", "upper",
+))
 _METHODS: Final[tuple[tuple[type, frozenset[str]], ...]] = (
-    (
-        str,
-        frozenset(
-            (
-                "capitalize casefold count endswith find format format_map index isalnum isalpha isascii isdecimal "
-                "isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join lower lstrip partition "
-                "removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith "
-                "strip swapcase title upper"
-            ).split()
-        ),
-    ),
-    (dict, frozenset({"copy", "get", "items", "keys", "values"})),
-    (list, frozenset({"copy", "count", "index"})),
-    (tuple, frozenset({"count", "index"})),
+    (str, frozenset((
+        "capitalize", "casefold", "count", "endswith", "find", "format", "format_map", "index", "isalnum", "isalpha",
+        "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
+        "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex",
+        "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
+    ))),
+    (dict, frozenset(("copy", "get", "items", "keys", "values"))),
+    (list, frozenset(("copy", "count", "index"))),
+    (tuple, frozenset(("count", "index"))),
 )
+# fmt: on
 _OTHER_TEMPLATES = (nodes.Block, nodes.Include, nodes.Extends, nodes.Import, nodes.FromImport)
 # Jinja's own objects: all their attributes without an underscore.
 _OWN = (Cycler, Joiner, LoopContext, Macro, Namespace, Undefined)
@@ -173,15 +169,11 @@ class _Generator(CodeGenerator):
         super().visit_Compare(node, frame)
         self.write(")")
 
-    def visit_EnvironmentAttribute(
-        self, node: nodes.EnvironmentAttribute, frame: Frame
-    ) -> None:
+    def visit_EnvironmentAttribute(self, node: nodes.EnvironmentAttribute, frame: Frame) -> None:
         super().visit_EnvironmentAttribute(node, frame)
         self.write("(context)")
 
-    def _guarded(
-        self, visit: Callable[[Any, Frame], None], node: nodes.Expr, frame: Frame
-    ) -> None:
+    def _guarded(self, visit: Callable[[Any, Frame], None], node: nodes.Expr, frame: Frame) -> None:
         self.write("environment.guard(context, ")
         visit(node, frame)
         self.write(")")
@@ -190,7 +182,7 @@ class _Generator(CodeGenerator):
 class _Generation(Extension):
     """The tag `{% generation %}`, which marks the assistant's part for training; here it only renders its body."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as in the base class
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Parse the body."""
@@ -204,14 +196,14 @@ class _Formatter(SandboxedFormatter):
 
     total = 0
 
-    def format_field(self, value: Any, format_spec: str) -> str:  # noqa: ANN401
+    def format_field(self, value: Any, format_spec: str) -> str:
         _check_widths("%" + format_spec)
         weight(value)
         text: str = super().format_field(value, format_spec)
         self.total = _limited(self.total + len(text))
         return text
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:  # noqa: ANN401
+    def convert_field(self, value: Any, conversion: Any) -> Any:
         weight(value)
         return super().convert_field(value, conversion)
 
@@ -233,14 +225,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             finalize=_finalize,
         )  # fmt: skip
         self._mark = mark
-        self.concat = _concat  # type: ignore[method-assign, assignment]
+        self.concat = _concat  # type: ignore[method-assign]
         self.filters = {
             name: _bounded_filter(name, function)
             for name, function in self.filters.items()
             if name in _FILTERS
         }
         self.filters["tojson"] = _bounded_filter("tojson", _tojson)
-        self.tests = {name: _bounded_test(test) for name, test in self.tests.items()}
+        self.tests = {name: _bounded_test(cast(Any, test)) for name, test in self.tests.items()}
         self.globals = {
             "range": self.globals["range"],
             "dict": _make_dict,
@@ -265,7 +257,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(tree)
 
     def render(
-        self, template: jinja2.Template, variables: Mapping[str, object], seconds: float = MAX_SECONDS
+        self,
+        template: jinja2.Template,
+        variables: Mapping[str, object],
+        seconds: float = MAX_SECONDS,
     ) -> str:
         """Render a template.
 
@@ -284,7 +279,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         context.budget.charge(sum(weight(value) for value in variables.values()) // ITEM)
         return _concat(template.root_render_func(context))
 
-    def guard(self, context: _Context, value: Any) -> Any:  # noqa: ANN401
+    def guard(self, context: _Context, value: Any) -> Any:
         """Charge a new value and return it."""
         context.budget.charge(STEP + weight(value))
         return value
@@ -294,7 +289,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         context.budget.charge(STEP)
         return True
 
-    def call(self, context: _Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override] # noqa: ANN401
+    def call(self, context: _Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Call a function from a template."""
         self.step(context)
         owner = getattr(obj, "__self__", None)
@@ -302,10 +297,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if obj.__name__ == "replace":
                 _check_replace(owner, *args, **kwargs)
             elif obj.__name__ == "join":
-                args = (_check_join(*args, owner),)
+                args = tuple(_check_join(values, owner) for values in args)
         return self.guard(context, _eager(super().call(context, obj, *args, **kwargs)))
 
-    def call_binop(self, context: _Context, operator: str, left: Any, right: Any) -> Any:  # type: ignore[override] # noqa: ANN401
+    def call_binop(self, context: _Context, operator: str, left: Any, right: Any) -> Any:  # type: ignore[override]
         """Apply an operator."""
         self.step(context)
         if operator == "*":
@@ -316,7 +311,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_percent(left, right)
         return self.guard(context, super().call_binop(context, operator, left, right))
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ANN401
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether a template may read an attribute."""
         if not super().is_safe_attribute(obj, attr, value):
             return False
@@ -324,16 +319,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return True
         return any(attr in methods for kind, methods in _METHODS if isinstance(obj, kind))
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:  # noqa: ANN401
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return a bounded `str.format` or `str.format_map`; None if the value is neither."""
         owner = getattr(value, "__self__", None)
         name = getattr(value, "__name__", "")
         if not isinstance(owner, str) or name not in ("format", "format_map"):
             return None
 
-        def bounded(*args: object, **kwargs: object) -> str:
+        def bounded(*args: Any, **kwargs: Any) -> Any:
             if name == "format_map":
-                return _Formatter(self).vformat(owner, (), *args)  # type: ignore[arg-type]
+                return _Formatter(self).vformat(owner, (), *args)
             return _Formatter(self).vformat(owner, args, kwargs)
 
         return bounded
@@ -365,7 +360,7 @@ class _Namespace(Namespace):
     A namespace may contain itself, so that its text is fixed.
     """
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
         values = dict(*rest, **kwargs)
         weight(values)
@@ -373,7 +368,7 @@ class _Namespace(Namespace):
             raise jinja2.TemplateError("names in a namespace cannot begin with an underscore")
         Namespace.__init__(self, values)
 
-    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401
+    def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             raise jinja2.TemplateError("names in a namespace cannot begin with an underscore")
         super().__setitem__(name, value)
@@ -382,7 +377,7 @@ class _Namespace(Namespace):
         return "<namespace>"
 
 
-def _concat(parts: Any) -> str:  # noqa: ANN401
+def _concat(parts: Any) -> str:
     """Join the texts of a block."""
     found: list[str] = []
     total = 0
@@ -393,13 +388,13 @@ def _concat(parts: Any) -> str:  # noqa: ANN401
 
 
 @pass_context
-def _finalize(context: _Context, value: Any) -> Any:  # noqa: ANN401
+def _finalize(context: _Context, value: Any) -> Any:
     """Charge a value before it is written."""
     context.budget.charge(STEP + weight(value))
     return value
 
 
-def _eager(value: Any) -> Any:  # noqa: ANN401
+def _eager(value: Any) -> Any:
     """Return the items of an iterator or a view as a list: the work happens here, not in whatever reads it."""
     if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
         value = list(itertools.islice(value, MAX_VALUE // ITEM + 1))
@@ -411,7 +406,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     pass_arg = getattr(function, "jinja_pass_arg", None)
     passed = pass_arg.name if pass_arg is not None else ""
 
-    def bounded(context: _Context, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def bounded(context: _Context, *args: Any, **kwargs: Any) -> Any:
         context.budget.charge(STEP)
         if check is not None:
             check(*args, **kwargs)
@@ -433,7 +428,7 @@ def _bounded_test(function: Callable[..., bool]) -> Callable[..., bool]:
         return function
 
     @functools.wraps(function)
-    def bounded(context: _Context, *args: Any) -> bool:  # noqa: ANN401
+    def bounded(context: _Context, *args: Any) -> bool:
         context.budget.charge(STEP)
         return function(*args)
 
@@ -445,7 +440,7 @@ def _check_bits(bits: int) -> None:
         raise TemplateLimitError(f"a number has more than {MAX_BITS} bits")
 
 
-def _check_product(left: Any, right: Any) -> None:  # noqa: ANN401
+def _check_product(left: Any, right: Any) -> None:
     for value, count in ((left, right), (right, left)):
         if isinstance(value, str | list | tuple) and isinstance(count, int):
             _limited(weight(value) * max(0, count))
@@ -454,7 +449,7 @@ def _check_product(left: Any, right: Any) -> None:  # noqa: ANN401
         _check_bits(left.bit_length() + right.bit_length())
 
 
-def _check_percent(text: Any, values: Any) -> None:  # noqa: ANN401
+def _check_percent(text: Any, values: Any) -> None:
     text = str(text)
     _check_widths(text)
     _limited(text.count("%") * (weight(values) * 10 + 1000))
@@ -465,29 +460,29 @@ def _check_widths(text: str) -> None:
         raise TemplateLimitError("a format has a variable width, or one of more than 999")
 
 
-def _check_replace(text: Any, old: Any = "", new: Any = "", count: Any = None) -> None:  # noqa: ANN401
+def _check_replace(text: Any, old: Any = "", new: Any = "", *_count: object) -> None:
     text, old = str(text), str(old)
     _limited(len(text) + (text.count(old) if old else len(text) + 1) * len(str(new)))
 
 
-def _check_join(values: Any, separator: Any = "", attribute: object = None) -> Any:  # noqa: ANN401
+def _check_join(values: Any, separator: Any = "", **_attribute: object) -> Any:
     if not isinstance(values, str | list | tuple | dict):
         values = list(itertools.islice(values, MAX_VALUE // ITEM + 1))
     _limited(weight(values) + len(values) * len(str(separator)))
     return values
 
 
-def _check_indent(text: Any, width: Any = 4, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+def _check_indent(text: Any, width: Any = 4, *_args: object, **_kwargs: object) -> None:
     size = len(width) if isinstance(width, str) else max(0, int(width))
     _limited(len(text) + (len(str(text).splitlines()) + 1) * size)
 
 
-def _check_round(value: object, precision: int = 0, *args: object, **kwargs: object) -> None:
+def _check_round(_: object, precision: int = 0, *_args: object, **_kwargs: object) -> None:
     if abs(precision) > _MAX_PRECISION:
         raise TemplateLimitError(f"a precision is larger than {_MAX_PRECISION}")
 
 
-def _check_format(text: Any, *args: object, **kwargs: object) -> None:  # noqa: ANN401
+def _check_format(text: Any, *args: object, **kwargs: object) -> None:
     _check_percent(text, [args, kwargs])
 
 
@@ -502,7 +497,7 @@ _FILTER_CHECKS: Final[dict[str, Callable[..., object]]] = {
 
 
 def _tojson(
-    value: Any,  # noqa: ANN401
+    value: Any,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
@@ -534,7 +529,7 @@ def _depth(value: object) -> int:
     return depth
 
 
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
@@ -543,6 +538,6 @@ def _raise_exception(message: object = "") -> None:
     raise TemplateRefusalError(str(message))
 
 
-def _strftime_now(format: str) -> str:  # noqa: A002
+def _strftime_now(format: str) -> str:
     _check_widths(format)
     return datetime.datetime.now().astimezone().strftime(format)
