@@ -16,19 +16,16 @@ from typing import Any, Final
 import jinja2
 
 from model.errors import ChatTemplateError
-from model.json_input import read_json_object
 from model.text.special_text import SpecialText, special_tokens
+from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
 from model.text.template_sandbox import (
-    MAX_SOURCE,
     BoundedEnvironment,
     TemplateLimitError,
     TemplateRefusalError,
 )
 from model.text.tokenizer import Tokenizer, TokenSpan
 
-_MAX_CONFIG_BYTES = 128 << 20
 _MAX_MESSAGE = 500
-_DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
 _ROLES: Final = (
     "system", "user", "assistant", "tool", "developer", "function", "ipython", "observation",
@@ -86,9 +83,9 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         tokens: Mapping[str, object] | None = None,
     ) -> None:
-        if _DEFAULT not in templates:
+        if DEFAULT not in templates:
             raise ChatTemplateError(
-                f"no chat template is named {_DEFAULT!r}; there are: {', '.join(sorted(templates))}"
+                f"no chat template is named {DEFAULT!r}; there are: {', '.join(sorted(templates))}"
             )
         tokens = dict(tokens or {})
         for name, text in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
@@ -115,15 +112,14 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(
-        cls, path: Path | str, tokenizer: Tokenizer, override: str | None = None
+        cls, path: Path | str, tokenizer: Tokenizer, source: str | None = None
     ) -> ChatTemplate | None:
         """Read the templates of a checkpoint.
 
         Args:
-            path: the checkpoint. Its templates are in `chat_template.jinja` and the folder `additional_chat_templates`,
-                or in `tokenizer_config.json`, or in `chat_template.json`.
+            path: the checkpoint.
             tokenizer: the checkpoint's tokenizer.
-            override: the path of a file with a template, or a template; takes the place of the checkpoint's.
+            source: a template that takes the place of the checkpoint's.
 
         Returns:
             None if there is no template.
@@ -132,14 +128,9 @@ class ChatTemplate:
             ChatTemplateError: a file is damaged, or a template cannot be used.
         """
         folder = Path(path)
-        config_file = folder / "tokenizer_config.json"
-        config: dict[str, Any] = {}
-        if config_file.is_file():
-            config = read_json_object(config_file, _MAX_CONFIG_BYTES, ChatTemplateError)
-        templates = _find_templates(folder, config, config_file)
-        if override is not None:
-            templates = {_DEFAULT: _read_override(override)}
-        return cls(templates, tokenizer, _special_variables(config)) if templates else None
+        config = read_config(folder)
+        templates = find_templates(folder, config) if source is None else {DEFAULT: source}
+        return cls(templates, tokenizer, special_variables(config)) if templates else None
 
     def render(
         self,
@@ -172,7 +163,7 @@ class ChatTemplate:
                 raise ChatTemplateError(
                     f"`{_printable(name, 60)}` cannot be a variable of the chat template"
                 )
-        template = self._templates[_DEFAULT]
+        template = self._templates[DEFAULT]
         if tools and _WITH_TOOLS in self._templates:
             template = self._templates[_WITH_TOOLS]
         adapted = [
@@ -303,7 +294,10 @@ def _probe(
 ) -> Iterator[str]:
     """Render short conversations with every usual role; those that the template rejects are left out."""
     user: Message = {"role": "user", "content": _PROBE}
-    conversations: list[list[Message]] = [[user], [user, {"role": "assistant", "content": _PROBE}, user]]
+    conversations: list[list[Message]] = [
+        [user],
+        [user, {"role": "assistant", "content": _PROBE}, user],
+    ]
     for role in _ROLES:
         message: Message = {"role": role, "content": _PROBE}
         conversations += [[message, user], [user, message]]
@@ -344,72 +338,6 @@ def _try(
     # As in `ChatTemplate.render`.
     except Exception:  # noqa: BLE001
         return ""
-
-
-def _find_templates(folder: Path, config: Mapping[str, Any], config_file: Path) -> dict[str, str]:
-    """Return the templates of a checkpoint by name. Files take precedence, as in `transformers`."""
-    templates: dict[str, str] = {}
-    if (file := folder / "chat_template.jinja").is_file():
-        templates[_DEFAULT] = _read(file)
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = _read(file)
-    if templates:
-        return templates
-    found = config.get("chat_template")
-    if found is None and (file := folder / "chat_template.json").is_file():
-        config_file = file
-        found = read_json_object(file, _MAX_CONFIG_BYTES, ChatTemplateError).get("chat_template")
-    if found is None:
-        return {}
-    if isinstance(found, str):
-        return {_DEFAULT: found}
-    try:
-        named = {entry["name"]: entry["template"] for entry in found}
-    except (KeyError, TypeError):
-        named = {}
-    if not named or not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise ChatTemplateError(
-            f"{config_file}: chat_template is neither a text nor a list of objects with name and template"
-        )
-    return named
-
-
-def _read_override(value: str) -> str:
-    """Return the template that `--chat-template` gives, itself or the path of its file."""
-    if "{{" in value or "{%" in value:
-        return value
-    file = Path(value).expanduser()
-    if not file.is_file():
-        raise ChatTemplateError(
-            f"the chat template {_printable(value)!r} is neither a file nor a Jinja template"
-        )
-    return _read(file)
-
-
-def _read(file: Path) -> str:
-    try:
-        if (size := file.stat().st_size) > 4 * MAX_SOURCE:
-            raise ChatTemplateError(f"{file} has {size} bytes, more than {4 * MAX_SOURCE}")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"{file} cannot be read: {error}") from error
-
-
-def _special_variables(config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the variables of tokenizer_config.json that name tokens: `bos_token` and the like."""
-    variables: dict[str, object] = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            variables[name] = text
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        value = config.get(name)
-        if isinstance(value, list):
-            texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in value]
-            variables[name] = [text for text in texts if isinstance(text, str)]
-        elif isinstance(value, dict):
-            variables |= {key: text for key, text in value.items() if isinstance(text, str)}
-    return variables
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
+from model.text.template_files import read_template
 from server.cli.command_settings import engine_config, fail
 from server.cli.deferred_signals import deferred_signals
 from server.cli.listening import ListenError, listen
@@ -59,6 +60,7 @@ def serve(
         model_config = ModelConfig.from_folder(model_path)
         listeners = listen(settings.host, settings.port, settings.frontends)
         tokenizer_path = _tokenizer_path(settings, model_path)
+        chat_template = settings.chat_template and read_template(settings.chat_template)
     except (ModelError, ListenError) as error:
         fail(str(error))
     # Until the event loop handles the signal: end by way of `finally`.
@@ -66,6 +68,7 @@ def serve(
     limits = HTTPConfig(
         model_id=settings.model,
         eos_token_ids=model_config.eos_token_ids,
+        chat_template=chat_template,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
     )
@@ -129,9 +132,12 @@ def _create_front_ends(
         return FrontEndPool(engine, listeners, tokenizer_path, limits)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
+    from server.http.chat import load_chat_template  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415
 
-    app = create_app(engine, Tokenizer.from_folder(tokenizer_path), limits)
+    tokenizer = Tokenizer.from_folder(tokenizer_path)
+    chat_template = load_chat_template(tokenizer_path, tokenizer, limits)
+    app = create_app(engine, tokenizer, limits, chat_template=chat_template)
     return _SingleFrontEnd(HTTPServer(app), listeners[0])
 
 

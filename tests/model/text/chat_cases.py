@@ -6,7 +6,15 @@ import json
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from model.text.chat_template import ChatTemplate
 from model.text.tokenizer import Tokenizer
@@ -177,8 +185,12 @@ def byte_level() -> tokenizers.Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
     library.train_from_iterator(CORPUS, trainer)
-    library.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in BYTE_LEVEL_SPECIAL])
-    library.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>")])
+    library.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in BYTE_LEVEL_SPECIAL]
+    )
+    library.add_tokens(
+        [AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>")]
+    )
     library.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A",
         special_tokens=[("<|begin_of_text|>", library.token_to_id("<|begin_of_text|>"))],
@@ -196,30 +208,71 @@ def sentencepiece(kind: str) -> tokenizers.Tokenizer:
             with tokens that swallow the space after them.
     """
     pieces = [*SENTENCEPIECE_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-    letters = sorted({letter for text in CORPUS for letter in text if letter.isascii() and letter != "\n"})
+    letters = sorted(
+        {letter for text in CORPUS for letter in text if letter.isascii() and letter != "\n"}
+    )
     pieces += ["▁", *(letter for letter in letters if letter != " "), *"<>/[]|_"]
-    pairs = [("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s>"), ("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a"), ("o", "g")]
+    pairs = [
+        ("<", "/"),
+        ("s", ">"),
+        ("</", "s>"),
+        ("<", "s>"),
+        ("▁", "t"),
+        ("h", "e"),
+        ("▁t", "he"),
+        ("▁", "a"),
+        ("o", "g"),
+    ]
     pieces += ["".join(pair) for pair in pairs]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    library = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    library = tokenizers.Tokenizer(
+        models.BPE(vocabulary, pairs, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
     if kind == "first":
         library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     elif kind == "gemma":
         library.normalizer = normalizers.Replace(" ", "▁")
         library.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     else:
-        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    library.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False, rstrip=kind == "phi") for t in SENTENCEPIECE_SPECIAL]
+        library.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    library.add_special_tokens(
+        [
+            AddedToken(t, special=True, normalized=False, rstrip=kind == "phi")
+            for t in SENTENCEPIECE_SPECIAL
+        ]
+    )
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return library
 
 
 def unigram() -> tokenizers.Tokenizer:
     """A Unigram model whose vocabulary contains the special tokens as pieces."""
-    words = ["▁", "▁the", "▁dog", "s", "<", ">", "/", "|", "im", "_", "start", "end", "user", "\n", "a", "e", "o"]
+    words = [
+        "▁",
+        "▁the",
+        "▁dog",
+        "s",
+        "<",
+        ">",
+        "/",
+        "|",
+        "im",
+        "_",
+        "start",
+        "end",
+        "user",
+        "\n",
+        "a",
+        "e",
+        "o",
+    ]
     vocabulary = [(piece, -float(i)) for i, piece in enumerate([*SENTENCEPIECE_SPECIAL, *words])]
     library = tokenizers.Tokenizer(models.Unigram(vocabulary, 0, False))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
