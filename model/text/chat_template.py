@@ -103,6 +103,7 @@ class ChatTemplate:
             composed |= {text for text in known if text not in used and text in rendered}
         self._special = SpecialText(tokenizer, used | composed)
         self._composed = tuple(sorted(text for text in composed if len(text) > 1))
+        self._find_composed = re.compile("|".join(map(re.escape, self._composed)))
         self._environment = BoundedEnvironment(self._special.mark)
         self._tokens = _map_texts(tokens, self._special.mark)
         self._templates = {
@@ -190,7 +191,8 @@ class ChatTemplate:
         if continue_final_message:
             text = _cut(text, self._special.end)
         if self._composed:
-            text = self._special.mark(text).replace(self._special.breaker, "")
+            text = self._find_composed.sub(lambda found: self._special.mark(found[0]), text)
+            text = text.replace(self._special.breaker, "")
         return RenderedChat(text, self._special)
 
     def _run(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
