@@ -93,23 +93,28 @@ class ChatTemplate:
                 tokens.setdefault(name, text)
         known = special_tokens(tokenizer)
         sources = "\0".join((*templates.values(), *_texts(tokens)))
-        used = {text for text in known if text in sources}
         plain = BoundedEnvironment()
-        composed: set[str] = set()
-        for source in templates.values():
-            compiled = _compile(plain, source)
-            # A token that appears although no literal contains it is made of pieces, such as '<|' + role + '|>'.
-            rendered = "\0".join(_probe(plain, compiled, tokens))
-            composed |= {text for text in known if text not in used and text in rendered}
-        self._special = SpecialText(tokenizer, used | composed)
-        self._composed = tuple(sorted(text for text in composed if len(text) > 1))
-        self._find_composed = re.compile("|".join(map(re.escape, self._composed)))
+        written = "\0".join(
+            text
+            for source in templates.values()
+            for text in (source, *_probe(plain, _compile(plain, source), tokens))
+        )
+        everything = "\0".join((written, *_texts(tokens)))
+        self._special = SpecialText(tokenizer, [text for text in known if text in everything])
         self._environment = BoundedEnvironment(self._special.mark)
         self._tokens = _map_texts(tokens, self._special.mark)
         self._templates = {
             name: _Template(self._environment, source, self._tokens)
             for name, source in templates.items()
         }
+        # A special token that is not marked is made of pieces, such as '<|' + role + '|>'.
+        marked = "\0".join(
+            text
+            for template in self._templates.values()
+            for text in _probe(self._environment, template.compiled, self._tokens)
+        )
+        self._composed = tuple(text for text in known if len(text) > 1 and text in marked)
+        self._find_composed = re.compile("|".join(map(re.escape, self._composed)))
 
     @classmethod
     def from_folder(
