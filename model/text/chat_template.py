@@ -92,7 +92,6 @@ class ChatTemplate:
             if text is not None:
                 tokens.setdefault(name, text)
         known = special_tokens(tokenizer)
-        sources = "\0".join((*templates.values(), *_texts(tokens)))
         plain = BoundedEnvironment()
         written = "\0".join(
             text

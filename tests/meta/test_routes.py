@@ -10,6 +10,7 @@ from server.http.config import HTTPConfig
 
 ROUTES = {
     "/": {"GET", "HEAD", "POST"},
+    "/chat_tokenize": {"POST"},
     "/docs": {"GET", "HEAD"},
     "/generate": {"POST"},
     "/generate_stream": {"POST"},
