@@ -49,17 +49,17 @@ _FILTERS: Final = frozenset((
     "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "title", "trim",
     "truncate", "unique", "upper",
 ))
-_METHODS: Final[tuple[tuple[type, frozenset[str]], ...]] = (
-    (str, frozenset((
+_METHODS: Final[dict[type, frozenset[str]]] = {
+    str: frozenset((
         "capitalize", "casefold", "count", "endswith", "find", "format", "format_map", "index", "isalnum", "isalpha",
         "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle",
         "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex",
         "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
-    ))),
-    (dict, frozenset(("copy", "get", "items", "keys", "values"))),
-    (list, frozenset(("copy", "count", "index"))),
-    (tuple, frozenset(("count", "index"))),
-)
+    )),
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
+}
 # fmt: on
 _OTHER_TEMPLATES = (nodes.Block, nodes.Include, nodes.Extends, nodes.Import, nodes.FromImport)
 # Jinja's own objects: all their attributes without an underscore.
@@ -81,21 +81,29 @@ class Budget:
         seconds: wall-clock time.
     """
 
-    __slots__ = ("_deadline", "work")
+    __slots__ = ("_deadline", "_work")
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
-        self.work = 0
+        self._work = 0
         self._deadline = time.monotonic() + seconds
 
     def charge(self, amount: int) -> None:
-        """Count work.
+        """Count work whose time its weight bounds.
 
         Raises:
-            TemplateLimitError: too much of it, or the time is up.
+            TemplateLimitError: too much of it.
         """
-        self.work += amount
-        if self.work > MAX_WORK:
+        self._work += amount
+        if self._work > MAX_WORK:
             raise TemplateLimitError("it computes too much")
+
+    def step(self) -> None:
+        """Count an operation that may read much and create little.
+
+        Raises:
+            TemplateLimitError: too many of them, or the time is up.
+        """
+        self.charge(STEP)
         if time.monotonic() > self._deadline:
             raise TemplateLimitError("it takes too long")
 
@@ -106,7 +114,7 @@ def weight(value: object) -> int:
     Raises:
         TemplateLimitError: more than `MAX_VALUE`.
     """
-    if isinstance(value, str):
+    if type(value) is str:
         return _limited(len(value))
     total = 0
     stack = [value]
@@ -286,12 +294,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def step(self, context: _Context) -> bool:
         """Charge a step; return true."""
-        context.budget.charge(STEP)
+        context.budget.step()
         return True
 
     def call(self, context: _Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Call a function from a template."""
-        self.step(context)
+        context.budget.step()
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             if obj.__name__ == "replace":
@@ -302,7 +310,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: _Context, operator: str, left: Any, right: Any) -> Any:  # type: ignore[override]
         """Apply an operator."""
-        self.step(context)
         if operator == "*":
             _check_product(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -311,13 +318,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_percent(left, right)
         return self.guard(context, super().call_binop(context, operator, left, right))
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may read an attribute."""
-        if not super().is_safe_attribute(obj, attr, value):
-            return False
-        if isinstance(obj, _OWN):
-            return True
-        return any(attr in methods for kind, methods in _METHODS if isinstance(obj, kind))
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ARG002
+        """Return whether a template may read an attribute: a listed method, or one of Jinja's own objects'."""
+        # By type, since `isinstance` asks an object for its class, which runs code of `Namespace`.
+        kind = type(obj)
+        methods = _METHODS.get(kind)
+        if methods is None:
+            if issubclass(kind, _OWN):
+                return not attr.startswith("_")
+            listed = (names for base, names in _METHODS.items() if issubclass(kind, base))
+            methods = next(listed, frozenset())
+        return attr in methods
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Return a bounded `str.format` or `str.format_map`; None if the value is neither."""
@@ -407,7 +418,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     passed = pass_arg.name if pass_arg is not None else ""
 
     def bounded(context: _Context, *args: Any, **kwargs: Any) -> Any:
-        context.budget.charge(STEP)
+        context.budget.step()
         if check is not None:
             check(*args, **kwargs)
         if passed == "context":
@@ -429,7 +440,7 @@ def _bounded_test(function: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(function)
     def bounded(context: _Context, *args: Any) -> bool:
-        context.budget.charge(STEP)
+        context.budget.step()
         return function(*args)
 
     return pass_context(bounded)

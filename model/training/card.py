@@ -117,8 +117,8 @@ _TOKENS = """\
 
 Half of the text is rearranged for fill-in-the-middle, cut at random characters, half of that in PSM
 (`<|fim_prefix|>` prefix `<|fim_suffix|>` suffix `<|fim_middle|>`) and half in SPM (`<|fim_prefix|><|fim_suffix|>`
-suffix `<|fim_middle|>` prefix). Of {lines} lines taken out of functions of held-out files, {exact} are filled in exactly
-(greedy, PSM).
+suffix `<|fim_middle|>` prefix). Of {lines} lines taken out of functions of held-out files, {exact} are filled in
+exactly (greedy, PSM).
 
 The chat template, `chat_template.jinja`, frames messages with `<|im_start|>` and `<|im_end|>`. The model has seen it on
 {documents:,} documented functions of the training files: the docstring as the instruction, the function as the answer.
