@@ -195,6 +195,6 @@ class RemoteEngine(EngineHandle):
             self._lose(status.lost)
 
     def _lose(self, error: str) -> None:
-        # The hub may read a request only after the engine has restarted; nobody would read its tokens.
+        # The hub may read a request only after the engine has restarted, and its tokens would never be read.
         if ended := self._fail(error):
             self._send(AbortRequests(ended))
