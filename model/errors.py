@@ -4,7 +4,8 @@
     ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or outside its limits
     ├── UnsupportedModelError   a valid checkpoint needs a feature that is not supported
     ├── WeightsError            the tensors do not fit the configuration
-    └── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
+    ├── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
+    └── ChatTemplateError       the chat template cannot be used, or rejects these messages
 
 The messages name the file, the value and the limit.
 """
@@ -30,3 +31,7 @@ class WeightsError(ModelError):
 
 class TokenizerError(ModelError):
     """The checkpoint's tokenizer cannot be used, or cannot encode this text or decode this id."""
+
+
+class ChatTemplateError(ModelError):
+    """The chat template cannot be used, or cannot render these messages."""

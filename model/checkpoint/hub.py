@@ -23,7 +23,14 @@ _NEEDED: Final = (
 )
 _CONFIG: Final = ("config.json", "generation_config.json")
 # Exports in subfolders, and copies of the weights in the original format: each would double the download.
-_UNNEEDED: Final = ("*/*", "consolidated*.safetensors")
+# `additional_chat_templates` is the one folder that is needed.
+_UNNEEDED: Final = (
+    "*/*.json",
+    "*/*.safetensors",
+    "*/*.model",
+    "*/*.txt",
+    "consolidated*.safetensors",
+)
 
 
 def resolve(model: str, revision: str | None = None, *, config_only: bool = False) -> Path:

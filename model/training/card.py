@@ -74,7 +74,7 @@ the end of the function, or after the last full line if it reaches that limit. {
 within the limit, and {ended_and_parse} of these parse; most of the others repeat themselves, often in a
 docstring or a comment.
 
-## Completions, verbatim
+{uses}## Completions, verbatim
 
 Greedy, at most {sample_tokens} new tokens, each after its prompt.
 
@@ -99,8 +99,33 @@ The model is for trying a new installation, and for demonstrations, tests and be
 imitates the style of the standard library: its code looks right and often parses, but seldom does what
 the function's name says. Greedy output of a model this small repeats itself, as above; a temperature
 near 0.7 or a repetition penalty of 1.1 to 1.2 reduces repetition but does not remove it. Output often
-resembles a test suite, because two thirds of the training text are tests. The model does not follow
-instructions; it generates only Python and English comments.
+resembles a test suite, because two thirds of the training text are tests. {instructions}
+"""
+
+_COMMENTS = """\
+## Chat
+
+The model was not trained on conversations, and its tokenizer has no tokens for them or for fill-in-the-middle. The chat
+template, `chat_template.jinja`, writes a conversation as Python: each message becomes a comment, and the reply
+continues after `def `. A message that itself begins a definition (`def`, `class`, `import`, `@`) is continued as it is.
+The reply is then a function whose name may fit the request and whose body seldom does; what it says about anything
+but Python means nothing. Chat is there to try clients and the server with, not for its answers.
+
+"""
+_TOKENS = """\
+## Fill-in-the-middle and chat
+
+Half of the text is rearranged for fill-in-the-middle, cut at random characters, half of that in PSM
+(`<|fim_prefix|>` prefix `<|fim_suffix|>` suffix `<|fim_middle|>`) and half in SPM (`<|fim_prefix|><|fim_suffix|>`
+suffix `<|fim_middle|>` prefix). Of {lines} lines taken out of functions of held-out files, {exact} are filled in
+exactly (greedy, PSM).
+
+The chat template, `chat_template.jinja`, frames messages with `<|im_start|>` and `<|im_end|>`. The model has seen it on
+{documents:,} documented functions of the training files: the docstring as the instruction, the function as the answer.
+Of {requests} instructions made from held-out docstrings, {functions} are answered with a function that parses. Whether
+it does what was asked was not measured, and it seldom does. The model has seen no other conversations: it answers
+everything with Python, and a second turn means little to it.
+
 """
 
 
@@ -115,6 +140,7 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
     data, figures, headers = evaluation["data"], evaluation["compression"], evaluation["headers"]
     teacher, student = training["teacher"], training["student"]
     held_out = data["held_out"]
+    trained_on_chat = "infilling" in evaluation
     versions = data["versions"]
     return _TEMPLATE.format(
         parameters=evaluation["parameters"],
@@ -147,6 +173,11 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
         ended_and_parse=headers["ended_and_parse"],
         max_new_tokens=headers["max_new_tokens"],
         sample_tokens=evaluation["sample_new_tokens"],
+        uses=_uses(evaluation) if trained_on_chat else _COMMENTS,
+        instructions="It follows simple\ninstructions for Python functions in form only; it generates only Python and "
+        "English comments."
+        if trained_on_chat
+        else "The model does not follow\ninstructions; it generates only Python and English comments.",
         samples="".join(_block(s["prompt"] + s["completion"]) for s in evaluation["samples"]),
         stdlib_arguments=" ".join(f"--stdlib .../lib/{version}" for version in versions),
         teacher_layers=teacher["shape"]["num_layers"],
@@ -173,6 +204,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in ("config.json", "evaluation.json", "training.json")
     ]
     (folder / "README.md").write_text(render(*records))
+
+
+def _uses(evaluation: dict[str, Any]) -> str:
+    """Return the section on fill-in-the-middle and chat of a model that was trained on them."""
+    return _TOKENS.format(
+        lines=evaluation["infilling"]["lines"],
+        exact=evaluation["infilling"]["exact"],
+        documents=evaluation["data"]["instructions"]["documents"],
+        requests=evaluation["instructions"]["instructions"],
+        functions=evaluation["instructions"]["functions"],
+    )
 
 
 def _block(text: str) -> str:

@@ -20,14 +20,25 @@ from model.checkpoint.weights import load_model
 from model.network.decoder import DecoderLM
 from model.training.completion import complete_greedily
 from model.training.corpus import SourceFile, fragments_of
+from model.training.infilling import MAX_CHARACTERS, infilling_prompt
+from model.training.instructions import instruction
 from model.training.network import model_logits
 from model.training.prepare import CONTEXT_LENGTH, read_held_out, xz_bytes
-from model.training.tokenization import END_OF_TEXT_ID
+from model.training.tokenization import (
+    ANSWER_START,
+    END_OF_TEXT_ID,
+    SPECIAL_TOKENS,
+    TURN_END,
+    chat_turn,
+)
 
 STRIDE = CONTEXT_LENGTH // 2
 NUM_HEADERS = 200
 MAX_NEW_TOKENS = 256
 SAMPLE_NEW_TOKENS = 96
+NUM_LINES = 200
+MAX_LINE_TOKENS = 48
+NUM_INSTRUCTIONS = 100
 SAMPLE_PROMPTS = (
     "def fibonacci(n):\n",
     "import os\n",
@@ -55,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "parameters": model.config.num_parameters,
         "compression": compression(model, tokenizer, files),
         "headers": header_completions(model, tokenizer, files),
+        **special_figures(model, tokenizer, files),
         "sample_new_tokens": SAMPLE_NEW_TOKENS,
         "samples": samples(model, tokenizer),
         "data": json.loads((options.data / "manifest.json").read_text()),
@@ -142,6 +154,63 @@ def header_completions(
         "ended": len(ended),
         "ended_and_parse": sum(parses(function) for function in ended),
     }
+
+
+def special_figures(
+    model: DecoderLM, tokenizer: Tokenizer, files: Sequence[SourceFile]
+) -> dict[str, Any]:
+    """Measure fill-in-the-middle and instructions; nothing for a tokenizer without their tokens."""
+    if any(tokenizer.token_to_id(token) is None for token in SPECIAL_TOKENS):
+        return {}
+    fragments = [f for file in files for f in fragments_of(file.text) if f.startswith("def ")]
+    return {
+        "infilling": infilled_lines(model, tokenizer, fragments),
+        "instructions": answered_instructions(model, tokenizer, fragments),
+    }
+
+
+def infilled_lines(
+    model: DecoderLM, tokenizer: Tokenizer, fragments: Sequence[str]
+) -> dict[str, Any]:
+    """Take one line out of functions of held-out files and count those that are filled in exactly.
+
+    The model sees the lines before and after; the line must come back up to white space at its ends.
+    """
+    generator = np.random.default_rng(0)
+    prompts: list[str] = []
+    wanted: list[str] = []
+    for index in generator.permutation(len(fragments)):
+        lines = fragments[index].splitlines(keepends=True)
+        places = [i for i in range(1, len(lines) - 1) if lines[i].strip()]
+        if not places or len(fragments[index]) > MAX_CHARACTERS:
+            continue
+        place = places[int(generator.integers(len(places)))]
+        prompts.append(infilling_prompt("".join(lines[:place]), "".join(lines[place + 1 :])))
+        wanted.append(lines[place].strip())
+        if len(prompts) == NUM_LINES:
+            break
+    found = complete(model, tokenizer, prompts, MAX_LINE_TOKENS)
+    exact = sum(text.strip() == line for text, line in zip(found, wanted, strict=True))
+    return {"lines": len(prompts), "exact": exact}
+
+
+def answered_instructions(
+    model: DecoderLM, tokenizer: Tokenizer, fragments: Sequence[str]
+) -> dict[str, Any]:
+    """Give instructions from held-out docstrings; count answers that parse as Python and define a function."""
+    generator = np.random.default_rng(0)
+    found = (instruction(fragment, generator) for fragment in dict.fromkeys(fragments))
+    requests = [request for request in found if request is not None][:NUM_INSTRUCTIONS]
+    prompts = [chat_turn("user", request) + ANSWER_START for request in requests]
+    answers = [
+        answer.partition(TURN_END)[0]
+        for answer in complete(model, tokenizer, prompts, MAX_NEW_TOKENS)
+    ]
+    good = 0
+    for answer in answers:
+        header, _, body = answer.lstrip().partition("\n")
+        good += header.startswith("def ") and parses(cut_function(f"{header}\n", body))
+    return {"instructions": len(requests), "functions": good}
 
 
 def function_headers(files: Sequence[SourceFile]) -> list[str]:

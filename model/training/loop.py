@@ -20,7 +20,7 @@ from model.training.network import TrainedLM, cross_entropy, model_logits, train
 from model.training.optimizer import MuonAdamW
 from model.training.prepare import CONTEXT_LENGTH, read_held_out
 from model.training.streams import TokenStreams
-from model.training.tokenization import END_OF_TEXT_ID, encode_documents
+from model.training.tokenization import END_OF_TEXT_ID, TURN_END_ID, encode_documents
 
 STATE_FILE = "state.pt"
 
@@ -47,7 +47,7 @@ class Stage:
         lengths: row lengths in tokens; steps alternate between them.
         learning_rate: peak, after `warmup_share` of the steps; then it falls linearly to zero.
         distill_weight: share of the teachers' term in the loss.
-        start_share, split: as in `TokenStreams.batch`.
+        start_share, split, infilling_share: as in `TokenStreams.batch`.
         stream_weights: share of rows from each of `prepare.STREAMS`.
     """
 
@@ -64,7 +64,8 @@ class Stage:
     distill_weight: float = 0.0
     start_share: float = 0.5
     split: float = 0.1
-    stream_weights: tuple[float, ...] = (0.35, 0.3, 0.1, 0.25)
+    infilling_share: float = 0.5
+    stream_weights: tuple[float, ...] = (0.33, 0.28, 0.1, 0.24, 0.05)
     seed: int = 0
 
 
@@ -84,7 +85,7 @@ def model_config(shape: Shape, vocab_size: int) -> ModelConfig:
         tie_word_embeddings=True,
         dtype="bfloat16",
         bos_token_id=END_OF_TEXT_ID,
-        eos_token_ids=(END_OF_TEXT_ID,),
+        eos_token_ids=(END_OF_TEXT_ID, TURN_END_ID),
     )
 
 
@@ -218,6 +219,7 @@ class _Run:
             length,
             start_share=stage.start_share,
             split=stage.split,
+            infilling_share=stage.infilling_share,
         )
 
     def record(self, step: int, loss: float) -> dict[str, float]:

@@ -17,9 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from model.training.corpus import Corpus, SourceFile, build_corpus
+from model.training.infilling import SPM_SHARE, infilling_documents
+from model.training.instructions import instruction_documents
 from model.training.tokenization import encode_documents, save_tokenizer, train_tokenizer
 
-STREAMS = ("library", "tests", "library_fragments", "test_fragments")
+TEXT_STREAMS = ("library", "tests", "library_fragments", "test_fragments")
+STREAMS = (*TEXT_STREAMS, "instructions")
 CONTEXT_LENGTH = 2048
 
 
@@ -43,8 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "test_fragments": list(corpus.test_fragments),
     }
     arrays: dict[str, np.ndarray] = {}
-    for name in STREAMS:
-        tokens, starts = encode_documents(tokenizer, texts[name])
+    for number, name in enumerate(TEXT_STREAMS):
+        copies = infilling_documents(texts[name], options.infilling_copies, options.seed + number)
+        texts[infilling_stream(name)] = list(copies)
+    fragments = (*corpus.library_fragments, *corpus.test_fragments)
+    texts["instructions"] = list(instruction_documents(fragments, options.seed))
+    for name, documents in texts.items():
+        tokens, starts = encode_documents(tokenizer, documents)
         arrays[name], arrays[f"{name}_starts"] = tokens, starts.astype(np.uint32)
         print(f"{name}: {len(starts)} documents, {len(tokens)} tokens")
     np.savez(output / "tokens.npz", **arrays)  # type: ignore[arg-type]
@@ -52,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manifest = _manifest(corpus, arrays, folders, options)
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     print(f"wrote {output}")
+
+
+def infilling_stream(name: str) -> str:
+    """Return the name of the stream with a text stream's documents rearranged for fill-in-the-middle."""
+    return f"{name}_infilling"
 
 
 def read_held_out(folder: Path) -> list[SourceFile]:
@@ -77,7 +90,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("build/training-data"))
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--held-out-share", type=float, default=0.04)
-    parser.add_argument("--seed", type=int, default=0, help="chooses the held-out files")
+    parser.add_argument(
+        "--infilling-copies",
+        type=int,
+        default=2,
+        help="how often each document is rearranged for fill-in-the-middle, each time with other cuts",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="chooses the held-out files, the cuts and the wording"
+    )
     return parser.parse_args(arguments)
 
 
@@ -110,6 +131,8 @@ def _manifest(
         "tests": summary(corpus.tests),
         "library_fragments": fragments(corpus.library_fragments),
         "test_fragments": fragments(corpus.test_fragments),
+        "instructions": {"documents": len(arrays["instructions_starts"])},
+        "infilling": {"copies": options.infilling_copies, "spm_share": SPM_SHARE},
         "tokens": {name: len(arrays[name]) for name in STREAMS},
         "held_out": {
             **summary(corpus.held_out),

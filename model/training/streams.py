@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.training.prepare import STREAMS
+from model.training.prepare import STREAMS, TEXT_STREAMS, infilling_stream
 
 
 class TokenStreams:
@@ -22,8 +22,10 @@ class TokenStreams:
 
     def __init__(self, folder: Path, device: torch.device, weights: Sequence[float]) -> None:
         with np.load(folder / "tokens.npz") as arrays:
-            tokens = [arrays[name] for name in STREAMS]
-            starts = [arrays[f"{name}_starts"].astype(np.int64) for name in STREAMS]
+            # Each text stream's rearranged documents follow the streams, in the order of the text streams.
+            names = (*STREAMS, *(infilling_stream(name) for name in TEXT_STREAMS))
+            tokens = [arrays[name] for name in names]
+            starts = [arrays[f"{name}_starts"].astype(np.int64) for name in names]
         lengths = np.array([len(stream) for stream in tokens])
         self._offsets = np.cumsum(lengths) - lengths
         self._lengths = lengths
@@ -42,7 +44,15 @@ class TokenStreams:
         return len(self._tokens)
 
     def batch(
-        self, seed: int, step: int, rows: int, length: int, *, start_share: float, split: float
+        self,
+        seed: int,
+        step: int,
+        rows: int,
+        length: int,
+        *,
+        start_share: float,
+        split: float,
+        infilling_share: float = 0.0,
     ) -> Tensor:
         """Sample one batch.
 
@@ -54,12 +64,16 @@ class TokenStreams:
             start_share: share of rows that begin at the start of a document.
             split: in every second row each token is split with this probability into the two that it was merged from,
                 twice, so that the model also reads unusual token boundaries.
+            infilling_share: share of the rows from text streams that are taken from their documents rearranged for
+                fill-in-the-middle.
 
         Returns:
             Token ids, int64 [R, L + 1]: inputs and, shifted by one, targets.
         """
         generator = np.random.default_rng((seed, step))
         streams = generator.choice(len(STREAMS), size=rows, p=self._shares)
+        infilling = (generator.random(rows) < infilling_share) & (streams < len(TEXT_STREAMS))
+        streams = np.where(infilling, streams + len(STREAMS), streams)
         first = np.empty(rows, dtype=np.int64)
         for row, stream in enumerate(streams):
             limit = max(1, self._lengths[stream] - length - 1)

@@ -13,6 +13,22 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """Begins every document, and so also ends the document before it."""
 
+FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX = "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, FIM_PREFIX, FIM_MIDDLE, FIM_SUFFIX, TURN_START, TURN_END)
+"""In the order of their ids."""
+TURN_END_ID = SPECIAL_TOKENS.index(TURN_END)
+ANSWER_START = f"{TURN_START}assistant\n"
+CHAT_TEMPLATE = f"""\
+{{{{- bos_token }}}}
+{{%- for message in messages %}}
+    {{{{- '{TURN_START}' + message.role + '\\n' + message.content + '{TURN_END}\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}
+    {{{{- '{TURN_START}assistant\\n' }}}}
+{{%- endif %}}
+"""
+
 SPLIT_PATTERN = "|".join(
     (
         r"\n",  # a line end never merges, so that a prompt that ends with one resembles training text
@@ -31,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: training documents.
-        vocab_size: number of entries: the 256 bytes, the separator and the merges.
+        vocab_size: number of entries: the 256 bytes, the special tokens and the merges.
 
     Returns:
         A tokenizer that prepends `END_OF_TEXT` and restores every string.
@@ -46,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=24,
         show_progress=False,
@@ -61,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`.
+    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
 
     Args:
         tokenizer: from `train_tokenizer`.
@@ -79,6 +95,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "model_max_length": max_length,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def chat_turn(role: str, content: str) -> str:
+    """Return one message as `CHAT_TEMPLATE` renders it."""
+    return f"{TURN_START}{role}\n{content}{TURN_END}\n"
 
 
 def encode_documents(

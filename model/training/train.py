@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(model: DecoderLM, data: Path, output: Path) -> None:
-    """Write the checkpoint in bfloat16, with the tokenizer.
+    """Write the checkpoint in bfloat16, with the tokenizer and the chat template.
 
     Args:
         model: the trained model.
@@ -90,7 +90,7 @@ def export(model: DecoderLM, data: Path, output: Path) -> None:
     rounded = DecoderLM(model.config, torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
     save_checkpoint(rounded, output, MAX_SHARD_BYTES)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(data / name, output / name)
 
 

@@ -19,6 +19,7 @@ from server.cli.front_end_config import FrontEndConfig
 from server.engine.link.client import RemoteEngine
 from server.engine.link.process_setup import exit_with_parent, freeze_startup_objects, read_config
 from server.http.app import create_app
+from server.http.chat import load_chat_template
 from server.http.metrics.registry import NUM_CELLS
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.serving import HTTPServer
@@ -42,10 +43,11 @@ def main() -> None:
     counters = SharedCounters.shared(Path(config.counters), config.rows, NUM_CELLS, config.row)
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
+        chat_template = load_chat_template(Path(config.tokenizer_path), tokenizer, config.http)
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(create_app(engine, tokenizer, config.http, counters))
+    server = HTTPServer(create_app(engine, tokenizer, config.http, counters, chat_template))
     freeze_startup_objects()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
         runner.run(_serve(server, engine, socket.socket(fileno=config.listener)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
+from model.text.template_files import read_template
 from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
@@ -60,6 +61,7 @@ def serve(
         listeners = listen(settings.host, settings.port, settings.frontends)
         tokenizer_path = _tokenizer_path(settings, model_path)
         keys = api_keys(settings)
+        chat_template = settings.chat_template and read_template(settings.chat_template)
     except (ModelError, StartupError, ListenError, ApiKeyError) as error:
         fail(str(error))
     # Until the event loop handles SIGTERM, exit through the `finally` blocks.
@@ -67,6 +69,7 @@ def serve(
     limits = HTTPConfig(
         model_id=settings.model,
         eos_token_ids=model_config.eos_token_ids,
+        chat_template=chat_template,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
         api_keys=keys,
@@ -136,9 +139,12 @@ def _create_front_ends(
         return FrontEndPool(engine, listeners, tokenizer_path, limits, log_format)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
+    from server.http.chat import load_chat_template  # noqa: PLC0415
     from server.http.serving import HTTPServer  # noqa: PLC0415
 
-    app = create_app(engine, Tokenizer.from_folder(tokenizer_path), limits)
+    tokenizer = Tokenizer.from_folder(tokenizer_path)
+    chat_template = load_chat_template(tokenizer_path, tokenizer, limits)
+    app = create_app(engine, tokenizer, limits, chat_template=chat_template)
     return _SingleFrontEnd(HTTPServer(app), listeners[0])
 
 

@@ -42,6 +42,10 @@ class Settings(BaseModel):
     revision: str | None = Field(
         None, description="branch, tag or commit of a Hugging Face model id"
     )
+    chat_template: str | None = Field(
+        None,
+        description="file with a chat template in Jinja, or the template itself; default: the checkpoint's",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all interfaces")
     port: int = Field(
         8000, ge=0, le=65535, description="TCP port to listen on; 0 chooses a free one"

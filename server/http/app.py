@@ -18,6 +18,7 @@ from server.http.responses import install_error_handlers
 from server.version import version
 
 if TYPE_CHECKING:
+    from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
     from server.engine.link.client import EngineHandle
     from server.errors import TesseraError
@@ -35,6 +36,7 @@ def create_app(
     tokenizer: Tokenizer,
     config: HTTPConfig,
     counters: SharedCounters | None = None,
+    chat_template: ChatTemplate | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
 
@@ -43,6 +45,7 @@ def create_app(
         tokenizer: the served model's tokenizer.
         config: limits and intervals.
         counters: shared with the other front ends; None if this process is the only one.
+        chat_template: the served model's chat template; None if it has none.
 
     Returns:
         The application; it owns a few tokenizer threads and no other resources.
@@ -58,7 +61,7 @@ def create_app(
     app.router.route_class = DirectRoute
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
     metrics = Metrics(client, config, version(), endpoints, counters)
-    context = AppContext(client, tokenizer, config, metrics)
+    context = AppContext(client, tokenizer, config, metrics, chat_template)
     for dialect in DIALECTS:
         dialect.install(app, context)
     service_routes.install(app, context, DIALECTS[-1].error_reply)

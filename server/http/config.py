@@ -13,6 +13,7 @@ class HTTPConfig:
         model_id: the name the operator gave the model; the only text from outside that becomes a
             metric label.
         eos_token_ids: the model's own end tokens, from its configuration.
+        chat_template: source of a chat template that takes the place of the checkpoint's; None for that one.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
             `best_of` counts as that many. None means twice the engine's `max_num_seqs`.
         max_best_of: sequences that one request may ask for.
@@ -37,6 +38,7 @@ class HTTPConfig:
 
     model_id: str
     eos_token_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
     max_concurrent_requests: int | None = None
     max_best_of: int = 2
     max_stop_sequences: int = 4

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from model.errors import TokenizerError
+from model.errors import ChatTemplateError, TokenizerError
+from model.text.chat_template import RenderedChat
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
@@ -15,6 +16,7 @@ from server.errors import OverloadedError, UnavailableError, ValidationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
@@ -37,15 +39,22 @@ class AppContext:
         tokenizer: the model's tokenizer.
         config: limits and intervals.
         metrics: the service's metrics.
+        chat_template: the model's chat template; None if it has none.
     """
 
     def __init__(
-        self, client: EngineHandle, tokenizer: Tokenizer, config: HTTPConfig, metrics: Metrics
+        self,
+        client: EngineHandle,
+        tokenizer: Tokenizer,
+        config: HTTPConfig,
+        metrics: Metrics,
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.chat_template = chat_template
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
     @contextlib.contextmanager
@@ -122,12 +131,12 @@ class AppContext:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, object]],  # noqa: ARG002
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, object]] | None = None,  # noqa: ARG002
-        add_generation_prompt: bool = True,  # noqa: ARG002
-        continue_final_message: bool = False,  # noqa: ARG002
-        variables: Mapping[str, object] | None = None,  # noqa: ARG002
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Render a conversation with the model's chat template and tokenize it, in a thread.
 
@@ -141,7 +150,43 @@ class AppContext:
         Raises:
             ValidationError: the model has no chat template, or the template rejects the messages.
         """
-        raise ValidationError("`messages`: the model has no chat template; use a prompt instead")
+        token_ids = await self.convert_chat(
+            RenderedChat.encode,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+        if not token_ids:
+            raise ValidationError("`messages` has no tokens")
+        return token_ids
+
+    async def convert_chat(
+        self,
+        convert: Callable[[RenderedChat], ResultT],
+        messages: Sequence[Mapping[str, object]],
+        **options: Any,  # noqa: ANN401 - those of `ChatTemplate.render`
+    ) -> ResultT:
+        """Render a conversation and pass it to a function, both in a thread; otherwise like `encode_chat`.
+
+        The event loop never waits for a template, whose time depends on more than the length of the text.
+        """
+        template = self.chat_template
+        if template is None:
+            raise ValidationError(
+                "`messages`: the model has no chat template; start the server with --chat-template, or use a prompt"
+            )
+
+        def work() -> ResultT:
+            return convert(template.render(messages, **options))
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        except ChatTemplateError as error:
+            raise ValidationError(str(error)) from None
+        except TokenizerError as error:
+            raise ValidationError(f"`messages` cannot be tokenized: {error}") from None
 
     async def encode_words(self, words: Sequence[str], field: str) -> tuple[tuple[int, ...], ...]:
         """Tokenize each word twice: at the beginning of a text and after a space.

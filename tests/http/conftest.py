@@ -32,8 +32,9 @@ async def engine(anyio_backend):
 
 @pytest.fixture
 def make_app(engine, tokenizer):
-    def make(**limits):
-        return create_app(engine, tokenizer, replace(CONFIG, **limits))
+    def make(chat_template=None, **limits):
+        config = replace(CONFIG, **limits)
+        return create_app(engine, tokenizer, config, chat_template=chat_template)
 
     return make
 

@@ -11,7 +11,8 @@ from server.engine.core import plan_report
 from server.engine.link.protocol import EngineState
 from server.http import service_routes
 from server.http.app import DIALECTS
-from server.http.dialects.tgi import replies
+from server.http.dialects.tgi import chat_tokenize, replies
+from server.http.dialects.tgi.chat_tokenize import ChatTokenizeBody
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
 from server.http.metrics.registry import SPECS, Outcome
 from tests.meta.test_routes import ROUTES
@@ -27,7 +28,7 @@ def test_every_route_is_described(path):
     assert all(method in methods for method in ROUTES[path] - {"HEAD"}), path
 
 
-@pytest.mark.parametrize("model", [GenerateBody, GenerateParameters])
+@pytest.mark.parametrize("model", [GenerateBody, GenerateParameters, ChatTokenizeBody])
 def test_every_request_field_is_described(model):
     assert set(model.model_fields) <= NAMED
 
@@ -35,7 +36,7 @@ def test_every_request_field_is_described(model):
 def test_every_reply_field_is_described():
     values = [
         value
-        for module in (replies, plan_report, service_routes)
+        for module in (replies, chat_tokenize, plan_report, service_routes)
         for value in vars(module).values()
     ]
     records = [value for value in values if hasattr(value, "__struct_fields__")]

@@ -11,6 +11,7 @@ from server.http.config import HTTPConfig
 ROUTES = {
     "/": {"GET", "HEAD", "POST"},
     "/abort": {"POST"},
+    "/chat_tokenize": {"POST"},
     "/docs": {"GET", "HEAD"},
     "/docs/page.css": {"GET", "HEAD"},
     "/docs/start.js": {"GET", "HEAD"},

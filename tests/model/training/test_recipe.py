@@ -20,8 +20,9 @@ from model.training.completion import complete_greedily
 from model.training.loop import Shape, Stage, learning_rate, run_stage
 from model.training.network import model_logits
 from model.training.optimizer import orthogonalize
-from model.training.prepare import STREAMS, read_held_out
+from model.training.prepare import STREAMS, TEXT_STREAMS, infilling_stream, read_held_out
 from model.training.streams import TokenStreams
+from model.training.tokenization import FIM_PREFIX, SPECIAL_TOKENS, TURN_END_ID
 from model.training.train import export
 
 CPU = torch.device("cpu")
@@ -126,9 +127,40 @@ def test_a_batch_is_determined_by_seed_and_step_and_split_tokens_keep_the_text(d
     assert torch.equal(batch(3, 0.0)[1::2], batch(3, 0.2)[1::2])
 
 
+def test_rows_for_infilling_replace_the_given_share_of_text_rows(data):
+    weights = (1.0,) * len(TEXT_STREAMS) + (0.0,)
+    streams = TokenStreams(data, CPU, weights)
+    prefix = SPECIAL_TOKENS.index(FIM_PREFIX)
+
+    def share(wanted: float) -> float:
+        rows = streams.batch(
+            1, 1, 200, 40, start_share=1.0, split=0.1, infilling_share=wanted
+        )  # a rearranged document begins with the separator and the token
+        return (rows[:, 1] == prefix).float().mean().item()
+
+    assert share(0.0) == 0
+    assert 0.4 < share(0.5) < 0.6
+    assert share(1.0) > 0.95
+
+
+def test_a_small_checkpoint_is_measured_on_infilling_and_instructions(data, tmp_path):
+    model = run_stage(
+        dataclasses.replace(STAGE, steps=1), data, tmp_path, device=CPU, compiled=False
+    )
+    tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
+    held_out = read_held_out(data)
+    figures = evaluate.special_figures(model, tokenizer, held_out)
+
+    assert figures["infilling"]["lines"] >= figures["infilling"]["exact"] >= 0
+    assert figures["instructions"]["instructions"] >= figures["instructions"]["functions"] >= 0
+    assert model.config.eos_token_ids == (0, TURN_END_ID)
+    bare = Tokenizer.from_str(tokenizer.to_str().replace("<|im_end|>", "<|other|>"))
+    assert evaluate.special_figures(model, bare, held_out) == {}
+
+
 def test_every_document_starts_with_the_separator(data):
     with np.load(data / "tokens.npz") as arrays:
-        for name in STREAMS:
+        for name in (*STREAMS, *map(infilling_stream, TEXT_STREAMS)):
             assert (arrays[name][arrays[f"{name}_starts"]] == 0).all()
             assert arrays[name][-1] == 0
 

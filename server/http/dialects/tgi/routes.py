@@ -1,4 +1,4 @@
-"""TGI's routes: /generate, /generate_stream, POST /, /tokenize and /info."""
+"""TGI's routes: /generate, /generate_stream, POST /, /tokenize, /chat_tokenize and /info."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError
+from server.http.dialects.tgi.chat_tokenize import (
+    ChatTokenizeBody,
+    ChatTokenizeReply,
+    tokenize_chat,
+)
 from server.http.dialects.tgi.generate import GenerateAnswer
 from server.http.dialects.tgi.limits import check, is_stream
 from server.http.dialects.tgi.replies import (
@@ -28,6 +33,8 @@ from server.http.responses import json_response
 from server.version import version
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from fastapi import FastAPI
 
     from server.engine.core.messages import EngineInfo
@@ -75,13 +82,15 @@ def _install(app: FastAPI, context: AppContext) -> None:
     )
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt, and the characters that each covers."""
-        try:
-            with RequestRecord(context.metrics, "tokenize") as record:
-                spans = await _tokenize(request, context)
-                record.finish(Outcome.OK)
-        except ClientDisconnectedError:
-            return Response(status_code=_CLIENT_CLOSED)
-        return json_response(spans)
+        return await _reply(context, "tokenize", _tokenize(request, context))
+
+    @app.post(
+        "/chat_tokenize",
+        **describe_route(ChatTokenizeBody, ErrorReply, ChatTokenizeReply, generates=False),
+    )
+    async def chat_tokenize(request: Request) -> Response:
+        """Return a conversation as the chat template renders it, and its tokens."""
+        return await _reply(context, "chat_tokenize", tokenize_chat(request, context))
 
     info = describe_service_route(InfoReply)
     info["responses"][UnavailableError.status] = describe_error(UnavailableError, ErrorReply)
@@ -98,13 +107,24 @@ def _render_error(error: TesseraError) -> ErrorBody:
 
 TGI = Dialect(
     prefix="/",
-    endpoints=("generate", "generate_stream", "compat", "tokenize"),
+    endpoints=("generate", "generate_stream", "compat", "tokenize", "chat_tokenize"),
     install=_install,
     render_error=_render_error,
     error_reply=ErrorReply,
-    bodies=(GenerateBody,),
-    replies=(ErrorReply, GenerateReply, InfoReply, PromptSpan, StreamEvent),
+    bodies=(GenerateBody, ChatTokenizeBody),
+    replies=(ErrorReply, GenerateReply, InfoReply, PromptSpan, ChatTokenizeReply, StreamEvent),
 )
+
+
+async def _reply(context: AppContext, endpoint: str, work: Awaitable[object]) -> Response:
+    """Return the response of a request without generation, and count it."""
+    try:
+        with RequestRecord(context.metrics, endpoint) as record:
+            reply = await work
+            record.finish(Outcome.OK)
+    except ClientDisconnectedError:
+        return Response(status_code=_CLIENT_CLOSED)
+    return json_response(reply)
 
 
 async def _tokenize(request: Request, context: AppContext) -> list[PromptSpan]:

@@ -1,0 +1,437 @@
+"""Renders a conversation with a checkpoint's chat template and encodes it. This module does not import PyTorch.
+
+What the template sees is as in Hugging Face's `apply_chat_template`, and so are the tokens, except that special tokens
+in messages stay text (`model.text.special_text`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+
+from model.errors import ChatTemplateError
+from model.text.special_text import SpecialText, special_tokens
+from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
+from model.text.template_sandbox import (
+    BoundedEnvironment,
+    TemplateLimitError,
+    TemplateRefusalError,
+)
+from model.text.tokenizer import Tokenizer, TokenSpan
+
+_MAX_MESSAGE = 500
+_WITH_TOOLS: Final = "tool_use"
+_ROLES: Final = (
+    "system", "user", "assistant", "tool", "developer", "function", "ipython", "observation",
+)  # fmt: skip
+_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt"})
+_PROBE: Final = "Zebra"
+
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A rendered conversation.
+
+    Attributes:
+        marked: the text, with marks instead of the special tokens that the template wrote.
+    """
+
+    marked: str
+    _special: SpecialText
+
+    @property
+    def text(self) -> str:
+        """The text; special tokens of the template and of messages look alike in it."""
+        return self._special.unmark(self.marked)
+
+    def encode(self) -> list[int]:
+        """Return the token ids; only special tokens that the template wrote are special.
+
+        Raises:
+            TokenizerError: the text cannot be encoded.
+        """
+        return self._special.encode(self.marked)
+
+    def encode_with_offsets(self) -> tuple[str, list[TokenSpan]]:
+        """Return the text and its tokens with the characters that each stands for; otherwise like `encode`."""
+        return self._special.encode_with_offsets(self.marked)
+
+
+class ChatTemplate:
+    """The chat templates of a checkpoint, compiled. Immutable, and therefore thread-safe.
+
+    Args:
+        templates: Jinja source by name: `default`, and `tool_use` for conversations with tools if it is there.
+        tokenizer: the checkpoint's tokenizer.
+        tokens: further variables for the templates: the checkpoint's special tokens by role, such as `bos_token`.
+
+    Raises:
+        ChatTemplateError: a template cannot be compiled or used.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        tokenizer: Tokenizer,
+        tokens: Mapping[str, object] | None = None,
+    ) -> None:
+        if DEFAULT not in templates:
+            raise ChatTemplateError(
+                f"no chat template is named {DEFAULT!r}; there are: {', '.join(sorted(templates))}"
+            )
+        tokens = dict(tokens or {})
+        for name, text in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
+            if text is not None:
+                tokens.setdefault(name, text)
+        known = special_tokens(tokenizer)
+        plain = BoundedEnvironment()
+        written = "\0".join(
+            text
+            for source in templates.values()
+            for text in (source, *_probe(plain, _compile(plain, source), tokens))
+        )
+        everything = "\0".join((written, *_texts(tokens)))
+        self._special = SpecialText(tokenizer, [text for text in known if text in everything])
+        self._environment = BoundedEnvironment(self._special.mark)
+        self._tokens = _map_texts(tokens, self._special.mark)
+        self._templates = {
+            name: _Template(self._environment, source, self._tokens)
+            for name, source in templates.items()
+        }
+        # A special token that is not marked is made of pieces, such as '<|' + role + '|>'.
+        marked = "\0".join(
+            text
+            for template in self._templates.values()
+            for text in _probe(self._environment, template.compiled, self._tokens)
+        )
+        self._composed = tuple(text for text in known if len(text) > 1 and text in marked)
+        self._find_composed = re.compile("|".join(map(re.escape, self._composed)))
+
+    @classmethod
+    def from_folder(
+        cls, path: Path | str, tokenizer: Tokenizer, source: str | None = None
+    ) -> ChatTemplate | None:
+        """Read the templates of a checkpoint.
+
+        Args:
+            path: the checkpoint.
+            tokenizer: the checkpoint's tokenizer.
+            source: a template that takes the place of the checkpoint's.
+
+        Returns:
+            None if there is no template.
+
+        Raises:
+            ChatTemplateError: a file is damaged, or a template cannot be used.
+        """
+        folder = Path(path)
+        config = read_config(folder)
+        templates = find_templates(folder, config) if source is None else {DEFAULT: source}
+        return cls(templates, tokenizer, special_variables(config)) if templates else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> RenderedChat:
+        """Render a conversation.
+
+        Args:
+            messages: plain JSON values; each has a `role`, most have `content`, a text or a list of parts of type
+                `text`.
+            tools: definitions of tools, as in the OpenAI API.
+            add_generation_prompt: whether to end with the beginning of the assistant's next message.
+            continue_final_message: whether to leave the last message open, so that the model continues it.
+            variables: further variables for the template, such as `documents` or `enable_thinking`.
+
+        Raises:
+            ChatTemplateError: the template cannot render these messages; the message names the place.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError(
+                "`add_generation_prompt` and `continue_final_message` exclude each other"
+            )
+        for name in variables or ():
+            if name in _RESERVED or name in self._environment.globals or not name.isidentifier():
+                raise ChatTemplateError(
+                    f"`{_printable(name, 60)}` cannot be a variable of the chat template"
+                )
+        template = self._templates[DEFAULT]
+        if tools and _WITH_TOOLS in self._templates:
+            template = self._templates[_WITH_TOOLS]
+        adapted = [
+            template.adapt(message, f"messages.{number}") for number, message in enumerate(messages)
+        ]
+        if not adapted:
+            raise ChatTemplateError("`messages` cannot be empty")
+        if continue_final_message:
+            adapted[-1] = _with_end(adapted[-1], f"{self._special.end} ", len(adapted) - 1)
+        given: dict[str, Any] = {
+            "messages": adapted,
+            "tools": list(tools) if tools else None,
+            **(variables or {}),
+        }
+        if self._composed:
+            _check_roles(adapted)
+            roles = [message["role"] for message in adapted]
+            given = _map_texts(given, self._break)
+            for message, role in zip(given["messages"], roles, strict=True):
+                message["role"] = role
+        given = {"documents": None, **self._tokens, **given}
+        given["add_generation_prompt"] = add_generation_prompt
+        text = self._run(template.compiled, given)
+        if continue_final_message:
+            text = _cut(text, self._special.end)
+        if self._composed:
+            text = self._find_composed.sub(lambda found: self._special.mark(found[0]), text)
+            text = text.replace(self._special.breaker, "")
+        return RenderedChat(text, self._special)
+
+    def _run(self, template: jinja2.Template, variables: Mapping[str, object]) -> str:
+        try:
+            return self._environment.render(template, variables)
+        except TemplateRefusalError as error:
+            raise ChatTemplateError(
+                f"`messages`: the chat template rejects the conversation: {self._printable(error)}"
+            ) from None
+        except TemplateLimitError as error:
+            raise ChatTemplateError(
+                f"`messages`: the chat template reached a limit: {error}"
+            ) from None
+        # A template can fail in any way that an expression can.
+        except Exception as error:  # noqa: BLE001
+            name = type(error).__name__
+            raise ChatTemplateError(
+                f"`messages`: the chat template fails: {name}: {self._printable(error)}"
+            ) from None
+
+    def _printable(self, error: Exception) -> str:
+        return _printable(self._special.unmark(str(error)).replace(self._special.breaker, ""))
+
+    def _break(self, text: str) -> str:
+        """Break what could become a token that the template makes of pieces."""
+        for token in self._composed:
+            head, tail = re.escape(token[0]), re.escape(token[-1])
+            text = re.sub(
+                f"{head}(?={re.escape(token[1])}|$)", token[0] + self._special.breaker, text
+            )
+            text = re.sub(
+                f"(?:(?<={re.escape(token[-2])})|^){tail}", self._special.breaker + token[-1], text
+            )
+            if text and text in token[1:-1]:
+                text = self._special.breaker + text
+        return text
+
+
+class _Template:
+    """One compiled template, and the forms of `content` that it understands.
+
+    Args:
+        environment: compiles and renders it.
+        source: in Jinja.
+        tokens: special tokens by role, marked.
+    """
+
+    def __init__(
+        self, environment: BoundedEnvironment, source: str, tokens: Mapping[str, object]
+    ) -> None:
+        self.compiled = _compile(environment, source)
+        as_text, as_parts = (
+            _renders(environment, self.compiled, tokens, content)
+            for content in (_PROBE, [{"type": "text", "text": _PROBE}])
+        )
+        self._parts = as_parts
+        self._texts = as_text or not as_parts
+
+    def adapt(self, message: Message, place: str) -> dict[str, Any]:
+        """Return a message with `content` in a form that the template understands.
+
+        Raises:
+            ChatTemplateError: it has no role, or parts that are not text.
+        """
+        if not isinstance(message, Mapping):
+            raise ChatTemplateError(f"`{place}` must be an object")
+        adapted = dict(message)
+        if not isinstance(adapted.get("role"), str):
+            raise ChatTemplateError(f"`{place}.role` is required, and must be a string")
+        content = adapted.get("content")
+        if isinstance(content, list | tuple):
+            texts = [_part_text(part, f"{place}.content.{i}") for i, part in enumerate(content)]
+            if not self._parts:
+                adapted["content"] = "\n".join(texts)
+        elif isinstance(content, str):
+            if not self._texts:
+                adapted["content"] = [{"type": "text", "text": content}]
+        elif content is not None:
+            raise ChatTemplateError(f"`{place}.content` must be a string or a list of parts")
+        calls = adapted.get("tool_calls")
+        if isinstance(calls, list | tuple):
+            adapted["tool_calls"] = [_with_arguments(call) for call in calls]
+        elif calls is None:
+            adapted.pop("tool_calls", None)
+        return adapted
+
+
+def _compile(environment: BoundedEnvironment, source: str) -> jinja2.Template:
+    try:
+        return environment.compile_template(source)
+    except jinja2.TemplateSyntaxError as error:
+        problem = f"line {error.lineno}: {_printable(str(error.message))}"
+    # Deep nesting fails in the parser or in Python's compiler, each with errors of its own.
+    except Exception as error:  # noqa: BLE001
+        problem = f"{type(error).__name__}: {_printable(str(error))}"
+    raise ChatTemplateError(f"the chat template cannot be compiled: {problem}")
+
+
+def _probe(
+    environment: BoundedEnvironment, template: jinja2.Template, tokens: Mapping[str, object]
+) -> Iterator[str]:
+    """Render short conversations with every usual role; those that the template rejects are left out."""
+    user: Message = {"role": "user", "content": _PROBE}
+    conversations: list[list[Message]] = [
+        [user],
+        [user, {"role": "assistant", "content": _PROBE}, user],
+    ]
+    for role in _ROLES:
+        message: Message = {"role": role, "content": _PROBE}
+        conversations += [[message, user], [user, message]]
+    for messages in conversations:
+        yield _try(environment, template, tokens, messages)
+
+
+def _renders(
+    environment: BoundedEnvironment,
+    template: jinja2.Template,
+    tokens: Mapping[str, object],
+    content: object,
+) -> bool:
+    """Return whether a template writes the probe's text, and not a Python list."""
+    message: Message = {"role": "user", "content": content}
+    text = _try(environment, template, tokens, [message])
+    return _PROBE in text and "'type'" not in text and '"type"' not in text
+
+
+def _try(
+    environment: BoundedEnvironment,
+    template: jinja2.Template,
+    tokens: Mapping[str, object],
+    messages: Sequence[Message],
+) -> str:
+    """Return what a template makes of messages; empty if it rejects them.
+
+    Raises:
+        ChatTemplateError: it reaches a limit even here.
+    """
+    given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    try:
+        return environment.render(template, {**tokens, **given})
+    except TemplateLimitError as error:
+        raise ChatTemplateError(
+            f"the chat template reaches a limit for one short message: {error}"
+        ) from None
+    # As in `ChatTemplate.render`.
+    except Exception:  # noqa: BLE001
+        return ""
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401
+    """Return a JSON value with every text and key changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value
+
+
+def _part_text(part: object, place: str) -> str:
+    """Return the text of a part of `content`.
+
+    Raises:
+        ChatTemplateError: it is of another type.
+    """
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise ChatTemplateError(f"`{place}` must be an object")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+        raise ChatTemplateError(
+            f"`{place}` must have the type `text` and a text: this model reads nothing else"
+        )
+    return text
+
+
+def _with_arguments(call: object) -> object:
+    """Return a tool call whose arguments are an object, as templates expect, not JSON in a string."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            return call
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return {**call, "function": function}
+
+
+def _with_end(message: Mapping[str, Any], end: str, number: int) -> dict[str, Any]:
+    """Return a message with `end` after its text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + end}
+    if isinstance(content, list | tuple) and content and isinstance(content[-1], Mapping):
+        last = {**content[-1], "text": content[-1]["text"] + end}
+        return {**message, "content": [*content[:-1], last]}
+    raise ChatTemplateError(f"`messages.{number}.content` has no text to continue")
+
+
+def _cut(text: str, end: str) -> str:
+    """Return a text up to `end`; if a template has removed the space after it, without space at the end."""
+    place = text.rfind(end)
+    if place < 0:
+        raise ChatTemplateError("`messages`: the chat template does not write the last message")
+    kept = text[:place]
+    return kept if text.startswith(" ", place + len(end)) else kept.rstrip()
+
+
+def _check_roles(messages: Iterable[Message]) -> None:
+    """Check the roles for a template that makes special tokens of them."""
+    for number, message in enumerate(messages):
+        if message["role"] not in _ROLES:
+            raise ChatTemplateError(
+                f"`messages.{number}.role` must be one of {', '.join(_ROLES)}: the chat template makes "
+                "a special token of it"
+            )
+
+
+def _printable(text: str, limit: int = _MAX_MESSAGE) -> str:
+    """Return the printable characters of a text on one line, cut."""
+    return "".join(c if c.isprintable() else " " for c in text[:limit])

@@ -1,0 +1,101 @@
+"""`POST /chat_tokenize`: a conversation as the model's chat template renders it, and its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from model.text.chat_template import RenderedChat
+from server.http.dialects.tgi.replies import PromptSpan
+from server.http.dialects.tgi.validation import parse
+from server.http.request_body import read_json
+
+if TYPE_CHECKING:
+    from fastapi import Request
+
+    from server.http.context import AppContext
+
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+)
+_NO_EFFECT = "Of a chat completion; no effect on the prompt."
+
+
+class ChatTokenizeBody(BaseModel):
+    """A chat completion's body, as TGI's clients send it. What does not change the prompt is accepted and not used."""
+
+    model_config = _STRICT
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+        description="The conversation: objects with `role` and `content`, as in the OpenAI API.",
+        examples=[[{"role": "user", "content": "Add two numbers."}]],
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Definitions of tools, as in the OpenAI API."
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="`none` leaves `tools` out of the prompt."
+    )
+    guideline: str | None = Field(None, description="The variable `guideline` of the template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the template; not in TGI."
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Whether to end with the beginning of the assistant's message; default: true. Not in TGI.",
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Whether to leave the last message open; not in TGI."
+    )
+    tool_prompt: None = Field(None, description="Not supported: null.")
+    model: Any = Field(None, description=_NO_EFFECT)
+    frequency_penalty: Any = Field(None, description=_NO_EFFECT)
+    logit_bias: Any = Field(None, description=_NO_EFFECT)
+    logprobs: Any = Field(None, description=_NO_EFFECT)
+    max_tokens: Any = Field(None, description=_NO_EFFECT)
+    n: Any = Field(None, description=_NO_EFFECT)
+    presence_penalty: Any = Field(None, description=_NO_EFFECT)
+    response_format: Any = Field(None, description=_NO_EFFECT)
+    seed: Any = Field(None, description=_NO_EFFECT)
+    stop: Any = Field(None, description=_NO_EFFECT)
+    stream: Any = Field(None, description=_NO_EFFECT)
+    stream_options: Any = Field(None, description=_NO_EFFECT)
+    temperature: Any = Field(None, description=_NO_EFFECT)
+    top_logprobs: Any = Field(None, description=_NO_EFFECT)
+    top_p: Any = Field(None, description=_NO_EFFECT)
+
+
+class ChatTokenizeReply(msgspec.Struct, frozen=True):
+    """The tokens of a rendered conversation, and its text."""
+
+    tokenize_response: list[PromptSpan]
+    templated_text: str
+
+
+async def tokenize_chat(request: Request, context: AppContext) -> ChatTokenizeReply:
+    """Read a request's conversation, render it and tokenize it.
+
+    Raises:
+        ValidationError: the body is not valid, or the chat template rejects the conversation.
+    """
+    body = parse(ChatTokenizeBody, await read_json(request.scope, request.receive, context.config))
+    variables = dict(body.chat_template_kwargs or {})
+    if body.guideline is not None:
+        variables["guideline"] = body.guideline
+    text, spans = await context.convert_chat(
+        RenderedChat.encode_with_offsets,
+        body.messages,
+        tools=None if body.tool_choice == "none" else body.tools,
+        add_generation_prompt=(
+            not body.continue_final_message
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt
+        ),
+        continue_final_message=bool(body.continue_final_message),
+        variables=variables,
+    )
+    return ChatTokenizeReply(
+        [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans], text
+    )
