@@ -39,7 +39,7 @@ export function setUpChat() {
     if (output.text) messages.push({ role: "assistant", content: output.text });
     else item.remove();
     if (error?.status === 404) {
-      error.message += " This server does not serve chat; the Prompt view works without it.";
+      error.message += "\nThis server does not serve chat; the Prompt view works without it.";
       run.show(error);
     }
     buttons();

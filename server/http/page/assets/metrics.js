@@ -1,6 +1,6 @@
 // Follows the engine's state by reading /metrics every second while the page is visible.
 
-import { ApiError, get, getJson } from "./api.js";
+import { ApiError, get } from "./api.js";
 
 const INTERVAL = 1000;
 
@@ -44,13 +44,16 @@ export class Monitor {
     const seen = await this.#read();
     if (round !== this.round) return;
     this.report(seen);
+    if (seen.state === "locked") return; // until there is another key
     this.timer = setTimeout(() => this.#poll(round), INTERVAL);
   }
 
   async #read() {
     try {
       const response = await get("metrics");
-      if (response.status === 401 || response.status === 403) return { state: "locked", phase: "API key needed", sample: null };
+      if (response.status === 401 || response.status === 403) {
+        return { state: "locked", phase: "API key needed", sample: null };
+      }
       if (!response.ok) throw new ApiError(`/metrics: status ${response.status}`);
       const samples = parse(await response.text());
       const state = stateOf(samples);
@@ -80,15 +83,6 @@ export class Monitor {
       waiting: sum(samples, "tessera_requests_waiting"),
       kv: sum(samples, "tessera_kv_cache_usage_ratio") * 100,
     };
-  }
-}
-
-/** Facts about model and limits; null while the engine is not ready. */
-export async function readInfo() {
-  try {
-    return await getJson("info");
-  } catch {
-    return null; // The state of the engine, which is shown, says why.
   }
 }
 

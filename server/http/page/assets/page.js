@@ -1,7 +1,8 @@
 // The page: tabs, colour scheme, live state and keys. The views are in prompt.js, chat.js and plan.js.
 
 import { setUpChat } from "./chat.js";
-import { Monitor, readInfo } from "./metrics.js";
+import { getJson } from "./api.js";
+import { Monitor } from "./metrics.js";
 import { showFacts, showPlan } from "./plan.js";
 import { Plot } from "./plots.js";
 import { setUpPrompt } from "./prompt.js";
@@ -53,7 +54,7 @@ const plots = {
   waiting: new Plot(byId("plot-waiting"), { scale: 4 }),
   kv: new Plot(byId("plot-kv"), { format: (value) => `${value.toFixed(value < 10 ? 1 : 0)} %`, scale: 20 }),
 };
-let info = null;
+let described = false;
 
 async function report({ state, phase, sample }) {
   const text = phase ? `${state}: ${phase}` : state;
@@ -61,13 +62,18 @@ async function report({ state, phase, sample }) {
   if (node.textContent !== text) node.textContent = text;
   node.dataset.state = state;
   for (const [name, plot] of Object.entries(plots)) plot.add(sample?.[name] ?? null);
-  if (state !== "ready") info = null;
-  else info ??= await describe();
+  if (state === "ready" && !described) await describe();
+  described = state === "ready";
 }
 
 async function describe() {
-  const found = await readInfo();
-  if (found === null) return null;
+  let found;
+  try {
+    found = await getJson("info");
+  } catch (error) {
+    byId("model").textContent = error.message;
+    return;
+  }
   const { model_id: model, model_device_type: device, model_dtype: dtype, quantization } = found;
   const how = [device, dtype, quantization === "none" ? "" : quantization].filter(Boolean).join(", ");
   byId("model").replaceChildren(element("strong", {}, model), ` ${how}`);
@@ -75,7 +81,6 @@ async function describe() {
   setLimits(found);
   showFacts(byId("facts"), found);
   if (document.body.dataset.view === "engine") loadPlan();
-  return found;
 }
 
 async function loadPlan() {
@@ -91,7 +96,10 @@ async function loadPlan() {
 const monitor = new Monitor(report);
 setUp(
   () => views.forEach((view) => view.update()),
-  () => monitor.restart(),
+  () => {
+    described = false;
+    monitor.restart();
+  },
 );
 
 // Colour scheme

@@ -6,17 +6,14 @@ import { define, element } from "./dom.js";
 /** Fetch and show the plan; throws an ApiError. */
 export async function showPlan(node) {
   const plan = await getJson("plan");
-  node.replaceChildren(element("p", {}, summary(plan)), facts(plan), ...plan.phases.map(phase));
+  const single = element("p", { class: "wide" }, `A decode step of one sequence: ${plan.one_sequence}.`);
+  node.replaceChildren(element("p", {}, plan.arch_name), facts(plan), single, ...plan.phases.map(phase));
 }
 
 /** Show what /info reports. */
 export function showFacts(list, info) {
   const known = Object.entries(info).filter(([, value]) => value !== null);
   define(list, known.map(([name, value]) => [readable(name), format(value)]));
-}
-
-function summary(plan) {
-  return `${plan.arch_name}: ${[...new Set(plan.phases.map((one) => one.kernel))].join(", ")}`;
 }
 
 function facts(plan) {
@@ -29,7 +26,6 @@ function facts(plan) {
     [plan.sm ? "multiprocessors" : "cores", plan.num_sms],
     ["memory bandwidth", plan.memory_bandwidth_gbs ? `${format(plan.memory_bandwidth_gbs)} GB/s` : "not known"],
     ["peak", plan.peak_tflops ? `${format(plan.peak_tflops)} TFLOP/s` : "not known"],
-    ["one sequence", plan.one_sequence],
   ]);
   return list;
 }
@@ -39,7 +35,7 @@ function phase(one) {
   const parts = [
     element("h3", {}, `${one.phase}${layers}`),
     element("p", { class: "kernel" }, element("code", {}, one.kernel), ` ${lineage(one)}`),
-    element("p", {}, sentence(one.why)),
+    element("p", {}, `${one.why}.`),
   ];
   if (one.launches.length) parts.push(launches(one.launches));
   if (one.refused.length) parts.push(refused(one.refused));
@@ -84,10 +80,6 @@ function table(caption, columns, rows) {
     { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
     element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)),
   );
-}
-
-function sentence(text) {
-  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 function readable(name) {

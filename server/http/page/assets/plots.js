@@ -1,8 +1,8 @@
-// Small plots of the last two minutes.
+// Small plots of the last minute.
 
 import { element, graphic } from "./dom.js";
 
-const SAMPLES = 120;
+const SAMPLES = 61;
 const WIDTH = SAMPLES - 1;
 const HEIGHT = 32;
 
@@ -39,7 +39,7 @@ export class Plot {
     const highest = Math.max(0, ...known);
     this.#draw(Math.max(this.scale, highest));
     const now = value === null ? "unknown" : this.format(value);
-    this.svg.setAttribute("aria-label", `${this.name}: now ${now}, highest ${this.format(highest)} in two minutes`);
+    this.svg.setAttribute("aria-label", `${this.name}: now ${now}, highest ${this.format(highest)} in the last minute`);
   }
 
   #draw(top) {

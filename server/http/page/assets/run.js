@@ -16,6 +16,7 @@ export class Run {
     this.start = view.querySelector(".primary");
     this.stopButton = view.querySelector(".stop");
     this.stopButton.addEventListener("click", () => this.stop());
+    this.status = view.querySelector(".status");
     this.abort = null;
   }
 
@@ -69,10 +70,9 @@ export class Run {
     } finally {
       clearInterval(show);
       output.flush();
-      define(this.measures, watch.measures(outcome));
-      this.abort = null;
-      this.start.disabled = false;
-      this.stopButton.disabled = true;
+      define(this.measures, failure && !watch.tokens ? [] : watch.measures(outcome));
+      this.status.textContent = `${outcome}, ${watch.tokens} tokens`;
+      this.#end();
     }
     return failure;
   }
@@ -88,9 +88,18 @@ export class Run {
   #begin() {
     this.start.disabled = true;
     this.stopButton.disabled = false;
+    this.status.textContent = "generating";
     this.error.replaceChildren();
     this.warnings.replaceChildren();
     this.accounting.hidden = true;
+  }
+
+  #end() {
+    this.abort = null;
+    this.start.disabled = false;
+    // A disabled button would lose the focus.
+    if (document.activeElement === this.stopButton) this.start.focus();
+    this.stopButton.disabled = true;
   }
 
   #warn(warnings) {
