@@ -1,7 +1,7 @@
 """Serves the page for browsers: index.html at `/` and its assets at `/page/`.
 
-The assets are the files of the folder `assets`, served as they are; they load nothing from another host, and the content
-security policy makes browsers refuse to.
+The assets are the files of the folder `assets`, served as they are. They load nothing from another host, and the
+content security policy makes browsers refuse to.
 """
 
 from __future__ import annotations
