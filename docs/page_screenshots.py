@@ -15,7 +15,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent
-SIZE = {"width": 1200, "height": 900}
+SIZE = {"width": 1200, "height": 940}
 
 
 def main(url: str) -> None:
@@ -31,7 +31,7 @@ def main(url: str) -> None:
             for thread in load:
                 thread.start()
                 page.wait_for_timeout(2000)
-            page.fill("#max-tokens", "100")
+            page.fill("#max-tokens", "64")
             page.fill("#seed", "2")
             page.click("#prompt .primary")
             page.locator("#prompt .primary:enabled").wait_for()

@@ -161,7 +161,7 @@ async def test_the_settings_reach_the_engine(visit, engine):
     assert await page.locator("#prompt .error").inner_text() == ""
     (request,) = engine.requests
     sampling = request.sampling
-    assert request.max_tokens == 7
+    assert sampling.max_new_tokens == 7
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 11)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.2)
     assert (sampling.seed, sampling.top_logprobs) == (2**64 - 1, 2)
@@ -412,8 +412,7 @@ async def test_axe_finds_no_violation_and_nothing_is_cut_off(visit, engine, sche
     await generate(page)
     await finished(page)
     assert await page.locator("#prompt .token").count() == 6
-    for details in await page.locator("details:visible:not([open]) > summary").all():
-        await details.click()
+    await page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
     await page.locator("#prompt .token").nth(4).focus()
     await check("tokens")
     await page.fill("#prompt-text", "too long " * 100)

@@ -49,7 +49,7 @@ async function* read(response) {
       },
     };
     if (event.generated_text !== null) {
-      const { finish_reason, generated_tokens, seed, input_length, ...accounting } = details ?? {};
+      const { finish_reason, generated_tokens, seed, input_length, usage, ...others } = details ?? {};
       yield {
         end: {
           reason: finish_reason,
@@ -57,7 +57,7 @@ async function* read(response) {
           promptTokens: input_length,
           // A seed has 64 bits, more than a number holds exactly: take its digits from the text.
           seed: seed === null ? undefined : /"seed":(\d+)/.exec(data)?.[1],
-          accounting,
+          accounting: { ...usage, ...others },
         },
         warnings: event.warnings ?? [],
       };

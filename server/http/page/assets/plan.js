@@ -77,7 +77,7 @@ function table(caption, columns, rows) {
   // Focusable, because a wide table scrolls sideways on a narrow screen.
   return element(
     "div",
-    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    { class: "scroll", tabindex: 0, role: "group", "aria-label": caption },
     element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)),
   );
 }
