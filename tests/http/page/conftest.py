@@ -34,7 +34,12 @@ class Visit:
         return self.page
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
 async def browser(anyio_backend):
     playwright = pytest.importorskip("playwright.async_api", reason="needs the package playwright")
     path = next(filter(None, map(shutil.which, NAMES)), None)
@@ -61,10 +66,12 @@ async def serve(make_app):
 @pytest.fixture
 async def visit(browser, serve):
     """Makes a visit in a new browser context with the given options."""
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start(wrap=lambda app: app, **options):
-        context = await browser.new_context(**options)
-        context.set_default_timeout(20_000)
-        return Visit(await context.new_page(), await serve(wrap))
+        async def start(wrap=lambda app: app, **options):
+            context = await browser.new_context(**options)
+            stack.push_async_callback(context.close)
+            context.set_default_timeout(20_000)
+            return Visit(await context.new_page(), await serve(wrap))
 
-    return start
+        yield start
