@@ -27,7 +27,7 @@ def main(url: str) -> None:
             page = browser.new_page(viewport=SIZE, color_scheme=scheme)
             page.goto(url)
             page.locator('#state[data-state="ready"]').wait_for()
-            load = [threading.Thread(target=_generate, args=(url, i)) for i in range(8)]
+            load = [threading.Thread(target=_generate, args=(url, i)) for i in range(5)]
             for thread in load:
                 thread.start()
                 page.wait_for_timeout(2000)
@@ -44,7 +44,7 @@ def main(url: str) -> None:
 
 def _generate(url: str, seed: int) -> None:
     """Give the plots something to show."""
-    parameters = {"max_new_tokens": 180 + 60 * seed, "ignore_eos": True, "do_sample": True}
+    parameters = {"max_new_tokens": 300 + 60 * seed, "ignore_eos": True, "do_sample": True}
     body = json.dumps({"inputs": "def ", "parameters": parameters | {"seed": seed}}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + "generate", body, headers)  # noqa: S310

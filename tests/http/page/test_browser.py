@@ -173,6 +173,22 @@ async def test_the_settings_reach_the_engine(visit, engine):
     assert here.complaints == []
 
 
+async def test_settings_are_kept_until_the_defaults_are_restored(visit):
+    here = await visit()
+    page = await here.open()
+    await page.fill("#top-k", "11")
+    await page.uncheck("#marks")
+    await page.reload()
+
+    assert await page.input_value("#top-k") == "11"
+    assert not await page.is_checked("#marks")
+    assert await page.locator(".legend").is_hidden()
+    await page.click("#settings button[type=reset]")
+    assert await page.input_value("#top-k") == ""
+    assert await page.is_checked("#marks")
+    assert await page.locator(".legend").is_visible()
+
+
 async def test_an_invalid_setting_is_pointed_out_and_nothing_is_sent(visit, engine):
     here = await visit()
     page = await here.open()

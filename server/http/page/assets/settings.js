@@ -27,6 +27,7 @@ export function setUp(changed, newKey) {
     event.preventDefault();
     for (const item of kept) {
       if (item.tagName === "SELECT") item.selectedIndex = 0;
+      else if (item.type === "checkbox") item.checked = item.defaultChecked;
       else item.value = item.defaultValue;
     }
     check();
@@ -105,6 +106,7 @@ function unescape(line) {
 function check() {
   const kind = control("grammar-kind").value;
   const text = control("grammar").value;
+  document.body.dataset.marks = control("marks").checked ? "on" : "off";
   control("grammar-field").hidden = kind === "";
   control("grammar-label").textContent = kind === "regex" ? "Regular expression" : "JSON schema";
   control("grammar").setCustomValidity(kind ? problem(kind, text) : "");
@@ -125,7 +127,7 @@ function problem(kind, text) {
 }
 
 function store() {
-  const values = Object.fromEntries(kept.map((item) => [item.id, item.value]));
+  const values = Object.fromEntries(kept.map((item) => [item.id, item.type === "checkbox" ? item.checked : item.value]));
   try {
     localStorage.setItem(STORE, JSON.stringify(values));
   } catch {
@@ -137,7 +139,9 @@ function restore() {
   try {
     const values = JSON.parse(localStorage.getItem(STORE) ?? "{}");
     for (const item of kept) {
-      if (typeof values[item.id] === "string") item.value = values[item.id];
+      const value = values[item.id];
+      if (item.type === "checkbox") item.checked = value ?? item.defaultChecked;
+      else if (typeof value === "string") item.value = value;
     }
   } catch {
     // Blocked or damaged storage: the defaults apply.
