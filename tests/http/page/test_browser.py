@@ -167,7 +167,7 @@ async def test_the_settings_reach_the_engine(visit, engine):
     assert (sampling.seed, sampling.top_logprobs) == (2**64 - 1, 2)
     assert "18446744073709551615" in await page.locator("#prompt .measures").inner_text()
     await page.locator("#prompt .request summary").click()
-    command = await page.locator("#prompt .request pre").inner_text()
+    command = await page.locator("#prompt .request pre", has_text="curl").inner_text()
     assert '"stop":["a\\nb","c"]' in command
     assert f"{here.url}generate_stream" in command
     assert here.complaints == []
@@ -258,7 +258,9 @@ async def test_a_key_unlocks_the_page_and_is_forgotten_with_the_tab(visit, engin
     assert "secret" not in await page.evaluate("JSON.stringify(localStorage)")
     assert "secret" in await page.evaluate("JSON.stringify(sessionStorage)")
     await page.locator("#prompt .request summary").click()
-    assert "secret" not in await page.locator("#prompt .request pre").inner_text()
+    command = await page.locator("#prompt .request pre", has_text="curl").inner_text()
+    assert "Authorization: Bearer $API_KEY" in command
+    assert "secret" not in command
 
 
 CHUNKS = (
