@@ -1,4 +1,4 @@
-"""The routes that are the same for all dialects: health, the kernel plan and metrics."""
+"""The routes that are the same for all dialects: the page for browsers, health, the kernel plan and metrics."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from server.engine.core.plan_report import PlanReport
 from server.engine.link.protocol import EngineState
 from server.errors import UnavailableError
 from server.http.openapi import describe_error, describe_service_route
+from server.http.page import routes as page
 from server.http.responses import json_response
 
 if TYPE_CHECKING:
@@ -37,17 +38,23 @@ REPLIES = (HealthReply, PlanReport)
 
 
 def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]) -> None:
-    """Add the routes /plan, /health, /health/live, /ping, GET / and /metrics.
+    """Add the routes /plan, /health, /health/live, /ping, GET / with the files of its page, and /metrics.
 
     Args:
         app: the application.
         context: the application's context.
         error_reply: type of an error's body on these routes, for the OpenAPI document.
     """
+    assets = page.load_assets()
     health = describe_service_route(HealthReply)
     health["responses"][_UNAVAILABLE] = {
         "description": "Requests are not served; `phase` says what the engine is doing.",
         "content": health["responses"][200]["content"],
+    }
+    root = describe_service_route(HealthReply)
+    root["responses"] = {
+        **health["responses"],
+        200: {"content": health["responses"][200]["content"] | {"text/html": {}}},
     }
     plan = describe_service_route(PlanReport)
     plan["responses"][_UNAVAILABLE] = describe_error(UnavailableError, error_reply)
@@ -63,6 +70,14 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         """Report whether requests are served: the readiness probe."""
         return _health(context, healthy=context.client.state is EngineState.READY)
 
+    async def read_root(request: Request) -> Response:
+        """Return a page to try the service out if `Accept` names HTML, else the same as `/health`."""
+        if page.prefers_html(request.headers.get("accept", "")):
+            return page.respond(assets[page.INDEX], request, vary="accept")
+        response = _health(context, healthy=context.client.state is EngineState.READY)
+        response.headers["vary"] = "accept"
+        return response
+
     async def read_liveness() -> Response:
         """Report whether the service works or is starting: the liveness probe."""
         return _health(context, healthy=context.client.state is not EngineState.STOPPED)
@@ -74,11 +89,15 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         return Response(encode(context.metrics.registry), headers={"content-type": content_type})
 
     app.add_api_route("/plan", read_plan, methods=["GET"], **plan)
-    for path in ("/", "/health", "/ping"):
-        app.add_api_route(path, read_health, methods=["GET"], **health)
-        app.add_api_route(path, read_health, methods=["HEAD"], include_in_schema=False)
-    app.add_api_route("/health/live", read_liveness, methods=["GET"], **health)
-    app.add_api_route("/health/live", read_liveness, methods=["HEAD"], include_in_schema=False)
+    for path, read, described in (
+        ("/", read_root, root),
+        ("/health", read_health, health),
+        ("/ping", read_health, health),
+        ("/health/live", read_liveness, health),
+    ):
+        app.add_api_route(path, read, methods=["GET"], **described)
+        app.add_api_route(path, read, methods=["HEAD"], include_in_schema=False)
+    page.install(app, assets)
 
 
 def _health(context: AppContext, *, healthy: bool) -> Response:

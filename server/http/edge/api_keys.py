@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from server.errors import TesseraError
     from server.http.responses import ErrorBody
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/ping"})
-"""`GET` and `HEAD` of these paths need no key: probes, which report only the state of the engine."""
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
+"""`GET` and `HEAD` of these paths need no key: the page for browsers, and probes, which report only the engine's state."""
 
-STATIC_PATHS = ("/docs",)
+STATIC_PATHS = ("/docs", "/page")
 """Nor do `GET` and `HEAD` of these paths and the paths below them: files of the package, the same in every service.
 
 A browser opens a page without a key; what the page requests afterwards needs one.

@@ -1,0 +1,77 @@
+"""Opens the page of a service in headless Chromium."""
+
+import contextlib
+import shutil
+
+import pytest
+
+from tests.http.serving import Server
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+class Visit:
+    """The page in one browser context, with what the browser complained about and whom it asked."""
+
+    def __init__(self, page, url):
+        self.page = page
+        self.url = url
+        self.complaints = []
+        self.requests = []
+        page.on("console", self._note)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    def _note(self, message):
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    async def open(self, view=""):
+        await self.page.goto(self.url + view)
+        await self.page.locator('#state[data-state="ready"]').wait_for()
+        # The fake engine's context has 128 tokens.
+        await self.page.evaluate("document.getElementById('max-tokens').value = 16")
+        return self.page
+
+
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def browser(anyio_backend):
+    playwright = pytest.importorskip("playwright.async_api", reason="needs the package playwright")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"needs Chromium: none of {', '.join(NAMES)} is installed")
+    async with playwright.async_playwright() as started:
+        browser = await started.chromium.launch(executable_path=path)
+        yield browser
+        await browser.close()
+
+
+@pytest.fixture
+async def serve(make_app):
+    """Serves the application with the fake engine on a port; returns its address."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(wrap=lambda app: app):
+            server = await stack.enter_async_context(Server(wrap(make_app()), "httptools"))
+            return f"http://127.0.0.1:{server.port}/"
+
+        yield start
+
+
+@pytest.fixture
+async def visit(browser, serve):
+    """Makes a visit in a new browser context with the given options."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(wrap=lambda app: app, **options):
+            context = await browser.new_context(**options)
+            stack.push_async_callback(context.close)
+            context.set_default_timeout(20_000)
+            return Visit(await context.new_page(), await serve(wrap))
+
+        yield start
