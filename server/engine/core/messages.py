@@ -6,12 +6,13 @@ processes.
 
 from __future__ import annotations
 
-from typing import Literal
+import itertools
+from typing import Any, Literal
 
 import msgspec
 
 from server.engine.core.plan_report import PlanReport
-from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         prefix_cache_hit_tokens: prompt tokens found there.
         prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
         generation_tokens: tokens sampled.
+        num_reserved_tokens: tokens that the running sequences have if all reach their limits.
+        computed_tokens: tokens computed, of prompts and outputs.
+        computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
+        prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
+        prefill_steps, decode_steps: numbers of those steps, by bucket of `accounting.STEP_SECONDS_BOUNDS`.
+        block_seconds: blocks of the KV cache times seconds; a block counts for each sequence that holds it.
+        num_ended, ended_device_seconds, ended_block_seconds: ended sequences and what they used, by `FinishReason` - 1.
     """
 
     num_running: int = 0
@@ -112,23 +120,46 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    num_reserved_tokens: int = 0
+    computed_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefill_steps: list[int] = []
+    decode_steps: list[int] = []
+    block_seconds: float = 0.0
+    num_ended: list[int] = []
+    ended_device_seconds: list[float] = []
+    ended_block_seconds: list[float] = []
 
 
-_COUNTERS = (
-    "prompt_tokens", "generation_tokens", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "num_preemptions",
-    "num_steps",
-)  # fmt: skip
+_GAUGES = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "kv_usage", "num_reserved_tokens")  # fmt: skip
+_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
 
 
 def add_counters(a: EngineStats, b: EngineStats) -> EngineStats:
     """Add the counters of two engine processes; the result's gauges have their defaults."""
-    return EngineStats(**{name: getattr(a, name) + getattr(b, name) for name in _COUNTERS})
+    return EngineStats(**{name: _add(getattr(a, name), getattr(b, name)) for name in _COUNTERS})
+
+
+def _add(a: Any, b: Any) -> Any:  # noqa: ANN401 - numbers or lists of numbers
+    if isinstance(a, list):
+        return [x + y for x, y in itertools.zip_longest(a, b, fillvalue=0)]
+    return a + b
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """Drop these requests; unknown ids, of requests that have just finished for example, are ignored."""
+    """End these requests; unknown ids, of requests that have just finished for example, are ignored.
+
+    Attributes:
+        request_ids: of the requests.
+        reason: `ABORT`, or `STOP` if the front end found a stop string. With `STOP` the engine sends a last event,
+            which reports what the request used.
+    """
 
     request_ids: list[int]
+    reason: FinishReason = FinishReason.ABORT
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -175,6 +206,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
         logprobs: by index; only for requests that asked for them.
         top_tokens: by index; only for requests that asked for them.
         errors: by index; only for sequences that ended with an error.
+        usage: by index; only for sequences that ended.
         prompt_logprobs: by request id, in the step that completes the prompt; only for requests that asked for them.
     """
 
@@ -186,6 +218,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     logprobs: dict[int, float] = {}
     top_tokens: dict[int, list[tuple[int, float]]] = {}
     errors: dict[int, str] = {}
+    usage: dict[int, SequenceUsage] = {}
     prompt_logprobs: dict[int, list[float]] = {}
 
     def event(self, i: int) -> TokenEvent:
@@ -197,6 +230,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
             top_tokens=tuple(self.top_tokens.get(i, ())),
             finish_reason=FinishReason(reason) if reason else None,
             error=self.errors.get(i),
+            usage=self.usage.get(i),
         )
 
 

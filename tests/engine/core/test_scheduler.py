@@ -614,7 +614,8 @@ def test_the_last_event_has_the_finish_reason_and_the_blocks_are_freed_at_once(t
     _, events = step(scheduler, token_id)
 
     assert first == [(0, TokenEvent(token_id=token_id))]
-    assert events == [(0, TokenEvent(token_id=token_id, finish_reason=reason))]
+    ended = TokenEvent(token_id=token_id, finish_reason=reason, usage=sequence.usage)
+    assert events == [(0, ended)]
     assert sequence.finish_reason is reason
     assert scheduler.block_manager.num_free_blocks == 16
     assert not scheduler.has_work
