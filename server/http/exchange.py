@@ -19,6 +19,7 @@ from server.http.request_body import ClientDisconnectedError, ClientWatch, read_
 from server.http.responses import error_response, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
+from server.http.usage import usage_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,6 +144,7 @@ class Exchange(Response):
                         await self._finish(generation, scope, receive, send, record, watch)
                         body = answer.reply(generation)
                         headers = answer.headers(generation, generation.timings(record.started))
+                        headers += usage_headers(generation.usage())
                         if watch.gone:
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)

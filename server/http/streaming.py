@@ -63,7 +63,11 @@ class StreamRenderer(Protocol):
         """
 
     def end(self) -> bytes:
-        """Render the frames after the last token of the last completion."""
+        """Render the frames after the last token of the last completion.
+
+        Called when the engine has reported what the completions used: `Generation.usage` is final. If a stop string
+        ended one of them, this is up to a step after its last token.
+        """
 
     def fail(self, error: TesseraError) -> bytes:
         """Render an error that ends the stream."""
@@ -96,6 +100,8 @@ class TokenSender:
         try:
             # The usual single completion needs no task of its own.
             await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
+            if not self.ended:
+                await self._settle()
         except (ClientDisconnectedError, OSError):
             raise
         except asyncio.CancelledError:
@@ -108,6 +114,14 @@ class TokenSender:
             await self._fail(TesseraError())
         if self.failed:
             self.record.finish(Outcome.ERROR)
+
+    async def _settle(self) -> None:
+        """Wait until the usage is known, then send the end of the stream."""
+        await self.generation.settle()
+        if self.watch.gone:
+            raise ClientDisconnectedError
+        self.out.write(self._render_end(), more=False)
+        await self.out.drain()
 
     async def _fail(self, error: TesseraError) -> None:
         self.out.write(self._render_failure(error), more=False)
@@ -126,7 +140,7 @@ class TokenSender:
         if self.failed:
             self.generation.abort()  # ends the other completions too
         else:
-            completion.stream.abort()  # the engine does not search for stop strings
+            completion.stream.stop()  # the engine does not search for stop strings
 
     def _reader(self, completion: Completion) -> Callable[[list[TokenEvent]], bool]:
         """Make the callback for `RequestStream.follow` that renders and sends a completion's events."""
@@ -159,8 +173,10 @@ class TokenSender:
         return take
 
     def _render_end(self) -> bytes:
-        """Render the end of the stream if this was the last token of the last completion."""
+        """Render the end of the stream if all completions have ended and what they used is known."""
         if any(completion.finish_reason is None for completion in self.generation.completions):
+            return b""
+        if not self.generation.settled:
             return b""
         self.ended = True
         return self.renderer.end()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from server.engine.core.messages import EngineInfo, EngineStats
-from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.engine.link.request_stream import RequestStream
@@ -34,6 +34,16 @@ INFO = EngineInfo(
     plan=PLAN,
     startup_seconds={},
     versions={},
+)
+USAGE = SequenceUsage(
+    prefill_seconds=0.25,
+    decode_seconds=0.5,
+    num_steps=3,
+    num_cached_prompt_tokens=2,
+    num_computed_prompt_tokens=4,
+    num_recomputed_tokens=1,
+    device_seconds=0.125,
+    block_seconds=1.5,
 )
 EOS_ID = 256
 IM_END_ID = 257
@@ -73,6 +83,7 @@ class FakeEngine:
         self.abort_seen = asyncio.Event()
         self.running: set[int] = set()
         self._ids = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def next_request_id(self) -> int:
@@ -83,7 +94,8 @@ class FakeEngine:
             raise EngineUnavailableError(self.state, self.phase)
         self.requests.append(request)
         self.running.add(request.request_id)
-        stream = RequestStream(request.request_id, self.abort)
+        stream = RequestStream(request.request_id, self.abort, self.stop_request)
+        self._streams[request.request_id] = stream
         task = asyncio.get_running_loop().create_task(self._play(request, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -97,6 +109,10 @@ class FakeEngine:
         self.aborted.append(request_id)
         self.running.discard(request_id)
         self.abort_seen.set()
+
+    def stop_request(self, request_id: int) -> None:
+        self.abort(request_id)
+        put(self._streams[request_id], event(None, FinishReason.STOP))
 
 
 def put(stream: RequestStream, *events: TokenEvent) -> None:
@@ -115,7 +131,12 @@ def event(
     error: str | None = None,
 ) -> TokenEvent:
     return TokenEvent(
-        token_id=token_id, logprob=logprob, top_tokens=top, finish_reason=finish, error=error
+        token_id=token_id,
+        logprob=logprob,
+        top_tokens=top,
+        finish_reason=finish,
+        error=error,
+        usage=USAGE if finish is not None else None,
     )
 
 

@@ -134,7 +134,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ended_block_seconds: list[float] = []
 
 
-_GAUGES = ("num_running", "num_waiting", "num_blocks", "num_free_blocks", "kv_usage", "num_reserved_tokens")  # fmt: skip
+_GAUGES = {
+    "num_running", "num_waiting", "num_blocks", "num_free_blocks", "kv_usage", "num_reserved_tokens",
+}  # fmt: skip
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
 
 

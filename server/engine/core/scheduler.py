@@ -142,9 +142,7 @@ class Scheduler:
         self._live[sequence.request_id] = sequence
         self._waiting[sequence.request_id] = sequence
 
-    def abort(
-        self, request_id: int, reason: FinishReason = FinishReason.ABORT
-    ) -> Sequence | None:
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in any state and free its blocks.
 
         May be called between `schedule` and `commit`; the results of that step for the sequence are then ignored.

@@ -65,7 +65,7 @@ class EngineHandle:
         if self.state is not EngineState.READY:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
         self._send(request)
-        stream = RequestStream(request.request_id, self.abort)
+        stream = RequestStream(request.request_id, self.abort, self.stop_request)
         self._streams[request.request_id] = stream
         return stream
 
@@ -73,6 +73,11 @@ class EngineHandle:
         """Make the engine drop a request; unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None:
             self._send(AbortRequests([request_id]))
+
+    def stop_request(self, request_id: int) -> None:
+        """Make the engine end a request whose text is complete; its last event follows. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._send(AbortRequests([request_id], FinishReason.STOP))
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         raise NotImplementedError

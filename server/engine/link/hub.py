@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.engine.core.messages import AbortRequests
+from server.engine.core.request import FinishReason
 from server.engine.link.protocol import Attached, EngineState, EngineStatus
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.engine.link.supervisor import EngineSupervisor
@@ -111,7 +112,8 @@ class EngineHub(EngineSupervisor):
                 front_end.sockets.send(self._status())
                 front_end.on_attached()
             elif isinstance(message, AbortRequests):
-                front_end.request_ids.difference_update(message.request_ids)
+                if message.reason is FinishReason.ABORT:  # otherwise a last event follows
+                    front_end.request_ids.difference_update(message.request_ids)
                 self._send_encoded(data)
             elif self.state is EngineState.READY:
                 # Otherwise the front end is about to learn that the engine is lost, and ends the request.

@@ -128,7 +128,9 @@ class Bills:
         self.computed = defaultdict(set)  # positions that were first computed
         self.recomputed = defaultdict(int)
         self.all_device_seconds = 0.0
-        self.late_seconds = defaultdict(float)  # of ended sequences in steps in flight, by finish reason
+        self.late_seconds = defaultdict(
+            float
+        )  # of ended sequences in steps in flight, by finish reason
 
     def wait(self, seconds, sequences):
         self.now += seconds
