@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from server.errors import IncompleteGenerationError, TesseraError, UnavailableError
 from server.http.metrics.records import RequestRecord
-from server.http.metrics.registry import Outcome
+from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.responses import error_response, send_json
 from server.http.streaming import TokenSender, open_event_stream
@@ -152,9 +152,12 @@ class Exchange(Response):
                 generation.abort()
             record.succeed(
                 generation.returned[0].finish_reason,
-                queue_seconds=generation.queue_seconds,
+                usage=generation.usage(),
+                submitted=generation.submitted,
                 prompt_tokens=generation.prompt_tokens,
                 completion_tokens=generation.completion_tokens,
+                longest=max(completion.num_tokens for completion in generation.completions),
+                max_new_tokens=generation.max_new_tokens,
             )
 
     async def _finish(

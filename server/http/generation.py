@@ -99,6 +99,11 @@ class Generation:
         )
 
     @property
+    def max_new_tokens(self) -> int:
+        """The largest limit of the tokens of a completion."""
+        return max([completion.prompt.sampling.max_new_tokens for completion in self.completions])
+
+    @property
     def settled(self) -> bool:
         """Whether the engine has reported what each completion used, so that `usage` is complete."""
         return all(completion.stream.finished for completion in self.completions)

@@ -20,7 +20,7 @@ from server.errors import (
     IncompleteGenerationStreamError,
     TesseraError,
 )
-from server.http.metrics.registry import Outcome
+from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from server.http import service_routes
 from server.http.app import DIALECTS
 from server.http.dialects.tgi import replies
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
-from server.http.metrics.registry import SPECS, Outcome
+from server.http.metrics.specs import SPECS, Outcome
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]

@@ -3,9 +3,9 @@
 A step's device time is shared among its sequences by their numbers of scheduled tokens. A block is charged to every
 sequence that holds it, for as long as it does; a block that several sequences share therefore counts for each of them.
 
-The work per step does not depend on the number of decoding sequences: `Accounting` keeps the device time that a sequence
-with one token in every step would have used, and reads that number when a sequence enters the batch and when it leaves.
-Only sequences with more than one token in a step are charged one by one.
+The work per step does not depend on the number of decoding sequences: `Accounting` keeps the device time that a
+sequence with one token in every step would have used, and reads that number when a sequence enters the batch and when
+it leaves. Only sequences with more than one token in a step are charged one by one.
 """
 
 from __future__ import annotations
