@@ -14,16 +14,20 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+import msgspec
+
 from server.engine.core.admission import AdmissionError
 from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
     EngineMessage,
     EngineStats,
+    EngineTotals,
     FrontEndMessage,
     SequenceStarted,
     Shutdown,
     StepMessage,
+    encode_totals,
 )
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.sequence import Sequence
@@ -46,6 +50,10 @@ _IDLE_DELAY_SECONDS: Final = 0.02
 """Time without work before preparatory work starts. A client that waits for each reply sends its next request sooner;
 otherwise that request would wait for the preparatory work.
 """
+
+
+_TOTALS_SECONDS: Final = 0.1
+"""Time between two encodings of `EngineTotals`, which takes 6 us, 2 % of a fast model's step."""
 
 
 class EngineChannel(Protocol):
@@ -109,6 +117,8 @@ class Engine:
         self._prompt_logprobs: dict[int, list[float]] = {}
         self._runs_ahead = runs_ahead
         self._launched: _Step | None = None
+        self._totals_due = -math.inf
+        self._encoded_totals = msgspec.Raw()
         self._device_free_at = -math.inf  # when the results of the newest step arrived
         self._stopping = False
 
@@ -234,13 +244,25 @@ class Engine:
             recomputed_tokens=accounting.num_recomputed_tokens,
             prefill_seconds=accounting.prefill_steps.seconds,
             decode_seconds=accounting.decode_steps.seconds,
-            prefill_steps=accounting.prefill_steps.counts.copy(),
-            decode_steps=accounting.decode_steps.counts.copy(),
             block_seconds=accounting.block_seconds,
-            num_ended=accounting.num_ended.copy(),
-            ended_device_seconds=accounting.ended_device_seconds.copy(),
-            ended_block_seconds=accounting.ended_block_seconds.copy(),
+            totals=self._totals(),
         )
+
+    def _totals(self) -> msgspec.Raw:
+        """Return the encoded totals, which are renewed after `_TOTALS_SECONDS` or when there is no work left."""
+        accounting = self._scheduler.accounting
+        if accounting.now >= self._totals_due or not self.has_work:
+            self._totals_due = accounting.now + _TOTALS_SECONDS
+            self._encoded_totals = encode_totals(
+                EngineTotals(
+                    accounting.prefill_steps.counts,
+                    accounting.decode_steps.counts,
+                    accounting.num_ended,
+                    accounting.ended_device_seconds,
+                    accounting.ended_block_seconds,
+                )
+            )
+        return self._encoded_totals
 
     def _add(self, request: GenerateRequest) -> None:
         try:

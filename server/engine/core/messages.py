@@ -7,7 +7,7 @@ processes.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -91,6 +91,30 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
+class EngineTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Counters that are sent a few times per second, not with each step.
+
+    Attributes:
+        prefill_steps, decode_steps: numbers of the steps with and without a prefill, by bucket of
+            `accounting.STEP_SECONDS_BOUNDS`.
+        num_ended, device_seconds, block_seconds: ended sequences and what they used, by `FinishReason` - 1.
+    """
+
+    prefill_steps: list[int] = []
+    decode_steps: list[int] = []
+    num_ended: list[int] = []
+    device_seconds: list[float] = []
+    block_seconds: list[float] = []
+
+
+def encode_totals(totals: EngineTotals) -> msgspec.Raw:
+    """Encode totals once for many messages."""
+    return msgspec.Raw(msgspec.msgpack.encode(totals))
+
+
+_NO_TOTALS = encode_totals(EngineTotals())
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step; counters start at 0 with each engine process.
 
@@ -104,9 +128,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         computed_tokens: tokens computed, of prompts and outputs.
         computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
-        prefill_steps, decode_steps: numbers of those steps, by bucket of `accounting.STEP_SECONDS_BOUNDS`.
         block_seconds: blocks of the KV cache times seconds; a block counts for each sequence that holds it.
-        num_ended, ended_device_seconds, ended_block_seconds: ended sequences and what they used, by `FinishReason` - 1.
+        totals: encoded `EngineTotals`, at most a fraction of a second old, and current if the engine has no work.
     """
 
     num_running: int = 0
@@ -126,29 +149,30 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    prefill_steps: list[int] = []
-    decode_steps: list[int] = []
     block_seconds: float = 0.0
-    num_ended: list[int] = []
-    ended_device_seconds: list[float] = []
-    ended_block_seconds: list[float] = []
+    totals: msgspec.Raw = _NO_TOTALS
+
+    def decode_totals(self) -> EngineTotals:
+        """Decode `totals`."""
+        return msgspec.msgpack.decode(self.totals, type=EngineTotals)
 
 
 _GAUGES = {
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "kv_usage", "num_reserved_tokens",
 }  # fmt: skip
-_COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
+_COUNTERS = tuple(n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"totals"})
 
 
 def add_counters(a: EngineStats, b: EngineStats) -> EngineStats:
     """Add the counters of two engine processes; the result's gauges have their defaults."""
-    return EngineStats(**{name: _add(getattr(a, name), getattr(b, name)) for name in _COUNTERS})
-
-
-def _add(a: Any, b: Any) -> Any:  # noqa: ANN401 - numbers or lists of numbers
-    if isinstance(a, list):
-        return [x + y for x, y in itertools.zip_longest(a, b, fillvalue=0)]
-    return a + b
+    counters = {name: getattr(a, name) + getattr(b, name) for name in _COUNTERS}
+    pairs = zip(
+        msgspec.structs.astuple(a.decode_totals()),
+        msgspec.structs.astuple(b.decode_totals()),
+        strict=True,
+    )
+    sums = [[x + y for x, y in itertools.zip_longest(*pair, fillvalue=0)] for pair in pairs]
+    return EngineStats(**counters, totals=encode_totals(EngineTotals(*sums)))
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

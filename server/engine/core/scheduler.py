@@ -100,6 +100,7 @@ class Scheduler:
         # Sequences that enter the batch with the step to be started next, and with each started step.
         self._entering: list[Sequence] = []
         self._entered: deque[list[Sequence]] = deque()
+        self._left: set[Sequence] = set()  # preempted while a step was started
         self._without_token: list[Sequence] = []  # scheduled, no token committed yet
 
     @property
@@ -211,7 +212,8 @@ class Scheduler:
         assert output is self._scheduled, "a step is started once, and only the latest one"
         self._scheduled = None
         self._started.append(output)
-        self._entered.append(self._entering)
+        # A schedule that was not started may have admitted sequences that this one preempted.
+        self._entered.append([s for s in self._entering if s.status is SequenceStatus.RUNNING])
         self._entering = []
         for row in chain(output.decode, output.prefill):
             sequence = row.sequence
@@ -267,16 +269,14 @@ class Scheduler:
         assert self._started, "a step ends once, and after it was started"
         assert output is self._started[0], "steps end in the order in which they were started"
         self._started.popleft()
-        price = self._charge(output, device_seconds)
+        self._charge(output, device_seconds)
         events: list[tuple[int, TokenEvent]] = []
         num_live = len(self._live)
         for row, sampled in zip(chain(output.decode, output.prefill), results, strict=False):
             sequence = row.sequence
-            if sequence.status is not SequenceStatus.RUNNING:
-                if sequence.finish_reason is not None:
-                    self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
-                    continue
-                sequence.account.charge(1, price, 1)  # preempted since the step was started
+            if sequence.finish_reason is not None:
+                self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
+                continue
             events += [(sequence.request_id, event) for event in self._enter(row, sampled)]
         if self._without_token:
             self._note_first_tokens()
@@ -284,8 +284,8 @@ class Scheduler:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
 
-    def _charge(self, output: SchedulerOutput, device_seconds: float) -> float:
-        """Charge the running sequences for a step that ended; return the price of a token."""
+    def _charge(self, output: SchedulerOutput, device_seconds: float) -> None:
+        """Charge the unfinished sequences for a step that ended."""
         accounting = self.accounting
         price = accounting.charge_step(
             output.num_tokens, device_seconds, prefill=bool(output.prefill)
@@ -296,7 +296,11 @@ class Scheduler:
         for row in output.prefill:
             if row.sequence.finish_reason is None:
                 row.sequence.account.charge(row.num_tokens - 1, price)
-        return price
+        if self._left:
+            for row in chain(output.decode, output.prefill):
+                if row.sequence in self._left and row.sequence.finish_reason is None:
+                    row.sequence.account.charge(1, price, 1)
+            self._left.clear()
 
     def _note_first_tokens(self) -> None:
         """Note the time of the first token of the sequences that got it in the step that ended."""
@@ -440,6 +444,8 @@ class Scheduler:
         while not self.block_manager.grow(sequence, num_tokens):
             victim = self._running.pop()
             self._leave(victim)
+            if self._started:
+                self._left.add(victim)
             self.block_manager.free(victim)
             victim.status = SequenceStatus.WAITING
             victim.num_preemptions += 1

@@ -156,9 +156,9 @@ def _engine_numbers(snapshot: Snapshot) -> Iterable[Metric]:
     yield seconds
     yield durations
     for spec, values in (
-        (specs.SEQUENCES_ENDED, counters.num_ended),
-        (specs.SEQUENCE_DEVICE_SECONDS, counters.ended_device_seconds),
-        (specs.SEQUENCE_BLOCK_SECONDS, counters.ended_block_seconds),
+        (specs.SEQUENCES_ENDED, snapshot.totals.num_ended),
+        (specs.SEQUENCE_DEVICE_SECONDS, snapshot.totals.device_seconds),
+        (specs.SEQUENCE_BLOCK_SECONDS, snapshot.totals.block_seconds),
     ):
         family = _family(spec)
         for reason, value in zip(FinishReason, values or [0] * len(FinishReason), strict=True):

@@ -38,6 +38,7 @@ class Snapshot:
     Attributes:
         stats: the engine's newest statistics; its gauges are current.
         counters: the counters of this and all earlier engine processes; its gauges have no meaning.
+        totals: those of `counters`, decoded.
         info: properties of the engine; None before it is ready.
     """
 
@@ -52,6 +53,7 @@ class Snapshot:
         self.requests = requests
         self.stats: EngineStats = client.stats
         self.counters = add_counters(client.past, client.stats)
+        self.totals = self.counters.decode_totals()
         self.info: EngineInfo | None = client.info
         self._totals = totals
 
@@ -63,8 +65,8 @@ class Snapshot:
         """Return the histograms of the engine's step times, by phase."""
         counters = self.counters
         return [
-            ("prefill", _step_times(counters.prefill_steps, counters.prefill_seconds)),
-            ("decode", _step_times(counters.decode_steps, counters.decode_seconds)),
+            ("prefill", _step_times(self.totals.prefill_steps, counters.prefill_seconds)),
+            ("decode", _step_times(self.totals.decode_steps, counters.decode_seconds)),
         ]
 
     def answered(self, *outcomes: Outcome) -> float:
