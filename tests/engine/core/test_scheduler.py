@@ -627,7 +627,12 @@ def test_a_result_with_an_error_ends_only_its_sequence_and_discards_its_cached_b
 
     events = scheduler.commit(begin(scheduler), [[Token(20)], [Token(None, error="not a number")]])
 
-    error = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error="not a number")
+    error = TokenEvent(
+        token_id=None,
+        finish_reason=FinishReason.ERROR,
+        error="not a number",
+        usage=bad.usage,
+    )
     assert events == [(0, TokenEvent(token_id=20)), (1, error)]
     assert (bad.status, bad.finish_reason) == (SequenceStatus.FINISHED, FinishReason.ERROR)
     assert good.status is SequenceStatus.RUNNING
@@ -826,7 +831,7 @@ def test_a_preempted_sequence_still_gets_its_token_in_flight(token_id, reason):
     assert younger.num_tokens_in_flight == 1
     scheduler.check_invariants()
     events = dict(scheduler.commit(first, [[Token(21)], [Token(token_id)]]))
-    assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason)
+    assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason, usage=younger.usage)
     assert younger.output_token_ids == [20, 20, token_id]
     assert scheduler.num_waiting == (reason is None)
     scheduler.check_invariants()
