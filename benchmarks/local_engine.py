@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from server.engine.core.messages import EngineMessage, FrontEndMessage, StepMessage
 from server.engine.runner.startup import start_engine
 
@@ -57,7 +59,7 @@ class LocalEngine:
             requests: with distinct ids.
 
         Returns:
-            The events of each request, in the order of `requests`.
+            The events of each request, in the order of `requests`; without the usage, which differs between runs.
         """
         self.channel.inbox += requests
         self.channel.steps.clear()
@@ -77,5 +79,8 @@ class LocalEngine:
         """Add the events of the oldest step to `answers` and return the number of requests that it finished."""
         step = self.channel.steps.pop(0)
         for i, request_id in enumerate(step.request_ids):
-            answers[request_id].append(step.event(i))
+            event = step.event(i)
+            if event.usage is not None:
+                event = msgspec.structs.replace(event, usage=None)
+            answers[request_id].append(event)
         return sum(map(bool, step.finish_reasons))

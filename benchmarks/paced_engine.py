@@ -52,6 +52,7 @@ class PacedEngine:
         self._seconds = 1 / rate
         self._left: dict[int, int] = {}
         self._started: list[SequenceStarted] = []
+        self._stopped: list[int] = []
         self._generated = 0
         self._steps = 0
 
@@ -70,7 +71,8 @@ class PacedEngine:
                 self._started.append(SequenceStarted(message.request_id, 0.0, 0))
             elif isinstance(message, AbortRequests):
                 for request_id in message.request_ids:
-                    self._left.pop(request_id, None)
+                    if self._left.pop(request_id, None) and message.reason is FinishReason.STOP:
+                        self._stopped.append(request_id)
             elif isinstance(message, Shutdown):
                 return False
         return True
@@ -87,11 +89,12 @@ class PacedEngine:
         self._generated += len(ids)
         started, self._started = self._started, []
         token = _FIRST_TOKEN + self._steps % _TOKENS
+        stopped, self._stopped = self._stopped, []
         self._channel.send(
             StepMessage(
-                request_ids=ids,
-                token_ids=[token] * len(ids),
-                finish_reasons=finished,
+                request_ids=ids + stopped,
+                token_ids=[token] * len(ids) + [-1] * len(stopped),
+                finish_reasons=finished + [int(FinishReason.STOP)] * len(stopped),
                 logprobs=dict.fromkeys(range(len(ids)), -1.23456789),
                 started=started,
                 stats=EngineStats(

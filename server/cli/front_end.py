@@ -20,8 +20,8 @@ from server.engine.link.client import RemoteEngine
 from server.engine.link.process_setup import exit_with_parent, freeze_startup_objects, read_config
 from server.http.app import create_app
 from server.http.chat import load_chat_template
-from server.http.metrics.registry import NUM_CELLS
 from server.http.metrics.shared_counters import SharedCounters
+from server.http.metrics.specs import NUM_CELLS
 from server.http.serving import HTTPServer
 from server.log import configure_logging
 

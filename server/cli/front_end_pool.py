@@ -13,8 +13,9 @@ import msgspec
 
 from server.cli.front_end_config import FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
-from server.http.metrics.registry import NUM_CELLS, mark_process
+from server.http.metrics.registry import mark_process
 from server.http.metrics.shared_counters import SharedCounters
+from server.http.metrics.specs import NUM_CELLS
 
 if TYPE_CHECKING:
     import socket

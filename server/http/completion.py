@@ -203,7 +203,7 @@ class Completion:
         await self.stream.follow(take)
         if self.finish_reason is None:
             raise IncompleteGenerationError
-        self.stream.abort()  # the engine does not search for stop strings
+        await self.stream.settle()  # the engine does not search for stop strings
 
     def _filter(self, stop: _StopFilter, token_id: int, text: str) -> str:
         special = self._tokenizer.is_special(token_id)

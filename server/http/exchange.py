@@ -15,12 +15,13 @@ from starlette.responses import Response
 
 from server.errors import AbortedError, TesseraError, UnavailableError
 from server.http.metrics.records import RequestRecord
-from server.http.metrics.registry import Outcome
+from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.request_id import RequestFigures, current_request
 from server.http.responses import error_response, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
+from server.http.usage import usage_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,7 @@ class Exchange(Response):
                         await self._finish(generation, scope, receive, send, record, watch)
                         body = answer.reply(generation)
                         headers = answer.headers(generation, generation.timings(record.started))
+                        headers += usage_headers(generation.usage())
                         if watch.gone:
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)
@@ -155,9 +157,12 @@ class Exchange(Response):
                 generation.abort()
             record.succeed(
                 generation.returned[0].finish_reason,
-                queue_seconds=generation.queue_seconds,
+                usage=generation.usage(),
+                submitted=generation.submitted,
                 prompt_tokens=generation.prompt_tokens,
                 completion_tokens=generation.completion_tokens,
+                longest=max(completion.num_tokens for completion in generation.completions),
+                max_new_tokens=generation.max_new_tokens,
             )
 
     async def _finish(

@@ -12,6 +12,7 @@ from server.engine.core.request import GenerateRequest
 from server.http.completion import Completion
 from server.http.request_id import current_request
 from server.http.request_options import RequestOptions
+from server.http.usage import RequestUsage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,6 +121,37 @@ class Generation:
             *(c.finish(record.clock(), keep_tokens=keep) for c in self.completions)
         )
 
+    @property
+    def max_new_tokens(self) -> int:
+        """The largest limit of the tokens of a completion."""
+        return max([completion.prompt.sampling.max_new_tokens for completion in self.completions])
+
+    @property
+    def settled(self) -> bool:
+        """Whether the engine has reported what each completion used, so that `usage` is complete."""
+        return all(completion.stream.finished for completion in self.completions)
+
+    async def settle(self) -> None:
+        """Wait until `settled`. Call when all completions have ended."""
+        for completion in self.completions:
+            await completion.stream.settle()
+
+    def usage(self) -> RequestUsage:
+        """Return what the request used, of all completions; final if `settled`."""
+        streams = [completion.stream for completion in self.completions]
+        used = [stream.usage for stream in streams]
+        return RequestUsage(
+            queue_ms=_milliseconds(max([stream.queue_seconds for stream in streams])),
+            prefill_ms=_milliseconds(max([one.prefill_seconds for one in used])),
+            decode_ms=_milliseconds(max([one.decode_seconds for one in used])),
+            computed_prompt_tokens=sum([one.num_computed_prompt_tokens for one in used]),
+            cached_prompt_tokens=sum([one.num_cached_prompt_tokens for one in used]),
+            recomputed_tokens=sum([one.num_recomputed_tokens for one in used]),
+            steps=sum([one.num_steps for one in used]),
+            device_seconds=round(sum([one.device_seconds for one in used]), 9),
+            kv_block_seconds=round(sum([one.block_seconds for one in used]), 6),
+        )
+
     def select_best(self, count: int) -> list[Completion]:
         """Keep only the completions of each prompt with the highest mean log-probability. Call after `finish`.
 
@@ -169,6 +201,10 @@ class Generation:
             queue=queue,
             inference=max(0.0, now - self.submitted - queue),
         )
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
 
 
 def _sampling(prompt: Prompt, index: int) -> SamplingParams:

@@ -21,7 +21,7 @@ from server.errors import (
     TesseraError,
 )
 from server.http.metrics.records import outcome_of
-from server.http.metrics.registry import Outcome
+from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
@@ -64,7 +64,11 @@ class StreamRenderer(Protocol):
         """
 
     def end(self) -> bytes:
-        """Render the frames after the last token of the last completion."""
+        """Render the frames after the last token of the last completion.
+
+        Called when the engine has reported what the completions used: `Generation.usage` is final. If a stop string
+        ended one of them, this is up to a step after its last token.
+        """
 
     def fail(self, error: TesseraError) -> bytes:
         """Render an error that ends the stream."""
@@ -97,6 +101,8 @@ class TokenSender:
         try:
             # The usual single completion needs no task of its own.
             await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
+            if not self.ended:
+                await self._settle()
         except (ClientDisconnectedError, OSError):
             raise
         except asyncio.CancelledError:
@@ -109,6 +115,14 @@ class TokenSender:
             await self._fail(TesseraError())
         if self.failure is not None:
             self.record.finish(outcome_of(self.failure))
+
+    async def _settle(self) -> None:
+        """Wait until the usage is known, then send the end of the stream."""
+        await self.generation.settle()
+        if self.watch.gone:
+            raise ClientDisconnectedError
+        self.out.write(self._render_end(), more=False)
+        await self.out.drain()
 
     async def _fail(self, error: TesseraError) -> None:
         self.out.write(self._render_failure(error), more=False)
@@ -127,7 +141,7 @@ class TokenSender:
         if self.failure is not None:
             self.generation.abort()  # ends the other completions too
         else:
-            completion.stream.abort()  # the engine does not search for stop strings
+            completion.stream.stop()  # the engine does not search for stop strings
 
     def _reader(self, completion: Completion) -> Callable[[list[TokenEvent]], bool]:
         """Make the callback for `RequestStream.follow` that renders and sends a completion's events."""
@@ -160,8 +174,10 @@ class TokenSender:
         return take
 
     def _render_end(self) -> bytes:
-        """Render the end of the stream if this was the last token of the last completion."""
+        """Render the end of the stream if all completions have ended and what they used is known."""
         if any(completion.finish_reason is None for completion in self.generation.completions):
+            return b""
+        if not self.generation.settled:
             return b""
         self.ended = True
         return self.renderer.end()

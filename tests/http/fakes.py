@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from server.engine.core.messages import EngineInfo, EngineStats
-from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState, matches
 from server.engine.link.request_stream import RequestStream
@@ -34,6 +34,16 @@ INFO = EngineInfo(
     plan=PLAN,
     startup_seconds={},
     versions={},
+)
+USAGE = SequenceUsage(
+    prefill_seconds=0.25,
+    decode_seconds=0.5,
+    num_steps=3,
+    num_cached_prompt_tokens=2,
+    num_computed_prompt_tokens=4,
+    num_recomputed_tokens=1,
+    device_seconds=0.125,
+    block_seconds=1.5,
 )
 EOS_ID = 256
 IM_END_ID = 257
@@ -74,6 +84,7 @@ class FakeEngine:
         self.running: set[int] = set()
         self.streams: list[RequestStream] = []
         self._ids = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def next_request_id(self) -> int:
@@ -84,8 +95,11 @@ class FakeEngine:
             raise EngineUnavailableError(self.state, self.phase)
         self.requests.append(request)
         self.running.add(request.request_id)
-        stream = RequestStream(request.request_id, self.abort, request.external_id)
+        stream = RequestStream(
+            request.request_id, self.abort, self.stop_request, request.external_id
+        )
         self.streams.append(stream)
+        self._streams[request.request_id] = stream
         task = asyncio.get_running_loop().create_task(self._play(request, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -108,6 +122,10 @@ class FakeEngine:
             stream.abort()
         return {stream.external_id for stream in found}
 
+    def stop_request(self, request_id: int) -> None:
+        self.abort(request_id)
+        put(self._streams[request_id], event(None, FinishReason.STOP))
+
 
 def put(stream: RequestStream, *events: TokenEvent) -> None:
     """Queue events; the events of one call are delivered together."""
@@ -125,7 +143,12 @@ def event(
     error: str | None = None,
 ) -> TokenEvent:
     return TokenEvent(
-        token_id=token_id, logprob=logprob, top_tokens=top, finish_reason=finish, error=error
+        token_id=token_id,
+        logprob=logprob,
+        top_tokens=top,
+        finish_reason=finish,
+        error=error,
+        usage=USAGE if finish is not None else None,
     )
 
 

@@ -18,7 +18,7 @@ def complete(tokenizer):
     """Pushes the tokens of a text, the last one with a finish reason, until the completion ends."""
 
     def run(tokens, *stop, included=False, last=FinishReason.LENGTH, sampling=SAMPLING):
-        stream = RequestStream(1, lambda _: None)
+        stream = RequestStream(1, lambda _: None, lambda _: None)
         completion = Completion(
             tokenizer, Prompt([1], sampling), stream, 0, StopStrings(stop, included)
         )

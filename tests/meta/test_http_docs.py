@@ -14,7 +14,8 @@ from server.http.app import DIALECTS
 from server.http.dialects.tgi import chat_tokenize, replies
 from server.http.dialects.tgi.chat_tokenize import ChatTokenizeBody
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
-from server.http.metrics.registry import SPECS, Outcome
+from server.http.metrics.specs import SPECS, Outcome
+from server.http.usage import RequestUsage
 from tests.meta.test_routes import ROUTES
 
 ROOT = Path(__file__).parents[2]
@@ -78,3 +79,10 @@ def test_every_header_that_is_sent_is_described():
 
     assert len(sent) >= 14
     assert sent <= NAMED
+
+
+def test_every_figure_of_a_requests_usage_is_described():
+    fields = set(RequestUsage.__struct_fields__)
+
+    assert fields <= NAMED
+    assert {f"x-tessera-{field.replace('_', '-')}" for field in fields} <= NAMED

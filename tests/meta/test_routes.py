@@ -47,7 +47,10 @@ def test_every_route_and_method_is_listed_here(app):
 def test_the_openapi_document_describes_every_route_except_those_of_pages_and_its_own(app):
     paths = app.openapi()["paths"]
 
-    undocumented = {path for path in ROUTES if path.startswith("/docs")} | {"/openapi.json", "/page/{name}"}
+    undocumented = {path for path in ROUTES if path.startswith("/docs")} | {
+        "/openapi.json",
+        "/page/{name}",
+    }
     assert set(paths) == set(ROUTES) - undocumented
     for path, operations in paths.items():
         assert {method.upper() for method in operations} == ROUTES[path] - {"HEAD"}

@@ -14,16 +14,20 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+import msgspec
+
 from server.engine.core.admission import AdmissionError
 from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
     EngineMessage,
     EngineStats,
+    EngineTotals,
     FrontEndMessage,
     SequenceStarted,
     Shutdown,
     StepMessage,
+    encode_totals,
 )
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.sequence import Sequence
@@ -48,6 +52,10 @@ otherwise that request would wait for the preparatory work.
 """
 
 
+_TOTALS_SECONDS: Final = 0.1
+"""Time between two encodings of `EngineTotals`, which takes 5 us, 2 % of a fast model's step."""
+
+
 class EngineChannel(Protocol):
     """The engine's side of the connection to the front end."""
 
@@ -59,11 +67,12 @@ class EngineChannel(Protocol):
 
 
 class _Step(NamedTuple):
-    """A step between its launch and its results."""
+    """A step between its launch, at `launched` of `time.monotonic`, and its results."""
 
     output: SchedulerOutput
     started: list[SequenceStarted]
     pending: PendingStep
+    launched: float
 
 
 class _NotLaunched:
@@ -110,6 +119,9 @@ class Engine:
         self._prompt_logprobs: dict[int, list[float]] = {}
         self._runs_ahead = runs_ahead
         self._launched: _Step | None = None
+        self._totals_due = -math.inf
+        self._encoded_totals = msgspec.Raw()
+        self._device_free_at = -math.inf  # when the results of the newest step arrived
         self._stopping = False
 
     @property
@@ -150,7 +162,7 @@ class Engine:
             if isinstance(message, GenerateRequest):
                 self._add(message)
             elif isinstance(message, AbortRequests):
-                self._abort(message.request_ids)
+                self._abort(message)
             elif isinstance(message, Shutdown):
                 self._stopping = True
         return any_came
@@ -170,10 +182,11 @@ class Engine:
 
     def _launch(self) -> _Step | None:
         """Schedule and launch a step; return None if all remaining work is in flight."""
+        self._scheduler.accounting.now = launched = time.monotonic()
         output = self._scheduler.schedule()
         if not output.num_tokens:
             return None
-        started = self._note_started(output)
+        started = self._note_started(output, launched)
         pending: PendingStep
         try:
             pending = self._runner.launch(output)
@@ -181,26 +194,41 @@ class Engine:
             log.exception("launching a step failed")
             pending = _NotLaunched(error)
         self._scheduler.start(output)
-        return _Step(output, started, pending)
+        return _Step(output, started, pending, launched)
 
     def _book(self, step: _Step) -> None:
         """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end."""
-        output, started, pending = step
+        output, started, pending, _ = step
         try:
             result = pending.result()
         except Exception as error:
             log.exception("a step failed; its sequences end with an error")
-            events = self._scheduler.fail(output, "the forward pass failed")
+            seconds = self._device_seconds(step)
+            events = self._scheduler.fail(output, "the forward pass failed", seconds)
             self._publish(events, started, {})
             if not self._runner.recover(error):
                 raise  # the process ends, and its parent starts another one
             return
+        seconds = self._device_seconds(step)
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
-        self._publish(self._scheduler.commit(output, result.sampled), started, prompts)
+        self._publish(self._scheduler.commit(output, result.sampled, seconds), started, prompts)
+
+    def _device_seconds(self, step: _Step) -> float:
+        """Return the device time of a step whose results have just arrived.
+
+        On a CPU, which computes the step when it is scheduled and launched, this is all of that time. On a GPU it is
+        the time since the launch, less the part in which the device computed the step before. The sum over all steps is
+        therefore at most the elapsed time.
+        """
+        now = time.monotonic()
+        seconds = now - max(step.launched, self._device_free_at)
+        self._scheduler.accounting.now = self._device_free_at = now
+        return seconds
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
+        accounting = scheduler.accounting
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
             num_running=scheduler.num_running,
@@ -214,7 +242,31 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,
             num_steps=scheduler.num_steps,
+            num_reserved_tokens=accounting.num_reserved_tokens,
+            computed_tokens=accounting.num_computed_tokens,
+            computed_prompt_tokens=accounting.num_computed_prompt_tokens,
+            recomputed_tokens=accounting.num_recomputed_tokens,
+            prefill_seconds=accounting.prefill_steps.seconds,
+            decode_seconds=accounting.decode_steps.seconds,
+            block_seconds=accounting.block_seconds,
+            totals=self._totals(),
         )
+
+    def _totals(self) -> msgspec.Raw:
+        """Return the encoded totals, which are renewed after `_TOTALS_SECONDS` or when there is no work left."""
+        accounting = self._scheduler.accounting
+        if accounting.now >= self._totals_due or not self.has_work:
+            self._totals_due = accounting.now + _TOTALS_SECONDS
+            self._encoded_totals = encode_totals(
+                EngineTotals(
+                    accounting.prefill_steps.counts,
+                    accounting.decode_steps.counts,
+                    accounting.num_ended,
+                    accounting.ended_device_seconds,
+                    accounting.ended_block_seconds,
+                )
+            )
+        return self._encoded_totals
 
     def _add(self, request: GenerateRequest) -> None:
         try:
@@ -241,11 +293,18 @@ class Engine:
             self._publish(events, [], {})
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
 
-    def _abort(self, request_ids: list[int]) -> None:
-        for request_id in request_ids:
-            self._scheduler.abort(request_id)
+    def _abort(self, message: AbortRequests) -> None:
+        self._scheduler.accounting.now = time.monotonic()
+        events = []
+        for request_id in message.request_ids:
+            sequence = self._scheduler.abort(request_id, message.reason)
             self._forget(request_id)
-        self._publish([], [], {})
+            if sequence is not None and message.reason is not FinishReason.ABORT:
+                event = TokenEvent(
+                    token_id=None, finish_reason=message.reason, usage=sequence.usage
+                )
+                events.append((request_id, event))
+        self._publish(events, [], {})
 
     def _forget(self, request_id: int) -> None:
         self._runner.forget(request_id)
@@ -253,8 +312,7 @@ class Engine:
         self._deadlines.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _note_started(self, output: SchedulerOutput) -> list[SequenceStarted]:
-        now = time.monotonic()
+    def _note_started(self, output: SchedulerOutput, now: float) -> list[SequenceStarted]:
         return [
             SequenceStarted(
                 sequence.request_id,
@@ -302,6 +360,7 @@ class Engine:
     ) -> None:
         """Send one message for all sequences of a step."""
         indexed = list(enumerate(event for _, event in events))
+        ended = [(i, event) for i, event in indexed if event.finish_reason is not None]
         self._channel.send(
             StepMessage(
                 request_ids=[request_id for request_id, _ in events],
@@ -309,7 +368,8 @@ class Engine:
                 finish_reasons=[int(event.finish_reason or 0) for _, event in events],
                 logprobs={i: event.logprob for i, event in indexed if event.logprob is not None},
                 top_tokens={i: list(event.top_tokens) for i, event in indexed if event.top_tokens},
-                errors={i: event.error for i, event in indexed if event.error is not None},
+                errors={i: event.error for i, event in ended if event.error is not None},
+                usage={i: event.usage for i, event in ended if event.usage is not None},
                 started=started,
                 prompt_logprobs=prompt_logprobs,
                 stats=self.stats(),

@@ -6,12 +6,13 @@ processes.
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import msgspec
 
 from server.engine.core.plan_report import PlanReport
-from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +93,30 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
+class EngineTotals(msgspec.Struct, frozen=True, array_like=True):
+    """Counters that are sent a few times per second, not with each step.
+
+    Attributes:
+        prefill_steps, decode_steps: numbers of the steps with and without a prefill, by bucket of
+            `accounting.STEP_SECONDS_BOUNDS`.
+        num_ended, device_seconds, block_seconds: ended sequences and what they used, by `FinishReason` - 1.
+    """
+
+    prefill_steps: list[int] = []
+    decode_steps: list[int] = []
+    num_ended: list[int] = []
+    device_seconds: list[float] = []
+    block_seconds: list[float] = []
+
+
+def encode_totals(totals: EngineTotals) -> msgspec.Raw:
+    """Encode totals once for many messages."""
+    return msgspec.Raw(msgspec.msgpack.encode(totals))
+
+
+_NO_TOTALS = encode_totals(EngineTotals())
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step; counters start at 0 with each engine process.
 
@@ -101,6 +126,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         prefix_cache_hit_tokens: prompt tokens found there.
         prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
         generation_tokens: tokens sampled.
+        num_reserved_tokens: tokens that the running sequences have if all reach their limits.
+        computed_tokens: tokens computed, of prompts and outputs.
+        computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
+        prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
+        block_seconds: blocks of the KV cache times seconds; a block counts for each sequence that holds it.
+        totals: encoded `EngineTotals`, at most a fraction of a second old, and current if the engine has no work.
     """
 
     num_running: int = 0
@@ -114,23 +145,49 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    num_reserved_tokens: int = 0
+    computed_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    block_seconds: float = 0.0
+    totals: msgspec.Raw = _NO_TOTALS
+
+    def decode_totals(self) -> EngineTotals:
+        """Decode `totals`."""
+        return msgspec.msgpack.decode(self.totals, type=EngineTotals)
 
 
-_COUNTERS = (
-    "prompt_tokens", "generation_tokens", "prefix_cache_query_tokens", "prefix_cache_hit_tokens", "num_preemptions",
-    "num_steps",
-)  # fmt: skip
+_GAUGES = {
+    "num_running", "num_waiting", "num_blocks", "num_free_blocks", "kv_usage", "num_reserved_tokens",
+}  # fmt: skip
+_COUNTERS = tuple(n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"totals"})
 
 
 def add_counters(a: EngineStats, b: EngineStats) -> EngineStats:
     """Add the counters of two engine processes; the result's gauges have their defaults."""
-    return EngineStats(**{name: getattr(a, name) + getattr(b, name) for name in _COUNTERS})
+    counters = {name: getattr(a, name) + getattr(b, name) for name in _COUNTERS}
+    pairs = zip(
+        msgspec.structs.astuple(a.decode_totals()),
+        msgspec.structs.astuple(b.decode_totals()),
+        strict=True,
+    )
+    sums = [[x + y for x, y in itertools.zip_longest(*pair, fillvalue=0)] for pair in pairs]
+    return EngineStats(**counters, totals=encode_totals(EngineTotals(*sums)))
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    """Drop these requests; unknown ids, of requests that have just finished for example, are ignored."""
+    """End these requests; unknown ids, of requests that have just finished for example, are ignored.
+
+    Attributes:
+        request_ids: of the requests.
+        reason: `ABORT`, or `STOP` if the front end found a stop string. With `STOP` the engine sends a last event,
+            which reports what the request used.
+    """
 
     request_ids: list[int]
+    reason: FinishReason = FinishReason.ABORT
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -177,6 +234,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
         logprobs: by index; only for requests that asked for them.
         top_tokens: by index; only for requests that asked for them.
         errors: by index; only for sequences that ended with an error.
+        usage: by index; only for sequences that ended.
         prompt_logprobs: by request id, in the step that completes the prompt; only for requests that asked for them.
     """
 
@@ -188,6 +246,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     logprobs: dict[int, float] = {}
     top_tokens: dict[int, list[tuple[int, float]]] = {}
     errors: dict[int, str] = {}
+    usage: dict[int, SequenceUsage] = {}
     prompt_logprobs: dict[int, list[float]] = {}
 
     def event(self, i: int) -> TokenEvent:
@@ -199,6 +258,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
             top_tokens=tuple(self.top_tokens.get(i, ())),
             finish_reason=FinishReason(reason) if reason else None,
             error=self.errors.get(i),
+            usage=self.usage.get(i),
         )
 
 

@@ -54,6 +54,31 @@ class GenerateRequest(
     cache_salt: str | None = None
 
 
+class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the engine spent on one sequence; `server.engine.core.accounting` has the rules.
+
+    Attributes:
+        prefill_seconds: from its first step to its first token, or to its end if there was none.
+        decode_seconds: from its first token to its end.
+        num_steps: forward passes that computed tokens of the sequence.
+        num_cached_prompt_tokens: prompt tokens taken from the prefix cache instead of being computed.
+        num_computed_prompt_tokens: prompt tokens that were computed, each counted once. With the cached ones these are
+            all tokens of the prompt, unless the sequence ended during its prefill.
+        num_recomputed_tokens: tokens of prompt and output that were computed again, after a preemption.
+        device_seconds: its share of the device time of its steps.
+        block_seconds: blocks of the KV cache that it held, times seconds.
+    """
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    num_steps: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    device_seconds: float = 0.0
+    block_seconds: float = 0.0
+
+
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One generated token of a request, or the end of the request.
 
@@ -63,6 +88,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         top_tokens: (token id, log-probability), most likely first.
         finish_reason: set only on the last event of a request.
         error: description of the error; set only with FinishReason.ERROR.
+        usage: what the request used; set only on its last event, and only if that comes from the engine.
     """
 
     token_id: int | None
@@ -70,3 +96,4 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top_tokens: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    usage: SequenceUsage | None = None

@@ -1,6 +1,7 @@
 """Chooses the sequences and tokens of each step, and commits the results of the steps.
 
-Pure bookkeeping without tensors or clocks: a step is a list of (sequence, number of tokens).
+Pure bookkeeping without tensors or clocks: a step is a list of (sequence, number of tokens). The engine tells the time
+in `Scheduler.accounting.now`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from server.engine.core.accounting import Accounting
 from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
@@ -82,6 +86,7 @@ class Scheduler:
         prefix_cache_hit_tokens: prompt tokens found there.
         num_prompt_tokens: prompt tokens of the sequences admitted so far, including cached tokens.
         num_generated_tokens: tokens sampled.
+        accounting: what sequences and steps used.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
@@ -93,12 +98,18 @@ class Scheduler:
         self.prefix_cache_hit_tokens = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.accounting = Accounting()
         self._num_arrivals = 0
         self._live: dict[int, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
         self._started: deque[SchedulerOutput] = deque()
+        # Sequences that enter the batch with the step to be started next, and with each started step.
+        self._entering: list[Sequence] = []
+        self._entered: deque[list[Sequence]] = deque()
+        self._left: set[Sequence] = set()  # preempted while a step was started
+        self._without_token: list[Sequence] = []  # scheduled, no token committed yet
 
     @property
     def num_waiting(self) -> int:
@@ -140,10 +151,14 @@ class Scheduler:
         self._live[sequence.request_id] = sequence
         bisect.insort(self._waiting, sequence, key=_rank)
 
-    def abort(self, request_id: int) -> Sequence | None:
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in any state and free its blocks.
 
         May be called between `schedule` and `commit`; the results of that step for the sequence are then ignored.
+
+        Args:
+            request_id: of the sequence.
+            reason: its `finish_reason`.
 
         Returns:
             The sequence, or None if no unfinished sequence has this id.
@@ -151,7 +166,7 @@ class Scheduler:
         sequence = self._live.get(request_id)
         if sequence is None:
             return None
-        self._remove(sequence, FinishReason.ABORT)
+        self._remove(sequence, reason)
         return sequence
 
     def expire(self, request_id: int) -> TokenEvent | None:
@@ -169,7 +184,7 @@ class Scheduler:
             sequence.is_expired = True
             return None
         self._remove(sequence, FinishReason.TIMEOUT)
-        return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT)
+        return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT, usage=sequence.usage)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens that the next step computes, and allocate their blocks."""
@@ -223,6 +238,9 @@ class Scheduler:
         assert output is self._scheduled, "a step is started once, and only the latest one"
         self._scheduled = None
         self._started.append(output)
+        # A schedule that was not started may have admitted sequences that this one preempted.
+        self._entered.append([s for s in self._entering if s.status is SequenceStatus.RUNNING])
+        self._entering = []
         for row in chain(output.decode, output.prefill):
             sequence = row.sequence
             if sequence.status is SequenceStatus.RUNNING:
@@ -230,7 +248,10 @@ class Scheduler:
                 sequence.num_tokens_in_flight += row.num_logits
 
     def commit(
-        self, output: SchedulerOutput, results: TypingSequence[TypingSequence[SampledResult]]
+        self,
+        output: SchedulerOutput,
+        results: TypingSequence[TypingSequence[SampledResult]],
+        device_seconds: float = 0.0,
     ) -> list[tuple[int, TokenEvent]]:
         """Enter the results of a step.
 
@@ -239,6 +260,7 @@ class Scheduler:
             results: one list per row, decode rows first, with the tokens that continue the sequence: at most as many
                 as the row's `num_logits`. A shorter list means that proposed tokens were rejected; they then count as
                 not computed.
+            device_seconds: time that the step took on the device.
 
         Returns:
             (request id, event) for every token and every sequence that ended, in the order of rows.
@@ -247,36 +269,74 @@ class Scheduler:
         counts = [row.num_logits for row in chain(output.decode, output.prefill)]
         assert len(counts) == len(results), f"{len(results)} results of {len(counts)} rows"
         assert all(bool(n) >= bool(r) and n >= len(r) for n, r in zip(counts, results, strict=True))
-        return self._end(output, results)
+        return self._end(output, results, device_seconds)
 
-    def fail(self, output: SchedulerOutput, error: str) -> list[tuple[int, TokenEvent]]:
+    def fail(
+        self, output: SchedulerOutput, error: str, device_seconds: float = 0.0
+    ) -> list[tuple[int, TokenEvent]]:
         """End the sequences of a failed step with an error, and remove their blocks from the prefix cache.
 
         Args:
             output: see `commit`.
             error: message for the clients.
+            device_seconds: see `commit`.
 
         Returns:
             See `commit`.
         """
-        return self._end(output, repeat([_Failed(error)]))
+        return self._end(output, repeat([_Failed(error)]), device_seconds)
 
     def _end(
-        self, output: SchedulerOutput, results: Iterable[TypingSequence[SampledResult]]
+        self,
+        output: SchedulerOutput,
+        results: Iterable[TypingSequence[SampledResult]],
+        device_seconds: float,
     ) -> list[tuple[int, TokenEvent]]:
         assert self._started, "a step ends once, and after it was started"
         assert output is self._started[0], "steps end in the order in which they were started"
         self._started.popleft()
+        self._charge(output, device_seconds)
         events: list[tuple[int, TokenEvent]] = []
         num_live = len(self._live)
         for row, sampled in zip(chain(output.decode, output.prefill), results, strict=False):
             sequence = row.sequence
-            if sequence.status is SequenceStatus.FINISHED:
+            if sequence.finish_reason is not None:
+                self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
                 continue
             events += [(sequence.request_id, event) for event in self._enter(row, sampled)]
+        if self._without_token:
+            self._note_first_tokens()
         if len(self._live) < num_live:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
+
+    def _charge(self, output: SchedulerOutput, device_seconds: float) -> None:
+        """Charge the unfinished sequences for a step that ended."""
+        accounting = self.accounting
+        price = accounting.charge_step(
+            output.num_tokens, device_seconds, prefill=bool(output.prefill)
+        )
+        for sequence in self._entered.popleft():
+            if sequence.status is SequenceStatus.RUNNING:
+                accounting.enter(sequence.account)
+        for row in output.prefill:
+            if row.sequence.finish_reason is None:
+                row.sequence.account.charge(row.num_tokens - 1, price)
+        if self._left:
+            for row in chain(output.decode, output.prefill):
+                if row.sequence in self._left and row.sequence.finish_reason is None:
+                    row.sequence.account.charge(1, price, 1)
+            self._left.clear()
+
+    def _note_first_tokens(self) -> None:
+        """Note the time of the first token of the sequences that got it in the step that ended."""
+        waiting = []
+        for sequence in self._without_token:
+            if sequence.num_output_tokens:
+                sequence.account.first_token_at = self.accounting.now
+            elif sequence.finish_reason is None:
+                waiting.append(sequence)
+        self._without_token = waiting
 
     def check_invariants(self) -> None:
         """Assert the invariants. Slow: for tests and idle times."""
@@ -328,7 +388,13 @@ class Scheduler:
             del waiting[0]
             bisect.insort(running, sequence, key=_rank)
             sequence.status = SequenceStatus.RUNNING
+            self.accounting.admit(
+                sequence.account, len(sequence.block_table), sequence.num_computed_tokens
+            )
+            self.accounting.num_reserved_tokens += sequence.max_num_tokens
+            self._entering.append(sequence)
             if sequence.first_scheduled_step is None:
+                self._without_token.append(sequence)
                 sequence.first_scheduled_step = self.num_steps
                 sequence.num_cached_tokens = sequence.num_computed_tokens
                 first_scheduled.append(sequence)
@@ -357,7 +423,10 @@ class Scheduler:
                 sequence.error = result.error
                 self._finish(sequence, FinishReason.ERROR)
                 error = TokenEvent(
-                    token_id=None, finish_reason=FinishReason.ERROR, error=result.error
+                    token_id=None,
+                    finish_reason=FinishReason.ERROR,
+                    error=result.error,
+                    usage=sequence.usage,
                 )
                 return [*events, error]
             assert result.token_id is not None, "a result has a token or an error"
@@ -382,6 +451,7 @@ class Scheduler:
                 self.block_manager.cache_full_blocks(sequence, stop)
         if reason is not None:
             self._finish(sequence, reason)
+            events[-1] = msgspec.structs.replace(events[-1], usage=sequence.usage)
         return events
 
     def _num_growing(self) -> int:
@@ -399,8 +469,12 @@ class Scheduler:
         Returns:
             False if the sequence was itself the last and was preempted.
         """
+        num_blocks = len(sequence.block_table)
         while not self.block_manager.grow(sequence, num_tokens):
             victim = self._running.pop()
+            self._leave(victim)
+            if self._started:
+                self._left.add(victim)
             self.block_manager.free(victim)
             victim.status = SequenceStatus.WAITING
             victim.num_preemptions += 1
@@ -410,6 +484,7 @@ class Scheduler:
             if victim is sequence:
                 assert self._running, "`add` ensures that the first sequence fits in the cache"
                 return False
+        self.accounting.allocate(sequence.account, len(sequence.block_table) - num_blocks)
         return True
 
     def _remove(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -418,12 +493,26 @@ class Scheduler:
             self._running.remove(sequence)
         self._finish(sequence, reason)
 
+    def _leave(self, sequence: Sequence) -> None:
+        """Account for a sequence whose blocks are about to be freed."""
+        self.accounting.leave(
+            sequence.account, len(sequence.block_table), sequence.num_computed_tokens
+        )
+        self.accounting.num_reserved_tokens -= sequence.max_num_tokens
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks; the caller removes it from the running list."""
         if sequence.status is SequenceStatus.RUNNING:
+            self._leave(sequence)
             self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
         else:
             del self._waiting[bisect.bisect_left(self._waiting, sequence.rank, key=_rank)]
+        sequence.usage = self.accounting.end(
+            sequence.account,
+            reason,
+            num_tokens_in_flight=sequence.num_tokens_in_flight,
+            has_output=sequence.num_output_tokens > 0,
+        )
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         del self._live[sequence.request_id]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.core.accounting import SequenceAccount
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
 
 
 class SequenceStatus(enum.IntEnum):
@@ -52,10 +53,13 @@ class Sequence:
         num_preemptions: times it was preempted.
         num_linked_blocks: leading blocks whose content is in the prefix cache.
         prefix_link: link of those blocks' content in the prefix cache; the cache salt if there are none.
+        account: what it has used so far.
+        usage: what it used; None until it is finished.
     """
 
     __slots__ = (
         "_end_token_ids",
+        "account",
         "block_table",
         "cache_salt",
         "error",
@@ -76,6 +80,7 @@ class Sequence:
         "sampling",
         "status",
         "token_ids",
+        "usage",
     )
 
     def __init__(self, request: GenerateRequest) -> None:
@@ -100,6 +105,8 @@ class Sequence:
         self.num_preemptions = 0
         self.num_linked_blocks = 0
         self.prefix_link: int | str | None = request.cache_salt
+        self.account = SequenceAccount(self.num_prompt_tokens)
+        self.usage: SequenceUsage | None = None
         self._end_token_ids = frozenset(sampling.end_token_ids)
 
     @property

@@ -76,7 +76,9 @@ class EngineHandle:
         if self.state is not EngineState.READY:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
         self._send(request)
-        stream = RequestStream(request.request_id, self.abort, request.external_id)
+        stream = RequestStream(
+            request.request_id, self.abort, self.stop_request, request.external_id
+        )
         self._streams[request.request_id] = stream
         return stream
 
@@ -100,6 +102,11 @@ class EngineHandle:
         for stream in streams:
             stream.abort()
         return {stream.external_id for stream in streams}
+
+    def stop_request(self, request_id: int) -> None:
+        """Make the engine end a request whose text is complete; its last event follows. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._send(AbortRequests([request_id], FinishReason.STOP))
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
         raise NotImplementedError

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.engine.core.messages import AbortRequests
+from server.engine.core.request import FinishReason
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
@@ -125,7 +126,8 @@ class EngineHub(EngineSupervisor):
                 front_end.sockets.send(self._status())
                 front_end.on_attached()
             elif isinstance(message, AbortRequests):
-                front_end.forget(message.request_ids)
+                if message.reason is FinishReason.ABORT:  # otherwise a last event follows
+                    front_end.forget(message.request_ids)
                 self._send_encoded(data)
             elif isinstance(message, AbortExternal):
                 self._abort_external(front_end, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,12 @@ class RequestStream:
         num_cached_tokens: prompt tokens found in the prefix cache; valid from the first event on.
         queue_seconds: time in the engine before the first step; valid from the first event on.
         prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
+        usage: what the request used; valid from the last event on, if that came from the engine.
 
     Args:
         request_id: of the request.
-        abort: called with the request id when the reader ends the request.
+        abort: called with the request id when the reader drops the request.
+        stop: called with the request id when the reader needs no more tokens; the last event must follow.
         external_id: see `GenerateRequest`.
     """
 
@@ -33,6 +35,8 @@ class RequestStream:
         "_abort",
         "_events",
         "_finished",
+        "_stop",
+        "_stopped",
         "_take",
         "_waiter",
         "external_id",
@@ -40,17 +44,25 @@ class RequestStream:
         "prompt_logprobs",
         "queue_seconds",
         "request_id",
+        "usage",
     )
 
     def __init__(
-        self, request_id: int, abort: Callable[[int], None], external_id: str = ""
+        self,
+        request_id: int,
+        abort: Callable[[int], None],
+        stop: Callable[[int], None],
+        external_id: str = "",
     ) -> None:
         self.request_id = request_id
         self.external_id = external_id
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.prompt_logprobs: list[float] | None = None
+        self.usage = SequenceUsage()
         self._abort = abort
+        self._stop = stop
+        self._stopped = False
         self._events: list[TokenEvent] = []
         self._take: Callable[[list[TokenEvent]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -87,9 +99,26 @@ class RequestStream:
             raise StopAsyncIteration
         return taken
 
-    def abort(self) -> None:
-        """Stop the request if it still runs, which frees its blocks. Calling it again does nothing."""
+    @property
+    def finished(self) -> bool:
+        """Whether the last event has arrived."""
+        return self._finished
+
+    def stop(self) -> None:
+        """End the request if it still runs, because its text is complete; its last event follows."""
+        if not self._finished and not self._stopped:
+            self._stopped = True
+            self._stop(self.request_id)
+
+    async def settle(self) -> None:
+        """Call `stop`, and wait for the last event; drops all events that were not read."""
         if not self._finished:
+            self.stop()
+            await self.follow(lambda _: True)
+
+    def abort(self) -> None:
+        """Drop the request if it still runs, which frees its blocks. Does nothing after `stop`."""
+        if not self._finished and not self._stopped:
             self._abort(self.request_id)
             self.push(TokenEvent(token_id=None, finish_reason=FinishReason.ABORT))
             self.deliver()
@@ -99,6 +128,8 @@ class RequestStream:
         self._events.append(event)
         if event.finish_reason is not None:
             self._finished = True
+            if event.usage is not None:
+                self.usage = event.usage
 
     def deliver(self) -> None:
         """Pass the added events to the reader, or keep them while there is none; only for the engine's side."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
-"""`GET` and `HEAD` of these paths need no key: the page for browsers, and probes, which report only the engine's state."""
+"""`GET` and `HEAD` of these paths need no key: the page for browsers, and probes, which report the engine's state."""
 
 STATIC_PATHS = ("/docs", "/page")
 """Nor do `GET` and `HEAD` of these paths and the paths below them: files of the package, the same in every service.

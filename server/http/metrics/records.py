@@ -14,7 +14,7 @@ from server.errors import (
     OverloadedError,
     UnavailableError,
 )
-from server.http.metrics.registry import Outcome
+from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from server.http.metrics.registry import Metrics
+    from server.http.usage import RequestUsage
 
 _SUCCESSES = {
     FinishReason.LENGTH: Outcome.LENGTH,
@@ -113,26 +114,40 @@ class RequestRecord:
         self,
         reason: FinishReason | None,
         *,
-        queue_seconds: float,
+        usage: RequestUsage,
+        submitted: float,
         prompt_tokens: int,
         completion_tokens: int,
+        longest: int,
+        max_new_tokens: int,
     ) -> None:
         """Count a generation request that was answered in full, and observe its sizes and times.
 
         Args:
             reason: why the first completion ended; None only if `finish` was called before.
-            queue_seconds: how long that completion waited in the engine.
+            usage: what the request used.
+            submitted: when its prompts were sent to the engine, `time.perf_counter` seconds.
             prompt_tokens: tokens of the request's prompts.
             completion_tokens: tokens of the answer.
+            longest: tokens of its longest completion.
+            max_new_tokens: limit of the tokens of a completion.
         """
         if self.outcome is not None:
             return
         assert reason is not None
         metrics = self._metrics
         metrics.duration.observe(time.perf_counter() - self.started)
-        metrics.queue.observe(queue_seconds)
+        metrics.validation.observe(submitted - self.started)
+        prefill, decode = usage.prefill_ms / 1000, usage.decode_ms / 1000
+        metrics.queue.observe(usage.queue_ms / 1000)
+        metrics.prefill.observe(prefill)
+        metrics.decode.observe(decode)
+        metrics.inference.observe(prefill + decode)
+        if longest > 1:
+            metrics.time_per_token.observe(decode / (longest - 1))
         metrics.prompt_length.observe(prompt_tokens)
         metrics.output_length.observe(completion_tokens)
+        metrics.max_new_tokens.observe(max_new_tokens)
         self.finish(_SUCCESSES[reason])
 
 

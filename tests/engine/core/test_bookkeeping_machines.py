@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,6 +32,7 @@ PROMPTS = st.builds(
     st.integers(0, 8),
     st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
+approx = partial(pytest.approx, rel=1e-6, abs=1e-9)
 RESERVES = st.sampled_from([0.0, 0.5])
 
 
@@ -111,8 +116,48 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.check_invariants()
 
 
+class Bills:
+    """What each sequence must be charged, computed row by row and second by second."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.device_seconds = defaultdict(float)
+        self.block_seconds = defaultdict(float)
+        self.steps = defaultdict(int)
+        self.cached = defaultdict(set)  # positions that were first taken from the prefix cache
+        self.computed = defaultdict(set)  # positions that were first computed
+        self.recomputed = defaultdict(int)
+        self.all_device_seconds = 0.0
+        self.late_seconds = defaultdict(
+            float
+        )  # of ended sequences in steps in flight, by finish reason
+
+    def wait(self, seconds, sequences):
+        self.now += seconds
+        for sequence in sequences:
+            self.block_seconds[sequence.request_id] += seconds * len(sequence.block_table)
+
+    def end_step(self, output, seconds):
+        self.all_device_seconds += seconds
+        for row in (*output.decode, *output.prefill):
+            share = seconds * row.num_tokens / output.num_tokens
+            if row.sequence.finish_reason is not None:
+                self.late_seconds[row.sequence.finish_reason] += share
+                continue
+            request_id = row.sequence.request_id
+            self.device_seconds[request_id] += share
+            self.steps[request_id] += 1
+            cached, computed = self.cached[request_id], self.computed[request_id]
+            cached |= set(range(row.start)) - computed
+            positions = set(range(row.start, row.start + row.num_tokens))
+            self.recomputed[request_id] += len(positions & (cached | computed))
+            computed |= positions - cached
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Serves requests with an arithmetic model; each request must get the text that it gets alone."""
+    """Serves requests with an arithmetic model; each request must get the text that it gets alone, and pay for what it
+    used.
+    """
 
     @initialize(
         num_tokens=st.integers(16, 32),
@@ -137,6 +182,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_steps_owed = 0
         self.in_flight = None
         self.runs_ahead = False
+        self.bills = Bills()
+        self.ended = []
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
@@ -198,6 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequence = self.live.pop(request_id)
         assert self.scheduler.abort(request_id) is sequence
         assert sequence.block_table == []
+        self.check_bill(sequence)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -246,10 +294,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         """From now on, schedule the next step before the results of the last are committed, or after."""
         self.runs_ahead = runs_ahead
 
+    def wait(self, seconds):
+        self.bills.wait(seconds, self.live.values())
+        self.scheduler.accounting.now = self.bills.now
+
+    def check_bill(self, sequence):
+        """Compare the figures of a sequence that has ended with those computed row by row."""
+        self.ended.append(sequence)
+        usage, bills, request_id = sequence.usage, self.bills, sequence.request_id
+        assert usage.block_seconds == approx(bills.block_seconds[request_id])
+        in_flight = sequence.num_tokens_in_flight
+        assert usage.num_steps == bills.steps[request_id] + in_flight
+        if not in_flight:
+            assert usage.device_seconds == approx(bills.device_seconds[request_id])
+        assert usage.device_seconds >= bills.device_seconds[request_id] - 1e-9
+        if sequence.finish_reason is FinishReason.ABORT:
+            return  # a chunk of its prompt may be in flight
+        prompt = range(sequence.num_prompt_tokens)
+        assert usage.num_computed_prompt_tokens == len(bills.computed[request_id] & set(prompt))
+        assert usage.num_cached_prompt_tokens == len(bills.cached[request_id] & set(prompt))
+        assert usage.num_recomputed_tokens == bills.recomputed[request_id]
+        if sequence.num_output_tokens:
+            total = usage.num_computed_prompt_tokens + usage.num_cached_prompt_tokens
+            assert total == len(prompt)
+
     def serve(self, execute):
         """Run a step; every running sequence must advance in it, or have its last token in flight."""
         scheduler = self.scheduler
         before, self.in_flight = self.in_flight, None
+        self.wait(0.25)
         output = self.schedule()
         results = execute(output)
         scheduler.start(output)
@@ -292,7 +365,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         return output
 
     def end(self, output, results):
-        for request_id, event in self.scheduler.commit(output, results):
+        seconds = (0.5 + output.step % 4) if output.num_tokens else 0.0
+        self.wait(seconds)
+        self.bills.end_step(output, seconds)
+        for request_id, event in self.scheduler.commit(output, results, seconds):
             self.receive(request_id, event)
 
     def receive(self, request_id, event):
@@ -303,6 +379,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         sequence = self.live.pop(request_id)
         assert sequence.finish_reason is event.finish_reason
+        assert sequence.usage is event.usage
+        self.check_bill(sequence)
         if event.finish_reason is FinishReason.TIMEOUT:
             assert sequence.is_expired
             expected, _ = generate_alone(self.requests[request_id])
@@ -334,6 +412,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         manager = self.scheduler.block_manager
         assert manager.num_free_blocks == manager.num_blocks
+        self.check_totals()
+
+    def check_totals(self):
+        accounting, bills = self.scheduler.accounting, self.bills
+        assert accounting.device_seconds == approx(bills.all_device_seconds)
+        assert accounting.block_seconds == approx(sum(bills.block_seconds.values()))
+        assert accounting.num_reserved_tokens == 0
+        charged = 0.0
+        for reason in FinishReason:
+            ended = [s for s in self.ended if s.finish_reason is reason]
+            seconds = sum(bills.device_seconds[s.request_id] for s in ended)
+            seconds += bills.late_seconds[reason]
+            assert accounting.num_ended[reason - 1] == len(ended)
+            assert accounting.ended_device_seconds[reason - 1] == approx(seconds)
+            blocks = sum(s.usage.block_seconds for s in ended)
+            assert accounting.ended_block_seconds[reason - 1] == approx(blocks)
+            charged += seconds
+        assert charged == approx(accounting.device_seconds)
+        assert accounting.num_recomputed_tokens == sum(
+            s.usage.num_recomputed_tokens for s in self.ended
+        )
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase

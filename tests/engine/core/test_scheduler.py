@@ -720,7 +720,8 @@ def test_the_last_event_has_the_finish_reason_and_the_blocks_are_freed_at_once(t
     _, events = step(scheduler, token_id)
 
     assert first == [(0, TokenEvent(token_id=token_id))]
-    assert events == [(0, TokenEvent(token_id=token_id, finish_reason=reason))]
+    ended = TokenEvent(token_id=token_id, finish_reason=reason, usage=sequence.usage)
+    assert events == [(0, ended)]
     assert sequence.finish_reason is reason
     assert scheduler.block_manager.num_free_blocks == 16
     assert not scheduler.has_work
@@ -732,7 +733,12 @@ def test_a_result_with_an_error_ends_only_its_sequence_and_discards_its_cached_b
 
     events = scheduler.commit(begin(scheduler), [[Token(20)], [Token(None, error="not a number")]])
 
-    error = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error="not a number")
+    error = TokenEvent(
+        token_id=None,
+        finish_reason=FinishReason.ERROR,
+        error="not a number",
+        usage=bad.usage,
+    )
     assert events == [(0, TokenEvent(token_id=20)), (1, error)]
     assert (bad.status, bad.finish_reason) == (SequenceStatus.FINISHED, FinishReason.ERROR)
     assert good.status is SequenceStatus.RUNNING
@@ -931,7 +937,7 @@ def test_a_preempted_sequence_still_gets_its_token_in_flight(token_id, reason):
     assert younger.num_tokens_in_flight == 1
     scheduler.check_invariants()
     events = dict(scheduler.commit(first, [[Token(21)], [Token(token_id)]]))
-    assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason)
+    assert events[1] == TokenEvent(token_id=token_id, finish_reason=reason, usage=younger.usage)
     assert younger.output_token_ids == [20, 20, token_id]
     assert scheduler.num_waiting == (reason is None)
     scheduler.check_invariants()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
 from server.engine.link.request_stream import RequestStream
 
 pytestmark = pytest.mark.anyio
@@ -21,8 +21,13 @@ def aborted():
 
 
 @pytest.fixture
-def stream(aborted):
-    return RequestStream(7, aborted.append)
+def stopped():
+    return []
+
+
+@pytest.fixture
+def stream(aborted, stopped):
+    return RequestStream(7, aborted.append, stopped.append)
 
 
 def put(stream, *token_ids, finish=None):
@@ -116,3 +121,30 @@ async def test_a_cancelled_reader_loses_no_events(stream):
 
     assert calls == []
     assert ids(await anext(stream)) == [1]
+
+
+async def test_settling_a_stream_stops_the_request_and_waits_for_its_usage(
+    stream, aborted, stopped
+):
+    usage = SequenceUsage(num_steps=5)
+    put(stream, 1)
+    task = asyncio.ensure_future(stream.settle())
+    await asyncio.sleep(0)
+
+    stream.abort()  # does nothing: the text is complete
+    put(stream, 2)
+    assert not task.done()
+    stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.STOP, usage=usage))
+    stream.deliver()
+
+    await asyncio.wait_for(task, 1)
+    assert stream.usage is usage
+    assert (stopped, aborted) == ([7], [])
+
+
+async def test_a_finished_stream_is_settled_at_once(stream, stopped):
+    put(stream, 1, finish=FinishReason.LENGTH)
+
+    await asyncio.wait_for(stream.settle(), 1)
+
+    assert stopped == []

@@ -48,7 +48,7 @@ class TokenRenderer:
         heads: cached beginnings of frames, shared by all streams of an application.
     """
 
-    __slots__ = ("_generation", "_heads", "_options", "_tokenizer", "_wants_top_tokens")
+    __slots__ = ("_generation", "_heads", "_last", "_options", "_tokenizer", "_wants_top_tokens")
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class TokenRenderer:
         self._tokenizer = tokenizer
         self._heads = heads
         self._wants_top_tokens = options.sampling.top_logprobs > 0
+        self._last: tuple[Completion, Token] | None = None
 
     def token(self, completion: Completion, event: TokenEvent) -> bytes:
         """Append a token to its completion and render its frame."""
@@ -78,7 +79,11 @@ class TokenRenderer:
             or self._wants_top_tokens
             or not is_json_logprob(event.logprob)
         ):
-            return self._full_frame(completion, completion.describe(event, text))
+            token = completion.describe(event, text)
+            if completion.finish_reason is not None and self._options.details:
+                self._last = completion, token  # its details are not complete yet
+                return b""
+            return self._full_frame(completion, token)
         token_id = event.token_id
         assert token_id is not None
         if special := self._tokenizer.is_special(token_id):
@@ -89,8 +94,8 @@ class TokenRenderer:
         return _FRAME % (completion.num_tokens, head, event.logprob, _BOOL[special])
 
     def end(self) -> bytes:
-        """Return nothing: the last token's frame is the last frame."""
-        return b""
+        """Render the last token's frame if it has details, which include what the request used."""
+        return b"" if self._last is None else self._full_frame(*self._last)
 
     def fail(self, error: TesseraError) -> bytes:
         """Render an error as the last frame of the stream."""
@@ -106,6 +111,7 @@ class TokenRenderer:
                     generated_tokens=completion.num_tokens,
                     seed=self._options.seed,
                     input_length=self._generation.prompt_tokens,
+                    usage=self._generation.usage(),
                 )
         top_tokens = render_top_tokens(token, self._tokenizer)
         return _FULL_FRAME % (

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from server.engine.core.request import FinishReason
+from server.http.usage import RequestUsage
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -83,6 +84,7 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     seed: int | None
     input_length: int
+    usage: RequestUsage
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
