@@ -18,13 +18,13 @@ from server.http.dialects.tgi.replies import (
     StreamEvent,
 )
 from server.http.dialects.tgi.schema import GenerateBody
-from server.http.dialects.tgi.validation import parse
 from server.http.exchange import Dialect, Exchange
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.openapi import describe_error, describe_route, describe_service_route
 from server.http.request_body import ClientDisconnectedError, read_json
 from server.http.responses import json_response
+from server.http.validation import parse
 from server.version import version
 
 if TYPE_CHECKING:
