@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from server.errors import IncompleteGenerationError, TesseraError, UnavailableEr
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
-from server.http.responses import error_response, send_json
+from server.http.responses import error_response, header, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from server.http.generation import Generation, Timings
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
+
+# A JSON list, in ASCII.
+_WARNINGS_HEADER = "x-tessera-warnings"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +68,13 @@ class Answer(Protocol):
     Attributes:
         num_sequences: sequences to generate.
         streaming: whether the answer is a stream of server-sent events.
+        warnings: a sentence for each accepted field without effect; without text from the client, except
+            names of fields.
     """
 
     num_sequences: int
     streaming: bool
+    warnings: tuple[str, ...]
 
     async def generate(self) -> Generation:
         """Tokenize the prompts and submit them.
@@ -135,14 +142,16 @@ class Exchange(Response):
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
-                        headers, writer = answer.headers(generation, None), direct_writer(scope)
+                        headers = _headers(answer, generation, None)
+                        writer = direct_writer(scope)
                         async with open_event_stream(send, context.config, headers, writer) as out:
                             renderer = answer.renderer(generation)
                             await TokenSender(generation, renderer, out, record, watch).run()
                     else:
                         await self._finish(generation, scope, receive, send, record, watch)
                         body = answer.reply(generation)
-                        headers = answer.headers(generation, generation.timings(record.started))
+                        timings = generation.timings(record.started)
+                        headers = _headers(answer, generation, timings)
                         if watch.gone:
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)
@@ -177,3 +186,10 @@ class Exchange(Response):
             response = error_response(error, self._dialect.render_error(error))
             await response(scope, receive, send)
             raise
+
+
+def _headers(answer: Answer, generation: Generation, timings: Timings | None) -> Headers:
+    headers = answer.headers(generation, timings)
+    if answer.warnings:
+        headers = [*headers, header(_WARNINGS_HEADER, json.dumps(answer.warnings))]
+    return headers

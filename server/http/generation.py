@@ -14,6 +14,7 @@ from server.http.completion import Completion
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from server.engine.link.request_stream import RequestStream
     from server.http.completion import Prompt, StopStrings
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
@@ -47,6 +48,7 @@ class Generation:
             further one the next higher seed.
         stop: strings that end a completion.
         keep_tokens: whether `finish` keeps the tokens in addition to the text.
+        skip_special_tokens: whether special tokens add no text.
 
     Attributes:
         completions: in order of the prompts.
@@ -66,6 +68,7 @@ class Generation:
         completions_per_prompt: int = 1,
         stop: StopStrings,
         keep_tokens: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self.submitted = time.perf_counter()
         self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
@@ -75,7 +78,17 @@ class Generation:
         try:
             for prompt in prompts:
                 for i in range(completions_per_prompt):
-                    self.completions.append(_submit(context, prompt, i, stop))
+                    stream, seed = _submit(context, prompt, i)
+                    self.completions.append(
+                        Completion(
+                            context.tokenizer,
+                            prompt,
+                            stream,
+                            seed,
+                            stop,
+                            skip_special_tokens=skip_special_tokens,
+                        )
+                    )
         except BaseException:
             self.abort()
             raise
@@ -148,7 +161,8 @@ class Generation:
         )
 
 
-def _submit(context: AppContext, prompt: Prompt, index: int, stop: StopStrings) -> Completion:
+def _submit(context: AppContext, prompt: Prompt, index: int) -> tuple[RequestStream, int]:
+    """Submit a completion to the engine; return its events and its seed."""
     sampling = prompt.sampling
     if index:
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % _SEEDS)
@@ -157,5 +171,4 @@ def _submit(context: AppContext, prompt: Prompt, index: int, stop: StopStrings) 
         prompt_token_ids=prompt.token_ids,
         sampling=sampling,
     )
-    stream = context.submit(request)  # first, so that the engine can start
-    return Completion(context.tokenizer, prompt, stream, sampling.seed, stop)
+    return context.submit(request), sampling.seed
