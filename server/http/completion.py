@@ -143,6 +143,12 @@ class Completion:
         logprobs: list[float | None] = [None, *(self.stream.prompt_logprobs or ())]
         return logprobs + [None] * (len(self.prompt.token_ids) - len(logprobs))
 
+    @property
+    def prompt_top_tokens(self) -> list[tuple[tuple[int, float], ...]]:
+        """The most likely tokens at the position of each prompt token; empty where they were not requested."""
+        top = [(), *(tuple(row) for row in self.stream.prompt_top_tokens or ())]
+        return top + [()] * (len(self.prompt.token_ids) - len(top))
+
     def push(self, event: TokenEvent) -> str:
         """Append the next token.
 

@@ -105,17 +105,20 @@ class AppContext:
         """Return the engine's current phase on one line."""
         return " ".join(self.client.phase.split())[:_MAX_PHASE_CHARACTERS]
 
-    async def encode(self, text: str, field: str) -> list[int]:
+    async def encode(self, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a prompt.
 
         Args:
             text: the prompt.
             field: the request's field that holds it, for error messages.
+            add_special_tokens: whether to add the tokens that the tokenizer adds to every text, such as BOS.
 
         Raises:
             ValidationError: the prompt cannot be tokenized, or has no tokens.
         """
-        token_ids = await self.tokenize(text, field, lambda: self.tokenizer.encode(text))
+        token_ids = await self.tokenize(
+            text, field, lambda: self.tokenizer.encode(text, add_special_tokens)
+        )
         if not token_ids:
             raise ValidationError(f"`{field}` has no tokens")
         return token_ids

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticKnownError
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from server.http.limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
@@ -21,6 +21,21 @@ def _limit_biases(value: object) -> object:
         raise PydanticKnownError("too_long", context)
     return value
 
+
+def _check_object_or_text(value: object) -> object:
+    if isinstance(value, dict | str):
+        return value
+    raise PydanticCustomError(
+        "object_or_text", "must be {expected}", {"expected": "an object or a string"}
+    )
+
+
+ObjectOrText = Annotated[
+    Any,
+    BeforeValidator(_check_object_or_text),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
+]
+"""A JSON object or a string. A union would report an error for each of its types."""
 
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],

@@ -145,6 +145,7 @@ def _problem(error: ErrorDetails) -> str:
         limit = context[key]
         shown = f"{limit:g}" if isinstance(limit, float) else limit
         return f"{field} must be {sign} {shown}. Given: {describe(value)}"
-    if kind in _EXPECTED:
-        return f"{field} must be {_EXPECTED[kind]}. Given: {describe(value)}"
+    # The context has it if the value must be one of some constants, or of some types.
+    if expected := context.get("expected", _EXPECTED.get(kind)):
+        return f"{field} must be {expected}. Given: {describe(value)}"
     return f"{field} is not valid. Given: {describe(value)}"

@@ -22,6 +22,7 @@ class RequestStream:
         num_cached_tokens: prompt tokens found in the prefix cache; valid from the first event on.
         queue_seconds: time in the engine before the first step; valid from the first event on.
         prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
+        prompt_top_tokens: the most likely tokens at the positions of prompt tokens 1.., if requested; likewise.
 
     Args:
         request_id: of the request.
@@ -36,6 +37,7 @@ class RequestStream:
         "_waiter",
         "num_cached_tokens",
         "prompt_logprobs",
+        "prompt_top_tokens",
         "queue_seconds",
         "request_id",
     )
@@ -45,6 +47,7 @@ class RequestStream:
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.prompt_logprobs: list[float] | None = None
+        self.prompt_top_tokens: list[list[tuple[int, float]]] | None = None
         self._abort = abort
         self._events: list[TokenEvent] = []
         self._take: Callable[[list[TokenEvent]], bool] | None = None

@@ -1,0 +1,326 @@
+"""Requests to /v1/completions: reads the prompts, submits them, and renders reply and stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from server.errors import ValidationError
+from server.http.dialects.openai.fields import parse_body
+from server.http.dialects.openai.frames import ChunkRenderer, event_frame
+from server.http.dialects.openai.logprobs import (
+    TokenNames,
+    completion_logprobs,
+    generated,
+    of_prompt,
+    text_length,
+)
+from server.http.dialects.openai.options import (
+    Logprobs,
+    OutputLimit,
+    check,
+    check_sequences,
+    submit,
+)
+from server.http.dialects.openai.prompts import (
+    encode_gap,
+    encode_prompts,
+    end_token_ids,
+    read_prompts,
+    require_family,
+)
+from server.http.dialects.openai.replies import (
+    FINISH_REASONS,
+    CompletionChoice,
+    CompletionReply,
+    Usage,
+    usage_of,
+)
+from server.http.dialects.openai.schema import CompletionBody
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from server.engine.core.messages import EngineInfo
+    from server.http.completion import Completion, Token
+    from server.http.context import AppContext
+    from server.http.dialects.openai.frames import TokenTexts
+    from server.http.dialects.openai.options import Options
+    from server.http.dialects.openai.prompts import PromptInput
+    from server.http.generation import Generation, Timings
+    from server.http.responses import Headers
+
+_DEFAULT_TOKENS = 16
+_encode = msgspec.json.Encoder().encode
+
+
+class CompletionAnswer:
+    """One request to /v1/completions; implements `server.http.exchange.Answer`.
+
+    Args:
+        context: the application's context.
+        info: reported by the running engine.
+        body: the decoded JSON.
+        texts: cached texts, for streams.
+
+    Raises:
+        ValidationError: the body is not valid.
+        UnknownModelError: it names a model that is not served.
+    """
+
+    def __init__(
+        self, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
+    ) -> None:
+        request, self.warnings = parse_body(CompletionBody, body, context.config)
+        self._context = context
+        self._info = info
+        self._texts = texts
+        self._suffix = request.suffix or None
+        self._echo = bool(request.echo)
+        self._max_tokens = request.max_tokens
+        if self._max_tokens == 0 and not self._echo:
+            raise ValidationError("`max_tokens` must be >= 1, or 0 with `echo`. Given: 0")
+        self._prompts = read_prompts(request.prompt)
+        self._options = check(
+            request,
+            logprobs=Logprobs(
+                reported=request.logprobs is not None,
+                top=request.logprobs or 0,
+                prompt=self._echo and request.logprobs is not None,
+            ),
+            best_of=request.best_of,
+            config=context.config,
+            info=info,
+        )
+        self.streaming = bool(request.stream)
+        if self._suffix is not None:
+            self._options = _for_gap(self._options, self._prompts, context, echo=self._echo)
+        self.num_sequences = len(self._prompts) * self._options.completions
+        check_sequences("prompt", self.num_sequences, context, info)
+
+    async def generate(self) -> Generation:
+        """Tokenize the prompts and submit them.
+
+        Raises:
+            ValidationError: a prompt cannot be tokenized, has no tokens, or is too long.
+            UnavailableError: the engine is not ready.
+        """
+        context, options = self._context, self._options
+        if self._suffix is None:
+            token_ids = await encode_prompts(
+                self._prompts, context, add_special_tokens=options.add_special_tokens
+            )
+        else:
+            family = require_family(context.tokenizer)
+            token_ids = [
+                await encode_gap(family, str(prompt), self._suffix, context)
+                for prompt in self._prompts
+            ]
+        # The engine generates at least one token; the reply leaves it out if none was wanted.
+        limit = OutputLimit(
+            wanted=None if self._max_tokens is None else max(1, self._max_tokens),
+            default=_DEFAULT_TOKENS,
+            prompt_field="prompt",
+            field="max_tokens",
+        )
+        return await submit(context, self._info, options, token_ids, limit)
+
+    def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002
+        """Return no headers."""
+        return []
+
+    def reply(self, generation: Generation) -> bytes:
+        """Render the returned completions, in the order of the prompts."""
+        generation.select_best(self._options.n)
+        return _encode(self._format(generation).reply())
+
+    def renderer(self, generation: Generation) -> ChunkRenderer:
+        """Make the renderer of the stream's events."""
+        chunks = self._format(generation)
+        return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
+
+    def _format(self, generation: Generation) -> _CompletionFormat:
+        return _CompletionFormat(
+            generation,
+            self._options,
+            TokenNames(self._context.tokenizer, as_ids=self._options.tokens_as_ids),
+            echoed=self._prompt_texts(generation) if self._echo else None,
+            omit_output=self._max_tokens == 0,
+            warnings=self.warnings,
+        )
+
+    def _prompt_texts(self, generation: Generation) -> list[str]:
+        """Return the text of the prompt of each completion; after truncation, of the tokens that were kept."""
+        tokenizer, options = self._context.tokenizer, self._options
+        texts = []
+        for i, completion in enumerate(generation.completions):
+            prompt = self._prompts[i // options.completions]
+            if isinstance(prompt, list) or options.truncate is not None:
+                prompt = tokenizer.decode(completion.prompt.token_ids, options.skip_special_tokens)
+            texts.append(prompt)
+        return texts
+
+
+class _CompletionFormat:
+    """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`.
+
+    Args:
+        generation: the request's completions.
+        options: the request's options.
+        names: names tokens.
+        echoed: text of the prompt of each completion that comes before its text; None if it does not.
+        omit_output: whether the generated token is left out.
+        warnings: fields without effect.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: Options,
+        names: TokenNames,
+        *,
+        echoed: Sequence[str] | None,
+        omit_output: bool,
+        warnings: tuple[str, ...],
+    ) -> None:
+        self.plain = not (
+            options.logprobs.reported or options.token_ids or options.running_usage or omit_output
+        )
+        self._generation = generation
+        self._options = options
+        self._names = names
+        self._echoed = None
+        if echoed is not None:
+            self._echoed = dict(zip(generation.completions, echoed, strict=True))
+        self._omit_output = omit_output
+        self._warnings = warnings or UNSET
+        self._offsets: dict[Completion, int] = {}
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def reply(self) -> CompletionReply:
+        """Build the whole reply."""
+        choices = []
+        for index, completion in enumerate(self._generation.returned):
+            tokens = [] if self._omit_output else completion.tokens
+            text = "" if self._omit_output else completion.text
+            choices.append(self._choice(completion, index, text, tokens, begins=True))
+        return self._record(choices, usage=self._usage(), warnings=self._warnings)
+
+    def begin(self, completion: Completion, index: int) -> bytes:
+        """Render the event with the prompt, if it is echoed."""
+        if self._echoed is None and not self._options.token_ids:
+            return b""
+        choice = self._choice(completion, index, "", (), begins=True)
+        choice = msgspec.structs.replace(choice, finish_reason=None, stop_reason=None)
+        return event_frame(self._event([choice]))
+
+    def chunk(
+        self, completion: Completion, index: int, text: str, token: Token | None
+    ) -> CompletionReply:
+        """Build the event of a token; see `ChunkFormat`."""
+        tokens = () if token is None else (token,)
+        if self._omit_output:
+            text, tokens = "", ()
+        choice = self._choice(completion, index, text, tokens, begins=False)
+        last = completion.finish_reason is not None and not self._options.usage_event
+        return self._event([choice], warnings=self._warnings if last else UNSET)
+
+    def end(self) -> bytes:
+        """Render the event with the usage, if requested."""
+        if not self._options.usage_event:
+            return b""
+        return event_frame(self._record([], usage=self._usage(), warnings=self._warnings))
+
+    def _choice(
+        self,
+        completion: Completion,
+        index: int,
+        text: str,
+        tokens: Sequence[Token],
+        *,
+        begins: bool,
+    ) -> CompletionChoice:
+        """Build a choice.
+
+        Args:
+            completion: the choice's completion.
+            index: the choice's number.
+            text: text that the choice reports.
+            tokens: generated tokens that it reports.
+            begins: whether it also reports the prompt, if requested.
+        """
+        options = self._options
+        scored = generated(tokens)
+        if begins and self._echoed is not None:
+            text = self._echoed[completion] + text
+            if options.logprobs.prompt:
+                scored = of_prompt(completion) + scored
+        logprobs = None
+        if options.logprobs.reported:
+            offset = self._offsets.get(completion, 0)
+            logprobs = completion_logprobs(scored, self._names, offset)
+            self._offsets[completion] = max(offset, text_length(logprobs))
+        reason = completion.finish_reason
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=None if reason is None else FINISH_REASONS[reason],
+            stop_reason=completion.stop_reason,
+            prompt_token_ids=completion.prompt.token_ids if begins and options.token_ids else UNSET,
+            token_ids=[token.id for token in tokens] if options.token_ids else UNSET,
+        )
+
+    def _event(
+        self, choices: list[CompletionChoice], warnings: tuple[str, ...] | UnsetType = UNSET
+    ) -> CompletionReply:
+        """Build an event; its usage is null if an event of its own follows."""
+        usage: Usage | UnsetType | None = None if self._options.usage_event else UNSET
+        if self._options.running_usage:
+            usage = self._usage()
+        return self._record(choices, usage=usage, warnings=warnings)
+
+    def _record(
+        self,
+        choices: list[CompletionChoice],
+        *,
+        usage: Usage | UnsetType | None,
+        warnings: tuple[str, ...] | UnsetType,
+    ) -> CompletionReply:
+        return CompletionReply(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._options.model,
+            choices=choices,
+            usage=usage,
+            warnings=warnings,
+        )
+
+    def _usage(self) -> Usage:
+        omitted = sum([c.num_tokens for c in self._generation.completions])
+        return usage_of(self._generation, unreported=omitted if self._omit_output else 0)
+
+
+def _for_gap(
+    options: Options, prompts: list[PromptInput], context: AppContext, *, echo: bool
+) -> Options:
+    """Return the options of a request to fill in the middle, which ends at the tokens that end such a text.
+
+    Raises:
+        ValidationError: the model has no tokens for it, or another field excludes it.
+    """
+    if echo:
+        raise ValidationError("`suffix` and `echo` exclude each other")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValidationError("`suffix` needs a `prompt` that is text, not token ids")
+    family = require_family(context.tokenizer)
+    stop = (*options.sampling.stop_token_ids, *end_token_ids(family, context.tokenizer))
+    sampling = msgspec.structs.replace(options.sampling, stop_token_ids=stop)
+    return dataclasses.replace(options, sampling=sampling)

@@ -1,0 +1,83 @@
+"""The routes of the OpenAI API."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from server.errors import TesseraError, UnavailableError, UnknownModelError
+from server.http.dialects.openai.completions import CompletionAnswer
+from server.http.dialects.openai.errors import render_error, status_of
+from server.http.dialects.openai.models import find_model, list_models
+from server.http.dialects.openai.replies import (
+    CompletionReply,
+    Model,
+    ModelList,
+    OpenAIErrorReply,
+)
+from server.http.dialects.openai.schema import CompletionBody
+from server.http.exchange import Dialect, Exchange
+from server.http.openapi import describe_error, describe_route, describe_service_route
+from server.http.responses import json_response
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    from server.http.context import AppContext
+    from server.http.dialects.openai.frames import TokenTexts
+
+
+def _install(app: FastAPI, context: AppContext) -> None:
+    created = int(time.time())
+    texts: TokenTexts = {}
+
+    @app.post("/v1/completions", **_describe(CompletionBody, CompletionReply, CompletionReply))
+    async def completions() -> Response:
+        """Continue prompts."""
+        return Exchange(
+            OPENAI,
+            context,
+            "completions",
+            lambda body, info: CompletionAnswer(context, info, body, texts),
+        )
+
+    @app.get("/v1/models", **_describe_lookup(ModelList))
+    async def models() -> Response:
+        """List the names of the served model."""
+        return json_response(list_models(context, created))
+
+    @app.get("/v1/models/{name:path}", **_describe_lookup(Model))
+    async def model(name: str) -> Response:
+        """Describe a model."""
+        return json_response(find_model(name, context, created))
+
+
+def _describe(body: type[BaseModel], reply: type, events: type | None = None) -> dict[str, Any]:
+    described = describe_route(
+        body, OpenAIErrorReply, reply, events, status_of=status_of, tag="OpenAI"
+    )
+    missing = describe_error(UnknownModelError, OpenAIErrorReply)
+    described["responses"][UnknownModelError.status] = missing
+    return described
+
+
+def _describe_lookup(reply: type) -> dict[str, Any]:
+    described = describe_service_route(reply, tag="OpenAI")
+    errors: tuple[type[TesseraError], ...] = (UnavailableError, UnknownModelError)
+    for error in errors:
+        described["responses"][error.status] = describe_error(error, OpenAIErrorReply)
+    return described
+
+
+OPENAI = Dialect(
+    prefix="/v1",
+    endpoints=("completions",),
+    install=_install,
+    render_error=render_error,
+    error_reply=OpenAIErrorReply,
+    bodies=(CompletionBody,),
+    replies=(CompletionReply, Model, ModelList, OpenAIErrorReply),
+)
