@@ -11,6 +11,7 @@ from model.errors import TokenizerError
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.http.validation import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -201,5 +202,5 @@ def check_vocabulary(token_ids: list[int], field: str, info: EngineInfo) -> None
     if (largest := max(token_ids)) >= info.vocab_size:
         raise ValidationError(
             f"`{field}` has a token that the model does not know: its vocabulary has "
-            f"{info.vocab_size} tokens. Given: token {largest}"
+            f"{info.vocab_size} tokens. Given: token {describe(largest)}"
         )

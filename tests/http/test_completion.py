@@ -88,7 +88,7 @@ def test_the_text_of_the_token_that_ends_a_completion_is_cut_off_like_a_stop_str
 def test_special_tokens_are_text_on_request(complete, tokenizer):
     tokens = [*tokenizer.encode("a"), IM_END_ID, *tokenizer.encode("b")]
 
-    completion, texts = complete(tokens, skip_special_tokens=False)
+    _, texts = complete(tokens, skip_special_tokens=False)
 
     assert texts == ["a", "<|im_end|>", "b"]
 

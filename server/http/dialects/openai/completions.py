@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from server.engine.core.request import FinishReason
 from server.errors import ValidationError
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
@@ -267,12 +268,14 @@ class _CompletionFormat:
             logprobs = completion_logprobs(scored, self._names, offset)
             self._offsets[completion] = max(offset, text_length(logprobs))
         reason = completion.finish_reason
+        if reason is not None and self._omit_output:
+            reason = FinishReason.LENGTH
         return CompletionChoice(
             index=index,
             text=text,
             logprobs=logprobs,
             finish_reason=None if reason is None else FINISH_REASONS[reason],
-            stop_reason=completion.stop_reason,
+            stop_reason=None if self._omit_output else completion.stop_reason,
             prompt_token_ids=completion.prompt.token_ids if begins and options.token_ids else UNSET,
             token_ids=[token.id for token in tokens] if options.token_ids else UNSET,
         )
