@@ -37,6 +37,11 @@ class Settings(BaseSettings):
     revision: str | None = Field(
         None, description="branch, tag or commit of a Hugging Face model id"
     )
+    served_model_name: str | None = Field(
+        None,
+        description="name of the model in the OpenAI API; several with commas between them, of which replies have the "
+        "first; default: --model",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all interfaces")
     port: int = Field(
         8000, ge=0, le=65535, description="TCP port to listen on; 0 chooses a free one"
@@ -127,6 +132,10 @@ class Settings(BaseSettings):
         description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    strict_fields: bool = Field(
+        False,
+        description="refuse unknown fields of the OpenAI API instead of reporting that they have no effect",
+    )
     engine_hang_seconds: float = Field(
         300.0,
         gt=0,
@@ -136,6 +145,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"
     )
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """The names in --served-model-name; empty if it is not given."""
+        names = (name.strip() for name in (self.served_model_name or "").split(","))
+        return tuple(name for name in names if name)
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:
