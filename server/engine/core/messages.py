@@ -176,6 +176,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
         top_tokens: by index; only for requests that asked for them.
         errors: by index; only for sequences that ended with an error.
         prompt_logprobs: by request id, in the step that completes the prompt; only for requests that asked for them.
+        prompt_top_tokens: likewise, the most likely tokens at the same positions.
     """
 
     request_ids: list[int]
@@ -187,6 +188,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     top_tokens: dict[int, list[tuple[int, float]]] = {}
     errors: dict[int, str] = {}
     prompt_logprobs: dict[int, list[float]] = {}
+    prompt_top_tokens: dict[int, list[list[tuple[int, float]]]] = {}
 
     def event(self, i: int) -> TokenEvent:
         """Return entry i as an event."""

@@ -279,4 +279,5 @@ def _sampling_params(
         logprobs=logprobs.reported or ranked,
         top_logprobs=min(logprobs.top, info.vocab_size),
         prompt_logprobs=logprobs.prompt,
+        prompt_top_logprobs=min(logprobs.top, info.vocab_size) if logprobs.prompt else 0,
     )

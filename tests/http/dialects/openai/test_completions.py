@@ -208,7 +208,8 @@ async def test_echo_puts_the_prompt_and_its_logprobs_first(complete, engine, tok
     assert choice["text"] == "ab!"
     assert choice["logprobs"]["tokens"] == ["a", "b", "!"]
     assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -0.5]
-    assert choice["logprobs"]["top_logprobs"][0] is None
+    likeliest = {tokenizer.token_text(7): -0.75, "b": -1.0}
+    assert choice["logprobs"]["top_logprobs"][:2] == [None, likeliest]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
     assert engine.requests[0].sampling.prompt_logprobs
 
