@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-import uuid
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.engine.core.request import FinishReason
 from server.errors import ValidationError
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
 from server.http.dialects.openai.logprobs import (
-    TokenNames,
     completion_logprobs,
     generated,
     of_prompt,
@@ -36,23 +32,24 @@ from server.http.dialects.openai.prompts import (
     require_family,
 )
 from server.http.dialects.openai.replies import (
-    FINISH_REASONS,
     CompletionChoice,
     CompletionReply,
-    Usage,
     usage_of,
 )
+from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import CompletionBody
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.http.completion import Completion, Token
     from server.http.context import AppContext
     from server.http.dialects.openai.frames import TokenTexts
     from server.http.dialects.openai.options import Options
     from server.http.dialects.openai.prompts import PromptInput
+    from server.http.dialects.openai.replies import Usage
     from server.http.generation import Generation, Timings
     from server.http.responses import Headers
 
@@ -83,6 +80,7 @@ class CompletionAnswer:
         self._texts = texts
         self._suffix = request.suffix or None
         self._echo = bool(request.echo)
+        self._add_special_tokens = request.add_special_tokens is not False
         self._max_tokens = request.max_tokens
         if self._max_tokens == 0 and not self._echo:
             raise ValidationError("`max_tokens` must be >= 1, or 0 with `echo`. Given: 0")
@@ -114,7 +112,7 @@ class CompletionAnswer:
         context, options = self._context, self._options
         if self._suffix is None:
             token_ids = await encode_prompts(
-                self._prompts, context, add_special_tokens=options.add_special_tokens
+                self._prompts, context, add_special_tokens=self._add_special_tokens
             )
         else:
             family = require_family(context.tokenizer)
@@ -149,10 +147,10 @@ class CompletionAnswer:
         return _CompletionFormat(
             generation,
             self._options,
-            TokenNames(self._context.tokenizer, as_ids=self._options.tokens_as_ids),
+            self._context.tokenizer,
+            self.warnings,
             echoed=self._prompt_texts(generation) if self._echo else None,
             omit_output=self._max_tokens == 0,
-            warnings=self.warnings,
         )
 
     def _prompt_texts(self, generation: Generation) -> list[str]:
@@ -167,76 +165,76 @@ class CompletionAnswer:
         return texts
 
 
-class _CompletionFormat:
+class _CompletionFormat(ReplyFormat):
     """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`.
 
     Args:
         generation: the request's completions.
         options: the request's options.
-        names: names tokens.
+        tokenizer: the model's tokenizer.
+        warnings: fields without effect.
         echoed: text of the prompt of each completion that comes before its text; None if it does not.
         omit_output: whether the generated token is left out.
-        warnings: fields without effect.
     """
 
     def __init__(
         self,
         generation: Generation,
         options: Options,
-        names: TokenNames,
+        tokenizer: Tokenizer,
+        warnings: tuple[str, ...],
         *,
         echoed: Sequence[str] | None,
         omit_output: bool,
-        warnings: tuple[str, ...],
     ) -> None:
-        self.plain = not (
-            options.logprobs.reported or options.token_ids or options.running_usage or omit_output
-        )
-        self._generation = generation
-        self._options = options
-        self._names = names
+        super().__init__(generation, options, tokenizer, "cmpl-", warnings)
+        self.plain = self.plain and not omit_output
         self._echoed = None
         if echoed is not None:
             self._echoed = dict(zip(generation.completions, echoed, strict=True))
         self._omit_output = omit_output
-        self._warnings = warnings or UNSET
         self._offsets: dict[Completion, int] = {}
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+
+    def usage(self) -> Usage:
+        """Return the usage so far, without output that is left out."""
+        if not self._omit_output:
+            return super().usage()
+        omitted = sum([completion.num_tokens for completion in self.generation.completions])
+        return usage_of(self.generation, unreported=omitted)
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended; None if it continues."""
+        reason = super().finish_reason(completion)
+        return "length" if reason is not None and self._omit_output else reason
 
     def reply(self) -> CompletionReply:
         """Build the whole reply."""
-        choices = []
-        for index, completion in enumerate(self._generation.returned):
-            tokens = [] if self._omit_output else completion.tokens
-            text = "" if self._omit_output else completion.text
-            choices.append(self._choice(completion, index, text, tokens, begins=True))
-        return self._record(choices, usage=self._usage(), warnings=self._warnings)
+        choices = [
+            self._choice(completion, index, completion.text, completion.tokens, begins=True)
+            for index, completion in enumerate(self.generation.returned)
+        ]
+        return self._record(choices, self.usage(), self.warnings)
 
     def begin(self, completion: Completion, index: int) -> bytes:
-        """Render the event with the prompt, if it is echoed."""
-        if self._echoed is None and not self._options.token_ids:
+        """Render the event with the prompt, if it is reported."""
+        if self._echoed is None and not self.options.token_ids:
             return b""
         choice = self._choice(completion, index, "", (), begins=True)
-        choice = msgspec.structs.replace(choice, finish_reason=None, stop_reason=None)
-        return event_frame(self._event([choice]))
+        return event_frame(self._record([choice], self.event_usage(), UNSET))
 
     def chunk(
         self, completion: Completion, index: int, text: str, token: Token | None
     ) -> CompletionReply:
         """Build the event of a token; see `ChunkFormat`."""
         tokens = () if token is None else (token,)
-        if self._omit_output:
-            text, tokens = "", ()
         choice = self._choice(completion, index, text, tokens, begins=False)
-        last = completion.finish_reason is not None and not self._options.usage_event
-        return self._event([choice], warnings=self._warnings if last else UNSET)
+        return self._record([choice], self.event_usage(), self.event_warnings(completion))
 
     def end(self) -> bytes:
         """Render the event with the usage, if requested."""
-        if not self._options.usage_event:
+        if not self.options.usage_event:
             return b""
-        return event_frame(self._record([], usage=self._usage(), warnings=self._warnings))
+        return event_frame(self._record([], self.usage(), self.warnings))
 
     def _choice(
         self,
@@ -252,11 +250,13 @@ class _CompletionFormat:
         Args:
             completion: the choice's completion.
             index: the choice's number.
-            text: text that the choice reports.
+            text: generated text that the choice reports.
             tokens: generated tokens that it reports.
             begins: whether it also reports the prompt, if requested.
         """
-        options = self._options
+        options = self.options
+        if self._omit_output:
+            text, tokens = "", ()
         scored = generated(tokens)
         if begins and self._echoed is not None:
             text = self._echoed[completion] + text
@@ -265,50 +265,33 @@ class _CompletionFormat:
         logprobs = None
         if options.logprobs.reported:
             offset = self._offsets.get(completion, 0)
-            logprobs = completion_logprobs(scored, self._names, offset)
+            logprobs = completion_logprobs(scored, self.names, offset)
             self._offsets[completion] = max(offset, text_length(logprobs))
-        reason = completion.finish_reason
-        if reason is not None and self._omit_output:
-            reason = FinishReason.LENGTH
         return CompletionChoice(
             index=index,
             text=text,
             logprobs=logprobs,
-            finish_reason=None if reason is None else FINISH_REASONS[reason],
+            finish_reason=self.finish_reason(completion),
             stop_reason=None if self._omit_output else completion.stop_reason,
             prompt_token_ids=completion.prompt.token_ids if begins and options.token_ids else UNSET,
             token_ids=[token.id for token in tokens] if options.token_ids else UNSET,
         )
 
-    def _event(
-        self, choices: list[CompletionChoice], warnings: tuple[str, ...] | UnsetType = UNSET
-    ) -> CompletionReply:
-        """Build an event; its usage is null if an event of its own follows."""
-        usage: Usage | UnsetType | None = None if self._options.usage_event else UNSET
-        if self._options.running_usage:
-            usage = self._usage()
-        return self._record(choices, usage=usage, warnings=warnings)
-
     def _record(
         self,
         choices: list[CompletionChoice],
-        *,
         usage: Usage | UnsetType | None,
         warnings: tuple[str, ...] | UnsetType,
     ) -> CompletionReply:
         return CompletionReply(
-            id=self._id,
+            id=self.id,
             object="text_completion",
-            created=self._created,
-            model=self._options.model,
+            created=self.created,
+            model=self.options.model,
             choices=choices,
             usage=usage,
             warnings=warnings,
         )
-
-    def _usage(self) -> Usage:
-        omitted = sum([c.num_tokens for c in self._generation.completions])
-        return usage_of(self._generation, unreported=omitted if self._omit_output else 0)
 
 
 def _for_gap(

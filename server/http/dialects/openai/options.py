@@ -86,7 +86,6 @@ class Options:
         bad_words: words that must not be generated.
         constraint: on the text; None for none.
         skip_special_tokens: whether special tokens add no text.
-        add_special_tokens: whether text prompts get the tokens that the tokenizer adds.
         truncate: tokens of the prompt to keep; -1 keeps as many as fit, None keeps all.
         logprobs: the log-probabilities in the reply.
         tokens_as_ids: whether these name tokens by their ids.
@@ -104,7 +103,6 @@ class Options:
     bad_words: tuple[str, ...]
     constraint: StructuredOutput | None
     skip_special_tokens: bool
-    add_special_tokens: bool
     truncate: int | None
     logprobs: Logprobs
     tokens_as_ids: bool
@@ -157,7 +155,6 @@ def check(
         bad_words=tuple(body.bad_words or ()),
         constraint=find_constraint(body),
         skip_special_tokens=body.skip_special_tokens is not False,
-        add_special_tokens=body.add_special_tokens is not False,
         truncate=body.truncate_prompt_tokens,
         logprobs=logprobs,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),

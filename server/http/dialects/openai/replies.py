@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from server.engine.core.request import FinishReason
-
 if TYPE_CHECKING:
     from server.http.generation import Generation
-
-FINISH_REASONS = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-}
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError, UnknownModelError
+from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.models import find_model, list_models
 from server.http.dialects.openai.replies import (
+    ChatChunk,
+    ChatReply,
     CompletionReply,
     Model,
     ModelList,
     OpenAIErrorReply,
 )
-from server.http.dialects.openai.schema import CompletionBody
+from server.http.dialects.openai.schema import ChatBody, CompletionBody
 from server.http.exchange import Dialect, Exchange
 from server.http.openapi import describe_error, describe_route, describe_service_route
 from server.http.responses import json_response
@@ -42,6 +45,16 @@ def _install(app: FastAPI, context: AppContext) -> None:
             context,
             "completions",
             lambda body, info: CompletionAnswer(context, info, body, texts),
+        )
+
+    @app.post("/v1/chat/completions", **_describe(ChatBody, ChatReply, ChatChunk))
+    async def chat() -> Response:
+        """Continue a conversation."""
+        return Exchange(
+            OPENAI,
+            context,
+            "chat_completions",
+            lambda body, info: ChatAnswer(context, info, body, texts),
         )
 
     @app.get("/v1/models", **_describe_lookup(ModelList))
@@ -74,10 +87,10 @@ def _describe_lookup(reply: type) -> dict[str, Any]:
 
 OPENAI = Dialect(
     prefix="/v1",
-    endpoints=("completions",),
+    endpoints=("completions", "chat_completions"),
     install=_install,
     render_error=render_error,
     error_reply=OpenAIErrorReply,
-    bodies=(CompletionBody,),
-    replies=(CompletionReply, Model, ModelList, OpenAIErrorReply),
+    bodies=(CompletionBody, ChatBody),
+    replies=(ChatChunk, ChatReply, CompletionReply, Model, ModelList, OpenAIErrorReply),
 )

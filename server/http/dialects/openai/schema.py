@@ -197,11 +197,6 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool | None = Field(
         None, description="Whether special tokens add no text. Default: true."
     )
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Whether a text gets the tokens that the tokenizer adds, such as BOS. Default: true for prompts; "
-        "not available for conversations, whose template adds them.",
-    )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
         description="Keep only this number of the prompt's last tokens; -1 keeps as many as fit.",
@@ -243,6 +238,10 @@ class CompletionBody(SamplingFields):
     suffix: str | None = Field(
         None,
         description="Text after the completion: fill in the middle, if the model has tokens for it.",
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether a text gets the tokens that the tokenizer adds, such as BOS. Default: true.",
     )
     max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
         None,
