@@ -30,7 +30,11 @@ _EXPECTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
-_REFUSALS = {"missing": "is required", "string_too_short": "cannot be empty"}
+_REFUSALS = {
+    "missing": "is required",
+    "string_too_short": "cannot be empty",
+    "too_short": "cannot be empty",
+}
 _BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
