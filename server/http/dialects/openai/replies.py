@@ -151,6 +151,21 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] | UnsetType = UNSET
 
 
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a text; `token_strs` are their names in the vocabulary, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    """The text of tokens."""
+
+    prompt: str
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A served model. `root` is the name of its checkpoint."""
 

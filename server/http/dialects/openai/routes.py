@@ -16,11 +16,14 @@ from server.http.dialects.openai.replies import (
     ChatChunk,
     ChatReply,
     CompletionReply,
+    DetokenizeReply,
     Model,
     ModelList,
     OpenAIErrorReply,
+    TokenizeReply,
 )
 from server.http.dialects.openai.schema import ChatBody, CompletionBody
+from server.http.dialects.openai.tokens import TOKEN_FORMS
 from server.http.exchange import Dialect, Exchange
 from server.http.openapi import describe_error, describe_route, describe_service_route
 from server.http.responses import json_response
@@ -91,6 +94,16 @@ OPENAI = Dialect(
     install=_install,
     render_error=render_error,
     error_reply=OpenAIErrorReply,
-    bodies=(CompletionBody, ChatBody),
-    replies=(ChatChunk, ChatReply, CompletionReply, Model, ModelList, OpenAIErrorReply),
+    bodies=(ChatBody, CompletionBody, *(form.body for form in TOKEN_FORMS)),
+    token_forms=TOKEN_FORMS,
+    replies=(
+        ChatChunk,
+        ChatReply,
+        CompletionReply,
+        DetokenizeReply,
+        TokenizeReply,
+        Model,
+        ModelList,
+        OpenAIErrorReply,
+    ),
 )

@@ -301,3 +301,50 @@ class ChatBody(SamplingFields):
         None, description="Kinds of output: text only."
     )
     audio: None = Field(None, description="Not supported: null.")
+
+
+class TokenizePromptBody(BaseModel):
+    """A text to tokenize."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    prompt: str = Field(description="The text.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the text gets the tokens that the tokenizer adds. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Report the names of the tokens in the vocabulary."
+    )
+
+
+class TokenizeMessagesBody(BaseModel):
+    """A conversation to tokenize."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    messages: MessageList = Field(description="The conversation.")
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of the assistant's message. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open; excludes `add_generation_prompt`."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the chat template."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Report the names of the tokens in the vocabulary."
+    )
+
+
+class DetokenizeBody(BaseModel):
+    """Tokens to convert to text."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(
+        description="Token ids."
+    )

@@ -1,10 +1,9 @@
-"""TGI's routes: /generate, /generate_stream, POST /, /tokenize and /info."""
+"""TGI's routes: /generate, /generate_stream, POST / and /info; its form of /tokenize."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError
@@ -19,11 +18,9 @@ from server.http.dialects.tgi.replies import (
 )
 from server.http.dialects.tgi.schema import GenerateBody
 from server.http.exchange import Dialect, Exchange
-from server.http.metrics.records import RequestRecord
-from server.http.metrics.registry import Outcome
 from server.http.openapi import describe_error, describe_route, describe_service_route
-from server.http.request_body import ClientDisconnectedError, read_json
 from server.http.responses import json_response
+from server.http.token_routes import TokenForm
 from server.http.validation import parse
 from server.version import version
 
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
     from server.http.context import AppContext
     from server.http.dialects.tgi.frames import TokenHeads
     from server.http.responses import ErrorBody
-
-_CLIENT_CLOSED = 499
 
 
 def _install(app: FastAPI, context: AppContext) -> None:
@@ -70,19 +65,6 @@ def _install(app: FastAPI, context: AppContext) -> None:
         """Continue a prompt: a stream if `stream` is true, else an array of one reply."""
         return respond("compat", stream=None)
 
-    @app.post(
-        "/tokenize", **describe_route(GenerateBody, ErrorReply, list[PromptSpan], generates=False)
-    )
-    async def tokenize(request: Request) -> Response:
-        """Return the tokens of a prompt, and the characters that each covers."""
-        try:
-            with RequestRecord(context.metrics, "tokenize") as record:
-                spans = await _tokenize(request, context)
-                record.finish(Outcome.OK)
-        except ClientDisconnectedError:
-            return Response(status_code=_CLIENT_CLOSED)
-        return json_response(spans)
-
     info = describe_service_route(InfoReply)
     info["responses"][UnavailableError.status] = describe_error(UnavailableError, ErrorReply)
 
@@ -96,26 +78,37 @@ def _render_error(error: TesseraError) -> ErrorBody:
     return error.status, ErrorReply(error.message, error.error_type)
 
 
+async def _tokenize(context: AppContext, body: object) -> list[PromptSpan]:
+    request = parse(GenerateBody, body)
+    text = request.inputs
+    spans = await context.tokenize(
+        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
+    )
+    if request.parameters is not None and request.parameters.truncate is not None:
+        spans = spans[-request.parameters.truncate :]
+    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
+
+
 TGI = Dialect(
     prefix="/",
-    endpoints=("generate", "generate_stream", "compat", "tokenize"),
+    endpoints=("generate", "generate_stream", "compat"),
     install=_install,
     render_error=_render_error,
     error_reply=ErrorReply,
     bodies=(GenerateBody,),
     replies=(ErrorReply, GenerateReply, InfoReply, PromptSpan, StreamEvent),
+    token_forms=(
+        TokenForm(
+            endpoint="tokenize",
+            keys=("inputs",),
+            body=GenerateBody,
+            reply=list[PromptSpan],
+            error_reply=ErrorReply,
+            answer=_tokenize,
+            render_error=_render_error,
+        ),
+    ),
 )
-
-
-async def _tokenize(request: Request, context: AppContext) -> list[PromptSpan]:
-    body = parse(GenerateBody, await read_json(request.scope, request.receive, context.config))
-    text = body.inputs
-    spans = await context.tokenize(
-        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
-    )
-    if body.parameters is not None and body.parameters.truncate is not None:
-        spans = spans[-body.parameters.truncate :]
-    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
 
 
 def _info(context: AppContext) -> InfoReply:
