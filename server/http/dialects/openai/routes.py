@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError, UnknownModelError
@@ -65,10 +66,19 @@ def _install(app: FastAPI, context: AppContext) -> None:
         """List the names of the served model."""
         return json_response(list_models(context, created))
 
-    @app.get("/v1/models/{name:path}", **_describe_lookup(Model))
-    async def model(name: str) -> Response:
+    # Not a parameter of the function: FastAPI would document its own validation error.
+    one = _describe_lookup(Model)
+    one["openapi_extra"] = {
+        "parameters": [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    }
+
+    async def model(request: Request) -> Response:
         """Describe a model."""
-        return json_response(find_model(name, context, created))
+        return json_response(find_model(request.path_params["name"], context, created))
+
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], **one)
 
 
 def _describe(body: type[BaseModel], reply: type, events: type | None = None) -> dict[str, Any]:
