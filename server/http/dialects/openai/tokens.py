@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from server.http.context import check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
-from server.http.dialects.openai.messages import read_messages
+from server.http.dialects.openai.messages import encode_conversation, read_messages
 from server.http.dialects.openai.replies import (
     DetokenizeReply,
     OpenAIErrorReply,
@@ -35,15 +35,11 @@ async def _tokenize_prompt(context: AppContext, body: object) -> TokenizeReply:
 
 async def _tokenize_messages(context: AppContext, body: object) -> TokenizeReply:
     request, _ = parse_body(TokenizeMessagesBody, body, context.config)
-    continues = bool(request.continue_final_message)
-    token_ids = await context.encode_chat(
+    token_ids = await encode_conversation(
+        context,
         read_messages(request.messages),
-        add_generation_prompt=(
-            not continues
-            if request.add_generation_prompt is None
-            else request.add_generation_prompt
-        ),
-        continue_final_message=continues,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,
     )
     return _reply(context, token_ids, names=bool(request.return_token_strs))
