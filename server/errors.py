@@ -7,6 +7,7 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     │   ├── MalformedBodyError                400  malformed_body
     │   ├── UnauthorizedError                 401  unauthorized
     │   ├── NotFoundError                     404  not_found
+    │   ├── UnknownModelError                 404  model_not_found
     │   ├── MethodNotAllowedError             405  method_not_allowed
     │   ├── BodyTimeoutError                  408  request_timeout
     │   ├── BodyTooLargeError                 413  body_too_large
@@ -116,7 +117,10 @@ class MediaTypeError(ClientError):
 class ValidationError(ClientError):
     """A field is missing, unknown, of the wrong type or out of range.
 
-    The message states the field, its value and the limit.
+    The message states the field, its value and the limit. The first name in backquotes is the field.
+
+    Attributes:
+        reason: the message without TGI's prefix.
     """
 
     status = 422
@@ -124,6 +128,14 @@ class ValidationError(ClientError):
 
     def __init__(self, message: str) -> None:
         super().__init__(f"Input validation error: {message}")
+        self.reason = message
+
+
+class UnknownModelError(ClientError):
+    """The request names a model that is not served."""
+
+    status = 404
+    error_type = "model_not_found"
 
 
 class CapacityError(TesseraError):

@@ -30,6 +30,7 @@ from kernels.sampling.tokens import (
     sample_tokens,
 )
 from model.device.transfer import Download, HostArray, upload
+from model.sampling.logprobs import RANKING_ID_MASK, ranking_keys
 from model.sampling.mask import WORD_BITS, build_masks
 from model.sampling.parameters import NOT_FINITE, SampledToken
 from model.sampling.rows import SamplingRow, uniform
@@ -41,7 +42,6 @@ NUM_CANDIDATES = 1024
 # Rows that PyTorch samples at once: several arrays of rows x vocabulary in 64 bits dominate its memory.
 _ROWS_AT_ONCE = 64
 
-_ID_MASK = 0xFFFFFFFF
 _ENTROPY_SCALE = 2.0**36
 _BROKEN: Final = -1
 _AGAIN: Final = -2
@@ -148,8 +148,8 @@ class DeviceTokens:
             return Download(chosen_logprobs(logits, tokens).double()[:, None])
         logits = logits.float()
         logprobs = log_softmax(logits)
-        keys = _ranking_keys(logits.amax(-1, keepdim=True) - logits)
-        top = keys.topk(count, dim=-1, largest=False, sorted=True).values & _ID_MASK
+        keys = ranking_keys(logits.amax(-1, keepdim=True) - logits)
+        top = keys.topk(count, dim=-1, largest=False, sorted=True).values & RANKING_ID_MASK
         sampled = logprobs.gather(1, tokens[:, None])
         # Float64 represents every id and every float32 exactly, so one transfer is enough.
         columns = (sampled, top, logprobs.gather(1, top))
@@ -219,15 +219,6 @@ def _with_logprobs(token: SampledToken, row: SamplingRow, values: list[float]) -
     wanted = list(pairs)[: row.parameters.top_logprobs]
     top = tuple((int(i), logprob) for i, logprob in wanted if math.isfinite(logprob))
     return SampledToken(token.token_id, values[0], top)
-
-
-def _ranking_keys(distances: Tensor) -> Tensor:
-    """Return int64 keys [R, V], all distinct, that order by distance [R, V] float32 >= 0, then by id.
-
-    The bits of a non-negative float sort like the float; the id goes below them.
-    """
-    ids = torch.arange(distances.shape[1], device=distances.device)
-    return (distances.view(torch.int32).long() << 32) | ids
 
 
 def adjust_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -324,14 +315,14 @@ def sample_rows(
     if not rows[0].parameters.is_filtered:
         return _invert(weights, u)[:, 0], torch.ones_like(u[:, 0], dtype=torch.bool)
 
-    keys = _ranking_keys(distances)
+    keys = ranking_keys(distances)
     complete = num_candidates >= logits.shape[1]
     keys = (
         keys.sort(dim=-1).values
         if complete
         else keys.topk(num_candidates, dim=-1, largest=False, sorted=True).values
     )
-    ids = keys & _ID_MASK
+    ids = keys & RANKING_ID_MASK
     distances = (keys >> 32).int().view(torch.float32)
     total = weights.sum(-1, keepdim=True)
     weights = weights.gather(1, ids)

@@ -46,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         top_logprobs: most likely tokens reported at each position; 0 for none.
         prompt_logprobs: whether the log-probabilities of the prompt's tokens are reported; such a request takes
             no blocks from the prefix cache, since every position must be computed.
+        prompt_top_logprobs: most likely tokens reported at each position of the prompt; only with `prompt_logprobs`.
     """
 
     max_new_tokens: int
@@ -67,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    prompt_top_logprobs: int = 0
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:

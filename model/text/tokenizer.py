@@ -160,6 +160,28 @@ class Tokenizer:
             piece = pieces.load(token_id)
         return piece if isinstance(piece, str) else piece.decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the text of one token by itself, special or not, as UTF-8; may be a part of a character.
+
+        Raises:
+            TokenizerError: not a token id.
+        """
+        pieces = self.pieces(skip_special_tokens=False)
+        if pieces.rules is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        piece = pieces.loaded.get(token_id)
+        if piece is None:
+            piece = pieces.load(token_id)
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def token_name(self, token_id: int) -> str:
+        """Return the name of a token in the vocabulary; an id without a token has none."""
+        return self.library.id_to_token(token_id) or ""
+
+    def token_id(self, name: str) -> int | None:
+        """Return the id of the token with this name in the vocabulary; None if there is none."""
+        return self.library.token_to_id(name)
+
     def is_special(self, token_id: int) -> bool:
         """Return whether a token is special: a marker for the model rather than text."""
         return token_id in self._special_ids

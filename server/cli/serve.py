@@ -68,6 +68,8 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     limits = HTTPConfig(
         model_id=settings.model,
+        served_model_names=settings.served_model_name,
+        strict_fields=settings.strict_fields,
         eos_token_ids=model_config.eos_token_ids,
         chat_template=chat_template,
         max_concurrent_requests=settings.max_concurrent_requests,

@@ -46,6 +46,11 @@ class Settings(BaseModel):
         None,
         description="file with a chat template in Jinja, or the template itself; default: the checkpoint's",
     )
+    served_model_name: tuple[str, ...] = Field(
+        (),
+        description="name of the model in the OpenAI API; several by repeating the flag or separated by commas, "
+        "of which replies have the first; default: --model",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all interfaces")
     port: int = Field(
         8000, ge=0, le=65535, description="TCP port to listen on; 0 chooses a free one"
@@ -158,6 +163,10 @@ class Settings(BaseModel):
     )
     log_format: Literal["text", "json"] = Field(
         "text", description="lines for people, or a JSON object per line"
+    )
+    strict_fields: bool = Field(
+        False,
+        description="refuse unknown fields of the OpenAI API instead of reporting that they have no effect",
     )
     engine_hang_seconds: float = Field(
         300.0,

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server.http import abort, service_routes
+from server.http import abort, service_routes, token_routes
 from server.http.context import AppContext
+from server.http.dialects.openai.routes import OPENAI
 from server.http.dialects.tgi.routes import TGI
 from server.http.direct_route import DirectRoute
 from server.http.docs_page import routes as docs_page
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from server.http.metrics.shared_counters import SharedCounters
     from server.http.responses import ErrorBody
 
-DIALECTS: tuple[Dialect, ...] = (TGI,)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, TGI)
 """All dialects. The first dialect whose prefix matches a path renders that path's errors; the last prefix is "/"."""
 
 
@@ -60,10 +61,13 @@ def create_app(
     )
     app.router.route_class = DirectRoute
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
+    endpoints += token_routes.ENDPOINTS
     metrics = Metrics(client, config, version(), endpoints, counters)
     context = AppContext(client, tokenizer, config, metrics, chat_template)
     for dialect in DIALECTS:
         dialect.install(app, context)
+    forms = [form for dialect in DIALECTS for form in dialect.token_forms]
+    token_routes.install(app, context, forms)
     service_routes.install(app, context, DIALECTS[-1].error_reply)
     docs_page.install(app)
     abort.install(app, context, DIALECTS[-1].error_reply)

@@ -68,8 +68,8 @@ class StopStrings(NamedTuple):
 
     Attributes:
         strings: none of them empty.
-        included: whether the stop string stays at the end of the text. Otherwise it is cut off, and text that may be
-            the beginning of one is held back.
+        included: whether the stop string, or the token that ended the completion, stays at the end of the text.
+            Otherwise it is cut off, and text that may be the beginning of a stop string is held back.
     """
 
     strings: Sequence[str]
@@ -88,10 +88,12 @@ class Completion:
         stream: the engine's events.
         seed: the sampling seed.
         stop: strings that end the text; also matched against the names of special tokens.
+        skip_special_tokens: whether special tokens add no text.
 
     Attributes:
         num_tokens: tokens so far.
         finish_reason: `EOS`, `STOP`, `LENGTH` or `TIMEOUT`; None until the completion ends.
+        stop_reason: the stop string or stop token id that ended it; None if neither did.
         logprob_sum: sum of the log-probabilities of all tokens; set by `finish`.
         tokens: set by `finish` if its `keep_tokens` is true.
         context_free: whether the text of the next token depends only on that token. If this is true both before and
@@ -99,8 +101,8 @@ class Completion:
     """
 
     __slots__ = (
-        "_detokenizer", "_stop", "_texts", "_tokenizer", "context_free", "finish_reason", "logprob_sum", "num_tokens",
-        "prompt", "seed", "stream", "tokens",
+        "_detokenizer", "_keeps_end", "_stop", "_texts", "_tokenizer", "context_free", "finish_reason", "logprob_sum",
+        "num_tokens", "prompt", "seed", "stop_reason", "stream", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -110,16 +112,22 @@ class Completion:
         stream: RequestStream,
         seed: int,
         stop: StopStrings,
+        *,
+        skip_special_tokens: bool = True,
     ) -> None:
         self.prompt = prompt
         self.stream = stream
         self.seed = seed
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
         self.logprob_sum = 0.0
         self.tokens: list[Token] = []
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt.token_ids)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, prompt_ids=prompt.token_ids
+        )
+        self._keeps_end = stop.included
         self._stop = _StopFilter(stop) if stop.strings else None
         self._texts: list[str] = []
         self.context_free = self._stop is None and self._detokenizer.at_rest
@@ -140,6 +148,12 @@ class Completion:
         logprobs: list[float | None] = [None, *(self.stream.prompt_logprobs or ())]
         return logprobs + [None] * (len(self.prompt.token_ids) - len(logprobs))
 
+    @property
+    def prompt_top_tokens(self) -> list[tuple[tuple[int, float], ...]]:
+        """The most likely tokens at the position of each prompt token; empty where they were not requested."""
+        top = [(), *(tuple(row) for row in self.stream.prompt_top_tokens or ())]
+        return top + [()] * (len(self.prompt.token_ids) - len(top))
+
     def push(self, event: TokenEvent) -> str:
         """Append the next token.
 
@@ -153,9 +167,13 @@ class Completion:
         if token_id is None or reason is FinishReason.ERROR or reason is FinishReason.ABORT:
             raise _failure(event)
         self.num_tokens += 1
-        text = self._detokenizer.push(token_id)
+        text = ""
+        if reason is None or reason is FinishReason.LENGTH or self._keeps_end:
+            text = self._detokenizer.push(token_id)
         if reason is not None:
             self.finish_reason = reason
+            if reason is FinishReason.STOP:
+                self.stop_reason = token_id
             text += self._detokenizer.flush()
         stop = self._stop
         if stop is None:
@@ -211,7 +229,7 @@ class Completion:
         if stop.match is not None:
             if self.num_tokens < self.prompt.sampling.min_new_tokens:
                 return text + stop.ignore_match()
-            self.finish_reason = FinishReason.STOP
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop.match.stop
         elif self.finish_reason is not None:
             text += stop.release()
         return text

@@ -12,6 +12,8 @@ class HTTPConfig:
     Attributes:
         model_id: the name the operator gave the model; the only text from outside that becomes a
             metric label.
+        served_model_names: names that requests may give the model; empty means `model_id`.
+        strict_fields: whether unknown fields are refused in dialects that otherwise accept and report them.
         eos_token_ids: the model's own end tokens, from its configuration.
         chat_template: source of a chat template that takes the place of the checkpoint's; None for that one.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
@@ -37,6 +39,8 @@ class HTTPConfig:
     """
 
     model_id: str
+    served_model_names: tuple[str, ...] = ()
+    strict_fields: bool = False
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str | None = None
     max_concurrent_requests: int | None = None

@@ -12,9 +12,10 @@ from model.text.chat_template import RenderedChat
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.http.validation import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 
     from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
@@ -114,17 +115,20 @@ class AppContext:
         """Return the engine's current phase on one line."""
         return " ".join(self.client.phase.split())[:_MAX_PHASE_CHARACTERS]
 
-    async def encode(self, text: str, field: str) -> list[int]:
+    async def encode(self, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a prompt.
 
         Args:
             text: the prompt.
             field: the request's field that holds it, for error messages.
+            add_special_tokens: whether to add the tokens that the tokenizer adds to every text, such as BOS.
 
         Raises:
             ValidationError: the prompt cannot be tokenized, or has no tokens.
         """
-        token_ids = await self.tokenize(text, field, lambda: self.tokenizer.encode(text))
+        token_ids = await self.tokenize(
+            text, field, lambda: self.tokenizer.encode(text, add_special_tokens)
+        )
         if not token_ids:
             raise ValidationError(f"`{field}` has no tokens")
         return token_ids
@@ -215,16 +219,16 @@ class AppContext:
             found |= {tuple(ids): None for ids in encoded if ids}
         return tuple(found)
 
-    async def tokenize(self, text: str, field: str, work: Callable[[], ResultT]) -> ResultT:
-        """Call a function that tokenizes a text, in a thread if the text is long.
+    async def tokenize(self, text: Sized, field: str, work: Callable[[], ResultT]) -> ResultT:
+        """Call a function that tokenizes a text, or decodes tokens, in a thread if there are many.
 
         Args:
-            text: the text that the function tokenizes.
+            text: the text that the function tokenizes, or the tokens that it decodes.
             field: the request's field that holds it, for error messages.
             work: the function; must not use state that the event loop changes.
 
         Raises:
-            ValidationError: the text cannot be tokenized.
+            ValidationError: the text cannot be tokenized, or the tokens cannot be decoded.
         """
         try:
             if len(text) <= self.config.inline_characters:
@@ -243,5 +247,5 @@ def check_vocabulary(token_ids: list[int], field: str, info: EngineInfo) -> None
     if (largest := max(token_ids)) >= info.vocab_size:
         raise ValidationError(
             f"`{field}` has a token that the model does not know: its vocabulary has "
-            f"{info.vocab_size} tokens. Given: token {largest}"
+            f"{info.vocab_size} tokens. Given: token {describe(largest)}"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.request_id import RequestFigures, current_request
-from server.http.responses import error_response, send_json
+from server.http.responses import error_response, header, send_json
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
 from server.http.usage import usage_headers
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from server.http.generation import Generation, Timings
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
+    from server.http.token_routes import TokenForm
+
+# A JSON list, in ASCII.
+_WARNINGS_HEADER = "x-tessera-warnings"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,7 @@ class Dialect:
         error_reply: type of that body.
         bodies: types of request bodies, for the OpenAPI document.
         replies: types of replies, for the OpenAPI document.
+        token_forms: its forms of /tokenize and /detokenize.
     """
 
     prefix: str
@@ -59,6 +65,7 @@ class Dialect:
     error_reply: type[msgspec.Struct]
     bodies: tuple[type[BaseModel], ...]
     replies: tuple[type[msgspec.Struct], ...]
+    token_forms: tuple[TokenForm, ...] = ()
 
 
 class Answer(Protocol):
@@ -67,10 +74,13 @@ class Answer(Protocol):
     Attributes:
         num_sequences: sequences to generate.
         streaming: whether the answer is a stream of server-sent events.
+        warnings: a sentence for each accepted field without effect; without text from the client, except
+            names of fields.
     """
 
     num_sequences: int
     streaming: bool
+    warnings: tuple[str, ...]
 
     async def generate(self) -> Generation:
         """Tokenize the prompts and submit them.
@@ -141,14 +151,16 @@ class Exchange(Response):
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
-                        headers, writer = answer.headers(generation, None), direct_writer(scope)
+                        headers = _headers(answer, generation, None)
+                        writer = direct_writer(scope)
                         async with open_event_stream(send, context.config, headers, writer) as out:
                             renderer = answer.renderer(generation)
                             await TokenSender(generation, renderer, out, record, watch).run()
                     else:
                         await self._finish(generation, scope, receive, send, record, watch)
                         body = answer.reply(generation)
-                        headers = answer.headers(generation, generation.timings(record.started))
+                        timings = generation.timings(record.started)
+                        headers = _headers(answer, generation, timings)
                         headers += usage_headers(generation.usage())
                         if watch.gone:
                             raise ClientDisconnectedError
@@ -204,3 +216,10 @@ def _figures(record: RequestRecord, generation: Generation | None) -> RequestFig
         ttft_ms,
         name,
     )
+
+
+def _headers(answer: Answer, generation: Generation, timings: Timings | None) -> Headers:
+    headers = answer.headers(generation, timings)
+    if answer.warnings:
+        headers = [*headers, header(_WARNINGS_HEADER, json.dumps(answer.warnings))]
+    return headers

@@ -52,6 +52,7 @@ class Generation:
             further one the next higher seed.
         stop: strings that end a completion.
         keep_tokens: whether `finish` keeps the tokens in addition to the text.
+        skip_special_tokens: whether special tokens add no text.
         options: how the engine schedules the completions.
 
     Attributes:
@@ -72,6 +73,7 @@ class Generation:
         completions_per_prompt: int = 1,
         stop: StopStrings,
         keep_tokens: bool = False,
+        skip_special_tokens: bool = True,
         options: RequestOptions = _DEFAULTS,
     ) -> None:
         self.submitted = time.perf_counter()
@@ -98,7 +100,14 @@ class Generation:
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     self.completions.append(
-                        Completion(context.tokenizer, prompt, stream, sampling.seed, stop)
+                        Completion(
+                            context.tokenizer,
+                            prompt,
+                            stream,
+                            sampling.seed,
+                            stop,
+                            skip_special_tokens=skip_special_tokens,
+                        )
                     )
         except BaseException:
             self.abort()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from server import errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from fastapi import FastAPI
     from pydantic import BaseModel
@@ -38,9 +38,9 @@ _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
 )
 
 
-def describe_service_route(reply: type[msgspec.Struct]) -> dict[str, Any]:
+def describe_service_route(reply: type[msgspec.Struct], *, tag: str = "Service") -> dict[str, Any]:
     """Return the decorator arguments that document a route without a body and its reply with status 200."""
-    return _describe("Service", {"application/json": {"schema": _schema_of(reply)}})
+    return _describe(tag, {"application/json": {"schema": _schema_of(reply)}})
 
 
 def describe_route(
@@ -50,6 +50,8 @@ def describe_route(
     events: type[msgspec.Struct] | None = None,
     *,
     generates: bool = True,
+    status_of: Callable[[type[errors.TesseraError]], int] = lambda error: error.status,
+    tag: str = "Generate",
 ) -> dict[str, Any]:
     """Return the decorator arguments that document a route's body, replies and errors.
 
@@ -59,15 +61,17 @@ def describe_route(
         reply: type of the JSON reply with status 200; None if there is none.
         events: type of a stream's events; None if there is no stream.
         generates: whether the route generates tokens, and so can fail with the errors of generation.
+        status_of: the status of the response to an error. Of errors with the same status, the last is described.
+        tag: group of the route.
     """
     content: dict[str, Any] = {}
     if reply is not None:
         content["application/json"] = {"schema": _schema_of(reply)}
     if events is not None:
         content["text/event-stream"] = {"itemSchema": _event_schema(events, error_reply)}
-    described = _describe("Generate", content)
+    described = _describe(tag, content)
     for error in _BODY_ERRORS + (_GENERATE_ERRORS if generates else ()):
-        described["responses"][error.status] = describe_error(error, error_reply)
+        described["responses"][status_of(error)] = describe_error(error, error_reply)
     described["openapi_extra"] = {
         "requestBody": {
             "required": True,

@@ -167,6 +167,8 @@ def say(
         stream.queue_seconds = 0.002
         if request.sampling.prompt_logprobs:
             stream.prompt_logprobs = [-1.0] * (len(request.prompt_token_ids) - 1)
+        if request.sampling.prompt_top_logprobs:
+            stream.prompt_top_tokens = [[(7, -0.75)]] * (len(request.prompt_token_ids) - 1)
         events = [
             event(
                 token_id,

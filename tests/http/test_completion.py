@@ -17,10 +17,10 @@ SAMPLING = SamplingParams(max_new_tokens=100)
 def complete(tokenizer):
     """Pushes the tokens of a text, the last one with a finish reason, until the completion ends."""
 
-    def run(tokens, *stop, included=False, last=FinishReason.LENGTH, sampling=SAMPLING):
+    def run(tokens, *stop, included=False, last=FinishReason.LENGTH, sampling=SAMPLING, **options):
         stream = RequestStream(1, lambda _: None, lambda _: None)
         completion = Completion(
-            tokenizer, Prompt([1], sampling), stream, 0, StopStrings(stop, included)
+            tokenizer, Prompt([1], sampling), stream, 0, StopStrings(stop, included), **options
         )
         ids = tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
         texts = []
@@ -66,6 +66,31 @@ def test_the_name_of_a_special_token_may_complete_a_stop_string(complete, tokeni
 
     assert (cut.text, kept.text) == ("Hi", "Hi\n")
     assert cut.finish_reason is kept.finish_reason is FinishReason.STOP
+
+
+def test_the_stop_reason_is_the_string_or_the_token_that_ended_the_completion(complete, tokenizer):
+    by_string, _ = complete("one two", "tw", "two")
+    by_token, _ = complete("one two", last=FinishReason.STOP)
+    by_length, _ = complete("one two")
+
+    assert by_string.stop_reason == "tw"
+    assert by_token.stop_reason == tokenizer.encode("o")[0]
+    assert by_length.stop_reason is None
+
+
+def test_the_text_of_the_token_that_ends_a_completion_is_cut_off_like_a_stop_string(complete):
+    cut, _ = complete("one two", last=FinishReason.STOP)
+    kept, _ = complete("one two", last=FinishReason.STOP, included=True)
+
+    assert (cut.text, kept.text) == ("one tw", "one two")
+
+
+def test_special_tokens_are_text_on_request(complete, tokenizer):
+    tokens = [*tokenizer.encode("a"), IM_END_ID, *tokenizer.encode("b")]
+
+    _, texts = complete(tokens, skip_special_tokens=False)
+
+    assert texts == ["a", "<|im_end|>", "b"]
 
 
 def test_held_back_text_is_returned_at_the_end(complete, tokenizer):

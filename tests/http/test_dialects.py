@@ -53,6 +53,7 @@ class Write:
     def __init__(self, context, body):
         self._context, self._body = context, WriteBody(**body)
         self.streaming = self._body.stream
+        self.warnings = ("`colour` has no effect",) if self._body.stop else ()
         self.num_sequences = self._body.best_of * len(self._body.prompts)
 
     async def generate(self):
@@ -261,6 +262,15 @@ async def test_a_request_with_more_sequences_than_the_limit_is_refused(post):
     response = await post(prompts=["a", "b", "c"], best_of=3)
 
     assert response.json() == {"message": "Model is overloaded"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_warnings_of_an_answer_are_a_header(post, stream):
+    warned = await post(prompts=["a"], stop=["x"], stream=stream)
+    other = await post(prompts=["a"], stream=stream)
+
+    assert json.loads(warned.headers["x-tessera-warnings"]) == ["`colour` has no effect"]
+    assert "x-tessera-warnings" not in other.headers
 
 
 async def test_requests_of_a_dialect_are_counted_under_its_endpoint(post, engine):

@@ -12,8 +12,7 @@ from server.engine.link.protocol import EngineState
 from server.http import service_routes
 from server.http.app import DIALECTS
 from server.http.dialects.tgi import chat_tokenize, replies
-from server.http.dialects.tgi.chat_tokenize import ChatTokenizeBody
-from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
+from server.http.dialects.tgi.schema import GenerateParameters
 from server.http.metrics.specs import SPECS, Outcome
 from server.http.usage import RequestUsage
 from tests.meta.test_routes import ROUTES
@@ -29,7 +28,9 @@ def test_every_route_is_described(path):
     assert all(method in methods for method in ROUTES[path] - {"HEAD"}), path
 
 
-@pytest.mark.parametrize("model", [GenerateBody, GenerateParameters, ChatTokenizeBody])
+@pytest.mark.parametrize(
+    "model", [GenerateParameters, *(body for dialect in DIALECTS for body in dialect.bodies)]
+)
 def test_every_request_field_is_described(model):
     assert set(model.model_fields) <= NAMED
 

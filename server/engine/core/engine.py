@@ -31,6 +31,7 @@ from server.engine.core.messages import (
 )
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.sequence import Sequence
+from server.engine.core.step import PromptLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from server.engine.core.scheduler import Scheduler
     from server.engine.core.step import (
         PendingStep,
-        PromptLogprobs,
         SchedulerOutput,
         StepResult,
         StepRunner,
@@ -116,7 +116,7 @@ class Engine:
         self._arrivals: dict[int, float] = {}
         self._deadlines: dict[int, float] = {}
         self._next_deadline = math.inf  # at most the earliest of them
-        self._prompt_logprobs: dict[int, list[float]] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._runs_ahead = runs_ahead
         self._launched: _Step | None = None
         self._totals_due = -math.inf
@@ -324,14 +324,18 @@ class Engine:
 
     def _collect_prompt_logprobs(
         self, output: SchedulerOutput, computed: dict[int, PromptLogprobs]
-    ) -> dict[int, list[float]]:
+    ) -> dict[int, PromptLogprobs]:
         """Collect the chunks of each prompt; return the prompts that this step completed."""
         for request_id, chunk in computed.items():
             if request_id not in self._arrivals:
                 continue  # it ended while the step was computed
             # A preempted prompt is computed again from its beginning.
-            kept = self._prompt_logprobs.get(request_id, [])[: chunk.start]
-            self._prompt_logprobs[request_id] = kept + chunk.logprobs
+            kept = self._prompt_logprobs.get(request_id, PromptLogprobs(0, []))
+            self._prompt_logprobs[request_id] = PromptLogprobs(
+                0,
+                kept.logprobs[: chunk.start] + chunk.logprobs,
+                kept.top_tokens[: chunk.start] + chunk.top_tokens,
+            )
         if not self._prompt_logprobs:
             return {}
         return {
@@ -344,7 +348,7 @@ class Engine:
         self,
         events: list[tuple[int, TokenEvent]],
         started: list[SequenceStarted],
-        prompt_logprobs: dict[int, list[float]],
+        prompt_logprobs: dict[int, PromptLogprobs],
     ) -> None:
         """Send the events of a step to the front end, and drop the state of the sequences that ended."""
         for request_id, event in events:
@@ -356,7 +360,7 @@ class Engine:
         self,
         events: list[tuple[int, TokenEvent]],
         started: list[SequenceStarted],
-        prompt_logprobs: dict[int, list[float]],
+        prompt_logprobs: dict[int, PromptLogprobs],
     ) -> None:
         """Send one message for all sequences of a step."""
         indexed = list(enumerate(event for _, event in events))
@@ -371,7 +375,12 @@ class Engine:
                 errors={i: event.error for i, event in ended if event.error is not None},
                 usage={i: event.usage for i, event in ended if event.usage is not None},
                 started=started,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs={i: prompt.logprobs for i, prompt in prompt_logprobs.items()},
+                prompt_top_tokens={
+                    i: prompt.top_tokens
+                    for i, prompt in prompt_logprobs.items()
+                    if prompt.top_tokens
+                },
                 stats=self.stats(),
             )
         )

@@ -236,6 +236,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
         errors: by index; only for sequences that ended with an error.
         usage: by index; only for sequences that ended.
         prompt_logprobs: by request id, in the step that completes the prompt; only for requests that asked for them.
+        prompt_top_tokens: likewise, the most likely tokens at the same positions.
     """
 
     request_ids: list[int]
@@ -248,6 +249,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     errors: dict[int, str] = {}
     usage: dict[int, SequenceUsage] = {}
     prompt_logprobs: dict[int, list[float]] = {}
+    prompt_top_tokens: dict[int, list[list[tuple[int, float]]]] = {}
 
     def event(self, i: int) -> TokenEvent:
         """Return entry i as an event."""

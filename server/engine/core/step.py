@@ -73,10 +73,12 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     Attributes:
         start: position of the chunk's first token.
         logprobs: natural logarithms, of the tokens from `start + 1` on.
+        top_tokens: (token id, log-probability) of the most likely tokens at the same positions; empty if not requested.
     """
 
     start: int
     logprobs: list[float]
+    top_tokens: list[list[tuple[int, float]]] = []
 
 
 class StepResult(msgspec.Struct, frozen=True):

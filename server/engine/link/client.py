@@ -128,6 +128,7 @@ class EngineHandle:
         for request_id, prompt_logprobs in step.prompt_logprobs.items():
             if stream := streams.get(request_id):
                 stream.prompt_logprobs = prompt_logprobs
+                stream.prompt_top_tokens = step.prompt_top_tokens.get(request_id)
         token_ids, finish_reasons, logprobs = step.token_ids, step.finish_reasons, step.logprobs
         unusual = step.top_tokens or step.errors
         for i, request_id in enumerate(step.request_ids):

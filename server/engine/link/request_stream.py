@@ -23,6 +23,7 @@ class RequestStream:
         queue_seconds: time in the engine before the first step; valid from the first event on.
         prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
         usage: what the request used; valid from the last event on, if that came from the engine.
+        prompt_top_tokens: the most likely tokens at the positions of prompt tokens 1.., if requested; likewise.
 
     Args:
         request_id: of the request.
@@ -42,6 +43,7 @@ class RequestStream:
         "external_id",
         "num_cached_tokens",
         "prompt_logprobs",
+        "prompt_top_tokens",
         "queue_seconds",
         "request_id",
         "usage",
@@ -60,6 +62,7 @@ class RequestStream:
         self.queue_seconds = 0.0
         self.prompt_logprobs: list[float] | None = None
         self.usage = SequenceUsage()
+        self.prompt_top_tokens: list[list[tuple[int, float]]] | None = None
         self._abort = abort
         self._stop = stop
         self._stopped = False

@@ -16,7 +16,7 @@ import torch
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
 from model.device.memory import is_out_of_memory, release_cached
 from model.network.step import StepOutput
-from model.sampling.logprobs import prompt_logprobs
+from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
 from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
 from server.engine.core.step import PromptLogprobs
@@ -225,11 +225,15 @@ class ModelRunner:
             # The logits at token i score token i + 1; those at the last prompt token are for sampling.
             following = sequence.token_ids[s.start + 1 : s.start + 1 + s.num_tokens]
             logprobs: list[float] = []
+            top_tokens: list[list[tuple[int, float]]] = []
+            count = sequence.sampling.prompt_top_logprobs
             for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
                 ids = following[i : i + _PROMPT_LOGPROB_ROWS]
                 logits = self.model.logits(hidden[row + i : row + i + len(ids)])
                 logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
-            results[sequence.request_id] = PromptLogprobs(s.start, logprobs)
+                if count:
+                    top_tokens += prompt_top_tokens(logits, count)
+            results[sequence.request_id] = PromptLogprobs(s.start, logprobs, top_tokens)
         return results
 
 

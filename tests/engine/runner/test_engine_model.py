@@ -165,17 +165,20 @@ def test_an_abort_between_steps_frees_the_blocks_at_once(checkpoint, reference):
 
 def test_logprobs_of_the_prompt_are_those_of_one_forward_pass(checkpoint):
     prompt = random_prompt(random.Random(7), 50, 50)
-    results = []
+    results, likeliest = [], []
     for chunk in (13, 2048):
         engine = make_engine(checkpoint, max_num_batched_tokens=chunk, max_num_seqs=2)
         engine.generate([greedy(0, prompt, 2)])  # fills the prefix cache, which must not be used
-        engine.channel.inbox.append(greedy(1, prompt, 4, prompt_logprobs=True, logprobs=True))
+        request = greedy(1, prompt, 4, prompt_logprobs=True, prompt_top_logprobs=2, logprobs=True)
+        engine.channel.inbox.append(request)
         engine.engine.receive(wait=math.inf)
         while engine.engine.stats().num_running or engine.engine.stats().num_waiting:
             engine.engine.step()
         found = [s.prompt_logprobs[1] for s in engine.channel.steps if 1 in s.prompt_logprobs]
         assert len(found) == 1
         results.append(found[0])
+        (top,) = [s.prompt_top_tokens[1] for s in engine.channel.steps if s.prompt_top_tokens]
+        likeliest.append([row[0][0] for row in top])
 
     assert len(results[0]) == len(prompt) - 1
     assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-4)
@@ -183,6 +186,7 @@ def test_logprobs_of_the_prompt_are_those_of_one_forward_pass(checkpoint):
     with torch.inference_mode():
         hidden = model(torch.tensor([prompt]), torch.arange(len(prompt)), None, None)
         logprobs = torch.log_softmax(model.logits(hidden)[0].float(), -1)
+    assert likeliest[0] == likeliest[1] == logprobs[:-1].argmax(-1).tolist()
     expected = [logprobs[i, token].item() for i, token in enumerate(prompt[1:])]
     assert results[0] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.sampling import device as device_sampling
-from model.sampling.logprobs import prompt_logprobs
+from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
 from model.sampling.parameters import SampledToken
 from model.sampling.sampler import Sampler
 from tests.model.sampling.sampling_rows import (
@@ -204,6 +204,21 @@ def test_prompt_logprobs_are_those_of_the_following_tokens(monkeypatch) -> None:
     monkeypatch.setattr("model.sampling.logprobs._BLOCK", 7 * VOCAB)
     assert prompt_logprobs(logits, ids) == expected
     assert prompt_logprobs(logits[:0], []) == []
+
+
+def test_prompt_top_tokens_are_the_likeliest_with_equals_by_id(monkeypatch) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[1, [9, 4]] = 2.0
+    logits[2] = -torch.arange(VOCAB).float()
+    expected = torch.log_softmax(logits, -1)
+
+    top = prompt_top_tokens(logits, 2)
+
+    assert [[i for i, _ in row] for row in top] == [[0, 1], [4, 9], [0, 1]]
+    assert top[1][0][1] == expected[1, 4].item()
+    monkeypatch.setattr("model.sampling.logprobs._BLOCK", 2 * VOCAB)
+    assert prompt_top_tokens(logits, 2) == top
+    assert len(prompt_top_tokens(logits, 2 * VOCAB)[0]) == VOCAB
 
 
 def test_a_sampled_logprob_equals_the_prompt_logprob_of_the_same_row(forward) -> None:

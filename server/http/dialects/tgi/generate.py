@@ -61,6 +61,7 @@ class GenerateAnswer:
     ) -> None:
         self.num_sequences = options.best_of
         self.streaming = streaming
+        self.warnings: tuple[str, ...] = ()
         self._as_list = as_list
         self._context = context
         self._info = info

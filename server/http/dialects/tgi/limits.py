@@ -6,17 +6,19 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
-from server.http.dialects.tgi.schema import (
-    MAX_BAD_WORD_CHARACTERS,
-    SMALLEST_TEMPERATURE,
-    GenerateBody,
-    GenerateParameters,
+from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
+from server.http.limits import (
+    check_bad_words,
+    check_stop_strings,
+    check_stop_token_ids,
+    check_temperature,
+    given,
+    logit_biases,
+    with_output_limit,
 )
-from server.http.dialects.tgi.validation import describe, quote, unsupported
+from server.http.validation import describe, unsupported
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -151,25 +153,13 @@ def with_prompt_length(
     Raises:
         ValidationError: the prompt, or prompt and output together, exceed the limit.
     """
-    longest = info.max_total_tokens - 1
-    if prompt_length > longest:
-        raise ValidationError(
-            f"`inputs` must have at most {longest} tokens, one less than the "
-            f"{info.max_total_tokens} that prompt and output share. Given: {prompt_length} tokens"
-        )
-    available = info.max_total_tokens - prompt_length
-    wanted = options.max_new_tokens if options.max_new_tokens is not None else available
-    if wanted > available:
-        raise ValidationError(
-            f"`inputs` tokens + `max_new_tokens` must be <= {info.max_total_tokens}. Given: "
-            f"{prompt_length} `inputs` tokens and {wanted} `max_new_tokens`"
-        )
-    if options.sampling.min_new_tokens > wanted:
-        raise ValidationError(
-            f"`min_new_tokens` must be <= {wanted}, the most that are generated here. "
-            f"Given: {options.sampling.min_new_tokens}"
-        )
-    return msgspec.structs.replace(options.sampling, max_new_tokens=wanted)
+    return with_output_limit(
+        options.sampling,
+        options.max_new_tokens,
+        prompt_length,
+        info,
+        fields=("inputs", "max_new_tokens", "min_new_tokens"),
+    )
 
 
 def _is_sampled(p: GenerateParameters) -> bool:
@@ -188,39 +178,10 @@ def _is_sampled(p: GenerateParameters) -> bool:
 def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -> None:
     if p.watermark:
         raise ValidationError(unsupported("watermark", p.watermark))
-    if p.temperature is not None and 0 < p.temperature < SMALLEST_TEMPERATURE:
-        raise ValidationError(
-            f"`temperature` must be 0 (greedy) or >= {SMALLEST_TEMPERATURE}. "
-            f"Given: {describe(p.temperature)}"
-        )
-    stop = p.stop or ()
-    if len(stop) > config.max_stop_sequences:
-        raise ValidationError(
-            f"`stop` supports up to {config.max_stop_sequences} stop sequences. Given: {len(stop)}"
-        )
-    for i, text in enumerate(stop):
-        if len(text) > config.max_stop_characters:
-            raise ValidationError(
-                f"`stop.{i}` must have at most {config.max_stop_characters} characters. "
-                f"Given: {len(text)}"
-            )
-    for i, word in enumerate(p.bad_words or ()):
-        if len(word) > MAX_BAD_WORD_CHARACTERS:
-            raise ValidationError(
-                f"`bad_words.{i}` must have at most {MAX_BAD_WORD_CHARACTERS} characters. "
-                f"Given: {len(word)}"
-            )
-    stop_ids = p.stop_token_ids or ()
-    if len(stop_ids) > config.max_stop_token_ids:
-        raise ValidationError(
-            f"`stop_token_ids` supports up to {config.max_stop_token_ids} ids. "
-            f"Given: {len(stop_ids)}"
-        )
-    if stop_ids and max(stop_ids) >= info.vocab_size:
-        raise ValidationError(
-            f"`stop_token_ids` must be < {info.vocab_size}, the size of the vocabulary. "
-            f"Given: {describe(max(stop_ids))}"
-        )
+    check_temperature(p.temperature)
+    check_stop_strings(p.stop or (), config)
+    check_bad_words(p.bad_words or ())
+    check_stop_token_ids(p.stop_token_ids or (), config, info)
     if p.top_n_tokens is not None and p.top_n_tokens > config.max_top_n_tokens:
         raise ValidationError(
             f"`top_n_tokens` must be >= 0 and <= {config.max_top_n_tokens}. "
@@ -268,13 +229,13 @@ def _sampling_params(
         min_new_tokens=p.min_new_tokens or 0,
         temperature=temperature,
         top_k=min(p.top_k or 0, info.vocab_size),
-        top_p=_given(p.top_p, 1.0),
-        min_p=_given(p.min_p, 0.0),
-        typical_p=_given(p.typical_p, 1.0),
-        repetition_penalty=_given(p.repetition_penalty, 1.0),
-        presence_penalty=_given(p.presence_penalty, 0.0),
-        frequency_penalty=_given(p.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(p, info),
+        top_p=given(p.top_p, 1.0),
+        min_p=given(p.min_p, 0.0),
+        typical_p=given(p.typical_p, 1.0),
+        repetition_penalty=given(p.repetition_penalty, 1.0),
+        presence_penalty=given(p.presence_penalty, 0.0),
+        frequency_penalty=given(p.frequency_penalty, 0.0),
+        logit_bias=logit_biases(p.logit_bias or {}, info),
         seed=seed or 0,
         eos_token_ids=() if p.ignore_eos else config.eos_token_ids,
         stop_token_ids=tuple(p.stop_token_ids or ()),
@@ -282,20 +243,3 @@ def _sampling_params(
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
     )
-
-
-def _logit_bias(p: GenerateParameters, info: EngineInfo) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for key, bias in (p.logit_bias or {}).items():
-        is_number = key.isascii() and key.isdigit() and len(key) <= len(str(info.vocab_size))
-        if not is_number or int(key) >= info.vocab_size:
-            raise ValidationError(
-                f"the keys of `logit_bias` must be token ids, 0 to {info.vocab_size - 1}. "
-                f"Given: {quote('', key)}"
-            )
-        biases[int(key)] = float(bias)
-    return biases
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else float(value)

@@ -1,4 +1,4 @@
-"""TGI's routes: /generate, /generate_stream, POST /, /tokenize, /chat_tokenize and /info."""
+"""TGI's routes: /generate, /generate_stream, POST /, /chat_tokenize and /info; its form of /tokenize."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from server.http.dialects.tgi.replies import (
     StreamEvent,
 )
 from server.http.dialects.tgi.schema import GenerateBody
-from server.http.dialects.tgi.validation import parse
 from server.http.exchange import Dialect, Exchange
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.openapi import describe_error, describe_route, describe_service_route
-from server.http.request_body import ClientDisconnectedError, read_json
+from server.http.request_body import ClientDisconnectedError
 from server.http.responses import json_response
+from server.http.token_routes import TokenForm
+from server.http.validation import parse
 from server.version import version
 
 if TYPE_CHECKING:
@@ -78,13 +79,6 @@ def _install(app: FastAPI, context: AppContext) -> None:
         return respond("compat", stream=None)
 
     @app.post(
-        "/tokenize", **describe_route(GenerateBody, ErrorReply, list[PromptSpan], generates=False)
-    )
-    async def tokenize(request: Request) -> Response:
-        """Return the tokens of a prompt, and the characters that each covers."""
-        return await _reply(context, "tokenize", _tokenize(request, context))
-
-    @app.post(
         "/chat_tokenize",
         **describe_route(ChatTokenizeBody, ErrorReply, ChatTokenizeReply, generates=False),
     )
@@ -105,14 +99,36 @@ def _render_error(error: TesseraError) -> ErrorBody:
     return error.status, ErrorReply(error.message, error.error_type)
 
 
+async def _tokenize(context: AppContext, body: object) -> list[PromptSpan]:
+    request = parse(GenerateBody, body)
+    text = request.inputs
+    spans = await context.tokenize(
+        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
+    )
+    if request.parameters is not None and request.parameters.truncate is not None:
+        spans = spans[-request.parameters.truncate :]
+    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
+
+
 TGI = Dialect(
     prefix="/",
-    endpoints=("generate", "generate_stream", "compat", "tokenize", "chat_tokenize"),
+    endpoints=("generate", "generate_stream", "compat", "chat_tokenize"),
     install=_install,
     render_error=_render_error,
     error_reply=ErrorReply,
     bodies=(GenerateBody, ChatTokenizeBody),
     replies=(ErrorReply, GenerateReply, InfoReply, PromptSpan, ChatTokenizeReply, StreamEvent),
+    token_forms=(
+        TokenForm(
+            endpoint="tokenize",
+            keys=("inputs",),
+            body=GenerateBody,
+            reply=list[PromptSpan],
+            error_reply=ErrorReply,
+            answer=_tokenize,
+            render_error=_render_error,
+        ),
+    ),
 )
 
 
@@ -125,17 +141,6 @@ async def _reply(context: AppContext, endpoint: str, work: Awaitable[object]) ->
     except ClientDisconnectedError:
         return Response(status_code=_CLIENT_CLOSED)
     return json_response(reply)
-
-
-async def _tokenize(request: Request, context: AppContext) -> list[PromptSpan]:
-    body = parse(GenerateBody, await read_json(request.scope, request.receive, context.config))
-    text = body.inputs
-    spans = await context.tokenize(
-        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
-    )
-    if body.parameters is not None and body.parameters.truncate is not None:
-        spans = spans[-body.parameters.truncate :]
-    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
 
 
 def _info(context: AppContext) -> InfoReply:

@@ -7,36 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field
 
+from server.http.field_types import BadWords, LogitBias, StopTokenIds
+from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
 from server.http.request_options import RequestOptionFields
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
 LARGEST_TEMPERATURE = 100.0
-# Lower temperatures are greedy for every model, and dividing by them would overflow float32.
-SMALLEST_TEMPERATURE = 1e-6
-MAX_LOGIT_BIASES = 1024
-MAX_BAD_WORDS = 64
-MAX_BAD_WORD_CHARACTERS = 100
 
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
 )
-
-
-def _limit_biases(value: object) -> object:
-    """Reject too many entries before pydantic checks each of them."""
-    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
-        context = {
-            "field_type": "Dictionary",
-            "max_length": MAX_LOGIT_BIASES,
-            "actual_length": len(value),
-        }
-        raise PydanticKnownError("too_long", context)
-    return value
 
 
 class GenerateParameters(RequestOptionFields):
@@ -65,25 +49,12 @@ class GenerateParameters(RequestOptionFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         None, description="Subtracted once from the logit of every token that was generated."
     )
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LOGIT_BIASES),
-            BeforeValidator(_limit_biases),
-        ]
-        | None
-    ) = Field(
+    logit_bias: LogitBias | None = Field(
         None,
         description="Numbers to add to the logits of tokens, by token id, before penalties and "
         "`temperature`. -100 and 100 in effect ban and force a token.",
     )
-    bad_words: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1)]],
-            Field(fail_fast=True, max_length=MAX_BAD_WORDS),
-        ]
-        | None
-    ) = Field(
+    bad_words: BadWords | None = Field(
         None,
         description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
         "with and without a space before it, are not generated in sequence.",
@@ -126,9 +97,7 @@ class GenerateParameters(RequestOptionFields):
             description="Strings that end the text; the matched one stays at its end.",
         )
     )
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = (
-        Field(None, description="Token ids that end the text.")
-    )
+    stop_token_ids: StopTokenIds | None = Field(None, description="Token ids that end the text.")
     truncate: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep only this number of the prompt's last tokens."
     )

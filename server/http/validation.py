@@ -30,7 +30,11 @@ _EXPECTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
-_REFUSALS = {"missing": "is required", "string_too_short": "cannot be empty"}
+_REFUSALS = {
+    "missing": "is required",
+    "string_too_short": "cannot be empty",
+    "too_short": "cannot be empty",
+}
 _LENGTHS = {
     "too_long": "supports up to {} entries",
     "string_too_long": "must have at most {} characters",
@@ -149,6 +153,7 @@ def _problem(error: ErrorDetails) -> str:
         limit = context[key]
         shown = f"{limit:g}" if isinstance(limit, float) else limit
         return f"{field} must be {sign} {shown}. Given: {describe(value)}"
-    if kind in _EXPECTED:
-        return f"{field} must be {_EXPECTED[kind]}. Given: {describe(value)}"
+    # The context has it if the value must be one of some constants, or of some types.
+    if expected := context.get("expected", _EXPECTED.get(kind)):
+        return f"{field} must be {expected}. Given: {describe(value)}"
     return f"{field} is not valid. Given: {describe(value)}"

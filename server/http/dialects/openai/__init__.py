@@ -1,0 +1,1 @@
+"""The dialect of the OpenAI API, with the extensions of vLLM that its clients send."""

@@ -1,0 +1,102 @@
+"""Checks the messages of a conversation, reduces their content to text, and tokenizes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from server.errors import ValidationError
+from server.http.validation import describe, quote
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from server.http.context import AppContext
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# The Responses API names the parts of a message by their direction.
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def read_messages(
+    messages: Sequence[dict[str, Any]], field: str = "messages"
+) -> list[dict[str, Any]]:
+    """Return messages whose `content` is text; null stays only beside calls of tools.
+
+    Args:
+        messages: JSON objects. Keys other than `role` and `content` are kept for the chat template.
+        field: the request's field that holds them, for error messages.
+
+    Raises:
+        ValidationError: a message has no known role, or content other than text.
+    """
+    return [_read(message, f"{field}.{i}") for i, message in enumerate(messages)]
+
+
+async def encode_conversation(
+    context: AppContext,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: dict[str, Any] | None,
+) -> list[int]:
+    """Render checked messages with the chat template and tokenize them.
+
+    Args:
+        context: the application's context.
+        messages: from `read_messages`.
+        add_generation_prompt: None means true, unless the final message is continued.
+        continue_final_message: None means false.
+        variables: further variables for the template.
+
+    Raises:
+        ValidationError: the model has no chat template, or the template rejects the messages.
+    """
+    continues = bool(continue_final_message)
+    if add_generation_prompt is None:
+        add_generation_prompt = not continues
+    return await context.encode_chat(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continues,
+        variables=variables,
+    )
+
+
+def _read(message: dict[str, Any], field: str) -> dict[str, Any]:
+    role = message.get("role")
+    if role is None:
+        raise ValidationError(f"`{field}.role` is required")
+    if role not in ROLES:
+        given = quote("", role) if isinstance(role, str) else describe(role)
+        raise ValidationError(f"`{field}.role` must be one of {', '.join(ROLES)}. Given: {given}")
+    content = message.get("content")
+    if content is None:
+        if role != "assistant":
+            raise ValidationError(f"`{field}.content` is required")
+        return message | {"content": None if message.get("tool_calls") else ""}
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise ValidationError(
+            f"`{field}.content` must be a string or a list of parts. Given: {describe(content)}"
+        )
+    texts = [_read_part(part, f"{field}.content.{i}") for i, part in enumerate(content)]
+    return message | {"content": "\n".join(texts)}
+
+
+def _read_part(part: object, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise ValidationError(f"`{field}` must be an object. Given: {describe(part)}")
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
+        given = quote("", kind) if isinstance(kind, str) else describe(kind)
+        raise ValidationError(
+            f"`{field}.type` must be `text`: the model reads text only. Given: {given}"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise ValidationError(f"`{field}.text` must be a string. Given: {describe(text)}")
+    return text

@@ -1,0 +1,311 @@
+"""The records of the OpenAI routes' replies and events.
+
+Fields are in the order of the JSON. msgspec encodes the records, and the OpenAPI document is generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from server.http.usage import RequestUsage
+
+if TYPE_CHECKING:
+    from server.http.generation import Generation
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Prompt tokens whose keys and values were in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of tokens. Each prompt counts once; every generated completion counts, also those not returned.
+
+    `tessera` is an extension: what the request used; absent while it runs.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    tessera: RequestUsage | UnsetType = UNSET
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a text's tokens; null for the first token of an echoed prompt.
+
+    `text_offset` is where each token begins in the concatenation of `tokens`.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion. `stop_reason` is the stop string or stop token id that ended it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to /v1/completions, and each event of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the most likely tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A generated token; `bytes` may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a message's tokens."""
+
+    content: list[TokenLogprob]
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's message."""
+
+    role: str
+    content: str | None
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion of a conversation. `stop_reason` is the stop string or stop token id that ended it."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to /v1/chat/completions."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What an event adds to a message. `role` is only in the first event of a choice."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice that an event continues."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream of /v1/chat/completions."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """Output tokens that are not in the text: none."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    tessera: RequestUsage | UnsetType = UNSET
+
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of an output message."""
+
+    type: str = "output_text"
+    text: str
+    annotations: list[str] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's message. `status` is `in_progress`, `completed` or `incomplete`."""
+
+    type: str = "message"
+    id: str
+    status: str
+    role: str = "assistant"
+    content: list[OutputText]
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to /v1/responses."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    error: None = None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str = "none"
+    tools: list[str] = []
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None
+    warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream of /v1/responses; which fields it has depends on `type`."""
+
+    type: str
+    sequence_number: int
+    response: ResponseReply | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputMessage | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    code: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a text; `token_strs` are their names in the vocabulary, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model. `root` is the name of its checkpoint."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The served model, once for each of its names."""
+
+    object: str
+    data: list[Model]
+
+
+class OpenAIError(msgspec.Struct, frozen=True, kw_only=True):
+    """An error; `param` is the field that it is about."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class OpenAIErrorReply(msgspec.Struct, frozen=True):
+    """The body of every error response, and the last event but one of a stream that failed."""
+
+    error: OpenAIError
+
+
+def usage_of(generation: Generation, *, unreported: int = 0) -> Usage:
+    """Return the usage of a request so far.
+
+    Args:
+        generation: the request's completions.
+        unreported: generated tokens that the request did not ask for.
+    """
+    generated = sum([c.num_tokens for c in generation.completions]) - unreported
+    return Usage(
+        prompt_tokens=generation.prompt_tokens,
+        completion_tokens=generated,
+        total_tokens=generation.prompt_tokens + generated,
+        prompt_tokens_details=PromptTokensDetails(generation.cached_tokens),
+        tessera=generation.usage() if generation.settled else UNSET,
+    )

@@ -1,0 +1,81 @@
+"""What the replies and events of all OpenAI routes have in common."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET, UnsetType
+
+from server.engine.core.request import FinishReason
+from server.http.dialects.openai.logprobs import TokenNames
+from server.http.dialects.openai.replies import usage_of
+
+if TYPE_CHECKING:
+    from model.text.tokenizer import Tokenizer
+    from server.http.completion import Completion
+    from server.http.dialects.openai.options import Options
+    from server.http.dialects.openai.replies import Usage
+    from server.http.generation import Generation
+
+_FINISH_REASONS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+
+class ReplyFormat:
+    """Facts of one request that its reply, or each of its events, reports.
+
+    Args:
+        generation: the request's completions.
+        options: the request's options.
+        tokenizer: the model's tokenizer.
+        id_prefix: begins the reply's id.
+        warnings: fields without effect.
+
+    Attributes:
+        id: the reply's id.
+        created: when it was made, in seconds since 1970.
+        plain: whether an event reports nothing but text, unless it is the first or last of its choice.
+        names: names tokens.
+        warnings: `UNSET` if there are none.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: Options,
+        tokenizer: Tokenizer,
+        id_prefix: str,
+        warnings: tuple[str, ...],
+    ) -> None:
+        self.id = f"{id_prefix}{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.plain = not (options.logprobs.reported or options.token_ids or options.running_usage)
+        self.names = TokenNames(tokenizer, as_ids=options.tokens_as_ids)
+        self.warnings: tuple[str, ...] | UnsetType = warnings or UNSET
+        self.generation = generation
+        self.options = options
+
+    def usage(self) -> Usage:
+        """Return the usage so far."""
+        return usage_of(self.generation)
+
+    def event_usage(self) -> Usage | UnsetType | None:
+        """Return the usage in the event of a token; null if an event of its own follows."""
+        if self.options.running_usage:
+            return self.usage()
+        return None if self.options.usage_event else UNSET
+
+    def event_warnings(self, completion: Completion) -> tuple[str, ...] | UnsetType:
+        """Return the warnings in the event of a token: in the last one, unless an event for the usage follows."""
+        last = completion.finish_reason is not None and not self.options.usage_event
+        return self.warnings if last else UNSET
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended; None if it continues."""
+        reason = completion.finish_reason
+        return None if reason is None else _FINISH_REASONS[reason]

@@ -1,0 +1,410 @@
+"""The request bodies of the OpenAI routes: types and fixed ranges, as the OpenAPI document shows them.
+
+`options` has this server's limits and the rules between fields, `fields` the fields that are accepted without effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from server.http.field_types import BadWords, LogitBias, ObjectOrText, StopTokenIds
+from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
+from server.http.request_options import RequestOptionFields
+
+INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
+INT64_MAX = 2**63 - 1
+MAX_TEMPERATURE = 2.0
+MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 128
+
+# Unknown fields were removed, and reported, before.
+_BODY = ConfigDict(
+    strict=True, extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+StopStringList = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(fail_fast=True),
+    BeforeValidator(_as_list),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}},
+            ]
+        }
+    ),
+]
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+                _TOKEN_IDS,
+                {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+            ]
+        }
+    ),
+]
+"""A text, a list of texts, a list of token ids, or a list of such lists; `prompts` checks it."""
+
+MessageList = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {"role": {"type": "string"}, "content": {}},
+            },
+        }
+    ),
+]
+"""Messages of a conversation; `messages` checks them."""
+
+
+class StreamOptions(BaseModel):
+    """What the events of a stream report beside the text."""
+
+    model_config = _BODY
+
+    include_usage: bool | None = Field(
+        None, description="Send the usage in an event of its own before the end of the stream."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="Report the usage so far in every event."
+    )
+    include_obfuscation: Literal[False] | None = Field(
+        None, description="Not supported: null or false."
+    )
+
+
+class StructuredOutputs(BaseModel):
+    """A constraint on the text: exactly one of the fields."""
+
+    model_config = _BODY
+
+    json_schema: ObjectOrText | None = Field(
+        None, alias="json", description="A JSON schema, as an object or as a string."
+    )
+    regex: str | None = Field(None, description="A regular expression that the text matches.")
+    choice: list[str] | None = Field(None, description="Strings; the text is one of them.")
+    grammar: str | None = Field(None, description="A Lark grammar.")
+    json_object: bool | None = Field(None, description="True: the text is any JSON object.")
+    structural_tag: ObjectOrText | None = Field(None, description="A structural tag.")
+
+
+class ResponseFormat(BaseModel):
+    """The format of the text."""
+
+    model_config = _BODY
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "structural_tag"] = Field(
+        description="`text` is free. `json`, `json_object` with `value`, and `regex` are TGI's."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        None, description="With `json_schema`: an object with the schema in its field `schema`."
+    )
+    value: ObjectOrText | None = Field(
+        None, description="With `json`, `json_object` or `regex`: the schema or the expression."
+    )
+    structures: list[dict[str, Any]] | None = Field(None, description="With `structural_tag`.")
+    triggers: list[str] | None = Field(None, description="With `structural_tag`.")
+    format: dict[str, Any] | None = Field(None, description="With `structural_tag`.")
+
+
+class SamplingFields(RequestOptionFields):
+    """The fields that all routes that generate text have in common. Null means the default."""
+
+    model_config = _BODY
+
+    model: str | None = Field(
+        None, description="A name of the served model. May be left out; `tgi` is accepted."
+    )
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = Field(
+        None,
+        description="Divides the logits. 0 takes the most likely token (greedy); else at least "
+        f"{SMALLEST_TEMPERATURE}. Default: 1.",
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Sample from the most likely tokens that together have this probability."
+    )
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        None, description="Sample from this number of most likely tokens; 0 and -1 mean all."
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="Sample from tokens at least this likely, relative to the most likely one.",
+    )
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Sample from the locally typical tokens that together have this probability.",
+    )
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
+        None,
+        description="Divides the positive and multiplies the negative logits of tokens seen so "
+        "far; 1 is off.",
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="Subtracted from a token's logit once for each time it was generated."
+    )
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
+        None, description="Subtracted once from the logit of every token that was generated."
+    )
+    logit_bias: LogitBias | None = Field(
+        None,
+        description="Numbers to add to the logits of tokens, by token id, before penalties and "
+        "`temperature`. -100 and 100 in effect ban and force a token.",
+    )
+    bad_words: BadWords | None = Field(
+        None,
+        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
+        "with and without a space before it, are not generated in sequence.",
+    )
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
+        None,
+        description="Makes sampling repeatable. Each further completion of a prompt has the next higher seed.",
+    )
+    stop: StopStringList | None = Field(
+        None, description="Strings that end the text; they are cut off."
+    )
+    stop_token_ids: StopTokenIds | None = Field(None, description="Token ids that end the text.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Keep the stop string or stop token at the end of the text."
+    )
+    ignore_eos: bool | None = Field(
+        None, description="Continue after the model's end-of-sequence token."
+    )
+    min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
+        None,
+        description="Minimum number of tokens to generate before an end-of-sequence token, stop token or "
+        "stop string ends the text.",
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Whether special tokens add no text. Default: true."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        description="Keep only this number of the prompt's last tokens; -1 keeps as many as fit.",
+    )
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
+
+
+class TextFields(SamplingFields):
+    """The fields that completions and chat have in common."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = Field(
+        None, description="Number of completions of each prompt."
+    )
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
+    response_format: ResponseFormat | None = Field(None, description="The format of the text.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="A constraint on the text."
+    )
+    guided_json: ObjectOrText | None = Field(
+        None, description="Older name of `structured_outputs.json`."
+    )
+    guided_regex: str | None = Field(None, description="Older name of `structured_outputs.regex`.")
+    guided_choice: list[str] | None = Field(
+        None, description="Older name of `structured_outputs.choice`."
+    )
+    guided_grammar: str | None = Field(
+        None, description="Older name of `structured_outputs.grammar`."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Report the ids of the prompt's and the generated tokens."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="In log-probabilities, write tokens as `token_id:` and their id."
+    )
+
+
+class CompletionBody(TextFields):
+    """Prompts and how to continue them."""
+
+    prompt: PromptField = Field(
+        description="One or several prompts, as text or as token ids. Token ids get no BOS token.",
+        examples=["def fibonacci(n):"],
+    )
+    suffix: str | None = Field(
+        None,
+        description="Text after the completion: fill in the middle, if the model has tokens for it.",
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether a text gets the tokens that the tokenizer adds, such as BOS. Default: true.",
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
+        None,
+        description="Maximum number of tokens to generate. Default: 16. 0 only with `echo`.",
+    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = Field(
+        None,
+        description="Completions to generate for each prompt, of which the `n` with the highest mean "
+        "log-probability are returned. Default: `n`.",
+    )
+    echo: bool | None = Field(None, description="Put the prompt before the text.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Report log-probabilities, and this number of most likely tokens at each position.",
+    )
+
+
+class ChatBody(TextFields):
+    """A conversation, which the model continues."""
+
+    messages: MessageList = Field(
+        description="The conversation.", examples=[[{"role": "user", "content": "Hello"}]]
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
+        None, description="Maximum number of tokens to generate. Default: fills the context."
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
+        None, description="Older name of `max_completion_tokens`."
+    )
+    logprobs: bool | None = Field(None, description="Report log-probabilities.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="Number of most likely tokens to report at each position; requires `logprobs`.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of the assistant's message. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message; excludes `add_generation_prompt`."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the chat template."
+    )
+    chat_template: None = Field(
+        None, description="Not supported: null. The model's own template is used."
+    )
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools that the model may call.")
+    tool_choice: ObjectOrText | None = Field(
+        None, description="Which tools the model calls: `none`, `auto`, `required`, or one by name."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether one message may call several tools."
+    )
+    functions: None = Field(None, description="Not supported: null. Use `tools`.")
+    function_call: None = Field(None, description="Not supported: null. Use `tool_choice`.")
+    modalities: list[Literal["text"]] | None = Field(
+        None, description="Kinds of output: text only."
+    )
+    audio: None = Field(None, description="Not supported: null.")
+
+
+class TokenizePromptBody(BaseModel):
+    """A text to tokenize."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    prompt: str = Field(description="The text.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the text gets the tokens that the tokenizer adds. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Report the names of the tokens in the vocabulary."
+    )
+
+
+class TokenizeMessagesBody(BaseModel):
+    """A conversation to tokenize."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    messages: MessageList = Field(description="The conversation.")
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of the assistant's message. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open; excludes `add_generation_prompt`."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the chat template."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Report the names of the tokens in the vocabulary."
+    )
+
+
+class DetokenizeBody(BaseModel):
+    """Tokens to convert to text."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(
+        description="Token ids."
+    )
+
+
+class TextFormat(BaseModel):
+    """The format of the text of a response."""
+
+    model_config = _BODY
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is free.")
+    name: str | None = Field(None, description="Name of the schema.")
+    description: str | None = Field(None, description="What the schema is for.")
+    strict: bool | None = Field(None, description="The text always obeys the schema.")
+    json_schema: dict[str, Any] | None = Field(
+        None, alias="schema", description="With `json_schema`: the schema."
+    )
+
+
+class TextSettings(BaseModel):
+    """How the text of a response is formatted."""
+
+    model_config = _BODY
+
+    format: TextFormat | None = Field(None, description="The format of the text.")
+    verbosity: str | None = Field(None, description="Has no effect.")
+
+
+class ResponseBody(SamplingFields):
+    """A conversation, which the model continues. Nothing is stored between requests."""
+
+    input: Annotated[
+        Any,
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+        ),
+    ] = Field(description="A text, or a list of messages.", examples=["Hello"])
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
+        None, description="Maximum number of tokens to generate. Default: fills the context."
+    )
+    text: TextSettings | None = Field(None, description="How the text is formatted.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Number of most likely tokens to report at each position."
+    )
+    include: list[Literal["message.output_text.logprobs"]] | None = Field(
+        None, description="What else to report: log-probabilities."
+    )
+    metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Not supported: null or empty.")
+    tool_choice: ObjectOrText | None = Field(None, description="`none` or `auto`.")
+    store: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    background: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")
+    previous_response_id: None = Field(None, description="Not supported: null.")
+    conversation: None = Field(None, description="Not supported: null.")
+    prompt: None = Field(None, description="Not supported: null. Use `input`.")

@@ -1,0 +1,54 @@
+"""Types of request fields that several dialects have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+from server.http.limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
+
+
+def _limit_biases(value: object) -> object:
+    """Reject too many entries before pydantic checks each of them."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        context = {
+            "field_type": "Dictionary",
+            "max_length": MAX_LOGIT_BIASES,
+            "actual_length": len(value),
+        }
+        raise PydanticKnownError("too_long", context)
+    return value
+
+
+def _check_object_or_text(value: object) -> object:
+    if isinstance(value, dict | str):
+        return value
+    raise PydanticCustomError(
+        "object_or_text", "must be {expected}", {"expected": "an object or a string"}
+    )
+
+
+ObjectOrText = Annotated[
+    Any,
+    BeforeValidator(_check_object_or_text),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
+]
+"""A JSON object or a string. A union would report an error for each of its types."""
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES),
+    BeforeValidator(_limit_biases),
+]
+"""Numbers by token id; the ids are strings, as in every JSON object."""
+
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+]
+"""Words, none of them empty."""
+
+StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
+"""Ids of tokens; `server.http.limits` compares them with the vocabulary."""

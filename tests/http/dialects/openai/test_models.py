@@ -1,0 +1,32 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+import pytest
+
+from server.engine.link.protocol import EngineState
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_every_name_of_the_model_is_listed(open_client):
+    client = await open_client(served_model_names=("a", "org/b"))
+
+    models = (await client.get("/v1/models")).json()
+
+    assert models["object"] == "list"
+    assert [model["id"] for model in models["data"]] == ["a", "org/b"]
+    first = models["data"][0]
+    assert (first["object"], first["root"], first["max_model_len"]) == ("model", "fake/model", 128)
+    assert (await client.get("/v1/models/org/b")).json() == models["data"][1]
+
+
+async def test_an_unknown_model_is_not_found(client):
+    response = await client.get("/v1/models/other")
+
+    assert response.status_code == 404
+    assert response.json()["error"]["param"] == "model"
+
+
+async def test_models_are_not_listed_before_the_engine_is_ready(client, engine):
+    engine.state = EngineState.STARTING
+
+    assert (await client.get("/v1/models")).status_code == 503
