@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from model.text.chat_template import RenderedChat
 from server.http.dialects.tgi.replies import PromptSpan
-from server.http.dialects.tgi.validation import parse
+from server.http.validation import parse
 from server.http.request_body import read_json
 
 if TYPE_CHECKING:
