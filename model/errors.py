@@ -4,7 +4,8 @@
     ├── ModelFolderError        a file or a value of the checkpoint is missing, broken or outside its limits
     ├── UnsupportedModelError   a valid checkpoint needs a feature that is not supported
     ├── WeightsError            the tensors do not fit the configuration
-    └── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
+    ├── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
+    └── GrammarError            a grammar for structured output cannot be used
 
 The messages name the file, the value and the limit.
 """
@@ -30,3 +31,7 @@ class WeightsError(ModelError):
 
 class TokenizerError(ModelError):
     """The checkpoint's tokenizer cannot be used, or cannot encode this text or decode this id."""
+
+
+class GrammarError(ModelError):
+    """A grammar is not valid, needs something that is not supported, or is too costly."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.sampling.tokens import WEIGHT_SCALE, log_softmax
 from model.sampling.mask import build_masks
-from model.sampling.parameters import NOT_FINITE, SampledToken
+from model.sampling.parameters import SampledToken, no_token_error
 from model.sampling.rows import SamplingRow, uniform
 
 Floats = npt.NDArray[np.float32]
@@ -65,8 +65,8 @@ class HostSampler:
                 tokens[i] = self.choose(array[i], row, masks.allowed(i, array.shape[1]))
             plain = plain and not row.parameters.wants_logprobs
         results = [
-            SampledToken(error=NOT_FINITE) if token is None else SampledToken(token)
-            for token in tokens
+            SampledToken(token) if token is not None else SampledToken(error=no_token_error(mask))
+            for token, mask in zip(tokens, masks.of_rows, strict=True)
         ]
         if plain:
             return results

@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from server.engine.core.admission import AdmissionError
+from server.engine.core.grammar import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
@@ -67,12 +68,15 @@ class _Step(NamedTuple):
 
 
 class _NotLaunched:
-    """A step whose launch raised."""
+    """A step whose launch or sampling raised."""
 
     feeds_next = False
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def sample(self) -> None:
+        """Do nothing."""
 
     def result(self) -> StepResult:
         """Raise the error of the launch."""
@@ -104,6 +108,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel
+        self._compiling = GrammarQueue(runner.compile_grammar)
         self._arrivals: dict[int, float] = {}
         self._prompt_logprobs: dict[int, list[float]] = {}
         self._runs_ahead = runs_ahead
@@ -113,7 +118,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._scheduler.has_work or self._launched is not None
+        return bool(self._scheduler.has_work or self._launched or self._compiling)
 
     def run(self) -> None:
         """Serve until a shutdown message arrives. May be called again."""
@@ -155,11 +160,15 @@ class Engine:
 
     def step(self) -> None:
         """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
+        if self._compiling:
+            self._add_compiled()
         before, self._launched = self._launched, None
         if self._scheduler.has_work and (before is None or before.pending.feeds_next):
             self._launched = self._launch()
         if before is not None:
             self._book(before)
+        elif self._launched is not None:
+            self._sample()
         if self._launched is not None and not self._runs_ahead:
             launched, self._launched = self._launched, None
             self._book(launched)
@@ -179,20 +188,36 @@ class Engine:
         self._scheduler.start(output)
         return _Step(output, started, pending)
 
+    def _sample(self) -> None:
+        """Let the launched step, if there is one, start to sample: the results of the step before are committed."""
+        if self._launched is None:
+            return
+        try:
+            self._launched.pending.sample()
+        except Exception as error:
+            log.exception("sampling failed")
+            self._launched = self._launched._replace(pending=_NotLaunched(error))
+
     def _book(self, step: _Step) -> None:
-        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end."""
+        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end.
+
+        The launched step samples between the two, so that the device does not wait for the message to be sent.
+        """
         output, started, pending = step
         try:
             result = pending.result()
         except Exception as error:
             log.exception("a step failed; its sequences end with an error")
             events = self._scheduler.fail(output, "the forward pass failed")
+            self._sample()
             self._publish(events, started, {})
             if not self._runner.recover(error):
                 raise  # the process ends, and its parent starts another one
             return
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
-        self._publish(self._scheduler.commit(output, result.sampled), started, prompts)
+        events = self._scheduler.commit(output, result.sampled)
+        self._sample()
+        self._publish(events, started, prompts)
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
@@ -200,7 +225,7 @@ class Engine:
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             kv_usage=used / blocks.num_blocks,
@@ -213,16 +238,35 @@ class Engine:
         )
 
     def _add(self, request: GenerateRequest) -> None:
-        try:
-            self._scheduler.add(Sequence(request))
-        except AdmissionError as error:
-            event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
-            self._send([(request.request_id, event)], [], {})
+        sequence = Sequence(request)
+        self._arrivals[request.request_id] = time.monotonic()
+        if request.sampling.grammar is None:
+            self._enqueue(sequence)
         else:
-            self._arrivals[request.request_id] = time.monotonic()
+            self._compiling.add(sequence)
+
+    def _add_compiled(self) -> None:
+        """Enqueue the sequences whose grammar is compiled; wait a moment for one if there is nothing else to do."""
+        idle = not self._scheduler.has_work and self._launched is None
+        for sequence, error in self._compiling.take(wait=idle):
+            if error is None:
+                self._enqueue(sequence)
+            else:
+                self._refuse(sequence, error)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        try:
+            self._scheduler.add(sequence)
+        except AdmissionError as error:
+            self._refuse(sequence, str(error))
+
+    def _refuse(self, sequence: Sequence, error: str) -> None:
+        event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
+        self._publish([(sequence.request_id, event)], [], {})
 
     def _abort(self, request_ids: list[int]) -> None:
         for request_id in request_ids:
+            self._compiling.remove(request_id)
             self._scheduler.abort(request_id)
             self._forget(request_id)
         self._publish([], [], {})

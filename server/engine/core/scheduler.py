@@ -63,9 +63,13 @@ class Scheduler:
     A block may be freed and allocated again meanwhile, because the device computes steps in order.
 
     Invariants (`check_invariants`): running sequences are older than waiting ones, and both lists
-    are in order of arrival. Exactly the running sequences own blocks. All running sequences except
-    the youngest and those whose last token is in flight need less than the token budget together, so
-    each of them gets at least one token.
+    are in order of arrival. Exactly the running sequences own blocks. Each running sequence gets at
+    least one token in every step, unless its last token is in flight: a step may have at least as many
+    tokens as sequences.
+
+    Grammars: tokens that a grammar forces become known together with the token before them, and the
+    next step computes them as one chunk. A step that was started meanwhile samples at the position of
+    the first of them; its result for the sequence is ignored.
 
     Attributes:
         num_steps: steps scheduled so far.
@@ -156,16 +160,18 @@ class Scheduler:
         first_scheduled: list[Sequence] = []
         budget = self.config.max_num_batched_tokens
         block_size = self.block_manager.block_size
+        num_younger = len(self._running)
         # A preemption removes the last sequence of the list during this loop, never one that the
         # loop has already passed.
         for sequence in self._running:
+            num_younger -= 1
             start = sequence.num_computed_tokens
             num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
             if num_known == sequence.max_num_tokens:
                 continue  # its last token is in flight
             num_tokens = num_known - start
-            if num_tokens > budget:
-                num_tokens = budget
+            if num_tokens > budget - num_younger:  # each younger sequence gets a token, too
+                num_tokens = budget - num_younger
             stop = start + num_tokens
             if stop > len(sequence.block_table) * block_size and not self._reserve_blocks(
                 sequence, stop, preempted
@@ -271,14 +277,13 @@ class Scheduler:
                 for row in (*step.decode, *step.prefill)
                 if row.sequence is sequence
             ]
-            assert sequence.num_tokens_in_flight == sum(sampling)
+            assert sequence.num_tokens_in_flight + sequence.num_void_results == sum(sampling)
         num_remaining = [
             sequence.num_known_tokens - sequence.num_computed_tokens
             for sequence in running
             if sequence.num_known_tokens < sequence.max_num_tokens
         ]
         assert all(count > 0 for count in num_remaining)
-        assert sum(num_remaining[:-1]) < self.config.max_num_batched_tokens
         assert self.block_manager.owners == set(running)
         self.block_manager.check_invariants()
 
@@ -320,20 +325,22 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Enter the result of one row; return the events for the client."""
         sequence = row.sequence
-        sequence.num_tokens_in_flight -= row.num_logits
         events: list[TokenEvent] = []
+        if sequence.num_void_results and row.num_logits and sampled[0].error is None:
+            sequence.num_void_results -= 1
+            self._cache_blocks(sequence, row.start + row.num_tokens)
+            return events
+        sequence.num_tokens_in_flight -= row.num_logits
         reason: FinishReason | None = None
         for result in sampled:
             if result.error is not None:
-                sequence.error = result.error
-                self._finish(sequence, FinishReason.ERROR)
-                error = TokenEvent(
-                    token_id=None, finish_reason=FinishReason.ERROR, error=result.error
-                )
-                return [*events, error]
+                return [*events, self._fail_sequence(sequence, result.error)]
             assert result.token_id is not None, "a result has a token or an error"
-            self.num_generated_tokens += 1
             reason = sequence.append(result.token_id)
+            if reason is FinishReason.ERROR:
+                assert sequence.error is not None
+                return [*events, self._fail_sequence(sequence, sequence.error)]
+            self.num_generated_tokens += 1
             events.append(
                 TokenEvent(
                     token_id=result.token_id,
@@ -344,16 +351,50 @@ class Scheduler:
             )
             if reason is not None:
                 break
-        # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
+        num_rejected = row.num_logits - len(sampled)
         if sequence.status is SequenceStatus.RUNNING:
-            num_rejected = row.num_logits - len(sampled)
-            stop = row.start + row.num_tokens - num_rejected
             sequence.num_computed_tokens -= num_rejected
-            if stop // self.block_manager.block_size > sequence.num_linked_blocks:
-                self.block_manager.cache_full_blocks(sequence, stop)
+        self._cache_blocks(sequence, row.start + row.num_tokens - num_rejected)
+        if sampled and reason is None and sequence.sampling.skips_forced_tokens:
+            reason = self._append_forced(sequence, events)
+            if sequence.error is not None:
+                return [*events, self._fail_sequence(sequence, sequence.error)]
         if reason is not None:
             self._finish(sequence, reason)
         return events
+
+    def _append_forced(self, sequence: Sequence, events: list[TokenEvent]) -> FinishReason | None:
+        """Append the tokens that the grammar forces, and their events; return why the sequence ends, if it does."""
+        assert sequence.matcher is not None
+        forced = sequence.matcher.forced_tokens()
+        reason: FinishReason | None = None
+        for token_id in forced:
+            reason = sequence.append(token_id)
+            if reason is FinishReason.ERROR:
+                break
+            self.num_generated_tokens += 1
+            events.append(TokenEvent(token_id=token_id, finish_reason=reason))
+            if reason is not None:
+                break
+        if forced and sequence.num_tokens_in_flight:
+            sequence.num_void_results = sequence.num_tokens_in_flight
+            sequence.num_tokens_in_flight = 0
+        return reason
+
+    def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
+        """Cache the full blocks of a sequence, whose first `stop` tokens are computed."""
+        # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
+        if (
+            sequence.status is SequenceStatus.RUNNING
+            and stop // self.block_manager.block_size > sequence.num_linked_blocks
+        ):
+            self.block_manager.cache_full_blocks(sequence, stop)
+
+    def _fail_sequence(self, sequence: Sequence, error: str) -> TokenEvent:
+        """End a sequence with an error, and return the event for the client."""
+        sequence.error = error
+        self._finish(sequence, FinishReason.ERROR)
+        return TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
