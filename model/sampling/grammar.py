@@ -425,4 +425,5 @@ def _reason(error: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_MAX_REASON_CHARACTERS]
+    line = " ".join(text.split())[:_MAX_REASON_CHARACTERS]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

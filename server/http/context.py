@@ -11,6 +11,7 @@ from model.errors import TokenizerError
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.http.structured_output import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ _MAX_PHASE_CHARACTERS = 200
 
 
 class AppContext:
-    """Owns the tokenizer threads. Used only on the event loop.
+    """Owns the tokenizer threads and the grammar compiler. Used only on the event loop.
 
     Args:
         client: the engine's client.
@@ -46,6 +47,7 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
     @contextlib.contextmanager

@@ -15,8 +15,12 @@ from server.http.dialects.tgi.schema import (
     SMALLEST_TEMPERATURE,
     GenerateBody,
     GenerateParameters,
+    Grammar,
+    JSONGrammar,
+    RegexGrammar,
 )
 from server.http.dialects.tgi.validation import describe, quote, unsupported
+from server.http.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -38,6 +42,7 @@ class GenerateOptions:
         seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
         bad_words: words that must not be generated.
+        grammar: what the text must follow; None for anything.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
         details: whether tokens and finish reason are reported.
@@ -51,6 +56,7 @@ class GenerateOptions:
     seed: int | None
     stop: tuple[str, ...]
     bad_words: tuple[str, ...]
+    grammar: StructuredOutput | None
     truncate: int | None
     return_full_text: bool
     details: bool
@@ -130,6 +136,7 @@ def check(
         seed=seed,
         stop=tuple(parameters.stop or ()),
         bad_words=tuple(parameters.bad_words or ()),
+        grammar=_grammar(parameters.grammar),
         truncate=parameters.truncate,
         return_full_text=(
             full_text if parameters.return_full_text is None else parameters.return_full_text
@@ -278,6 +285,16 @@ def _sampling_params(
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
     )
+
+
+def _grammar(grammar: Grammar | None) -> StructuredOutput | None:
+    if grammar is None:
+        return None
+    if isinstance(grammar, RegexGrammar):
+        return StructuredOutput("regex", grammar.value, "grammar.value")
+    if isinstance(grammar, JSONGrammar):
+        return StructuredOutput("json_schema", grammar.value, "grammar.value")
+    return StructuredOutput("json_schema", grammar.value.schema_, "grammar.value.schema")
 
 
 def _logit_bias(p: GenerateParameters, info: EngineInfo) -> dict[int, float]:

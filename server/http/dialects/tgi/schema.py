@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
@@ -35,6 +35,45 @@ def _limit_biases(value: object) -> object:
         }
         raise PydanticKnownError("too_long", context)
     return value
+
+
+class JSONGrammar(BaseModel):
+    """A JSON schema that the text follows, as an object or as text."""
+
+    model_config = _STRICT
+
+    type: Literal["json"]
+    value: Any = Field(json_schema_extra={"type": ["object", "string"]})
+
+
+class RegexGrammar(BaseModel):
+    """A regular expression that matches the whole text."""
+
+    model_config = _STRICT
+
+    type: Literal["regex"]
+    value: str
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema with a name, which has no effect."""
+
+    model_config = _STRICT
+
+    name: str | None = None
+    schema_: Any = Field(alias="schema", json_schema_extra={"type": ["object", "string"]})
+
+
+class JSONSchemaGrammar(BaseModel):
+    """A JSON schema with a name."""
+
+    model_config = _STRICT
+
+    type: Literal["json_schema"]
+    value: NamedSchema
+
+
+Grammar = JSONGrammar | RegexGrammar | JSONSchemaGrammar
 
 
 class GenerateParameters(BaseModel):
@@ -152,7 +191,9 @@ class GenerateParameters(BaseModel):
         description="Not supported: null or false.",
         json_schema_extra={"enum": [False, None]},
     )
-    grammar: None = Field(None, description="Not supported: null.")
+    grammar: Annotated[Grammar, Field(discriminator="type")] | None = Field(
+        None, description="What the generated text must follow."
+    )
     adapter_id: None = Field(None, description="Not supported: null.")
 
 

@@ -30,7 +30,13 @@ _EXPECTED = {
     "model_type": "an object",
     "string_type": "a string",
 }
-_REFUSALS = {"missing": "is required", "string_too_short": "cannot be empty"}
+_REFUSALS = {
+    "missing": "is required",
+    "string_too_short": "cannot be empty",
+    "extra_forbidden": "is an unknown field",
+    "union_tag_not_found": "must have the key `type`: json, regex or json_schema",
+    "union_tag_invalid": "must have one of the types json, regex and json_schema",
+}
 _BOUNDS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
