@@ -202,10 +202,7 @@ class TokenMasker:
     def _ban_end(self, words: npt.NDArray[np.int32]) -> None:
         """Clear the bits of the end tokens, unless no other is set."""
         kept = words.copy()
-        for token_id in self._tokenizer.eos_token_ids:
-            kept[token_id // WORD_BITS] &= ~np.int32(
-                np.uint32(1 << token_id % WORD_BITS).view(np.int32)
-            )
+        _clear_bits(kept, self._tokenizer.eos_token_ids)
         if kept.any():
             words[:] = kept
 
@@ -247,12 +244,29 @@ def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
             raise GrammarError(
                 f"finding the allowed tokens takes more than {_TRIAL_SECONDS:g} seconds"
             )
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        others = np.setdiff1d(allowed, tokenizer.eos_token_ids)
-        if not len(others):
+        token_id = _some_token(words[0], tokenizer.eos_token_ids, step)
+        if token_id is None:
             return
-        if not matcher.accept(int(others[(step * 7919) % len(others)])):
+        if not matcher.accept(token_id):
             raise GrammarError(_reason(matcher.library.get_error()))
+
+
+def _some_token(words: npt.NDArray[np.int32], excluded: Sequence[int], choice: int) -> int | None:
+    """Return one of the tokens of a mask that are not excluded, None if there is none. Changes the mask."""
+    _clear_bits(words, excluded)
+    nonzero = np.flatnonzero(words)
+    if not len(nonzero):
+        return None
+    index = int(nonzero[choice * 7919 % len(nonzero)])
+    bits = int(words[index]) & 0xFFFFFFFF
+    return index * WORD_BITS + (bits & -bits).bit_length() - 1
+
+
+def _clear_bits(words: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
+    """Clear the bits of tokens in a mask."""
+    view = words.view(np.uint32)
+    for token_id in token_ids:
+        view[token_id // WORD_BITS] &= np.uint32(~(1 << token_id % WORD_BITS) & 0xFFFFFFFF)
 
 
 def serialize(kind: str, value: object) -> str:
