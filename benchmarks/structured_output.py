@@ -125,7 +125,8 @@ def validity(
     """
     maker, rng = SchemaMaker(seed), random.Random(seed)  # noqa: S311 - not for secrets
     walker = Walker(tokenizer, vocabulary, seed)
-    compile_seconds, check_seconds = [], []
+    compile_seconds: list[float] = []
+    check_seconds: list[float] = []
     refused: dict[str, int] = {}
     invalid, wrong = [], []
     num_complete = num_mutants = 0

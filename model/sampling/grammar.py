@@ -392,7 +392,8 @@ def _structure(structure: object, triggers: list[str], where: str) -> tuple[str,
 
 
 def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    # The lexer of Lark grammars refuses a raw DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _is_text(value: object) -> bool:

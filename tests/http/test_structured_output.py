@@ -1,4 +1,4 @@
-"""Constraints of requests: what reaches the engine, what is refused, and hostile ones, which must not block anything."""
+"""Constraints of requests: what reaches the engine, what is refused, and hostile constraints."""
 
 import asyncio
 import json

@@ -7,7 +7,10 @@ import time
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.json_schemas import SchemaMaker
 from model.sampling.grammar import serialize
 from model.sampling.parameters import NOTHING_ALLOWED, SamplingParams
 from model.text.tokenizer import Tokenizer
@@ -338,3 +341,66 @@ def test_a_grammar_that_becomes_too_costly_ends_its_sequence_with_an_error(engin
     assert "the grammar cannot be followed further" in failed[-1].error
     assert text_of(tokenizer, other) == "x"
     assert_all_free(engine)
+
+
+@settings(deadline=None, max_examples=12)
+@given(data=st.data())
+def test_random_schemas_sampling_preemption_and_aborts_leave_only_valid_outputs(
+    crowded, tokenizer, data
+):
+    """The cache holds a few sequences only, and aborts come between any two steps."""
+    maker = SchemaMaker(data.draw(st.integers(0, 10_000), label="schemas"))
+    requests, schemas = [], {}
+    for i in range(8):
+        schemas[i] = maker.make()
+        requests.append(
+            structured(
+                i,
+                value=schemas[i],
+                prompt=range(1, data.draw(st.integers(2, 30))),
+                max_new_tokens=data.draw(st.integers(1, 120)),
+                temperature=data.draw(st.sampled_from([0.0, 0.7, 1.5])),
+                logprobs=data.draw(st.booleans()),
+                seed=data.draw(st.integers(0, 2**64 - 1)),
+            )
+        )
+    crowded.channel.steps.clear()
+    crowded.channel.inbox += requests
+    crowded.engine.receive(wait=math.inf)
+    aborts = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 7)), max_size=4))
+    step = 0
+    while crowded.engine.has_work:
+        crowded.engine.step()
+        step += 1
+        ids = [request_id for when, request_id in aborts if when == step]
+        if ids:
+            crowded.channel.inbox.append(AbortRequests(ids))
+            crowded.engine.receive(wait=math.inf)
+        crowded.engine._scheduler.check_invariants()
+
+    events = {i: [] for i in schemas}
+    for message in crowded.channel.steps:
+        for k, request_id in enumerate(message.request_ids):
+            events[request_id].append(message.event(k))
+    aborted = {request_id for _, request_id in aborts}
+    for i, found in events.items():
+        if not found or found[-1].finish_reason is None:
+            assert i in aborted
+        elif found[-1].finish_reason is FinishReason.EOS:
+            text = text_of(tokenizer, found)
+            if '"0000-' not in text:  # a date by RFC 3339, but not for Python
+                jsonschema.Draft202012Validator(
+                    schemas[i], format_checker=jsonschema.FormatChecker()
+                ).validate(json.loads(text))
+        elif found[-1].finish_reason is FinishReason.LENGTH:
+            assert len(found) == requests[i].sampling.max_new_tokens
+        else:
+            assert found[-1].error, found[-1]
+    assert_all_free(crowded)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in order", "ahead"])
+def crowded(request, checkpoint):
+    engine = make_engine(checkpoint, max_num_seqs=6, max_num_batched_tokens=24, kv_cache_tokens=256)
+    engine.engine._runs_ahead = request.param
+    return engine
