@@ -11,7 +11,7 @@ from model.errors import TokenizerError
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
-from server.http.structured_output import GrammarCompiler
+from server.http.grammar_compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """A process that checks constraints, since some of them crash the library or keep it busy for hours.
 
-`server.http.structured_output` starts it as `python -m server.http.grammar_worker`. Each line of its standard input is
+`server.http.grammar_compiler` starts it as `python -m server.http.grammar_worker`. Each line of its standard input is
 a JSON value: first a `WorkerConfig`, then one constraint after the other. It answers each constraint with one line, and
 ends when its input ends, when a constraint takes too long (by SIGALRM), or when it runs out of stack or memory.
 """
@@ -18,7 +18,7 @@ import msgspec
 from model.errors import ModelError
 from model.sampling.grammar import GrammarTokenizer, check, serialize
 from model.text.tokenizer import Tokenizer
-from server.http.structured_output import SECONDS, Constraint, Verdict, WorkerConfig
+from server.http.grammar_compiler import SECONDS, Constraint, Verdict, WorkerConfig
 
 # Smaller than those of the engine's threads, so that what compiles here does not overflow there.
 _STACK_BYTES: Final = 1 << 20

@@ -7,12 +7,9 @@ import time
 import pytest
 
 from server.errors import OverloadedError, ValidationError
-from server.http import structured_output
-from server.http.structured_output import (
-    GrammarCompiler,
-    StructuredOutput,
-    compile_grammar,
-)
+from server.http import grammar_compiler
+from server.http.grammar_compiler import GrammarCompiler
+from server.http.structured_output import StructuredOutput, compile_grammar
 
 pytestmark = pytest.mark.anyio
 
@@ -173,7 +170,7 @@ async def test_an_honest_constraint_is_compiled_beside_a_hostile_one(context):
 async def test_a_constraint_that_waits_too_long_for_a_worker_is_refused_as_overload(
     context, monkeypatch
 ):
-    monkeypatch.setattr(structured_output, "_QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar_compiler, "_QUEUE_SECONDS", 0.05)
     hostile = [
         asyncio.create_task(
             refusal(

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from server.engine.core.admission import AdmissionError
-from server.engine.core.grammar import GrammarQueue
+from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
