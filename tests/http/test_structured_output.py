@@ -153,7 +153,7 @@ async def test_hostile_constraints_are_refused_in_time_while_the_event_loop_goes
     watching.cancel()
 
     assert all(len(text) < 400 for text in verdicts.values()), verdicts
-    assert longest_pause < 0.3
+    assert longest_pause < 1.0  # a constraint in this process would take 2 s and more
     assert await compiled(context, "json_schema", SCHEMA)
 
 
