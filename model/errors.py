@@ -5,7 +5,8 @@
     ├── UnsupportedModelError   a valid checkpoint needs a feature that is not supported
     ├── WeightsError            the tensors do not fit the configuration
     ├── TokenizerError          the tokenizer cannot be loaded, or cannot take this text or id
-    └── ChatTemplateError       the chat template cannot be used, or rejects these messages
+    ├── ChatTemplateError       the chat template cannot be used, or rejects these messages
+    └── GrammarError            a grammar for structured output cannot be used
 
 The messages name the file, the value and the limit.
 """
@@ -35,3 +36,7 @@ class TokenizerError(ModelError):
 
 class ChatTemplateError(ModelError):
     """The chat template cannot be used, or cannot render these messages."""
+
+
+class GrammarError(ModelError):
+    """A grammar is not valid, needs something that is not supported, or is too costly."""

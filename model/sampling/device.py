@@ -32,7 +32,7 @@ from kernels.sampling.tokens import (
 from model.device.transfer import Download, HostArray, upload
 from model.sampling.logprobs import RANKING_ID_MASK, ranking_keys
 from model.sampling.mask import WORD_BITS, build_masks
-from model.sampling.parameters import NOT_FINITE, SampledToken
+from model.sampling.parameters import SampledToken, no_token_error
 from model.sampling.rows import SamplingRow, uniform
 
 # Candidates of a filtered row that PyTorch considers first: sorting a whole vocabulary takes far longer, and top_p and
@@ -59,7 +59,7 @@ class DeviceTokens:
     Attributes:
         tokens: [M] int64, valid ids; arbitrary for a row without a finite largest logit.
         feeds_next: whether `tokens` are final and the next step can be launched before the host has read them: no row
-            needs its history on the host, and none may have to be sampled again.
+            may have to be sampled again.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DeviceTokens:
         for group in others:
             self._sample_by_torch(group, NUM_CANDIDATES)
         # The last group holds the filtered rows that PyTorch samples, which may have to be sampled again.
-        self.feeds_next = not others[-1] and not any(row.parameters.needs_history for row in rows)
+        self.feeds_next = not others[-1]
         self._answers = Download(self._checked)
         self._wanted = [i for i, row in enumerate(rows) if row.parameters.wants_logprobs]
         self._logprobs = self._look_up_logprobs()
@@ -102,8 +102,8 @@ class DeviceTokens:
             answers = self._checked.tolist()
             self._logprobs = self._look_up_logprobs()
         tokens = [
-            SampledToken(error=NOT_FINITE) if answer == _BROKEN else SampledToken(answer)
-            for answer in answers
+            SampledToken(answer) if answer != _BROKEN else SampledToken(error=no_token_error(mask))
+            for answer, mask in zip(answers, self._mask_of, strict=True)
         ]
         if self._logprobs is not None:
             for i, values in zip(self._wanted, self._logprobs.read().tolist(), strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.sampling.tokens import WEIGHT_SCALE, log_softmax
 from model.sampling.mask import build_masks
-from model.sampling.parameters import NOT_FINITE, SampledToken
+from model.sampling.parameters import SampledToken, no_token_error
 from model.sampling.rows import SamplingRow, uniform
 
 Floats = npt.NDArray[np.float32]
@@ -37,6 +37,7 @@ class HostSampler:
         self._resize(0)
 
     def _resize(self, size: int) -> None:
+        self._allowed = np.empty(size, np.float32)
         self._distances = np.empty(size, np.float32)
         self._floats = np.empty(size, np.float32)
         self._weights = np.empty(size, np.int64)
@@ -65,8 +66,8 @@ class HostSampler:
                 tokens[i] = self.choose(array[i], row, masks.allowed(i, array.shape[1]))
             plain = plain and not row.parameters.wants_logprobs
         results = [
-            SampledToken(error=NOT_FINITE) if token is None else SampledToken(token)
-            for token in tokens
+            SampledToken(token) if token is not None else SampledToken(error=no_token_error(mask))
+            for token, mask in zip(tokens, masks.of_rows, strict=True)
         ]
         if plain:
             return results
@@ -95,25 +96,33 @@ class HostSampler:
         parameters = row.parameters
         # Huge logits, tiny temperatures and penalties may overflow to infinity, which is checked for below.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if allowed is not None or parameters.changes_logits:
-                logits = adjust_logits(logits, row, allowed)
+            if parameters.changes_logits:
+                logits = adjust_logits(logits, row)
             best = int(logits.argmax())
+            ids = None
+            if allowed is not None and math.isfinite(logits[best]):
+                # A grammar often allows few tokens: the others take no part in what follows.
+                ids = np.flatnonzero(allowed)
+                if not len(ids):
+                    return None
+                logits = logits.take(ids, out=self._allowed[: len(ids)], mode="clip")
+                best = int(logits.argmax())
             peak = logits[best]
             if not math.isfinite(peak):
                 return None
-            if parameters.temperature == 0.0:
-                return best
-            distances = np.subtract(peak, logits, out=self._distances)
-            distances *= np.float32(parameters.inverse_temperature)
-            return self._sample(distances, row)
+            if parameters.temperature != 0.0:
+                distances = np.subtract(peak, logits, out=self._distances[: len(logits)])
+                distances *= np.float32(parameters.inverse_temperature)
+                best = self._sample(distances, row)
+            return best if ids is None else int(ids[best])
 
     def _sample(self, distances: Floats, row: SamplingRow) -> int:
-        """Sample a token with weights exp(-distance) by inverting their cumulative sum.
+        """Sample a position with weights exp(-distance) by inverting their cumulative sum.
 
         Filters follow transformers' order: top_k, top_p, min_p, typical_p. Each filters what the previous one kept.
 
         Args:
-            distances: [V] float32, >= 0: how far below the largest one each scaled logit is.
+            distances: [n] float32, >= 0: how far below the largest one each scaled logit is; in order of ids.
             row: filters, seed and position.
         """
         parameters = row.parameters
@@ -123,7 +132,7 @@ class HostSampler:
         if parameters.is_filtered:
             ids, cumulative = self._keep(distances, row)
         else:
-            cumulative = self._weigh(distances).cumsum(out=self._sums)
+            cumulative = self._weigh(distances).cumsum(out=self._sums[: len(distances)])
         total = int(cumulative[-1])
         target = min(int(uniform(parameters.seed, row.position) * total), total - 1)
         index = int(cumulative.searchsorted(target, side="right"))
@@ -142,10 +151,12 @@ class HostSampler:
         parameters, top_k = row.parameters, row.parameters.top_k
         ids: Ints | None = None
         if 0 < top_k < len(distances):
-            self._floats[:] = distances
-            self._floats.partition(top_k - 1)
-            last = self._floats[top_k - 1]
-            ids = np.flatnonzero(np.less_equal(distances, last, out=self._mask))
+            floats = self._floats[: len(distances)]
+            floats[:] = distances
+            floats.partition(top_k - 1)
+            last = floats[top_k - 1]
+            mask = self._mask[: len(distances)]
+            ids = np.flatnonzero(np.less_equal(distances, last, out=mask))
             distances = distances[ids]
         weights = self._weigh(distances)
         total = int(weights.sum())
@@ -223,17 +234,15 @@ def _top_tokens(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
     return tuple(zip(ids.tolist(), logprobs[ids].tolist(), strict=True))
 
 
-def adjust_logits(logits: Floats, row: SamplingRow, allowed: Bools | None) -> Floats:
-    """Return a copy of the logits of a row with its bias, its penalties and its mask applied.
+def adjust_logits(logits: Floats, row: SamplingRow) -> Floats:
+    """Return a copy of the logits of a row with its bias and its penalties applied.
 
-    The bias is applied first, then the repetition penalty, presence and frequency penalties, and the mask. Ids outside
-    the vocabulary are ignored.
+    The bias is applied first, then the repetition penalty, presence and frequency penalties. Ids outside the vocabulary
+    are ignored.
 
     Args:
         logits: [V] float32.
         row: how to choose.
-        allowed: [V], the tokens that can be sampled; None for all. A banned logit becomes minus infinity, but NaN and
-            plus infinity stay, so that the row still fails.
 
     Source: repetition penalty of CTRL (Keskar et al. 2019); the others as in OpenAI's API.
     """
@@ -244,8 +253,6 @@ def adjust_logits(logits: Floats, row: SamplingRow, allowed: Bools | None) -> Fl
         logits[ids[inside]] += amounts[inside]
     if row.parameters.has_penalties:
         _apply_penalties(logits, row)
-    if allowed is not None:
-        logits[~allowed & (logits < np.inf)] = -np.inf
     return logits
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,13 @@ WORD_BITS = 32
 
 
 class TokenMasks(NamedTuple):
-    """The masks of a batch. Rows with the same banned ids share a mask; rows without banned ids have none.
+    """The masks of a batch.
+
+    Rows without a grammar share a mask if they have the same banned ids, and have none without banned ids.
 
     Attributes:
         bits: [K, ceil(V / 32)] int32, K >= 0: bit i % 32 of word i // 32 is 1 where token i may be sampled, as in
-            xgrammar and llguidance. Bits from V on have no meaning.
+            llguidance. Bits from V on have no meaning.
         of_rows: for each row the index of its mask, -1 for none.
     """
 
@@ -36,17 +38,41 @@ class TokenMasks(NamedTuple):
 
 
 def build_masks(rows: Sequence[SamplingRow], vocab_size: int) -> TokenMasks:
-    """Build the masks of a batch. Banned ids outside the vocabulary are ignored."""
+    """Build the masks of a batch: what a row's grammar allows, without its banned ids.
+
+    Banned ids outside the vocabulary are ignored.
+    """
     num_words = -(-vocab_size // WORD_BITS)
     indices: dict[tuple[int, ...], int] = {}
-    of_rows = []
-    for row in rows:
+    of_rows: list[int] = []
+    grammars: list[tuple[int, tuple[int, ...]]] = []
+    for i, row in enumerate(rows):
         banned = row.banned_ids()
-        of_rows.append(indices.setdefault(banned, len(indices)) if banned else -1)
-    if not indices:
-        return TokenMasks(np.empty((0, num_words), np.int32), of_rows)
-    allowed = np.ones((len(indices), num_words * WORD_BITS), np.bool_)
-    for mask, banned in zip(allowed, indices, strict=True):
+        if row.allowed is not None:
+            grammars.append((i, banned))
+            of_rows.append(-1)
+        else:
+            of_rows.append(indices.setdefault(banned, len(indices)) if banned else -1)
+    bits = np.empty((len(indices) + len(grammars), num_words), np.int32)
+    if indices:
+        bits[: len(indices)] = _allow_others(indices, vocab_size)
+    for mask, (i, banned) in enumerate(grammars, len(indices)):
+        allowed = rows[i].allowed
+        assert allowed is not None
+        bits[mask] = allowed[:num_words]
+        if banned:
+            bits[mask] &= _allow_others([banned], vocab_size)[0]
+        of_rows[i] = mask
+    return TokenMasks(bits, of_rows)
+
+
+def _allow_others(
+    banned_ids: Collection[tuple[int, ...]], vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """Return one mask for each group of ids that allows all other ids."""
+    num_words = -(-vocab_size // WORD_BITS)
+    allowed = np.ones((len(banned_ids), num_words * WORD_BITS), np.bool_)
+    for mask, banned in zip(allowed, banned_ids, strict=True):
         mask[[token_id for token_id in banned if 0 <= token_id < vocab_size]] = False
     # Viewing bytes in id order as words is correct because hosts are little-endian.
-    return TokenMasks(np.packbits(allowed, axis=1, bitorder="little").view(np.int32), of_rows)
+    return np.packbits(allowed, axis=1, bitorder="little").view(np.int32)

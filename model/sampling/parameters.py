@@ -14,6 +14,16 @@ import msgspec
 
 NOT_FINITE = "the model's scores for this token are not finite numbers"
 """`SampledToken.error` of a row without a finite largest logit."""
+NOTHING_ALLOWED = (
+    "no token can be sampled: the grammar and the banned tokens allow none, or the model's scores of those that they "
+    "allow are not finite numbers"
+)
+"""The same for a row with a mask."""
+
+
+def no_token_error(mask: int) -> str:
+    """Return the error of a row without a token, whose mask has this index; -1 for none."""
+    return NOT_FINITE if mask < 0 else NOTHING_ALLOWED
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -112,7 +122,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def needs_history(self) -> bool:
         """Whether the host must know all earlier tokens before the next one can be sampled."""
-        return self.has_penalties or max(map(len, self.bad_words), default=0) > 1
+        return (
+            self.grammar is not None
+            or self.has_penalties
+            or max(map(len, self.bad_words), default=0) > 1
+        )
 
     @cached_property
     def argmax_from(self) -> float:
@@ -122,16 +136,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         if self.temperature != 0.0 or self.top_logprobs or self.bad_words or self.changes_logits:
             return math.inf
-        return self.min_new_tokens
+        return math.inf if self.grammar is not None else self.min_new_tokens
+
+    @cached_property
+    def skips_forced_tokens(self) -> bool:
+        """Whether tokens that the grammar forces are appended without a step of their own.
+
+        Their log-probabilities are then not computed, and `bad_words` would not apply to them.
+        """
+        return self.grammar is not None and not self.wants_logprobs and not self.bad_words
 
     def banned_ids(self, token_ids: Sequence[int], num_output_tokens: int) -> tuple[int, ...]:
-        """Return the ids that cannot be the next token.
+        """Return the ids that cannot be the next token, apart from those that the grammar does not allow.
+
+        The mask of a grammar also decides about end-of-sequence tokens, which must stay allowed where nothing else is.
 
         Args:
             token_ids: prompt and output; may lack the latest tokens unless `needs_history`.
             num_output_tokens: tokens generated so far, including those whose ids the host does not know yet.
         """
-        banned = self.end_token_ids if num_output_tokens < self.min_new_tokens else ()
+        banned: tuple[int, ...] = ()
+        if num_output_tokens < self.min_new_tokens:
+            banned = self.end_token_ids if self.grammar is None else self.stop_token_ids
         for *before, last in self.bad_words:
             if not before or list(token_ids[-len(before) :]) == before:
                 banned += (last,)

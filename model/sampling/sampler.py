@@ -34,15 +34,12 @@ class PendingTokens(Protocol):
 
 
 class HostTokens:
-    """Tokens that were sampled on the host.
+    """Tokens that were sampled on the host."""
 
-    Attributes:
-        feeds_next: whether no row needs its history on the host.
-    """
+    feeds_next = True
 
-    def __init__(self, sampled: list[SampledToken], rows: Sequence[SamplingRow]) -> None:
+    def __init__(self, sampled: list[SampledToken]) -> None:
         self._sampled = sampled
-        self.feeds_next = not any(row.parameters.needs_history for row in rows)
 
     @property
     def tokens(self) -> Tensor:
@@ -83,5 +80,5 @@ class Sampler:
         assert len(rows) == len(logits), (logits.shape, len(rows))
         logits = logits.detach()
         if logits.device.type == "cpu":
-            return HostTokens(self._host.sample(logits.float().contiguous(), rows), rows)
+            return HostTokens(self._host.sample(logits.float().contiguous(), rows))
         return DeviceTokens(logits.contiguous(), rows)

@@ -46,6 +46,7 @@ class Tokenizer:
         library: the tokenizer that tokenizer.json describes. Truncation and padding are switched off.
         bos_token: the text of the token that begins a sequence; tokenizer.json decides whether `encode` adds it.
         eos_token: the text of the token that ends one.
+        folder: the checkpoint that it was read from; None for another source.
 
     Attributes:
         library: the tokenizer of the library, for `model.text.streams`; must not be changed.
@@ -58,7 +59,9 @@ class Tokenizer:
         library: tokenizers.Tokenizer,
         bos_token: str | None = None,
         eos_token: str | None = None,
+        folder: Path | None = None,
     ) -> None:
+        self.folder = folder
         library.no_truncation()
         library.no_padding()
         self.library = library
@@ -102,6 +105,7 @@ class Tokenizer:
             library,
             _token_text(config, "bos_token", config_file),
             _token_text(config, "eos_token", config_file),
+            folder,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -12,6 +12,7 @@ from model.text.chat_template import RenderedChat
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.http.grammar_compiler import GrammarCompiler
 from server.http.validation import describe
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _MAX_PHASE_CHARACTERS = 200
 
 
 class AppContext:
-    """Owns the tokenizer threads. Used only on the event loop.
+    """Owns the tokenizer threads and the grammar compiler. Used only on the event loop.
 
     Args:
         client: the engine's client.
@@ -56,6 +57,7 @@ class AppContext:
         self.config = config
         self.metrics = metrics
         self.chat_template = chat_template
+        self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
     @contextlib.contextmanager

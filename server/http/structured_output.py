@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from server.errors import ValidationError
+from server.http.grammar_compiler import Constraint
 
 if TYPE_CHECKING:
     from server.http.context import AppContext
@@ -25,13 +26,19 @@ class StructuredOutput(NamedTuple):
     field: str
 
 
-async def compile_grammar(
-    context: AppContext,  # noqa: ARG001
-    wanted: StructuredOutput,
-) -> str:
-    """Compile a constraint to a serialized grammar, in a thread.
+async def compile_grammar(context: AppContext, wanted: StructuredOutput) -> str:
+    """Compile a constraint to a serialized grammar, for `SamplingParams.grammar`.
+
+    Does not block the event loop. Results are cached by content.
 
     Raises:
         ValidationError: the constraint is not valid, is not supported, or is too costly.
+        OverloadedError: too many constraints wait.
+        UnavailableError: the engine is not ready.
     """
-    raise ValidationError(f"`{wanted.field}` is not supported by this version")
+    verdict = await context.grammars.check(
+        Constraint(wanted.kind, wanted.value), context.engine_info().vocab_size
+    )
+    if verdict.error:
+        raise ValidationError(f"`{wanted.field}`: {verdict.error}")
+    return verdict.grammar

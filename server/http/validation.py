@@ -34,6 +34,9 @@ _REFUSALS = {
     "missing": "is required",
     "string_too_short": "cannot be empty",
     "too_short": "cannot be empty",
+    "extra_forbidden": "is an unknown field",
+    "union_tag_not_found": "must have the key `type`: json, regex or json_schema",
+    "union_tag_invalid": "must have one of the types json, regex and json_schema",
 }
 _LENGTHS = {
     "too_long": "supports up to {} entries",

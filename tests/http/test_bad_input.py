@@ -117,7 +117,26 @@ BAD_PARAMETERS = [
     ({"do_sample": "yes"}, "`do_sample` must be true or false. Given: a string"),
     ({"watermark": True}, "`watermark` is not supported: leave it out or send null. Given: true"),
     ({"watermark": 0}, "`watermark` must be true or false. Given: 0"),
-    ({"grammar": {"type": "json", "value": {}}}, "`grammar` is not supported"),
+    ({"grammar": {"value": {}}}, "`grammar` must have the key `type`: json, regex or json_schema"),
+    (
+        {"grammar": {"type": "ebnf", "value": ""}},
+        "`grammar` must have one of the types json, regex",
+    ),
+    ({"grammar": {"type": "json"}}, "`grammar.json.value` is required"),
+    ({"grammar": {"type": "regex", "value": "a", "x": 1}}, "`grammar.regex.x` is an unknown field"),
+    (
+        {"grammar": {"type": "regex", "value": 5}},
+        "`grammar.regex.value` must be a string. Given: 5",
+    ),
+    ({"grammar": {"type": "regex", "value": "("}}, "`grammar.value`: "),
+    (
+        {"grammar": {"type": "json", "value": 5}},
+        "`grammar.value`: must be a JSON schema, an object",
+    ),
+    (
+        {"grammar": {"type": "json", "value": {"not": {}}}},
+        "`grammar.value`: the JSON schema keyword `not` is not supported",
+    ),
     ({"adapter_id": "a/b"}, "`adapter_id` is not supported"),
     ({"topp": 0.5}, "unknown field `parameters.topp`; did you mean `parameters.top_p`?"),
     ({"a\nb": 1}, "unknown field `parameters.a\\nb`"),

@@ -39,7 +39,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def app():
-    return create_app(SimpleNamespace(), SimpleNamespace(), HTTPConfig(model_id="none"))
+    return create_app(SimpleNamespace(), SimpleNamespace(folder=None), HTTPConfig(model_id="none"))
 
 
 def test_every_route_and_method_is_listed_here(app):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from server.engine.core.admission import AdmissionError
+from server.engine.core.admission import AdmissionError, DuplicateRequestError
+from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
     EngineInfo,
@@ -76,12 +77,15 @@ class _Step(NamedTuple):
 
 
 class _NotLaunched:
-    """A step whose launch raised."""
+    """A step whose launch or sampling raised."""
 
     feeds_next = False
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+
+    def sample(self) -> None:
+        """Do nothing."""
 
     def result(self) -> StepResult:
         """Raise the error of the launch."""
@@ -113,6 +117,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel
+        self._compiling = GrammarQueue(runner.compile_grammar)
         self._arrivals: dict[int, float] = {}
         self._deadlines: dict[int, float] = {}
         self._next_deadline = math.inf  # at most the earliest of them
@@ -127,7 +132,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._scheduler.has_work or self._launched is not None
+        return bool(self._scheduler.has_work or self._launched or self._compiling)
 
     def run(self) -> None:
         """Serve until a shutdown message arrives. May be called again."""
@@ -169,6 +174,8 @@ class Engine:
 
     def step(self) -> None:
         """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
+        if self._compiling:
+            self._add_compiled()
         before, self._launched = self._launched, None
         if self._deadlines:
             self._end_expired()
@@ -176,6 +183,8 @@ class Engine:
             self._launched = self._launch()
         if before is not None:
             self._book(before)
+        elif self._launched is not None:
+            self._sample()
         if self._launched is not None and not self._runs_ahead:
             launched, self._launched = self._launched, None
             self._book(launched)
@@ -196,8 +205,21 @@ class Engine:
         self._scheduler.start(output)
         return _Step(output, started, pending, launched)
 
+    def _sample(self) -> None:
+        """Let the launched step, if there is one, start to sample: the results of the step before are committed."""
+        if self._launched is None:
+            return
+        try:
+            self._launched.pending.sample()
+        except Exception as error:
+            log.exception("sampling failed")
+            self._launched = self._launched._replace(pending=_NotLaunched(error))
+
     def _book(self, step: _Step) -> None:
-        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end."""
+        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end.
+
+        The launched step samples between the two, so that the device does not wait for the message to be sent.
+        """
         output, started, pending, _ = step
         try:
             result = pending.result()
@@ -205,13 +227,16 @@ class Engine:
             log.exception("a step failed; its sequences end with an error")
             seconds = self._device_seconds(step)
             events = self._scheduler.fail(output, "the forward pass failed", seconds)
+            self._sample()
             self._publish(events, started, {})
             if not self._runner.recover(error):
                 raise  # the process ends, and its parent starts another one
             return
         seconds = self._device_seconds(step)
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
-        self._publish(self._scheduler.commit(output, result.sampled, seconds), started, prompts)
+        events = self._scheduler.commit(output, result.sampled, seconds)
+        self._sample()
+        self._publish(events, started, prompts)
 
     def _device_seconds(self, step: _Step) -> float:
         """Return the device time of a step whose results have just arrived.
@@ -232,7 +257,7 @@ class Engine:
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
             kv_usage=used / blocks.num_blocks,
@@ -269,16 +294,39 @@ class Engine:
         return self._encoded_totals
 
     def _add(self, request: GenerateRequest) -> None:
-        try:
-            self._scheduler.add(Sequence(request))
-        except AdmissionError as error:
-            event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=str(error))
-            self._send([(request.request_id, event)], [], {})
+        sequence = Sequence(request)
+        if request.request_id in self._arrivals:
+            error = str(DuplicateRequestError(request.request_id))
+            event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
+            self._send([(request.request_id, event)], [], {})  # keeps the state of the other one
+            return
+        self._arrivals[request.request_id] = time.monotonic()
+        if request.deadline is not None:
+            self._deadlines[request.request_id] = request.deadline
+            self._next_deadline = min(self._next_deadline, request.deadline)
+        if request.sampling.grammar is None:
+            self._enqueue(sequence)
         else:
-            self._arrivals[request.request_id] = time.monotonic()
-            if request.deadline is not None:
-                self._deadlines[request.request_id] = request.deadline
-                self._next_deadline = min(self._next_deadline, request.deadline)
+            self._compiling.add(sequence)
+
+    def _add_compiled(self) -> None:
+        """Enqueue the sequences whose grammar is compiled; wait a moment for one if there is nothing else to do."""
+        idle = not self._scheduler.has_work and self._launched is None
+        for sequence, error in self._compiling.take(wait=idle):
+            if error is None:
+                self._enqueue(sequence)
+            else:
+                self._refuse(sequence, error)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        try:
+            self._scheduler.add(sequence)
+        except AdmissionError as error:
+            self._refuse(sequence, str(error))
+
+    def _refuse(self, sequence: Sequence, error: str) -> None:
+        event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
+        self._publish([(sequence.request_id, event)], [], {})
 
     def _end_expired(self) -> None:
         """End the sequences whose deadline has passed, before a step could compute them."""
@@ -297,6 +345,7 @@ class Engine:
         self._scheduler.accounting.now = time.monotonic()
         events = []
         for request_id in message.request_ids:
+            self._compiling.remove(request_id)
             sequence = self._scheduler.abort(request_id, message.reason)
             self._forget(request_id)
             if sequence is not None and message.reason is not FinishReason.ABORT:

@@ -79,6 +79,10 @@ class Scheduler:
     running ones come before waiting ones. Exactly the running sequences own blocks. Every running
     sequence has a token left to compute, unless its last one is in flight.
 
+    Grammars: tokens that a grammar forces become known together with the token before them, and the
+    next step computes them as one chunk. A step that was started meanwhile samples at the position of
+    the first of them; its result for the sequence is ignored.
+
     Attributes:
         num_steps: steps scheduled so far.
         num_preemptions: preemptions so far.
@@ -361,7 +365,7 @@ class Scheduler:
                 for row in (*step.decode, *step.prefill)
                 if row.sequence is sequence
             ]
-            assert sequence.num_tokens_in_flight == sum(sampling)
+            assert sequence.num_tokens_in_flight + sequence.num_void_results == sum(sampling)
         num_remaining = [
             sequence.num_known_tokens - sequence.num_computed_tokens
             for sequence in running
@@ -415,23 +419,22 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Enter the result of one row; return the events for the client."""
         sequence = row.sequence
-        sequence.num_tokens_in_flight -= row.num_logits
         events: list[TokenEvent] = []
+        if sequence.num_void_results and row.num_logits and sampled[0].error is None:
+            sequence.num_void_results -= 1
+            self._cache_blocks(sequence, row.start + row.num_tokens)
+            return events
+        sequence.num_tokens_in_flight -= row.num_logits
         reason: FinishReason | None = None
         for result in sampled:
             if result.error is not None:
-                sequence.error = result.error
-                self._finish(sequence, FinishReason.ERROR)
-                error = TokenEvent(
-                    token_id=None,
-                    finish_reason=FinishReason.ERROR,
-                    error=result.error,
-                    usage=sequence.usage,
-                )
-                return [*events, error]
+                return [*events, self._fail_sequence(sequence, result.error)]
             assert result.token_id is not None, "a result has a token or an error"
-            self.num_generated_tokens += 1
             reason = sequence.append(result.token_id)
+            if reason is FinishReason.ERROR:
+                assert sequence.error is not None
+                return [*events, self._fail_sequence(sequence, sequence.error)]
+            self.num_generated_tokens += 1
             events.append(
                 TokenEvent(
                     token_id=result.token_id,
@@ -442,17 +445,53 @@ class Scheduler:
             )
             if reason is not None:
                 break
-        # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
+        num_rejected = row.num_logits - len(sampled)
         if sequence.status is SequenceStatus.RUNNING:
-            num_rejected = row.num_logits - len(sampled)
-            stop = row.start + row.num_tokens - num_rejected
             sequence.num_computed_tokens -= num_rejected
-            if stop // self.block_manager.block_size > sequence.num_linked_blocks:
-                self.block_manager.cache_full_blocks(sequence, stop)
+        self._cache_blocks(sequence, row.start + row.num_tokens - num_rejected)
+        if sampled and reason is None and sequence.sampling.skips_forced_tokens:
+            reason = self._append_forced(sequence, events)
+            if sequence.error is not None:
+                return [*events, self._fail_sequence(sequence, sequence.error)]
         if reason is not None:
             self._finish(sequence, reason)
             events[-1] = msgspec.structs.replace(events[-1], usage=sequence.usage)
         return events
+
+    def _append_forced(self, sequence: Sequence, events: list[TokenEvent]) -> FinishReason | None:
+        """Append the tokens that the grammar forces, and their events; return why the sequence ends, if it does."""
+        assert sequence.matcher is not None
+        forced = sequence.matcher.forced_tokens()
+        reason: FinishReason | None = None
+        for token_id in forced:
+            reason = sequence.append(token_id)
+            if reason is FinishReason.ERROR:
+                break
+            self.num_generated_tokens += 1
+            events.append(TokenEvent(token_id=token_id, finish_reason=reason))
+            if reason is not None:
+                break
+        if forced and sequence.num_tokens_in_flight:
+            sequence.num_void_results = sequence.num_tokens_in_flight
+            sequence.num_tokens_in_flight = 0
+        return reason
+
+    def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
+        """Cache the full blocks of a sequence, whose first `stop` tokens are computed."""
+        # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
+        if (
+            sequence.status is SequenceStatus.RUNNING
+            and stop // self.block_manager.block_size > sequence.num_linked_blocks
+        ):
+            self.block_manager.cache_full_blocks(sequence, stop)
+
+    def _fail_sequence(self, sequence: Sequence, error: str) -> TokenEvent:
+        """End a sequence with an error, and return the event for the client."""
+        sequence.error = error
+        self._finish(sequence, FinishReason.ERROR)
+        return TokenEvent(
+            token_id=None, finish_reason=FinishReason.ERROR, error=error, usage=sequence.usage
+        )
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""

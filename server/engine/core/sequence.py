@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from server.engine.core.accounting import SequenceAccount
+from server.engine.core.grammar import Matcher
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
 
 
@@ -38,9 +39,11 @@ class Sequence:
         num_computed_tokens: leading tokens whose keys and values are in the cache, or will be before
             the device computes a step that is scheduled later.
         num_tokens_in_flight: tokens that started steps sample and that are not committed yet.
+        num_void_results: results of started steps that will be ignored, since other tokens took their positions.
         max_num_tokens: prompt plus `max_new_tokens`; the sequence ends at this length.
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
+        matcher: state of its grammar after the tokens with known ids; None without a grammar.
         cache_salt: only sequences with equal salts share cached blocks.
         priority: sequences with a lower number are served first.
         is_expired: whether its deadline has passed; it ends with its next token.
@@ -66,6 +69,7 @@ class Sequence:
         "finish_reason",
         "first_scheduled_step",
         "is_expired",
+        "matcher",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -73,6 +77,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_in_flight",
+        "num_void_results",
         "prefix_link",
         "priority",
         "rank",
@@ -90,9 +95,11 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_tokens_in_flight = 0
+        self.num_void_results = 0
         self.max_num_tokens = self.num_prompt_tokens + sampling.max_new_tokens
         self.block_table: list[int] = []
         self.sampling = sampling
+        self.matcher: Matcher | None = None
         self.cache_salt = request.cache_salt
         self.priority = request.priority
         self.is_expired = False
@@ -148,7 +155,8 @@ class Sequence:
 
         Returns:
             Why the sequence is complete now, or None if it continues. The model's own end tokens take
-            precedence over the request's stop tokens, both over the length, and all over an expired deadline.
+            precedence over the request's stop tokens, both over the end of the grammar, all over the length, and
+            that over an expired deadline. ERROR if the grammar does not accept the token; `error` says why.
         """
         token_ids = self.token_ids
         token_ids.append(token_id)
@@ -157,6 +165,13 @@ class Sequence:
             if num_before >= self.sampling.min_new_tokens:
                 is_eos = token_id in self.sampling.eos_token_ids
                 return FinishReason.EOS if is_eos else FinishReason.STOP
+        matcher = self.matcher
+        if matcher is not None:
+            if not matcher.accept(token_id):
+                self.error = matcher.error or "the grammar does not allow the sampled token"
+                return FinishReason.ERROR
+            if matcher.is_complete:
+                return FinishReason.EOS
         if len(token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH
         return FinishReason.TIMEOUT if self.is_expired else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as TypingSequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import msgspec
 
+from server.engine.core.grammar import Matcher
 from server.engine.core.sequence import Sequence
 
 
@@ -96,9 +98,12 @@ class StepResult(msgspec.Struct, frozen=True):
 class PendingStep(Protocol):
     """A step that was launched on the device."""
 
+    def sample(self) -> None:
+        """Start sampling, if that had to wait for the results of the step before; called once they are committed."""
+
     @property
     def feeds_next(self) -> bool:
-        """Whether the next step can be launched before the results of this one are known."""
+        """Whether the next step can be launched before the results of this one are known; read after `sample`."""
 
     def result(self) -> StepResult:
         """Wait for the results."""
@@ -106,6 +111,9 @@ class PendingStep(Protocol):
 
 class StepRunner(Protocol):
     """Computes steps; implemented by `server.engine.runner.model_runner.ModelRunner`."""
+
+    def compile_grammar(self, grammar: str) -> Future[Matcher]:
+        """Start to compile a serialized grammar on another thread."""
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
         """Start a step on the device without waiting for its results."""

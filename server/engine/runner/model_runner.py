@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import traceback
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
+import msgspec
 import torch
 
 from kernels import Phase, detect, shared_prefix_is_faster, takes_shared_prefix
@@ -19,24 +20,30 @@ from model.network.step import StepOutput
 from model.sampling.logprobs import prompt_logprobs, prompt_top_tokens
 from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
+from server.engine.core.sequence import SequenceStatus
 from server.engine.core.step import PromptLogprobs
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.recordings import RecordedSteps
 from server.engine.runner.sampled_tokens import SampledTokens
 from server.engine.runner.shared_prefix import shared_blocks
 from server.engine.runner.step_input import PackedStep, exact_bucket
-from server.engine.runner.step_result import GreedyStep, SampledStep
+from server.engine.runner.step_result import GreedyStep, SampledStep, WaitingStep
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from kernels import AttentionProblem
     from model.device.kv_cache import KVCache
     from model.device.replay import Recorder
     from model.network.decoder import DecoderLM
     from model.network.step import Bucket
+    from model.sampling.grammar import GrammarMatcher, PendingMasks
+    from server.engine.core.grammar import Matcher
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.plan_report import PlanReport
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import PendingStep, ScheduledSequence, SchedulerOutput, StepResult
+    from server.engine.runner.grammars import Grammars
     from server.engine.runner.shared_prefix import SharingRule
 
 _PROMPT_LOGPROB_ROWS: Final = 256
@@ -52,10 +59,14 @@ class ModelRunner:
     Args:
         model: in evaluation mode, on the cache's device.
         kv_cache: the engine's `BlockManager` allocates its blocks.
+        grammars: compiles the grammars of sequences; None if none has one.
     """
 
-    def __init__(self, model: DecoderLM, kv_cache: KVCache) -> None:
+    def __init__(
+        self, model: DecoderLM, kv_cache: KVCache, grammars: Grammars | None = None
+    ) -> None:
         self.model, self.kv_cache = model, kv_cache
+        self._grammars = grammars
         self.device = kv_cache.layer(0).device
         self.sharing_rule = self._find_sharing_rule()
         self.recorded: RecordedSteps | None = None
@@ -90,6 +101,11 @@ class ModelRunner:
         """Record the steps of one bucket; return whether any bucket was waiting for a recording."""
         return self.recorded is not None and self.recorded.record_next()
 
+    def compile_grammar(self, grammar: str) -> Future[Matcher]:
+        """Start to compile a serialized grammar on another thread."""
+        assert self._grammars is not None
+        return self._grammars.compile(grammar)
+
     def forget(self, request_id: int) -> None:
         """Drop the token history of a sequence that ended; unknown ids are ignored."""
         self._histories.pop(request_id, None)
@@ -119,7 +135,9 @@ class ModelRunner:
         Args:
             output: see `launch`.
         """
-        return self.launch(output).result()
+        pending = self.launch(output)
+        pending.sample()
+        return pending.result()
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> PendingStep:
@@ -130,6 +148,14 @@ class ModelRunner:
                 yet must be tokens that the previously launched step samples.
         """
         scheduled = (*output.decode, *output.prefill)
+        sampling = [s.sequence for s in scheduled if s.num_logits]
+        greedy = all(sequence.is_argmax for sequence in sampling)
+        rows = [] if greedy else [self._sampling_row(sequence) for sequence in sampling]
+        waits = any(
+            row.parameters.needs_history and sequence.num_tokens_in_flight
+            for row, sequence in zip(rows, sampling, strict=False)
+        )
+        masks = None if greedy or waits else self._start_masks(rows, sampling)
         prompts: dict[int, PromptLogprobs] = {}
         computed = None
         if self.recorded is not None and not any(map(_scores_prompt, scheduled)):
@@ -137,18 +163,25 @@ class ModelRunner:
         if computed is None:
             computed, prompts = self._compute(output)
         self._sampled.note(scheduled)
-        sampling = [s for s in scheduled if s.num_logits]
-        greedy = all(s.sequence.is_argmax for s in sampling)
         if greedy and all(part.tokens is not None for part in computed):
             return GreedyStep(computed, scheduled)
         num_logits = [s.num_logits for s in scheduled]
         if not sampling:
             return SampledStep(None, num_logits, prompts, feeds_next=True)
-        logits = [part.logits for part in computed]
-        rows = [self._sampling_row(s.sequence) for s in sampling]
-        tokens = self._sampler.begin(logits[0] if len(logits) == 1 else torch.cat(logits), rows)
-        self._sampled.put(tokens.tokens)
-        return SampledStep(tokens, num_logits, prompts, tokens.feeds_next)
+        parts = [part.logits for part in computed]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if greedy:
+            rows = [self._sampling_row(sequence) for sequence in sampling]
+
+        def sample(masks: tuple[list[int], PendingMasks] | None) -> SampledStep:
+            errors = {} if masks is None else _add_masks(rows, *masks)
+            tokens = self._sampler.begin(logits, rows)
+            self._sampled.put(tokens.tokens)
+            return SampledStep(tokens, num_logits, prompts, tokens.feeds_next, errors)
+
+        if waits:
+            return WaitingStep(lambda: sample(self._start_masks(rows, sampling)))
+        return sample(masks)
 
     def pack(self, output: SchedulerOutput, sharing_rule: SharingRule | None) -> PackedStep:
         """Pack a step that has no recording into its exact bucket.
@@ -212,6 +245,24 @@ class ModelRunner:
             self._histories[sequence.request_id] = history
         return SamplingRow(sequence.sampling, sequence.num_known_tokens, history)
 
+    def _start_masks(
+        self, rows: list[SamplingRow], sequences: list[Sequence]
+    ) -> tuple[list[int], PendingMasks] | None:
+        """Start to compute the masks of the rows with a grammar; return their indices and masks, None for none."""
+        masked = [
+            i
+            for i, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
+            if sequence.matcher is not None
+            # The results of the step before may have ended the sequence, or have filled the row's position.
+            and sequence.status is not SequenceStatus.FINISHED
+            and sequence.num_tokens == row.position
+        ]
+        if not masked:
+            return None
+        assert self._grammars is not None
+        inputs = [(sequences[i].matcher, _end_allowed(rows[i])) for i in masked]
+        return masked, self._grammars.start_masks(cast("list[tuple[GrammarMatcher, bool]]", inputs))
+
     def _prompt_logprobs(
         self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor
     ) -> dict[int, PromptLogprobs]:
@@ -235,6 +286,21 @@ class ModelRunner:
                     top_tokens += prompt_top_tokens(logits, count)
             results[sequence.request_id] = PromptLogprobs(s.start, logprobs, top_tokens)
         return results
+
+
+def _end_allowed(row: SamplingRow) -> bool:
+    """Return whether the model's end tokens may be sampled where the grammar allows them."""
+    parameters = row.parameters
+    # A request that ignores the model's end tokens has none.
+    return bool(parameters.eos_token_ids) and row.num_output_tokens >= parameters.min_new_tokens
+
+
+def _add_masks(rows: list[SamplingRow], masked: list[int], masks: PendingMasks) -> dict[int, str]:
+    """Wait for masks, and put each into its row; return the errors of rows that have none, by row."""
+    errors = masks.wait()
+    for i, words in zip(masked, masks.words, strict=True):
+        rows[i] = msgspec.structs.replace(rows[i], allowed=words)
+    return {masked[i]: error for i, error in errors.items()}
 
 
 def _scores_prompt(scheduled: ScheduledSequence) -> bool:

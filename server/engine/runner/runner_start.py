@@ -21,6 +21,7 @@ from model.device.kv_cache import KVCache, bytes_per_token
 from model.device.memory import peak_memory, release_cached
 from model.device.replay import CudaGraphs
 from server.engine.core.kv_demand import KVCacheDemand, NotEnoughMemoryError
+from server.engine.runner.grammars import Grammars
 from server.engine.runner.kv_memory import allocate_kv_cache
 from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.warm_up import compute_largest_step, warm_up
@@ -150,6 +151,7 @@ def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRun
             resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
             parameter.device,
         ),
+        Grammars(config.model_path, shape),
     )
 
 

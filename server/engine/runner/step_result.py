@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from model.sampling.parameters import NOT_FINITE, SampledToken
 from server.engine.core.step import StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from model.network.step import StepOutput
     from model.sampling.sampler import PendingTokens
@@ -29,18 +29,55 @@ class SampledStep:
         num_logits: rows of logits of each scheduled sequence.
         prompt_logprobs: see `StepResult`.
         feeds_next: see `PendingStep`.
+        errors: why rows of logits have no token; by row, in place of the sampler's result.
     """
 
     tokens: PendingTokens | None
     num_logits: list[int]
     prompt_logprobs: dict[int, PromptLogprobs]
     feeds_next: bool
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    def sample(self) -> None:
+        """Do nothing: the sampler has started."""
 
     @torch.inference_mode()
     def result(self) -> StepResult:
         """Wait for the tokens. If the candidates of a row were too few, the sampler chooses its token again."""
         tokens = [] if self.tokens is None else self.tokens.result()
+        for row, error in self.errors.items():
+            tokens[row] = SampledToken(error=error)
         return StepResult(_split(tokens, self.num_logits), self.prompt_logprobs)
+
+
+class WaitingStep:
+    """A step of which some rows can be sampled only once the results of the step before are committed.
+
+    The device computes it meanwhile.
+
+    Args:
+        start: starts the sampler.
+    """
+
+    def __init__(self, start: Callable[[], SampledStep]) -> None:
+        self._start = start
+        self._step: SampledStep | None = None
+
+    @torch.inference_mode()
+    def sample(self) -> None:
+        """Start the sampler."""
+        self._step = self._start()
+
+    @property
+    def feeds_next(self) -> bool:
+        """See `PendingStep`."""
+        assert self._step is not None, "`sample` was called"
+        return self._step.feeds_next
+
+    def result(self) -> StepResult:
+        """Wait for the tokens."""
+        assert self._step is not None, "`sample` was called"
+        return self._step.result()
 
 
 class GreedyStep:
@@ -66,6 +103,9 @@ class GreedyStep:
             ]
             found = (part.logprobs for part in outputs)
             self._logprobs = [Download(logprobs) for logprobs in found if logprobs is not None]
+
+    def sample(self) -> None:
+        """Do nothing: the forward pass computes the tokens."""
 
     def result(self) -> StepResult:
         """Wait for the tokens."""

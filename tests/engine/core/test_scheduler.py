@@ -967,3 +967,121 @@ def test_a_failed_step_ends_its_sequences_after_the_results_of_the_previous_step
     assert sequence.error == "out of memory"
     assert scheduler.block_manager.num_free_blocks == 16
     scheduler.check_invariants()
+
+
+# Grammars
+
+
+class Forcing:
+    """A grammar that forces three tokens after each sampled one, and is complete after `length` tokens."""
+
+    error = ""
+
+    def __init__(self, length):
+        self.length = length
+        self.accepted = []
+
+    def accept(self, token_id):
+        self.accepted.append(token_id)
+        return True
+
+    def forced_tokens(self):
+        return [1, 2, 3]
+
+    @property
+    def is_complete(self):
+        return len(self.accepted) >= self.length
+
+
+def constrained(request_id, length, prompt=3, **sampling):
+    sequence = make_sequence(request_id, prompt, max_new_tokens=60, grammar="g", **sampling)
+    sequence.matcher = Forcing(length)
+    return sequence
+
+
+def test_forced_tokens_are_computed_as_one_chunk_of_the_next_step():
+    scheduler = make_scheduler(20)
+    sequence = constrained(1, 6)
+    scheduler.add(sequence)
+
+    _, events = step(scheduler)
+    assert [event.token_id for _, event in events] == [7, 1, 2, 3]
+    output, events = step(scheduler)
+
+    assert rows_of(output) == [(1, 3, 4, 1)]
+    assert [event.token_id for _, event in events] == [7, 1]
+    assert events[-1][1].finish_reason is FinishReason.EOS
+    assert sequence.matcher.accepted == [7, 1, 2, 3, 7, 1]
+    assert scheduler.num_generated_tokens == 6
+    assert scheduler.block_manager.num_free_blocks == 20
+
+
+def test_the_result_of_a_step_in_flight_is_ignored_where_forced_tokens_took_its_position():
+    scheduler = make_scheduler(20)
+    sequence = constrained(1, 9)
+    scheduler.add(sequence)
+    first = begin(scheduler)
+    second = begin(scheduler)
+    assert rows_of(second) == [(1, 3, 1, 1)]
+
+    scheduler.commit(first, [[Token(7)]])
+    scheduler.check_invariants()
+    third = begin(scheduler)
+    assert rows_of(third) == [(1, 4, 3, 1)]
+    assert scheduler.commit(second, [[Token(9)]]) == []
+    scheduler.check_invariants()
+    events = scheduler.commit(third, [[Token(8)]])
+    scheduler.check_invariants()
+
+    assert [event.token_id for _, event in events] == [8, 1, 2, 3]
+    assert sequence.output_token_ids == [7, 1, 2, 3, 8, 1, 2, 3]
+
+
+def test_a_failed_step_in_flight_ends_a_sequence_whose_result_it_would_have_ignored():
+    scheduler = make_scheduler(20)
+    scheduler.add(constrained(1, 9))
+    first, second = begin(scheduler), begin(scheduler)
+    scheduler.commit(first, [[Token(7)]])
+
+    [(_, event)] = scheduler.fail(second, "no power")
+
+    assert event.finish_reason is FinishReason.ERROR
+    assert not scheduler.has_work
+
+
+def test_chunks_of_forced_tokens_leave_a_token_of_the_budget_to_each_younger_sequence():
+    scheduler = make_scheduler(40, max_num_seqs=4, max_num_batched_tokens=6)
+    for i in range(2):
+        scheduler.add(constrained(i, 50, prompt=2))
+    for i in (2, 3):
+        scheduler.add(make_sequence(i, 1, max_new_tokens=20))
+    while scheduler.num_running < 4:
+        step(scheduler)
+
+    for _ in range(6):
+        output, _ = step(scheduler)
+        assert {row[0] for row in rows_of(output)} == {0, 1, 2, 3}
+        assert output.num_tokens <= 6
+
+
+def test_a_token_that_the_grammar_refuses_ends_the_sequence_with_an_error():
+    scheduler = make_scheduler(20)
+    sequence = constrained(1, 9)
+    sequence.matcher.accept = lambda token_id: False
+    scheduler.add(sequence)
+
+    _, [(_, event)] = step(scheduler)
+
+    assert event.finish_reason is FinishReason.ERROR
+    assert "grammar" in event.error
+    assert scheduler.block_manager.num_free_blocks == 20
+
+
+def test_log_probabilities_and_bad_words_need_a_step_for_each_forced_token():
+    for sampling in ({"logprobs": True}, {"top_logprobs": 1}, {"bad_words": ((5,),)}):
+        scheduler = make_scheduler(20)
+        scheduler.add(constrained(1, 9, **sampling))
+
+        _, events = step(scheduler)
+
+        assert [event.token_id for _, event in events] == [7]

@@ -62,7 +62,10 @@ class ArithmeticRunner:
             raise RuntimeError("fatal")
         sampled = [[Sampled(next_token(s.sequence.token_ids))] * s.num_logits for s in scheduled]
         result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
-        return SimpleNamespace(feeds_next=False, result=lambda: result)
+        return SimpleNamespace(feeds_next=False, sample=lambda: None, result=lambda: result)
+
+    def compile_grammar(self, grammar):
+        raise NotImplementedError
 
     def forget(self, request_id):
         pass

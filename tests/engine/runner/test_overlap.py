@@ -130,6 +130,7 @@ def test_a_step_is_launched_before_the_engine_waits_for_the_previous_one(ahead, 
     class Watched:
         def __init__(self, number, pending):
             self.number, self.pending, self.feeds_next = number, pending, pending.feeds_next
+            self.sample = pending.sample
 
         def result(self):
             order.append(("wait", self.number))
@@ -226,6 +227,9 @@ def test_failed_results_end_the_sequences_of_their_step(ahead, monkeypatch):
 
     class Broken:
         feeds_next = True
+
+        def sample(self):
+            pass
 
         def result(self):
             raise RuntimeError("an illegal value")

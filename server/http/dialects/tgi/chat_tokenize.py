@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from model.text.chat_template import RenderedChat
 from server.http.dialects.tgi.replies import PromptSpan
-from server.http.validation import parse
 from server.http.request_body import read_json
+from server.http.validation import parse
 
 if TYPE_CHECKING:
     from fastapi import Request

@@ -23,6 +23,7 @@ from server.http.dialects.tgi.replies import (
 )
 from server.http.generation import Generation
 from server.http.responses import header
+from server.http.structured_output import compile_grammar
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -82,7 +83,10 @@ class GenerateAnswer:
         sampling = with_prompt_length(options, len(token_ids), self._info)
         check_vocabulary(token_ids, "inputs", self._info)
         bad_words = await self._context.encode_words(options.bad_words, "bad_words")
-        sampling = msgspec.structs.replace(sampling, bad_words=bad_words)
+        grammar = None
+        if options.grammar is not None:
+            grammar = await compile_grammar(self._context, options.grammar)
+        sampling = msgspec.structs.replace(sampling, bad_words=bad_words, grammar=grammar)
         return Generation(
             self._context,
             [Prompt(token_ids, sampling)],

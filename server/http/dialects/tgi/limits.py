@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
-from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
+from server.http.dialects.tgi.schema import (
+    GenerateBody,
+    GenerateParameters,
+    Grammar,
+    JSONGrammar,
+    RegexGrammar,
+)
 from server.http.limits import (
     check_bad_words,
     check_stop_strings,
@@ -18,6 +24,7 @@ from server.http.limits import (
     logit_biases,
     with_output_limit,
 )
+from server.http.structured_output import StructuredOutput
 from server.http.validation import describe, unsupported
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ class GenerateOptions:
         seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
         bad_words: words that must not be generated.
+        grammar: what the text must follow; None for anything.
         truncate: tokens of the prompt to keep; None keeps all.
         return_full_text: whether the prompt comes before the generated text.
         details: whether tokens and finish reason are reported.
@@ -55,6 +63,7 @@ class GenerateOptions:
     seed: int | None
     stop: tuple[str, ...]
     bad_words: tuple[str, ...]
+    grammar: StructuredOutput | None
     truncate: int | None
     return_full_text: bool
     details: bool
@@ -135,6 +144,7 @@ def check(
         seed=seed,
         stop=tuple(parameters.stop or ()),
         bad_words=tuple(parameters.bad_words or ()),
+        grammar=_grammar(parameters.grammar),
         truncate=parameters.truncate,
         return_full_text=(
             full_text if parameters.return_full_text is None else parameters.return_full_text
@@ -243,3 +253,13 @@ def _sampling_params(
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),
     )
+
+
+def _grammar(grammar: Grammar | None) -> StructuredOutput | None:
+    if grammar is None:
+        return None
+    if isinstance(grammar, RegexGrammar):
+        return StructuredOutput("regex", grammar.value, "grammar.value")
+    if isinstance(grammar, JSONGrammar):
+        return StructuredOutput("json_schema", grammar.value, "grammar.value")
+    return StructuredOutput("json_schema", grammar.value.schema_, "grammar.value.schema")

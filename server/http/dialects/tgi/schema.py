@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +21,45 @@ LARGEST_TEMPERATURE = 100.0
 _STRICT = ConfigDict(
     strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
 )
+
+
+class JSONGrammar(BaseModel):
+    """A JSON schema that the text follows, as an object or as text."""
+
+    model_config = _STRICT
+
+    type: Literal["json"]
+    value: Any = Field(json_schema_extra={"type": ["object", "string"]})
+
+
+class RegexGrammar(BaseModel):
+    """A regular expression that matches the whole text."""
+
+    model_config = _STRICT
+
+    type: Literal["regex"]
+    value: str
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema with a name, which has no effect."""
+
+    model_config = _STRICT
+
+    name: str | None = None
+    schema_: Any = Field(alias="schema", json_schema_extra={"type": ["object", "string"]})
+
+
+class JSONSchemaGrammar(BaseModel):
+    """A JSON schema with a name."""
+
+    model_config = _STRICT
+
+    type: Literal["json_schema"]
+    value: NamedSchema
+
+
+Grammar = JSONGrammar | RegexGrammar | JSONSchemaGrammar
 
 
 class GenerateParameters(RequestOptionFields):
@@ -123,7 +162,9 @@ class GenerateParameters(RequestOptionFields):
         description="Not supported: null or false.",
         json_schema_extra={"enum": [False, None]},
     )
-    grammar: None = Field(None, description="Not supported: null.")
+    grammar: Annotated[Grammar, Field(discriminator="type")] | None = Field(
+        None, description="What the generated text must follow."
+    )
     adapter_id: None = Field(None, description="Not supported: null.")
 
 

@@ -1,0 +1,444 @@
+"""Structured output: compiles constraints to grammars, and computes which tokens a grammar allows next.
+
+The only module that uses llguidance, which is a library without dependencies. It does not import PyTorch, because the
+front ends check constraints with it. Several of llguidance's algorithms recurse or run without a limit, so a constraint
+that a client sent is compiled first in a process that may end (`server.http.grammar_worker`). Afterwards the engine
+compiles the same text with the same limits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from model.errors import GrammarError
+from model.text.tokenizer import Tokenizer
+
+MAX_TEXT_CHARACTERS: Final = 128 * 1024
+"""Longest constraint, as JSON. The longest of MaskBench's schemas in common use are a third of it."""
+MAX_DEPTH: Final = 64
+"""Deepest nesting of a constraint's JSON."""
+
+WORD_BITS: Final = 32
+
+_JSON_OPTIONS: Final = {
+    # White space as `json.dumps` writes it. A free choice lets a small model add white space up to its token limit, and
+    # leaves hardly any token forced.
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,  # keywords that are not implemented are errors
+    "json_allowed_escapes": None,
+    "json_allow_general_unicode_escapes": False,
+}
+
+# An eighth to a half of the library's defaults. With them the most costly pattern known, ((x{1000}){1000}){1000}, takes
+# 0.4 s instead of 2 s. A lexer state takes 1 to 2 kB.
+_LIMITS: Final = LLParserLimits(
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=25_000,
+    step_max_items=25_000,
+    max_lexer_states=25_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+_TRIAL_TOKENS: Final = 16
+_TRIAL_SECONDS: Final = 0.2
+_MAX_REASON_CHARACTERS: Final = 300
+
+
+class GrammarTokenizer:
+    """A checkpoint's vocabulary in the form in which grammars are matched against it. Immutable.
+
+    Building one takes 25 ms for 4,096 tokens and about a second for 150,000, so each process builds it once.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer.
+        vocab_size: number of the model's logits; ids without a token are never allowed.
+        eos_token_ids: end the output where the grammar allows it.
+
+    Attributes:
+        num_words: 32-bit words of a mask; covers the vocabularies of the model and of the tokenizer.
+        eos_token_ids: see above; the tokenizer's own end token if the model has none.
+
+    Raises:
+        GrammarError: the tokenizer is of a kind that the library does not support.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        size = max(vocab_size, tokenizer.vocab_size)
+        ids = [i for i in eos_token_ids if i < size]
+        if not ids and tokenizer.eos_token_id is not None:
+            ids = [tokenizer.eos_token_id]
+        try:
+            self.library = LLTokenizer(
+                tokenizer.library.to_str(), n_vocab=size, eos_token=ids or None
+            )
+        except ValueError as error:
+            raise GrammarError(
+                f"structured output does not support this model's tokenizer: {_one_line(str(error))}"
+            ) from error
+        self.eos_token_ids = tuple(self.library.eos_tokens)
+        self.num_words = -(-size // WORD_BITS)
+
+
+class GrammarMatcher:
+    """The state of a grammar after some tokens.
+
+    Made by `compile_matcher` and `copy`. Not thread-safe: nothing may be called while `TokenMasker` computes its mask.
+    """
+
+    __slots__ = ("library",)
+
+    def __init__(self, library: LLMatcher) -> None:
+        self.library = library
+
+    def copy(self) -> GrammarMatcher:
+        """Return an independent matcher in the same state."""
+        return GrammarMatcher(self.library.deep_copy())
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; return whether the grammar allows it and its limits are kept."""
+        return self.library.consume_token(token_id)
+
+    def forced_tokens(self) -> list[int]:
+        """Return the next tokens where the grammar allows one text only; they are not accepted yet.
+
+        They are those that the tokenizer makes of that text. Tokens at its end that could merge with what follows are
+        left out.
+        """
+        return self.library.compute_ff_tokens()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output follows the grammar and nothing can be appended to it."""
+        return self.library.is_stopped() and not self.library.is_error()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output so far follows the grammar, so that it may end here."""
+        return self.library.is_accepting()
+
+    @property
+    def error(self) -> str:
+        """Why the matcher cannot continue; empty if it can."""
+        if not self.library.is_error():
+            return ""
+        return f"the grammar cannot be followed further: {_reason(self.library.get_error())}"
+
+
+class PendingMasks(NamedTuple):
+    """Masks that are being computed.
+
+    Attributes:
+        words: [R, num_words] int32, as in `model.sampling.mask.TokenMasks`; valid after `wait` and until the next
+            `TokenMasker.start`.
+        errors: see `wait`.
+    """
+
+    words: npt.NDArray[np.int32]
+    errors: Future[dict[int, str]]
+
+    def wait(self) -> dict[int, str]:
+        """Wait until all masks are computed; return the errors of rows that have no mask, by row."""
+        return self.errors.result()
+
+
+class TokenMasker:
+    """Computes masks on threads of its own, without the interpreter lock. Only one computation at a time.
+
+    Args:
+        tokenizer: of the matchers.
+    """
+
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._executor = LLExecutor()
+        self._thread = ThreadPoolExecutor(1, "token-masks")
+        self._words = np.empty((0, tokenizer.num_words), np.int32)
+
+    def start(self, rows: Sequence[tuple[GrammarMatcher, bool]]) -> PendingMasks:
+        """Start computing which tokens may come next.
+
+        Args:
+            rows: R >= 1 matchers, all different; and whether end tokens are allowed where the grammar allows them.
+                They are always allowed where nothing else is.
+        """
+        if len(self._words) < len(rows):
+            self._words = np.empty((len(rows), self._tokenizer.num_words), np.int32)
+        words = self._words[: len(rows)]
+        return PendingMasks(words, self._thread.submit(self._compute, rows, words))
+
+    def _compute(
+        self, rows: Sequence[tuple[GrammarMatcher, bool]], words: npt.NDArray[np.int32]
+    ) -> dict[int, str]:
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher.library, i) for i, (matcher, _) in enumerate(rows)],
+            words.ctypes.data,
+            words.shape[1] * words.itemsize,
+            len(rows),
+        )
+        errors = {}
+        for i, (matcher, end_allowed) in enumerate(rows):
+            if error := matcher.error:
+                errors[i] = error
+                words[i] = -1
+            elif not end_allowed:
+                self._ban_end(words[i])
+        return errors
+
+    def _ban_end(self, words: npt.NDArray[np.int32]) -> None:
+        """Clear the bits of the end tokens, unless no other is set."""
+        kept = words.copy()
+        _clear_bits(kept, self._tokenizer.eos_token_ids)
+        if kept.any():
+            words[:] = kept
+
+
+def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher:
+    """Compile a serialized grammar.
+
+    It releases the interpreter lock. It may take long or end the process unless `check` has accepted the grammar.
+
+    Args:
+        tokenizer: of the model.
+        grammar: result of `serialize`.
+
+    Raises:
+        GrammarError: the grammar is not valid, needs something that is not supported, or exceeds a limit.
+    """
+    matcher = LLMatcher(tokenizer.library, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GrammarError(_reason(matcher.get_error()))
+    return GrammarMatcher(matcher)
+
+
+def check(tokenizer: GrammarTokenizer, grammar: str) -> None:
+    """Compile a grammar and follow it for a few tokens. May take long, or end the process.
+
+    Raises:
+        GrammarError: it cannot be compiled, no output can follow it, or its masks exceed a limit.
+    """
+    matcher = compile_matcher(tokenizer, grammar)
+    words = np.empty((1, tokenizer.num_words), np.int32)
+    for step in range(_TRIAL_TOKENS):
+        start = time.thread_time()
+        matcher.library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.library.is_error():
+            if step == 0 and "NoExtension" in matcher.library.get_error():
+                raise GrammarError("no text follows this grammar")
+            raise GrammarError(_reason(matcher.library.get_error()))
+        if time.thread_time() - start > _TRIAL_SECONDS:
+            raise GrammarError(
+                f"finding the allowed tokens takes more than {_TRIAL_SECONDS:g} seconds"
+            )
+        token_id = _some_token(words[0], tokenizer.eos_token_ids, step)
+        if token_id is None:
+            return
+        if not matcher.accept(token_id):
+            raise GrammarError(_reason(matcher.library.get_error()))
+
+
+def _some_token(words: npt.NDArray[np.int32], excluded: Sequence[int], choice: int) -> int | None:
+    """Return one of the tokens of a mask that are not excluded, None if there is none. Changes the mask."""
+    _clear_bits(words, excluded)
+    nonzero = np.flatnonzero(words)
+    if not len(nonzero):
+        return None
+    index = int(nonzero[choice * 7919 % len(nonzero)])
+    bits = int(words[index]) & 0xFFFFFFFF
+    return index * WORD_BITS + (bits & -bits).bit_length() - 1
+
+
+def _clear_bits(words: npt.NDArray[np.int32], token_ids: Sequence[int]) -> None:
+    """Clear the bits of tokens in a mask."""
+    view = words.view(np.uint32)
+    for token_id in token_ids:
+        view[token_id // WORD_BITS] &= np.uint32(~(1 << token_id % WORD_BITS) & 0xFFFFFFFF)
+
+
+def serialize(kind: str, value: object) -> str:
+    """Translate a constraint to llguidance's format, without compiling it.
+
+    Args:
+        kind: "json_schema", "json_object", "regex", "choice", "lark" or "structural_tag".
+        value: of plain JSON types; see `server.http.structured_output.StructuredOutput`.
+
+    Raises:
+        GrammarError: the value is of the wrong type, too long or too deeply nested.
+    """
+    _check_size(value)
+    if kind == "json_object":
+        return _json_grammar({"type": "object"})
+    if kind == "json_schema":
+        return _json_grammar(_schema(value))
+    if kind == "choice":
+        return _choice_grammar(value)
+    if kind == "structural_tag":
+        return _tag_grammar(value)
+    if not isinstance(value, str):
+        raise GrammarError("must be a string")
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    assert kind == "lark", kind
+    try:
+        return grammar_from("grammar", value)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_one_line(str(error))) from None
+
+
+def _json_grammar(schema: dict[str, Any] | bool) -> str:
+    if isinstance(schema, bool):
+        schema = {"allOf": [schema]}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_options())
+
+
+def _options() -> Any:  # noqa: ANN401 - the library's type lacks that values may be null
+    return dict(_JSON_OPTIONS)
+
+
+def _schema(value: object) -> dict[str, Any] | bool:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"is not valid JSON: {error}") from None
+        _check_size(value)
+    if not isinstance(value, dict | bool):
+        raise GrammarError("must be a JSON schema, an object")
+    if isinstance(value, dict) and "x-guidance" in value:
+        raise GrammarError("the JSON schema keyword `x-guidance` is not supported")
+    return value
+
+
+def _choice_grammar(value: object) -> str:
+    if not (isinstance(value, list) and value and all(isinstance(choice, str) for choice in value)):
+        raise GrammarError("must be a list of strings, at least one")
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quote, value)))
+
+
+def _tag_grammar(value: object) -> str:
+    """Translate `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`.
+
+    Text is free up to a trigger. From there on one of the structures whose `begin` starts with it must follow.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"is not valid JSON: {error}") from None
+        _check_size(value)
+    if not isinstance(value, dict):
+        raise GrammarError("must be an object with `structures` and `triggers`")
+    unknown = [key for key in value if key not in ("type", "structures", "triggers")]
+    if unknown:
+        raise GrammarError(f"the key `{unknown[0]}` of a structural tag is not supported")
+    structures, triggers = value.get("structures"), value.get("triggers")
+    if not (isinstance(structures, list) and structures):
+        raise GrammarError("`structures` must be a list, not empty")
+    if not (isinstance(triggers, list) and triggers and all(_is_text(t) for t in triggers)):
+        raise GrammarError("`triggers` must be a list of strings, not empty")
+    bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    for i, structure in enumerate(structures):
+        trigger, body = _structure(structure, triggers, f"structures.{i}")
+        bodies[trigger].append(body)
+    lines = [
+        "start: tag* tail",
+        "tail: TAIL",
+        "TEXT: /(?s:.*)/",
+        "TAIL: TEXT" + "".join(f" & ~(TEXT {_quote(t)} TEXT)" for t in bodies),
+        "tag: " + " | ".join(f"tag_{i}" for i in range(len(bodies))),
+    ]
+    for i, (trigger, found) in enumerate(bodies.items()):
+        if not found:
+            raise GrammarError(f"no structure begins with the trigger {_quote(trigger)}")
+        lines += [f"trigger_{i}[lazy]: TEXT {_quote(trigger)}"]
+        lines += [f"tag_{i}: trigger_{i} (" + " | ".join(found) + ")"]
+    return LLMatcher.grammar_from_lark("\n".join(lines))
+
+
+def _structure(structure: object, triggers: list[str], where: str) -> tuple[str, str]:
+    """Return the trigger of a structure, and the rule for what follows it."""
+    if not isinstance(structure, dict) or set(structure) - {"begin", "schema", "end"}:
+        raise GrammarError(f"`{where}` must be an object with `begin`, `schema` and `end`")
+    begin, end = structure.get("begin"), structure.get("end", "")
+    if not (isinstance(begin, str) and begin and isinstance(end, str)):
+        raise GrammarError(f"`{where}.begin` and `{where}.end` must be strings")
+    trigger = next((t for t in triggers if begin.startswith(t)), None)
+    if trigger is None:
+        raise GrammarError(f"`{where}.begin` starts with none of the triggers")
+    schema = _schema(structure.get("schema", {}))
+    if isinstance(schema, bool):
+        schema = {"allOf": [schema]}
+    options = {key: option for key, option in _JSON_OPTIONS.items() if option is not None}
+    parts = [f"%json {json.dumps({**schema, 'x-guidance': options})}"]
+    if len(begin) > len(trigger):
+        parts.insert(0, _quote(begin[len(trigger) :]))
+    if end:
+        parts.append(_quote(end))
+    return trigger, " ".join(parts)
+
+
+def _quote(text: str) -> str:
+    # The lexer of Lark grammars refuses a raw DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _check_size(value: object) -> None:
+    """Check the length and the nesting of a value, without recursion.
+
+    Raises:
+        GrammarError: it exceeds a limit.
+    """
+    size, depth, level = 0, 0, [value]
+    while level:
+        depth += 1
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, str):
+                size += len(item)
+            elif isinstance(item, dict):
+                size += sum(map(len, item))
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+            size += 1
+        if size > MAX_TEXT_CHARACTERS:
+            raise GrammarError(f"must have at most {MAX_TEXT_CHARACTERS} characters")
+        if depth > MAX_DEPTH:
+            raise GrammarError(f"must be nested at most {MAX_DEPTH} levels deep")
+        level = below
+
+
+_UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
+
+
+def _reason(error: str) -> str:
+    """Return the library's error as a phrase that names the keyword, on one line."""
+    if found := _UNIMPLEMENTED.search(error):
+        keys = json.loads(found[1])
+        noun = "keyword" if len(keys) == 1 else "keywords"
+        names = ", ".join(f"`{key}`" for key in keys)
+        return f"the JSON schema {noun} {names} {'is' if len(keys) == 1 else 'are'} not supported"
+    return _one_line(error.removesuffix("<non-verbose/>"))
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())[:_MAX_REASON_CHARACTERS]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

@@ -1,0 +1,23 @@
+"""The interface of a grammar's state."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Matcher(Protocol):
+    """The state of a sequence's grammar; implemented by `model.sampling.grammar.GrammarMatcher`."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; return whether the grammar allows it and its limits are kept."""
+
+    def forced_tokens(self) -> list[int]:
+        """Return the next tokens where the grammar allows one text only; they are not accepted yet."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output follows the grammar and nothing can be appended to it."""
+
+    @property
+    def error(self) -> str:
+        """Why the matcher cannot continue; empty if it can."""

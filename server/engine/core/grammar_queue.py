@@ -1,0 +1,69 @@
+"""The sequences whose grammar is being compiled."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from server.engine.core.grammar import Matcher
+    from server.engine.core.sequence import Sequence
+
+log = logging.getLogger("tessera.engine")
+
+_WAIT_SECONDS: Final = 0.002
+"""How long `take` waits; messages of the front end wait as long."""
+
+
+class GrammarQueue:
+    """Sequences that wait for their grammar while others run; in order of arrival.
+
+    Args:
+        compile_grammar: starts to compile a serialized grammar on another thread.
+    """
+
+    def __init__(self, compile_grammar: Callable[[str], Future[Matcher]]) -> None:
+        self._compile = compile_grammar
+        self._waiting: dict[int, tuple[Sequence, Future[Matcher]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Start to compile the grammar of a new sequence."""
+        assert sequence.sampling.grammar is not None
+        self._waiting[sequence.request_id] = sequence, self._compile(sequence.sampling.grammar)
+
+    def remove(self, request_id: int) -> None:
+        """Drop a sequence; unknown ids are ignored."""
+        self._waiting.pop(request_id, None)
+
+    def take(self, *, wait: bool) -> list[tuple[Sequence, str | None]]:
+        """Remove the sequences whose compilation has ended.
+
+        Args:
+            wait: whether to wait for up to `_WAIT_SECONDS` for one.
+
+        Returns:
+            Sequences with their `matcher` set and None, or with the reason why they have none.
+        """
+        futures = [future for _, future in self._waiting.values()]
+        if wait:
+            concurrent.futures.wait(futures, _WAIT_SECONDS, concurrent.futures.FIRST_COMPLETED)
+        ended: list[tuple[Sequence, str | None]] = []
+        for request_id, (sequence, future) in list(self._waiting.items()):
+            if not future.done():
+                continue
+            del self._waiting[request_id]
+            error = future.exception()
+            if error is None:
+                sequence.matcher = future.result()
+                ended.append((sequence, None))
+            else:
+                log.error("compiling a grammar failed: %s", error)
+                ended.append((sequence, f"the grammar cannot be compiled: {error}"))
+        return ended

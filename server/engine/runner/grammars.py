@@ -1,0 +1,72 @@
+"""Compiles grammars on threads, and computes token masks while the device computes a step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, TokenMasker, compile_matcher
+from model.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from model.checkpoint.config import ModelConfig
+    from model.sampling.grammar import PendingMasks
+    from server.engine.core.grammar import Matcher
+
+_THREADS: Final = 2
+_KEPT: Final = 64
+"""Compiled grammars that are kept for requests with the same one."""
+
+
+class Grammars:
+    """Compiles the grammars of a checkpoint. The vocabulary is loaded for the first of them.
+
+    Args:
+        folder: the checkpoint, with its tokenizer.
+        config: of the model.
+    """
+
+    def __init__(self, folder: str, config: ModelConfig) -> None:
+        self._folder, self._config = folder, config
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+        self._lock = Lock()
+        self._tokenizer: GrammarTokenizer | None = None
+        self._masker: TokenMasker | None = None
+        self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
+
+    def compile(self, grammar: str) -> Future[Matcher]:
+        """Start to compile a serialized grammar. The future raises a `ModelError` if that fails."""
+        return self._threads.submit(self._compile, grammar)
+
+    def start_masks(self, rows: Sequence[tuple[GrammarMatcher, bool]]) -> PendingMasks:
+        """Start to compute masks; see `TokenMasker.start`. Only the engine's thread calls it."""
+        if self._masker is None:
+            assert self._tokenizer is not None, "there are matchers, so the vocabulary is loaded"
+            self._masker = TokenMasker(self._tokenizer)
+        return self._masker.start(rows)
+
+    def _compile(self, grammar: str) -> Matcher:
+        with self._lock:
+            tokenizer = self._load()
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+                return compiled.copy()
+        compiled = compile_matcher(tokenizer, grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+            return compiled.copy()
+
+    def _load(self) -> GrammarTokenizer:
+        if self._tokenizer is None:
+            config = self._config
+            self._tokenizer = GrammarTokenizer(
+                Tokenizer.from_folder(self._folder), config.vocab_size, config.eos_token_ids
+            )
+        return self._tokenizer

@@ -1,0 +1,243 @@
+"""Grammars: what they accept, on byte-level and SentencePiece vocabularies."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.structured_output import Walker, validity
+from model.checkpoint.hub import resolve
+from model.errors import GrammarError
+from model.sampling.grammar import (
+    MAX_TEXT_CHARACTERS,
+    GrammarTokenizer,
+    TokenMasker,
+    check,
+    compile_matcher,
+    serialize,
+)
+from model.text.tokenizer import Tokenizer
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TAGS = {
+    "structures": [
+        {"begin": "<f=a>", "schema": OBJECT, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "integer"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(resolve("bundled"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return GrammarTokenizer(tokenizer, 4096, [0])
+
+
+@pytest.fixture(scope="module")
+def accepts(tokenizer, vocabulary):
+    """Return a function that tells whether a whole text follows a constraint."""
+
+    def ask(kind, value, text):
+        grammar = serialize(kind, value)
+        check(vocabulary, grammar)
+        matcher = compile_matcher(vocabulary, grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return all(matcher.accept(i) for i in ids) and matcher.is_accepting
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "yes", "no"),
+    [
+        (
+            "json_schema",
+            OBJECT,
+            ['{"a": 5}', '{"a": 5, "b": "x"}'],
+            ['{"b": "x"}', '{"a": 5', "[]"],
+        ),
+        ("json_schema", json.dumps(OBJECT), ['{"a": 5}'], ['{"a": "5"}']),
+        ("json_schema", True, ["5", "{}", "null"], ["", "{"]),
+        ("json_object", None, ['{"x": [1, {"y": null}]}', "{}"], ["[]", "5"]),
+        ("regex", "[a-c]{2,3}", ["ab", "abc"], ["a", "abcd"]),
+        ("regex", "^a|b$", ["a", "b"], ["ab"]),
+        (
+            "choice",
+            ["yes", "no way", 'a "quote"\n', ""],
+            ["yes", "no way", 'a "quote"\n', ""],
+            ["no"],
+        ),
+        ("lark", 'start: "a" b\nb: /[0-9]+/', ["a1", "a12"], ["a", "b1"]),
+        ("lark", 'root ::= "a" [0-9]+\n', ["a1"], ["a"]),
+        (
+            "structural_tag",
+            TAGS,
+            ["text", "x <f=b>12</f> y", '<f=a>{"a": 1}</f><f=b>2</f>'],
+            ["x <f=", "x <f=c>", "x <f=b>12", "x <f=b>y</f>"],
+        ),
+    ],
+)
+def test_a_constraint_accepts_what_follows_it(accepts, kind, value, yes, no):
+    assert [text for text in yes if not accepts(kind, value, text)] == []
+    assert [text for text in no if accepts(kind, value, text)] == []
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":5}', '{"a":  5}', '{"a": 5 }', '{\n"a": 5}', ' {"a": 5}', '{"a": 5}\n']
+)
+def test_json_has_the_white_space_of_json_dumps_only(accepts, text):
+    assert not accepts("json_schema", OBJECT, text)
+
+
+@settings(deadline=None, max_examples=60)
+@given(choices=st.lists(st.text(max_size=8), min_size=1, max_size=4), other=st.text(max_size=8))
+def test_every_choice_is_accepted_and_nothing_else(accepts, choices, other):
+    assert all(accepts("choice", choices, choice) for choice in choices)
+    assert accepts("choice", choices, other) == (other in choices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("json_schema", 5, "must be a JSON schema, an object"),
+        ("json_schema", "{", "is not valid JSON"),
+        ("json_schema", {"not": {}}, "the JSON schema keyword `not` is not supported"),
+        ("json_schema", {"if": {}, "else": {}}, "keywords `else`, `if` are not supported"),
+        ("json_schema", False, "Unsatisfiable"),
+        ("json_schema", {"description": "x" * MAX_TEXT_CHARACTERS}, "at most 131072 characters"),
+        ("choice", [], "must be a list of strings, at least one"),
+        ("choice", [1], "must be a list of strings, at least one"),
+        ("regex", 5, "must be a string"),
+        ("regex", "(", "unclosed group"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", r"[^\s\S]", "no text follows this grammar"),
+        ("lark", "start: missing", 'unknown name: "missing"'),
+        ("lark", "root ::= (", "expected"),
+        ("structural_tag", {"format": {}}, "the key `format`"),
+        ("structural_tag", {"structures": [], "triggers": ["<"]}, "`structures` must be a list"),
+        ("structural_tag", {**TAGS, "triggers": ["<g"]}, "starts with none of the triggers"),
+        ("structural_tag", {**TAGS, "triggers": ["<f=", "<g"]}, "no structure begins"),
+    ],
+)
+def test_a_constraint_that_cannot_be_used_is_refused_with_the_reason(
+    vocabulary, kind, value, reason
+):
+    with pytest.raises(GrammarError) as error:
+        check(vocabulary, serialize(kind, value))
+
+    assert reason.lower() in str(error.value).lower()
+    assert str(error.value).isprintable()
+
+
+def test_a_matcher_forces_what_is_certain_and_copies_are_independent(tokenizer, vocabulary):
+    matcher = compile_matcher(vocabulary, serialize("json_schema", OBJECT))
+    forced = matcher.forced_tokens()
+    assert tokenizer.decode(forced) == '{"a":'
+    other = matcher.copy()
+    for token_id in forced:
+        assert matcher.accept(token_id)
+
+    assert not matcher.is_accepting
+    assert other.forced_tokens() == forced
+    assert not other.accept(tokenizer.encode("x", add_special_tokens=False)[0])
+    assert other.error
+    assert not matcher.error
+
+
+def test_masks_of_many_matchers_are_those_of_each_alone(tokenizer, vocabulary):
+    kinds = [("regex", "[a-f]+"), ("json_object", None), ("choice", ["x"]), ("regex", "")]
+    matchers = [compile_matcher(vocabulary, serialize(*kind)) for kind in kinds * 8]
+    masker = TokenMasker(vocabulary)
+    together = masker.start([(matcher, True) for matcher in matchers])
+    assert together.wait() == {}
+    words = together.words.copy()
+
+    for i in range(len(kinds)):
+        alone = masker.start([(matchers[i], True)])
+        assert alone.wait() == {}
+        for k in range(i, len(matchers), len(kinds)):
+            assert np.array_equal(words[k], alone.words[0])
+
+
+def test_end_tokens_are_allowed_where_the_grammar_accepts_or_nothing_else_is(vocabulary):
+    masker = TokenMasker(vocabulary)
+
+    def allowed(pattern, end_allowed):
+        pending = masker.start(
+            [(compile_matcher(vocabulary, serialize("regex", pattern)), end_allowed)]
+        )
+        assert pending.wait() == {}
+        bits = np.unpackbits(pending.words[0].view(np.uint8), bitorder="little")
+        return set(np.flatnonzero(bits).tolist())
+
+    assert 0 in allowed("a*", True)
+    assert 0 not in allowed("a*", False)
+    assert 0 not in allowed("a+", True)
+    assert allowed("", False) == {0}
+
+
+def test_logits_without_a_token_are_never_allowed(tokenizer):
+    vocabulary = GrammarTokenizer(tokenizer, 5000, [0])
+    pending = TokenMasker(vocabulary).start(
+        [(compile_matcher(vocabulary, serialize("regex", "(?s:.*)")), True)]
+    )
+    assert pending.wait() == {}
+
+    bits = np.unpackbits(pending.words[0].view(np.uint8), bitorder="little")
+    assert bits[: 4096 - 1].sum() > 3000
+    assert not bits[tokenizer.vocab_size :].any()
+
+
+def test_schemas_of_many_shapes_accept_only_documents_that_validate(tokenizer, vocabulary):
+    found = validity(tokenizer, vocabulary, count=40, seed=11, walks=2)
+
+    assert found["invalid_outputs"] == []
+    assert found["invalid_documents_accepted"] == []
+    assert found["complete_outputs"] > 40
+
+
+@pytest.mark.slow
+def test_300_schemas_accept_only_documents_that_validate(tokenizer, vocabulary):
+    found = validity(tokenizer, vocabulary, count=300, seed=0)
+
+    assert found["invalid_outputs"] == []
+    assert found["invalid_documents_accepted"] == []
+    assert found["check_cpu_ms"]["p99"] <= 20
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_strip"])
+def test_the_text_of_allowed_tokens_follows_the_grammar_with_every_kind_of_vocabulary(
+    libraries, kind
+):
+    tokenizer = Tokenizer(libraries[kind], "<s>", "</s>")
+    vocabulary = GrammarTokenizer(tokenizer, tokenizer.vocab_size, [2])
+    matcher = compile_matcher(vocabulary, serialize("json_schema", OBJECT))
+    walker = Walker(tokenizer, vocabulary, seed=3)
+
+    texts = [walker.walk(matcher.copy(), 200) for _ in range(20)]
+
+    documents = [json.loads(text) for text in texts if text is not None]
+    assert len(documents) > 5
+    for document in documents:
+        jsonschema.validate(document, OBJECT)
+
+
+@pytest.mark.parametrize("kind", ["metaspace_always", "word_piece"])
+def test_a_vocabulary_whose_tokens_have_no_fixed_bytes_is_refused(libraries, kind):
+    tokenizer = Tokenizer(libraries[kind], "<s>", "</s>")
+
+    with pytest.raises(GrammarError, match="does not support this model's tokenizer"):
+        GrammarTokenizer(tokenizer, tokenizer.vocab_size, [2])
