@@ -11,7 +11,7 @@ import uvicorn
 
 from server.http.edge.access_log import MAX_DELAY_SECONDS
 from server.http.fair_start import FairStart
-from server.http.transport import DirectWriterMiddleware
+from server.http.transport import DirectWriterMiddleware, HTTP11Protocol
 
 if TYPE_CHECKING:
     import socket
@@ -39,6 +39,7 @@ class HTTPServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
+                http=HTTP11Protocol,
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

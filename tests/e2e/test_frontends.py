@@ -38,7 +38,7 @@ class FrontEndService:
         self._log = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 - as long as the service
         self.process = subprocess.Popen([*command, *arguments], stderr=self._log, text=True)
 
-    def wait_until_healthy(self, seconds=30.0):
+    def wait_until_healthy(self, seconds=90.0):
         until(lambda: self.health() == 200, seconds)
 
     def health(self):
@@ -105,7 +105,7 @@ class FrontEndService:
         return Path(self._log.name).read_text()
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=40.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not so within {seconds} s"

@@ -269,6 +269,8 @@ class Engine:
     ) -> dict[int, list[float]]:
         """Collect the chunks of each prompt; return the prompts that this step completed."""
         for request_id, chunk in computed.items():
+            if request_id not in self._arrivals:
+                continue  # it ended while the step was computed
             # A preempted prompt is computed again from its beginning.
             kept = self._prompt_logprobs.get(request_id, [])[: chunk.start]
             self._prompt_logprobs[request_id] = kept + chunk.logprobs

@@ -55,11 +55,11 @@ class FrontEndConnection:
     """The hub's side of the connection to one front end.
 
     Attributes:
-        sockets: of the connection.
+        sockets: the sockets of the connection.
         first_id: first request id of the front end.
         on_attached: called once the front end receives messages.
-        attached: whether it does.
-        external_ids: of its requests in flight, by request id.
+        attached: whether the front end receives messages.
+        external_ids: external ids of its requests in flight, by request id.
     """
 
     sockets: Connection
@@ -130,7 +130,7 @@ class EngineHub(EngineSupervisor):
             elif isinstance(message, AbortExternal):
                 self._abort_external(front_end, message)
             elif self.state is EngineState.READY:
-                # Otherwise the front end is about to learn that the engine is lost, and ends the request.
+                # Otherwise the front end will receive the loss of the engine and end the request itself.
                 self._send_encoded(data)
                 front_end.external_ids[message.request_id] = message.external_id
 
