@@ -386,6 +386,8 @@ class Scheduler:
         running, waiting = self._running, self._waiting
         while budget and waiting and len(running) < self.config.max_num_seqs:
             sequence = waiting[0]
+            if sequence.num_tokens_in_flight:
+                return  # preempted by a schedule that was not started: not all its tokens have ids
             if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
                 assert running, "`add` ensures that a sequence fits in an empty cache"
                 return

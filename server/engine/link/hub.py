@@ -60,7 +60,7 @@ class FrontEndConnection:
         first_id: first request id of the front end.
         on_attached: called once the front end receives messages.
         attached: whether the front end receives messages.
-        external_ids: of its requests in flight, by request id.
+        external_ids: external ids of its requests in flight, by request id.
     """
 
     sockets: Connection

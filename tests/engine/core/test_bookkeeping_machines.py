@@ -353,6 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not {row[0] for row in rows} & set(output.preempted)
         served = {row[0] for row in rows} | ending
         assert {sequence.request_id for sequence in scheduler._running} <= served
+        served |= {i for i, sequence in self.live.items() if sequence.num_tokens_in_flight}
         if self.live:
             assert served
         if len({sequence.priority for sequence in self.live.values()}) == 1:

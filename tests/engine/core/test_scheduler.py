@@ -945,6 +945,25 @@ def test_a_preempted_sequence_still_gets_its_token_in_flight(token_id, reason):
     finish_everything(scheduler)
 
 
+def test_a_sequence_that_a_discarded_schedule_preempted_waits_for_its_token_in_flight():
+    scheduler = make_scheduler(5, 2, max_num_seqs=2)
+    add(scheduler, 0, 3, max_new_tokens=5)
+    younger = add(scheduler, 1, 2, max_new_tokens=5)
+    step(scheduler, 20)
+    step(scheduler, 20)
+    first = begin(scheduler)
+    assert scheduler.schedule().preempted == (1,)
+    scheduler.abort(0)  # now its blocks are free
+
+    second = begin(scheduler)
+
+    assert second.num_tokens == 0
+    scheduler.commit(first, [[Token(21)], [Token(22)]])
+    scheduler.commit(second, [])
+    assert rows_of(begin(scheduler)) == [(1, 2, 3, 1)]
+    assert younger.output_token_ids == [20, 20, 22]
+
+
 def test_steps_end_in_the_order_in_which_they_were_started():
     scheduler = make_scheduler(16, 4)
     add(scheduler, 0, 3)

@@ -21,8 +21,10 @@ _TYPES = {
     413: "RequestEntityTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
+    499: "RequestAbortedError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "DeadlineExceededError",
 }
 # The first name in backquotes is the field; see `ValidationError`.
 _FIELD = re.compile(r"`([^`]+)`")

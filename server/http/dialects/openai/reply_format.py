@@ -23,6 +23,7 @@ _FINISH_REASONS = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "timeout",
 }
 
 
