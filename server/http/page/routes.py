@@ -63,8 +63,9 @@ def install(app: FastAPI, assets: Mapping[str, Asset]) -> None:
     """
 
     @app.api_route(PREFIX + "{name}", methods=["GET", "HEAD"], include_in_schema=False)
-    async def read_asset(name: str, request: Request) -> Response:
+    async def read_asset(request: Request) -> Response:
         """Return a file of the page."""
+        name = request.path_params["name"]
         if name not in assets:
             raise NotFoundError("there is no such route")
         return respond(assets[name], request)
