@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
@@ -17,7 +16,7 @@ from server.errors import IncompleteGenerationError, TesseraError, UnavailableEr
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
-from server.http.responses import error_response, header, send_json
+from server.http.responses import error_response, send_json, warnings_header
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
 
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from server.http.generation import Generation, Timings
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
-
-# A JSON list, in ASCII.
-_WARNINGS_HEADER = "x-tessera-warnings"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +185,4 @@ class Exchange(Response):
 
 
 def _headers(answer: Answer, generation: Generation, timings: Timings | None) -> Headers:
-    headers = answer.headers(generation, timings)
-    if answer.warnings:
-        headers = [*headers, header(_WARNINGS_HEADER, json.dumps(answer.warnings))]
-    return headers
+    return [*answer.headers(generation, timings), *warnings_header(answer.warnings)]

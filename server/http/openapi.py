@@ -5,7 +5,7 @@ The routes read their bodies themselves, so FastAPI cannot infer the schemas of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 from fastapi.openapi.utils import get_openapi
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from pydantic import BaseModel
+
+ChoiceT = TypeVar("ChoiceT")
+Choice: TypeAlias = ChoiceT | tuple[ChoiceT, ...]
 
 _SCHEMAS = "#/components/schemas/"
 _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
@@ -42,16 +45,18 @@ def describe_service_route(reply: type[msgspec.Struct], *, tag: str = "Service")
 
 
 def describe_route(
-    body: type[BaseModel],
-    error_reply: type[msgspec.Struct],
-    reply: Any = None,  # noqa: ANN401 - a record or a list of records
-    events: type[msgspec.Struct] | None = None,
+    body: Choice[type[BaseModel]],
+    error_reply: Choice[type[msgspec.Struct]],
+    reply: Any = None,  # noqa: ANN401 - a record, a list of records, or a choice of these
+    events: Choice[type[msgspec.Struct]] | None = None,
     *,
     generates: bool = True,
     status_of: Callable[[type[errors.TesseraError]], int] = lambda error: error.status,
     tag: str = "Generate",
 ) -> dict[str, Any]:
     """Return the decorator arguments that document a route's body, replies and errors.
+
+    A tuple of types means any of them.
 
     Args:
         body: type of the request body.
@@ -80,7 +85,7 @@ def describe_route(
 
 
 def describe_error(
-    error: type[errors.TesseraError], error_reply: type[msgspec.Struct]
+    error: type[errors.TesseraError], error_reply: Choice[type[msgspec.Struct]]
 ) -> dict[str, Any]:
     """Describe one error response."""
     return {
@@ -130,13 +135,15 @@ def _describe(tag: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema_of(record: Any) -> dict[str, Any]:  # noqa: ANN401
+    if isinstance(record, tuple):
+        return {"anyOf": [_schema_of(choice) for choice in record]}
     if hasattr(record, "__args__"):
         return {"type": "array", "items": _schema_of(record.__args__[0])}
     return {"$ref": _SCHEMAS + record.__name__}
 
 
 def _event_schema(
-    events: type[msgspec.Struct], error_reply: type[msgspec.Struct]
+    events: Choice[type[msgspec.Struct]], error_reply: Choice[type[msgspec.Struct]]
 ) -> dict[str, Any]:
     """Describe a server-sent event as OpenAPI 3.2 does: its data is JSON in a string."""
     data = {

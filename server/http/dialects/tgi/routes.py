@@ -8,8 +8,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError
-from server.http.dialects.tgi.generate import GenerateAnswer
-from server.http.dialects.tgi.limits import check, is_stream
+from server.http.dialects.tgi.generate import GenerateAnswer, read_request
+from server.http.dialects.tgi.legacy import read_body
 from server.http.dialects.tgi.replies import (
     ErrorReply,
     GenerateReply,
@@ -23,8 +23,7 @@ from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
 from server.http.openapi import describe_error, describe_route, describe_service_route
 from server.http.request_body import ClientDisconnectedError, read_json
-from server.http.responses import json_response
-from server.http.validation import parse
+from server.http.responses import json_response, warnings_header
 from server.version import version
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody
 
 _CLIENT_CLOSED = 499
+# The release of TGI whose API this is. Clients parse it: llama-index reads `max_input_tokens` only from 2.1.0 on.
+_TGI_VERSION = "3.3.6"
 
 
 def _install(app: FastAPI, context: AppContext) -> None:
@@ -43,15 +44,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     def respond(endpoint: str, *, stream: bool | None) -> Response:
         def answer(body: object, info: EngineInfo) -> GenerateAnswer:
-            request = parse(GenerateBody, body)
-            streaming = is_stream(request, endpoint, stream)
-            compat = stream is None
-            options = check(
-                request, streaming=streaming, full_text=compat, config=context.config, info=info
-            )
-            return GenerateAnswer(
-                context, info, options, heads, streaming=streaming, as_list=compat
-            )
+            return read_request(body, context, info, heads, endpoint=endpoint, stream=stream)
 
         return Exchange(TGI, context, endpoint, answer)
 
@@ -77,11 +70,11 @@ def _install(app: FastAPI, context: AppContext) -> None:
         """Return the tokens of a prompt, and the characters that each covers."""
         try:
             with RequestRecord(context.metrics, "tokenize") as record:
-                spans = await _tokenize(request, context)
+                response = await _tokenize(request, context)
                 record.finish(Outcome.OK)
         except ClientDisconnectedError:
             return Response(status_code=_CLIENT_CLOSED)
-        return json_response(spans)
+        return response
 
     info = describe_service_route(InfoReply)
     info["responses"][UnavailableError.status] = describe_error(UnavailableError, ErrorReply)
@@ -107,15 +100,19 @@ TGI = Dialect(
 )
 
 
-async def _tokenize(request: Request, context: AppContext) -> list[PromptSpan]:
-    body = parse(GenerateBody, await read_json(request.scope, request.receive, context.config))
+async def _tokenize(request: Request, context: AppContext) -> Response:
+    body, warnings = read_body(await read_json(request.scope, request.receive, context.config))
     text = body.inputs
     spans = await context.tokenize(
         text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
     )
     if body.parameters is not None and body.parameters.truncate is not None:
         spans = spans[-body.parameters.truncate :]
-    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
+    response = json_response(
+        [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
+    )
+    response.raw_headers += warnings_header(warnings)
+    return response
 
 
 def _info(context: AppContext) -> InfoReply:
@@ -142,7 +139,8 @@ def _info(context: AppContext) -> InfoReply:
         num_blocks=info.num_blocks,
         kv_cache_dtype=info.kv_cache_dtype,
         router="tessera",
-        version=version(),
+        version=_TGI_VERSION,
+        tessera_version=version(),
         sha=None,
         docker_label=None,
     )
