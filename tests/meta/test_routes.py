@@ -16,6 +16,7 @@ ROUTES = {
     "/health": {"GET", "HEAD"},
     "/health/live": {"GET", "HEAD"},
     "/info": {"GET"},
+    "/invocations": {"POST"},
     "/metrics": {"GET"},
     "/openapi.json": {"GET", "HEAD"},
     "/ping": {"GET", "HEAD"},
