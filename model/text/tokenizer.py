@@ -174,6 +174,10 @@ class Tokenizer:
             piece = pieces.load(token_id)
         return piece.encode() if isinstance(piece, str) else piece
 
+    def token_name(self, token_id: int) -> str:
+        """Return the name of a token in the vocabulary; an id without a token has none."""
+        return self.library.id_to_token(token_id) or ""
+
     def token_id(self, name: str) -> int | None:
         """Return the id of the token with this name in the vocabulary; None if there is none."""
         return self.library.token_to_id(name)

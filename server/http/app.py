@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from server.http import service_routes
+from server.http import service_routes, token_routes
 from server.http.context import AppContext
 from server.http.dialects.openai.routes import OPENAI
 from server.http.dialects.sagemaker.routes import SAGEMAKER
@@ -55,10 +55,13 @@ def create_app(
         redirect_slashes=False,
     )
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
+    endpoints += token_routes.ENDPOINTS
     metrics = Metrics(client, config, version(), endpoints, counters)
     context = AppContext(client, tokenizer, config, metrics)
     for dialect in DIALECTS:
         dialect.install(app, context)
+    forms = [form for dialect in DIALECTS for form in dialect.token_forms]
+    token_routes.install(app, context, forms)
     service_routes.install(app, context, DIALECTS[-1].error_reply)
     install_error_handlers(app, _render_error)
     install_openapi(

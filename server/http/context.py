@@ -14,7 +14,7 @@ from server.errors import OverloadedError, UnavailableError, ValidationError
 from server.http.validation import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 
     from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
@@ -174,16 +174,16 @@ class AppContext:
             found |= {tuple(ids): None for ids in encoded if ids}
         return tuple(found)
 
-    async def tokenize(self, text: str, field: str, work: Callable[[], ResultT]) -> ResultT:
-        """Call a function that tokenizes a text, in a thread if the text is long.
+    async def tokenize(self, text: Sized, field: str, work: Callable[[], ResultT]) -> ResultT:
+        """Call a function that tokenizes a text, or decodes tokens, in a thread if there are many.
 
         Args:
-            text: the text that the function tokenizes.
+            text: the text that the function tokenizes, or the tokens that it decodes.
             field: the request's field that holds it, for error messages.
             work: the function; must not use state that the event loop changes.
 
         Raises:
-            ValidationError: the text cannot be tokenized.
+            ValidationError: the text cannot be tokenized, or the tokens cannot be decoded.
         """
         try:
             if len(text) <= self.config.inline_characters:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from server.http.generation import Generation, Timings
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
+    from server.http.token_routes import TokenForm
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class Dialect:
         error_reply: type of that body.
         bodies: types of request bodies, for the OpenAPI document.
         replies: types of replies, for the OpenAPI document.
+        token_forms: its forms of /tokenize and /detokenize.
     """
 
     prefix: str
@@ -56,6 +58,7 @@ class Dialect:
     error_reply: type[msgspec.Struct]
     bodies: tuple[type[BaseModel], ...]
     replies: tuple[type[msgspec.Struct], ...]
+    token_forms: tuple[TokenForm, ...] = ()
 
 
 class Answer(Protocol):

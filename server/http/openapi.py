@@ -50,6 +50,7 @@ def describe_route(
     reply: Any = None,  # noqa: ANN401 - a record, a list of records, or a choice of these
     events: Choice[type[msgspec.Struct]] | None = None,
     *,
+    end_mark: str | None = None,
     generates: bool = True,
     status_of: Callable[[type[errors.TesseraError]], int] = lambda error: error.status,
     tag: str = "Generate",
@@ -63,6 +64,7 @@ def describe_route(
         error_reply: type of the body of every error.
         reply: type of the JSON reply with status 200; None if there is none.
         events: type of a stream's events; None if there is no stream.
+        end_mark: data of the event that ends a stream; None if there is none.
         generates: whether the route generates tokens, and so can fail with the errors of generation.
         status_of: the status of the response to an error. Of errors with the same status, the last is described.
         tag: group of the route.
@@ -71,7 +73,7 @@ def describe_route(
     if reply is not None:
         content["application/json"] = {"schema": _schema_of(reply)}
     if events is not None:
-        content["text/event-stream"] = {"itemSchema": _event_schema(events, error_reply)}
+        content["text/event-stream"] = {"itemSchema": _event_schema(events, error_reply, end_mark)}
     described = _describe(tag, content)
     for error in _BODY_ERRORS + (_GENERATE_ERRORS if generates else ()):
         described["responses"][status_of(error)] = describe_error(error, error_reply)
@@ -143,12 +145,16 @@ def _schema_of(record: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _event_schema(
-    events: Choice[type[msgspec.Struct]], error_reply: Choice[type[msgspec.Struct]]
+    events: Choice[type[msgspec.Struct]],
+    error_reply: Choice[type[msgspec.Struct]],
+    end_mark: str | None,
 ) -> dict[str, Any]:
     """Describe a server-sent event as OpenAPI 3.2 does: its data is JSON in a string."""
-    data = {
+    data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_schema_of(events), _schema_of(error_reply)]},
     }
+    if end_mark is not None:
+        data = {"anyOf": [{"const": end_mark}, data]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

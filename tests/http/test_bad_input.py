@@ -362,7 +362,7 @@ async def test_the_reply_to_an_unsupported_method_lists_the_supported_ones(
 
 
 @pytest.mark.parametrize(
-    "path", ["/nothing", "/generate/", "/x//generate", "/GENERATE", "/v1%2f..%2fgenerate", "/%00"]
+    "path", ["/nothing", "/generate/", "/x//generate", "/GENERATE", "/v2%2f..%2fgenerate", "/%00"]
 )
 async def test_an_unknown_path_is_not_found(client, path):
     response = await client.post(path, json={"inputs": "x"})

@@ -176,7 +176,7 @@ async def test_a_disconnect_during_tokenization_aborts_the_request(
         may_end.wait(5)
         return [1, 2, 3]
 
-    monkeypatch.setattr(type(tokenizer), "encode", lambda _self, text: slow(text))
+    monkeypatch.setattr(type(tokenizer), "encode", lambda _self, text, _special: slow(text))
     engine.script = say([1] * 50, FinishReason.LENGTH, wait=0.02)
     _, writer = await server.post(path, {"inputs": "x" * 5000})
     await tokenizing.wait()

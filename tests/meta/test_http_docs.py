@@ -12,7 +12,7 @@ from server.engine.link.protocol import EngineState
 from server.http import service_routes
 from server.http.app import DIALECTS
 from server.http.dialects.tgi import replies
-from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
+from server.http.dialects.tgi.schema import GenerateParameters
 from server.http.metrics.registry import SPECS, Outcome
 from tests.meta.test_routes import ROUTES
 
@@ -27,7 +27,9 @@ def test_every_route_is_described(path):
     assert all(method in methods for method in ROUTES[path] - {"HEAD"}), path
 
 
-@pytest.mark.parametrize("model", [GenerateBody, GenerateParameters])
+@pytest.mark.parametrize(
+    "model", [GenerateParameters, *(body for dialect in DIALECTS for body in dialect.bodies)]
+)
 def test_every_request_field_is_described(model):
     assert set(model.model_fields) <= NAMED
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,7 +11,7 @@ from server.errors import ValidationError
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
-from server.http.dialects.openai.messages import read_messages
+from server.http.dialects.openai.messages import encode_conversation, read_messages
 from server.http.dialects.openai.options import (
     Logprobs,
     OutputLimit,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from server.http.dialects.openai.replies import Usage
     from server.http.generation import Generation, Timings
     from server.http.responses import Headers
+    from server.http.streaming import StreamRenderer
+    from server.http.structured_output import StructuredOutput
 
 _ASSISTANT = "assistant"
 _encode = msgspec.json.Encoder().encode
@@ -53,18 +55,29 @@ class ChatAnswer:
     Args:
         context: the application's context.
         info: reported by the running engine.
-        body: the decoded JSON.
+        request: the body.
+        messages: its checked messages.
         texts: cached texts, for streams.
+        warnings: fields without effect.
+        constraint: on the text; None for the one that the body states.
 
     Raises:
         ValidationError: the body is not valid.
-        UnknownModelError: it names a model that is not served.
     """
 
+    _prompt_field = "messages"
+    _limit_fields = ("max_completion_tokens", "max_tokens")
+
     def __init__(
-        self, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
+        self,
+        context: AppContext,
+        info: EngineInfo,
+        request: ChatBody,
+        messages: list[dict[str, Any]],
+        texts: TokenTexts,
+        warnings: tuple[str, ...],
+        constraint: StructuredOutput | None = None,
     ) -> None:
-        request, self.warnings = parse_body(ChatBody, body, context.config)
         _check_tools(request)
         if request.top_logprobs and not request.logprobs:
             raise ValidationError("`top_logprobs` requires `logprobs` to be true")
@@ -72,20 +85,35 @@ class ChatAnswer:
             raise ValidationError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other"
             )
+        self.warnings = warnings
+        self.streaming = bool(request.stream)
         self._context = context
         self._info = info
         self._texts = texts
         self._request = request
-        self._messages = read_messages(request.messages)
+        self._messages = messages
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),
+            constraint=constraint,
             config=context.config,
             info=info,
         )
-        self.streaming = bool(request.stream)
         self.num_sequences = self._options.completions
         check_sequences("n", self.num_sequences, context, info)
+
+    @classmethod
+    def of_body(
+        cls, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
+    ) -> ChatAnswer:
+        """Make the answer from the decoded JSON of a request.
+
+        Raises:
+            ValidationError: the body is not valid.
+            UnknownModelError: it names a model that is not served.
+        """
+        request, warnings = parse_body(ChatBody, body, context.config)
+        return cls(context, info, request, read_messages(request.messages), texts, warnings)
 
     async def generate(self) -> Generation:
         """Render the conversation with the chat template, tokenize it and submit it.
@@ -95,23 +123,19 @@ class ChatAnswer:
             UnavailableError: the engine is not ready.
         """
         request = self._request
-        continues = bool(request.continue_final_message)
-        token_ids = await self._context.encode_chat(
+        token_ids = await encode_conversation(
+            self._context,
             self._messages,
-            add_generation_prompt=(
-                not continues
-                if request.add_generation_prompt is None
-                else request.add_generation_prompt
-            ),
-            continue_final_message=continues,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
         )
         older = request.max_completion_tokens is None and request.max_tokens is not None
         limit = OutputLimit(
             wanted=request.max_tokens if older else request.max_completion_tokens,
             default=None,
-            prompt_field="messages",
-            field="max_tokens" if older else "max_completion_tokens",
+            prompt_field=self._prompt_field,
+            field=self._limit_fields[older],
         )
         return await submit(self._context, self._info, self._options, [token_ids], limit)
 
@@ -123,7 +147,7 @@ class ChatAnswer:
         """Render the messages."""
         return _encode(self._format(generation).reply())
 
-    def renderer(self, generation: Generation) -> ChunkRenderer:
+    def renderer(self, generation: Generation) -> StreamRenderer:
         """Make the renderer of the stream's events."""
         chunks = self._format(generation)
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)

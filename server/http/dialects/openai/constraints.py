@@ -13,8 +13,8 @@ from server.http.validation import describe
 if TYPE_CHECKING:
     from server.http.dialects.openai.schema import (
         ResponseFormat,
-        SamplingFields,
         StructuredOutputs,
+        TextFields,
     )
 
 _Kind: TypeAlias = Literal[
@@ -36,7 +36,7 @@ _OLDER_FIELDS: tuple[tuple[str, _Kind], ...] = (
 )
 
 
-def find_constraint(body: SamplingFields) -> StructuredOutput | None:
+def find_constraint(body: TextFields) -> StructuredOutput | None:
     """Return the constraint that a body states; None if the text is free.
 
     Raises:

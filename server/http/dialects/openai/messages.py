@@ -1,4 +1,4 @@
-"""Checks the messages of a conversation, and reduces their content to text."""
+"""Checks the messages of a conversation, reduces their content to text, and tokenizes them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,57 @@ from server.http.validation import describe, quote
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from server.http.context import AppContext
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # The Responses API names the parts of a message by their direction.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def read_messages(
+    messages: Sequence[dict[str, Any]], field: str = "messages"
+) -> list[dict[str, Any]]:
     """Return messages whose `content` is text; null stays only beside calls of tools.
 
     Args:
         messages: JSON objects. Keys other than `role` and `content` are kept for the chat template.
+        field: the request's field that holds them, for error messages.
 
     Raises:
         ValidationError: a message has no known role, or content other than text.
     """
-    return [_read(message, f"messages.{i}") for i, message in enumerate(messages)]
+    return [_read(message, f"{field}.{i}") for i, message in enumerate(messages)]
+
+
+async def encode_conversation(
+    context: AppContext,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: dict[str, Any] | None,
+) -> list[int]:
+    """Render checked messages with the chat template and tokenize them.
+
+    Args:
+        context: the application's context.
+        messages: from `read_messages`.
+        add_generation_prompt: None means true, unless the final message is continued.
+        continue_final_message: None means false.
+        variables: further variables for the template.
+
+    Raises:
+        ValidationError: the model has no chat template, or the template rejects the messages.
+    """
+    continues = bool(continue_final_message)
+    if add_generation_prompt is None:
+        add_generation_prompt = not continues
+    return await context.encode_chat(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continues,
+        variables=variables,
+    )
 
 
 def _read(message: dict[str, Any], field: str) -> dict[str, Any]:

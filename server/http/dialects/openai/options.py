@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
     from server.http.context import AppContext
-    from server.http.dialects.openai.schema import SamplingFields
+    from server.http.dialects.openai.schema import SamplingFields, TextFields
     from server.http.structured_output import StructuredOutput
 
 _UINT64_MASK = 2**64 - 1
@@ -112,10 +112,11 @@ class Options:
 
 
 def check(
-    body: SamplingFields,
+    body: TextFields,
     *,
     logprobs: Logprobs,
     best_of: int | None = None,
+    constraint: StructuredOutput | None = None,
     config: HTTPConfig,
     info: EngineInfo,
 ) -> Options:
@@ -125,6 +126,7 @@ def check(
         body: the request's body.
         logprobs: the log-probabilities that the body asks for.
         best_of: sequences to generate for each prompt; None means as many as are returned.
+        constraint: on the text; None for the one that the body states.
         config: limits of the HTTP layer.
         info: limits of the engine.
 
@@ -153,7 +155,7 @@ def check(
         n=n,
         stop=StopStrings(tuple(body.stop or ()), included=bool(body.include_stop_str_in_output)),
         bad_words=tuple(body.bad_words or ()),
-        constraint=find_constraint(body),
+        constraint=constraint or find_constraint(body),
         skip_special_tokens=body.skip_special_tokens is not False,
         truncate=body.truncate_prompt_tokens,
         logprobs=logprobs,

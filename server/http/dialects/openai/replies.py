@@ -5,7 +5,7 @@ Fields are in the order of the JSON. msgspec encodes the records, and the OpenAP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -149,6 +149,108 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """Output tokens that are not in the text: none."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class OutputText(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of an output message."""
+
+    type: str = "output_text"
+    text: str
+    annotations: list[str] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's message. `status` is `in_progress`, `completed` or `incomplete`."""
+
+    type: str = "message"
+    id: str
+    status: str
+    role: str = "assistant"
+    content: list[OutputText]
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to /v1/responses."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    error: None = None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool = False
+    previous_response_id: None = None
+    store: bool = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str = "none"
+    tools: list[str] = []
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponseUsage | None
+    warnings: tuple[str, ...] | UnsetType = UNSET
+
+
+class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a stream of /v1/responses; which fields it has depends on `type`."""
+
+    type: str
+    sequence_number: int
+    response: ResponseReply | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputMessage | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    code: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a text; `token_strs` are their names in the vocabulary, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True):
+    """The text of tokens."""
+
+    prompt: str
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

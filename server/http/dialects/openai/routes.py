@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError, UnknownModelError
+from server.http.dialects.openai import replies
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
 from server.http.dialects.openai.errors import render_error, status_of
+from server.http.dialects.openai.frames import END_MARK
 from server.http.dialects.openai.models import find_model, list_models
-from server.http.dialects.openai.replies import (
-    ChatChunk,
-    ChatReply,
-    CompletionReply,
-    Model,
-    ModelList,
-    OpenAIErrorReply,
-)
-from server.http.dialects.openai.schema import ChatBody, CompletionBody
+from server.http.dialects.openai.responses import ResponseAnswer
+from server.http.dialects.openai.schema import ChatBody, CompletionBody, ResponseBody
+from server.http.dialects.openai.tokens import TOKEN_FORMS
 from server.http.exchange import Dialect, Exchange
 from server.http.openapi import describe_error, describe_route, describe_service_route
 from server.http.responses import json_response
@@ -37,7 +34,10 @@ def _install(app: FastAPI, context: AppContext) -> None:
     created = int(time.time())
     texts: TokenTexts = {}
 
-    @app.post("/v1/completions", **_describe(CompletionBody, CompletionReply, CompletionReply))
+    @app.post(
+        "/v1/completions",
+        **_describe(CompletionBody, replies.CompletionReply, replies.CompletionReply, END_MARK),
+    )
     async def completions() -> Response:
         """Continue prompts."""
         return Exchange(
@@ -47,32 +47,64 @@ def _install(app: FastAPI, context: AppContext) -> None:
             lambda body, info: CompletionAnswer(context, info, body, texts),
         )
 
-    @app.post("/v1/chat/completions", **_describe(ChatBody, ChatReply, ChatChunk))
+    @app.post(
+        "/v1/chat/completions",
+        **_describe(ChatBody, replies.ChatReply, replies.ChatChunk, END_MARK),
+    )
     async def chat() -> Response:
         """Continue a conversation."""
         return Exchange(
             OPENAI,
             context,
             "chat_completions",
-            lambda body, info: ChatAnswer(context, info, body, texts),
+            lambda body, info: ChatAnswer.of_body(context, info, body, texts),
         )
 
-    @app.get("/v1/models", **_describe_lookup(ModelList))
+    @app.post(
+        "/v1/responses", **_describe(ResponseBody, replies.ResponseReply, replies.ResponseEvent)
+    )
+    async def responses() -> Response:
+        """Continue a conversation, with typed events. Nothing is stored."""
+        return Exchange(
+            OPENAI,
+            context,
+            "responses",
+            lambda body, info: ResponseAnswer(context, info, body, texts),
+        )
+
+    @app.get("/v1/models", **_describe_lookup(replies.ModelList))
     async def models() -> Response:
         """List the names of the served model."""
         return json_response(list_models(context, created))
 
-    @app.get("/v1/models/{name:path}", **_describe_lookup(Model))
-    async def model(name: str) -> Response:
+    # Not a parameter of the function: FastAPI would document its own validation error.
+    one = _describe_lookup(replies.Model)
+    one["openapi_extra"] = {
+        "parameters": [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    }
+
+    async def model(request: Request) -> Response:
         """Describe a model."""
-        return json_response(find_model(name, context, created))
+        return json_response(find_model(request.path_params["name"], context, created))
+
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], **one)
 
 
-def _describe(body: type[BaseModel], reply: type, events: type | None = None) -> dict[str, Any]:
+def _describe(
+    body: type[BaseModel], reply: type, events: type, end_mark: str | None = None
+) -> dict[str, Any]:
     described = describe_route(
-        body, OpenAIErrorReply, reply, events, status_of=status_of, tag="OpenAI"
+        body,
+        replies.OpenAIErrorReply,
+        reply,
+        events,
+        end_mark=end_mark,
+        status_of=status_of,
+        tag="OpenAI",
     )
-    missing = describe_error(UnknownModelError, OpenAIErrorReply)
+    missing = describe_error(UnknownModelError, replies.OpenAIErrorReply)
     described["responses"][UnknownModelError.status] = missing
     return described
 
@@ -81,16 +113,28 @@ def _describe_lookup(reply: type) -> dict[str, Any]:
     described = describe_service_route(reply, tag="OpenAI")
     errors: tuple[type[TesseraError], ...] = (UnavailableError, UnknownModelError)
     for error in errors:
-        described["responses"][error.status] = describe_error(error, OpenAIErrorReply)
+        described["responses"][error.status] = describe_error(error, replies.OpenAIErrorReply)
     return described
 
 
 OPENAI = Dialect(
     prefix="/v1",
-    endpoints=("completions", "chat_completions"),
+    endpoints=("completions", "chat_completions", "responses"),
     install=_install,
     render_error=render_error,
-    error_reply=OpenAIErrorReply,
-    bodies=(CompletionBody, ChatBody),
-    replies=(ChatChunk, ChatReply, CompletionReply, Model, ModelList, OpenAIErrorReply),
+    error_reply=replies.OpenAIErrorReply,
+    bodies=(ChatBody, CompletionBody, ResponseBody, *(form.body for form in TOKEN_FORMS)),
+    token_forms=TOKEN_FORMS,
+    replies=(
+        replies.ChatChunk,
+        replies.ChatReply,
+        replies.CompletionReply,
+        replies.DetokenizeReply,
+        replies.Model,
+        replies.ModelList,
+        replies.OpenAIErrorReply,
+        replies.ResponseReply,
+        replies.ResponseEvent,
+        replies.TokenizeReply,
+    ),
 )

@@ -128,7 +128,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """The fields that completions and chat have in common. Null means the default."""
+    """The fields that all routes that generate text have in common. Null means the default."""
 
     model_config = _BODY
 
@@ -201,10 +201,15 @@ class SamplingFields(BaseModel):
         None,
         description="Keep only this number of the prompt's last tokens; -1 keeps as many as fit.",
     )
+    stream: bool | None = Field(None, description="Answer with server-sent events.")
+
+
+class TextFields(SamplingFields):
+    """The fields that completions and chat have in common."""
+
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = Field(
         None, description="Number of completions of each prompt."
     )
-    stream: bool | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     response_format: ResponseFormat | None = Field(None, description="The format of the text.")
     structured_outputs: StructuredOutputs | None = Field(
@@ -228,7 +233,7 @@ class SamplingFields(BaseModel):
     )
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(TextFields):
     """Prompts and how to continue them."""
 
     prompt: PromptField = Field(
@@ -259,7 +264,7 @@ class CompletionBody(SamplingFields):
     )
 
 
-class ChatBody(SamplingFields):
+class ChatBody(TextFields):
     """A conversation, which the model continues."""
 
     messages: MessageList = Field(
@@ -301,3 +306,104 @@ class ChatBody(SamplingFields):
         None, description="Kinds of output: text only."
     )
     audio: None = Field(None, description="Not supported: null.")
+
+
+class TokenizePromptBody(BaseModel):
+    """A text to tokenize."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    prompt: str = Field(description="The text.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the text gets the tokens that the tokenizer adds. Default: true."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Report the names of the tokens in the vocabulary."
+    )
+
+
+class TokenizeMessagesBody(BaseModel):
+    """A conversation to tokenize."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    messages: MessageList = Field(description="The conversation.")
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of the assistant's message. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open; excludes `add_generation_prompt`."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables for the chat template."
+    )
+    return_token_strs: bool | None = Field(
+        None, description="Report the names of the tokens in the vocabulary."
+    )
+
+
+class DetokenizeBody(BaseModel):
+    """Tokens to convert to text."""
+
+    model_config = _BODY
+
+    model: str | None = Field(None, description="A name of the served model.")
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(
+        description="Token ids."
+    )
+
+
+class TextFormat(BaseModel):
+    """The format of the text of a response."""
+
+    model_config = _BODY
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is free.")
+    name: str | None = Field(None, description="Name of the schema.")
+    description: str | None = Field(None, description="What the schema is for.")
+    strict: bool | None = Field(None, description="The text always obeys the schema.")
+    json_schema: dict[str, Any] | None = Field(
+        None, alias="schema", description="With `json_schema`: the schema."
+    )
+
+
+class TextSettings(BaseModel):
+    """How the text of a response is formatted."""
+
+    model_config = _BODY
+
+    format: TextFormat | None = Field(None, description="The format of the text.")
+    verbosity: str | None = Field(None, description="Has no effect.")
+
+
+class ResponseBody(SamplingFields):
+    """A conversation, which the model continues. Nothing is stored between requests."""
+
+    input: Annotated[
+        Any,
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+        ),
+    ] = Field(description="A text, or a list of messages.", examples=["Hello"])
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
+        None, description="Maximum number of tokens to generate. Default: fills the context."
+    )
+    text: TextSettings | None = Field(None, description="How the text is formatted.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Number of most likely tokens to report at each position."
+    )
+    include: list[Literal["message.output_text.logprobs"]] | None = Field(
+        None, description="What else to report: log-probabilities."
+    )
+    metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Not supported: null or empty.")
+    tool_choice: ObjectOrText | None = Field(None, description="`none` or `auto`.")
+    store: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    background: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")
+    previous_response_id: None = Field(None, description="Not supported: null.")
+    conversation: None = Field(None, description="Not supported: null.")
+    prompt: None = Field(None, description="Not supported: null. Use `input`.")

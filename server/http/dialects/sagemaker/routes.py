@@ -10,14 +10,18 @@ from starlette.responses import Response
 from server.errors import TesseraError, UnknownModelError, ValidationError
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
+from server.http.dialects.openai.frames import END_MARK
 from server.http.dialects.openai.replies import (
     ChatChunk,
     ChatReply,
     CompletionReply,
     OpenAIErrorReply,
+    ResponseEvent,
+    ResponseReply,
 )
+from server.http.dialects.openai.responses import ResponseAnswer
 from server.http.dialects.openai.routes import OPENAI
-from server.http.dialects.openai.schema import ChatBody, CompletionBody
+from server.http.dialects.openai.schema import ChatBody, CompletionBody, ResponseBody
 from server.http.dialects.tgi.generate import read_request
 from server.http.dialects.tgi.replies import ErrorReply, GenerateReply, StreamEvent
 from server.http.dialects.tgi.routes import TGI
@@ -91,15 +95,17 @@ def _install(app: FastAPI, context: AppContext) -> None:
                 body, context, info, heads, endpoint=_ENDPOINT, stream=None
             ),
         ),
-        "messages": (OPENAI, lambda body, info: ChatAnswer(context, info, body, texts)),
+        "messages": (OPENAI, lambda body, info: ChatAnswer.of_body(context, info, body, texts)),
         "prompt": (OPENAI, lambda body, info: CompletionAnswer(context, info, body, texts)),
+        "input": (OPENAI, lambda body, info: ResponseAnswer(context, info, body, texts)),
     }
     errors = (ErrorReply, OpenAIErrorReply)
     described = describe_route(
-        (GenerateBody, ChatBody, CompletionBody),
+        (GenerateBody, ChatBody, CompletionBody, ResponseBody),
         errors,
-        (list[GenerateReply], ChatReply, CompletionReply),
-        (StreamEvent, ChatChunk, CompletionReply),
+        (list[GenerateReply], ChatReply, CompletionReply, ResponseReply),
+        (StreamEvent, ChatChunk, CompletionReply, ResponseEvent),
+        end_mark=END_MARK,
     )
     described["responses"][UnknownModelError.status] = describe_error(UnknownModelError, errors)
 

@@ -1,10 +1,9 @@
-"""TGI's routes: /generate, /generate_stream, POST /, /tokenize and /info."""
+"""TGI's routes: /generate, /generate_stream, POST / and /info; its form of /tokenize."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError
@@ -19,11 +18,9 @@ from server.http.dialects.tgi.replies import (
 )
 from server.http.dialects.tgi.schema import GenerateBody
 from server.http.exchange import Dialect, Exchange
-from server.http.metrics.records import RequestRecord
-from server.http.metrics.registry import Outcome
 from server.http.openapi import describe_error, describe_route, describe_service_route
-from server.http.request_body import ClientDisconnectedError, read_json
-from server.http.responses import json_response, warnings_header
+from server.http.responses import json_response
+from server.http.token_routes import TokenForm
 from server.version import version
 
 if TYPE_CHECKING:
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from server.http.dialects.tgi.frames import TokenHeads
     from server.http.responses import ErrorBody
 
-_CLIENT_CLOSED = 499
 # The release of TGI whose API this is. Clients parse it: llama-index reads `max_input_tokens` only from 2.1.0 on.
 _TGI_VERSION = "3.3.6"
 
@@ -63,19 +59,6 @@ def _install(app: FastAPI, context: AppContext) -> None:
         """Continue a prompt: a stream if `stream` is true, else an array of one reply."""
         return respond("compat", stream=None)
 
-    @app.post(
-        "/tokenize", **describe_route(GenerateBody, ErrorReply, list[PromptSpan], generates=False)
-    )
-    async def tokenize(request: Request) -> Response:
-        """Return the tokens of a prompt, and the characters that each covers."""
-        try:
-            with RequestRecord(context.metrics, "tokenize") as record:
-                response = await _tokenize(request, context)
-                record.finish(Outcome.OK)
-        except ClientDisconnectedError:
-            return Response(status_code=_CLIENT_CLOSED)
-        return response
-
     info = describe_service_route(InfoReply)
     info["responses"][UnavailableError.status] = describe_error(UnavailableError, ErrorReply)
 
@@ -89,30 +72,37 @@ def _render_error(error: TesseraError) -> ErrorBody:
     return error.status, ErrorReply(error.message, error.error_type)
 
 
+async def _tokenize(context: AppContext, body: object) -> tuple[list[PromptSpan], tuple[str, ...]]:
+    request, warnings = read_body(body)
+    text = request.inputs
+    spans = await context.tokenize(
+        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
+    )
+    if request.parameters is not None and request.parameters.truncate is not None:
+        spans = spans[-request.parameters.truncate :]
+    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans], warnings
+
+
 TGI = Dialect(
     prefix="/",
-    endpoints=("generate", "generate_stream", "compat", "tokenize"),
+    endpoints=("generate", "generate_stream", "compat"),
     install=_install,
     render_error=_render_error,
     error_reply=ErrorReply,
     bodies=(GenerateBody,),
     replies=(ErrorReply, GenerateReply, InfoReply, PromptSpan, StreamEvent),
+    token_forms=(
+        TokenForm(
+            endpoint="tokenize",
+            keys=("inputs",),
+            body=GenerateBody,
+            reply=list[PromptSpan],
+            error_reply=ErrorReply,
+            answer=_tokenize,
+            render_error=_render_error,
+        ),
+    ),
 )
-
-
-async def _tokenize(request: Request, context: AppContext) -> Response:
-    body, warnings = read_body(await read_json(request.scope, request.receive, context.config))
-    text = body.inputs
-    spans = await context.tokenize(
-        text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
-    )
-    if body.parameters is not None and body.parameters.truncate is not None:
-        spans = spans[-body.parameters.truncate :]
-    response = json_response(
-        [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
-    )
-    response.raw_headers += warnings_header(warnings)
-    return response
 
 
 def _info(context: AppContext) -> InfoReply:

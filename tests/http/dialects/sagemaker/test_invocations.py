@@ -62,6 +62,13 @@ async def test_a_conversation_gets_the_reply_of_the_openai_api(client):
     assert "".join(delta.get("content") or "" for delta in deltas) == "Hi"
 
 
+async def test_a_response_gets_the_reply_of_the_openai_api(client):
+    response = await client.post("/invocations", json={"input": "hello"})
+
+    assert response.json()["object"] == "response"
+    assert response.json()["output"][0]["content"][0]["text"] == "Hi"
+
+
 async def test_errors_have_the_format_of_the_body_s_api(client):
     tgi = await client.post("/invocations", json={"inputs": "x", "parameters": {"top_k": 0}})
     openai = await client.post("/invocations", json={"prompt": "x", "top_k": -2})
@@ -75,7 +82,7 @@ async def test_errors_have_the_format_of_the_body_s_api(client):
 @pytest.mark.parametrize(
     ("content", "status", "message"),
     [
-        ("{}", 422, "the body must have one of the fields `inputs`, `messages`, `prompt`"),
+        ("{}", 422, "the body must have one of the fields `inputs`, `messages`, `prompt`, `input`"),
         ("[]", 422, "the body must be a JSON object"),
         ("{", 400, "the request body is not valid JSON"),
     ],
