@@ -13,7 +13,7 @@ from unittest import mock
 import httpx
 import msgspec
 
-from docs.request_parameters import CHAT, COMPLETIONS, GENERATE, Parameter
+from docs.request_parameters import CHAT, COMPLETIONS, GENERATE, RESPONSES, Parameter
 from model.checkpoint.hub import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
 from server.http.app import create_app
@@ -26,6 +26,11 @@ _SUPPORTED = "yes"
 _PREFIX = "Input validation error: "
 _TEXT = "def add(a, b):"
 _MESSAGES = [{"role": "user", "content": _TEXT}]
+_OPENAI_ROUTES: tuple[tuple[str, Mapping[str, object], Mapping[str, Parameter]], ...] = (
+    ("/v1/completions", {"prompt": _TEXT}, COMPLETIONS),
+    ("/v1/chat/completions", {"messages": _MESSAGES}, CHAT),
+    ("/v1/responses", {"input": _TEXT}, RESPONSES),
+)
 
 
 def parameter_tables() -> dict[str, str]:
@@ -83,18 +88,18 @@ def _legacy_rows() -> list[str]:
 
 async def _openai_rows(client: httpx.AsyncClient) -> list[str]:
     rows = [
-        "| parameter | API | `/v1/completions` | `/v1/chat/completions` |",
-        "|---|---|---|---|",
+        f"| parameter | API | {' | '.join(f'`{path}`' for path, _, _ in _OPENAI_ROUTES)} |",
+        "|---|---|" + "---|" * len(_OPENAI_ROUTES),
     ]
-    for name in sorted(COMPLETIONS.keys() | CHAT.keys()):
-        parameters = [table[name] for table in (COMPLETIONS, CHAT) if name in table]
-        apis = [api for api in ("OpenAI", "vLLM") if any(api in p.api for p in parameters)]
-        cells = [
-            await _cell(client, "/v1/completions", {"prompt": _TEXT}, COMPLETIONS, name),
-            await _cell(client, "/v1/chat/completions", {"messages": _MESSAGES}, CHAT, name),
-        ]
+    for name in sorted({name for _, _, table in _OPENAI_ROUTES for name in table}):
+        apis = [api for api in ("OpenAI", "vLLM") if any(api in p.api for p in _named(name))]
+        cells = [await _cell(client, *route, name) for route in _OPENAI_ROUTES]
         rows.append(f"| `{name}` | {', '.join(apis)} | {' | '.join(cells)} |")
     return rows
+
+
+def _named(name: str) -> list[Parameter]:
+    return [table[name] for _, _, table in _OPENAI_ROUTES if name in table]
 
 
 async def _cell(

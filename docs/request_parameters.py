@@ -164,3 +164,52 @@ CHAT: Mapping[str, Parameter] = {
     "web_search_options": Parameter(OPENAI, {"search_context_size": "low"}),
 }
 """Fields of /v1/chat/completions."""
+
+_RESPONSE_TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+
+RESPONSES: Mapping[str, Parameter] = {
+    **{name: _SHARED[name] for name in ("model", "stream", "temperature", "top_p", "user")},
+    **{
+        name: _SHARED[name]._replace(api=VLLM)
+        for name in (
+            "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias", "priority",
+            "repetition_penalty", "request_id", "seed", "skip_special_tokens", "stop",
+            "structured_outputs", "top_k", "vllm_xargs",
+        )
+    },
+    **{
+        name: CHAT[name]
+        for name in (
+            "metadata", "mm_processor_kwargs", "moderation", "prompt_cache_key",
+            "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
+            "store",
+        )
+    },
+    "access_programs": Parameter(OPENAI, ["a"]),
+    "background": Parameter(BOTH, True),
+    "background_options": Parameter(OPENAI, {"a": 1}),
+    "context_management": Parameter(OPENAI, [{"type": "compaction"}]),
+    "conversation": Parameter(OPENAI, "conv_1"),
+    "enable_response_messages": Parameter(VLLM, True),
+    "image": Parameter(OPENAI, {"a": 1}),
+    "include": Parameter(BOTH, ["message.output_text.logprobs"]),
+    "input": Parameter(BOTH, [{"role": "user", "content": "hi"}]),
+    "instructions": Parameter(BOTH, "Be brief."),
+    "max_output_tokens": Parameter(BOTH, 2),
+    "max_tool_calls": Parameter(BOTH, 1),
+    "parallel_tool_calls": Parameter(BOTH, False),
+    "previous_input_messages": Parameter(VLLM, [{"role": "user", "content": "hi"}]),
+    "previous_response": Parameter(VLLM, {"id": "resp_1"}),
+    "previous_response_id": Parameter(BOTH, "resp_1"),
+    "prompt": Parameter(OPENAI, {"id": "pmpt_1"}),
+    "reasoning": Parameter(BOTH, {"effort": "low"}),
+    "stream_options": Parameter(OPENAI, {"include_obfuscation": True}, _STREAM),
+    "text": Parameter(
+        BOTH, {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}
+    ),
+    "tool_choice": Parameter(BOTH, "required", {"tools": [_RESPONSE_TOOL]}),
+    "tools": Parameter(BOTH, [_RESPONSE_TOOL]),
+    "top_logprobs": Parameter(BOTH, 2, {"include": ["message.output_text.logprobs"]}),
+    "truncation": Parameter(BOTH, "auto"),
+}  # fmt: skip
+"""Fields of /v1/responses."""
