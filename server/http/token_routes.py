@@ -11,7 +11,7 @@ from starlette.responses import Response
 from server.errors import TesseraError
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.registry import Outcome
-from server.http.openapi import describe_route
+from server.http.openapi import describe_error, describe_route
 from server.http.request_body import ClientDisconnectedError, read_json
 from server.http.responses import error_response, json_response, warnings_header
 
@@ -42,6 +42,7 @@ class TokenForm:
         answer: makes the reply from the decoded body, and a warning for each accepted field without effect.
         render_error: returns the status and body of the response to an error.
         status_of: returns the status alone, for the OpenAPI document.
+        errors: errors that only this form has, for the OpenAPI document.
     """
 
     endpoint: str
@@ -52,6 +53,7 @@ class TokenForm:
     answer: Callable[[AppContext, object], Awaitable[tuple[object, tuple[str, ...]]]]
     render_error: Callable[[TesseraError], ErrorBody]
     status_of: Callable[[type[TesseraError]], int] = lambda error: error.status
+    errors: tuple[type[TesseraError], ...] = ()
 
 
 def install(app: FastAPI, context: AppContext, forms: Iterable[TokenForm]) -> None:
@@ -98,6 +100,8 @@ def _describe(forms: list[TokenForm]) -> dict[str, Any]:
         described = describe_route(
             form.body, form.error_reply, form.reply, generates=False, status_of=form.status_of
         )
+        for error in form.errors:
+            described["responses"][form.status_of(error)] = describe_error(error, form.error_reply)
         if not merged:
             merged = described
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from server.errors import UnknownModelError
 from server.http.context import check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
@@ -79,6 +80,7 @@ TOKEN_FORMS = (
         answer=_tokenize_messages,
         render_error=render_error,
         status_of=status_of,
+        errors=(UnknownModelError,),
     ),
     TokenForm(
         endpoint="tokenize",
@@ -89,6 +91,7 @@ TOKEN_FORMS = (
         answer=_tokenize_prompt,
         render_error=render_error,
         status_of=status_of,
+        errors=(UnknownModelError,),
     ),
     TokenForm(
         endpoint="detokenize",
@@ -99,5 +102,6 @@ TOKEN_FORMS = (
         answer=_detokenize,
         render_error=render_error,
         status_of=status_of,
+        errors=(UnknownModelError,),
     ),
 )

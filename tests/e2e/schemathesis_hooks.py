@@ -1,0 +1,24 @@
+"""A check of schemathesis's: a body that the OpenAPI document allows is not refused for its types or names of fields.
+
+It may be refused for a rule between fields or a limit of the model, which no schema states.
+"""
+
+import re
+
+import schemathesis
+from schemathesis.generation import GenerationMode
+
+_OF_THE_SCHEMA = re.compile(
+    r"must be (an integer|a number|a string|a list|an object|true or false)|is required"
+    r"|unknown field|cannot be empty|must be a JSON object"
+)
+
+
+@schemathesis.check
+def allowed_bodies_have_the_right_types(ctx, response, case):
+    if case.meta.generation.mode is not GenerationMode.POSITIVE or response.status_code < 400:
+        return
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    if _OF_THE_SCHEMA.search(message):
+        raise AssertionError(f"the schema allows this body: {message}")
