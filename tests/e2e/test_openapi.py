@@ -27,13 +27,14 @@ def test_schemathesis_finds_nothing(start_service, tmp_path):
 
     run = subprocess.run(
         [
-            sys.executable, "-m", "schemathesis.cli",
+            Path(sys.executable).with_name("schemathesis"),
             f"--config-file={FOLDER / 'schemathesis.toml'}",
             "run", f"{service.url}/openapi.json",
             "--checks=all", "--mode=all", f"--phases={','.join(phases)}",
             f"--max-examples={EXAMPLES}", "--workers=4", "--seed=1", "--continue-on-failure",
             "--request-timeout=60", "--suppress-health-check=all",
         ],
+        check=False,
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -41,7 +42,6 @@ def test_schemathesis_finds_nothing(start_service, tmp_path):
     )  # fmt: skip
 
     cases = re.search(r"(\d+) generated", run.stdout)
-    print(run.stdout[-20_000:])
-    assert cases, run.stderr
-    assert run.returncode == 0
+    assert cases, run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout[-20_000:]
     assert int(cases[1]) >= (3_000 if EXAMPLES >= FULL else 100)
