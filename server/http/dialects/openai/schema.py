@@ -59,6 +59,11 @@ PromptField = Annotated[
 ]
 """A text, a list of texts, a list of token ids, or a list of such lists; `prompts` checks it."""
 
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {}},
+}
 MessageList = Annotated[
     list[dict[str, Any]],
     Field(min_length=1),
@@ -66,11 +71,7 @@ MessageList = Annotated[
         {
             "type": "array",
             "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role"],
-                "properties": {"role": {"type": "string"}, "content": {}},
-            },
+            "items": _MESSAGE,
         }
     ),
 ]
@@ -384,7 +385,12 @@ class ResponseBody(SamplingFields):
     input: Annotated[
         Any,
         WithJsonSchema(
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": _MESSAGE, "minItems": 1},
+                ]
+            }
         ),
     ] = Field(description="A text, or a list of messages.", examples=["Hello"])
     instructions: str | None = Field(None, description="A system message before the input.")

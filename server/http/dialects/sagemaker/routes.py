@@ -75,7 +75,7 @@ class Invocation(Response):
         if not isinstance(body, dict):
             raise ValidationError("the body must be a JSON object")
         for field, (dialect, read) in self._readers.items():
-            if field in body:
+            if body.get(field) is not None:
                 self._chosen = dialect
                 return read(body, info)
         names = ", ".join(f"`{field}`" for field in self._readers)

@@ -79,6 +79,14 @@ async def test_errors_have_the_format_of_the_body_s_api(client):
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
 
 
+async def test_a_field_that_is_null_does_not_choose_the_api(client):
+    body = {"inputs": None, "messages": None, "prompt": "hello"}
+
+    reply = (await client.post("/invocations", json=body)).json()
+
+    assert reply["object"] == "text_completion"
+
+
 @pytest.mark.parametrize(
     ("content", "status", "message"),
     [
