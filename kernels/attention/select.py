@@ -36,8 +36,8 @@ class Selection:
     Attributes:
         spec: the row.
         arch: the processor it was chosen for.
-        launches: its tile sizes, those for the most sequences first, then those for the shortest ones;
-            empty for a PyTorch row.
+        launches: its tile sizes in order of preference: those for more sequences first, then those for shorter
+            ones; empty for a PyTorch row.
         why: the reason for the choice, one sentence.
         refusals: the more preferred rows of this phase, with their reasons.
     """
@@ -65,7 +65,7 @@ def select(
         [KernelSpec, AttentionProblem, GPUArch], tuple[TunedLaunch, ...]
     ] = tuned_launches,
 ) -> Selection:
-    """Choose the first row that supports the problem. It accesses no device, so `arch` may be an absent GPU.
+    """Choose the first row that supports the problem. Accesses no device, so `arch` may be an absent GPU.
 
     Args:
         problem: the problem to solve.

@@ -1,10 +1,10 @@
 """The projections of a decoder layer: linear layers that read the residual stream or add to it.
 
-    from_residual    y = norm(residual) W^T * scale + bias, or silu(gate) * up of that
+    from_residual    y = norm(residual) W^T * scale + bias; if gated, silu(gate) * up of its halves
     to_residual      residual + x W^T * scale + bias
 
-The chosen product absorbs some of the operations around it (`kernels.linear.registry`); the others are separate
-launches.
+The selected kernel computes (absorbs) some of the surrounding operations in its own launch, see
+`kernels.linear.registry`; the others are separate launches.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Projection(Protocol):
             residual: of T tokens.
 
         Returns:
-            [T, N], and the residual stream without partial sums.
+            [T, N], and the residual stream with its partial sums added.
         """
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
@@ -112,12 +112,12 @@ def bind_projection(
     Args:
         weights: must not be replaced; each call reads them, unless the projection copies them.
         dtype: of inputs and outputs.
-        arch: of the device that they lie on.
+        arch: processor of the weights' device.
         norm: of the residual stream in `from_residual`.
         gated: whether the output of `from_residual` is silu(gate) * up.
         residual: whether the projection is for `to_residual`.
         layer_weights: as in `LinearProblem`.
-        trainable: likewise.
+        trainable: as in `LinearProblem`.
     """
     stacked, inputs = weights.weight.shape
     problem = LinearProblem(
@@ -144,7 +144,7 @@ def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual],
 
     Args:
         norm: the norm.
-        arch: of the device that its weight lies on.
+        arch: processor of the norm's device.
         fused: whether a Triton kernel computes it instead of PyTorch.
     """
     if not fused:
@@ -191,7 +191,7 @@ class _FixedProjection:
 
 
 class _RowProjection:
-    """A product for each number of rows, on a GPU; Triton kernels compute a norm or gate that it does not absorb."""
+    """On a GPU: a product for each number of rows; Triton kernels compute the norm or gate that it does not absorb."""
 
     copies_weights = False
 

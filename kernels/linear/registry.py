@@ -1,7 +1,8 @@
-"""The registry of linear layers, most preferred row first: what each absorbs and does not support.
+"""The registry of linear layer kernels, most preferred row first.
 
-A projection of a decoder layer is a product with a norm, a gate or the residual stream around it. A row lists which of
-these its product absorbs; `kernels.linear.projection` computes the others in separate launches.
+A projection of a decoder layer is a matrix product with a norm, a gate or a residual addition. A row lists which of
+these its kernel absorbs, that is, computes in the same launch; `kernels.linear.projection` computes the others in
+separate launches.
 """
 
 from __future__ import annotations

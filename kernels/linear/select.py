@@ -1,7 +1,7 @@
 """Selects the kernel of a linear layer and its launch, as a pure function.
 
 A step with few rows is bound by reading the weights. The kernels of this package read them at memory bandwidth and
-absorb the neighbouring operations; above some number of rows the vendor's library is faster.
+include the neighbouring operations; above some number of rows the vendor's library is faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WARP_COLUMNS: Final = 32 * VECTOR_COLUMNS
 _WIDE_GATED_BYTES: Final = 32 << 20
-"""From this size of gated weights on, the arithmetic of 3 or 4 rows takes the vector kernel longer than the reads."""
+"""From this size of gated weights on, 3 or 4 rows take the vector kernel more time for arithmetic than for reads."""
 _FEW_ROWS: Final = 2
 _FULL_SM_WARPS: Final = 64
 _AHEAD_BYTES: Final = 256
@@ -66,7 +66,7 @@ class LinearChoice:
     Attributes:
         problem: the layer and its rows.
         spec: the row of the registry.
-        launch: its tile sizes; None where it has none.
+        launch: its tile sizes; None if the row has none.
         why: the reason for the choice, in one sentence.
         measured: whether the choice is based on timings on this architecture.
         unpacks: whether the vector kernel converts FP8 by bit operations, on GPUs without an instruction for it.
@@ -147,7 +147,7 @@ def _slower(problem: LinearProblem, tuned: TunedLinear | None) -> tuple[str, ...
 def vector_default(problem: LinearProblem, arch: GPUArch) -> LinearLaunch:
     """Return a launch that reads all columns at once, with enough programs to fill at least half of the GPU.
 
-    It has at most four warps, since more wait long for each other when they add their sums.
+    It has at most four warps, because the reduction across more warps is slow.
     """
     warps = 1
     while warps < 4 and 2 * warps * WARP_COLUMNS <= problem.inputs:

@@ -211,7 +211,7 @@ class DecoderLM(nn.Module):
             positions: int64; [T] each token's index in its sequence; [L] without a cache.
             kv_cache: the cache; written. None computes dense, differentiable attention without a cache.
             metadata: the step's plans, from `attention_metadata`; required with a cache, else None.
-            sampled: [capacity] int64; -1 - i in `input_ids` stands for the token at index i of it. Only with a cache.
+            sampled: [capacity] int64; -1 - i in `input_ids` refers to index i of this tensor. Only with a cache.
 
         Returns:
             [T, hidden_size] or [B, L, hidden_size], in the parameters' dtype.

@@ -51,7 +51,7 @@ class StepArrays(NamedTuple, Generic[A]):
         token_ids: [R + P] int64; -1 - i stands for the token at index i of the sampled tokens.
         positions: [R + P] int64, position of each token in its sequence.
         slot_mapping: [R + P] int32, cache slot for each token's keys and values; -1 writes nothing.
-        logits_rows: [M] int64, the rows for which logits are computed.
+        logits_rows: [M] int64, the rows for which logits are computed; not read if Q = 0 and M = R: all rows have them.
         sampled_rows: [M] int64, index in the sampled tokens at which each row's token is stored; may repeat.
         cu_seqlens: [R + 1] int32, for the decode rows: 0, 1, ..., R.
         seq_lens: [R] int32, for the decode rows; 0 for an unused row.

@@ -48,7 +48,8 @@ def prompt_top_tokens(logits: Tensor, count: int) -> list[list[tuple[int, float]
         n lists of (token id, natural log-probability).
     """
     rows: list[list[tuple[int, float]]] = []
-    block = max(_BLOCK // logits.shape[1], 1)
+    # The keys of a block have twice the size of its logits.
+    block = max(_BLOCK // 4 // logits.shape[1], 1)
     for i in range(0, len(logits), block):
         part = logits[i : i + block].detach().float()
         keys = ranking_keys(part.amax(-1, keepdim=True) - part)

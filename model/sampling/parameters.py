@@ -36,8 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         presence_penalty: subtracted once from the logit of every token in the output; 0 is off.
         frequency_penalty: subtracted from a token's logit once for each time it is in the output; 0 is off.
         logit_bias: token id -> number added to its logit before everything else.
-        bad_words: words as sequences of ids, none empty; the last id of a word is banned where prompt and output so far
-            end with the other ids of the word.
+        bad_words: words as non-empty sequences of ids; the last id of a word is banned if prompt and output so far end
+            with the other ids of the word.
         grammar: serialized llguidance grammar that the output follows; None for none.
         seed: unsigned 64-bit; with a token's position it alone determines the random number of that token.
         eos_token_ids: the end-of-sequence tokens of the model; empty when the request ignores them.

@@ -61,7 +61,7 @@ def serve(
         tokenizer_path = _tokenizer_path(settings, model_path)
     except (ModelError, ListenError) as error:
         fail(str(error))
-    # Until the event loop handles the signal: end by way of `finally`.
+    # Until the event loop handles SIGTERM, exit through the `finally` blocks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     limits = HTTPConfig(
         model_id=settings.model,

@@ -31,7 +31,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     """One generated token.
 
     Attributes:
-        id: in the model's vocabulary.
+        id: token id in the model's vocabulary.
         text: what the token adds to the completion's text. Empty for special tokens, for tokens that end within a
             character, and for tokens whose text is held back because it may begin a stop string.
         logprob: natural logarithm of the token's probability; None if not requested.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from server.http.fair_start import FairStart
-from server.http.transport import DirectWriterMiddleware
+from server.http.transport import DirectWriterMiddleware, HTTP11Protocol
 
 if TYPE_CHECKING:
     import socket
@@ -38,6 +38,7 @@ class HTTPServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
+                http=HTTP11Protocol,
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

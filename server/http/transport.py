@@ -1,18 +1,65 @@
-"""Writes parts of a response directly to uvicorn's transport, without the coroutines of ASGI's `send`.
+"""Changes uvicorn's httptools protocol. This is the only module that uses uvicorn's private names.
 
-This is the only module that uses uvicorn's private names. They belong to its httptools protocol; with another server or
-protocol there is no direct writer, and `send` is used. The writer applies HTTP's chunked transfer coding.
+A direct writer writes parts of a response to uvicorn's transport, without the coroutines of ASGI's `send`. It applies
+HTTP's chunked transfer coding. With another server or protocol there is no direct writer, and `send` is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-_KEY = "tessera.direct_writer"
+_KEY: Final = "tessera.direct_writer"
+_INVALID: Final = "Invalid HTTP request received."
+
+
+class HTTP11Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, except that it ignores offers to upgrade the connection, as HTTP allows.
+
+    Java's HttpClient offers HTTP/2 (`Upgrade: h2c`) with every request. The parser stops at the end of such a head, and
+    uvicorn would pass the request on without its body (https://github.com/Kludex/uvicorn/issues/2722). This class
+    parses the head a second time, without the offer.
+
+    Source: RFC 9110, section 7.8.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data of the connection."""
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    data = b""
+                except HttpParserUpgrade as offer:
+                    data = self._head_without_offer() + data[offer.args[0] :]
+                    self.parser = HttpRequestParser(self)
+        except HttpParserError:
+            self.logger.warning(_INVALID)
+            self.send_400_response(_INVALID)
+
+    def _should_upgrade(self) -> bool:
+        """Keep uvicorn from starting a request at the first head; the second one starts it."""
+        return True
+
+    def _head_without_offer(self) -> bytes:
+        """Render the head that was just parsed.
+
+        Raises:
+            HttpParserError: it has no Upgrade field, so its method is CONNECT.
+        """
+        fields = [(name, value) for name, value in self.headers if name != b"upgrade"]
+        if len(fields) == len(self.headers):
+            raise HttpParserError("CONNECT is for proxies")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % field for field in fields]
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class DirectWriter:
@@ -49,16 +96,12 @@ class DirectWriterMiddleware:
     """Puts a direct writer into the scope of each request. Must be the outermost middleware: it inspects `send`."""
 
     def __init__(self, app: ASGIApp) -> None:
-        # Imported here because httptools does not exist on Windows.
-        from uvicorn.protocols.http.httptools_impl import RequestResponseCycle  # noqa: PLC0415
-
         self._app = app
-        self._cycle_type = RequestResponseCycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         cycle = getattr(send, "__self__", None)
-        if isinstance(cycle, self._cycle_type):
+        if isinstance(cycle, RequestResponseCycle):
             scope[_KEY] = DirectWriter(cycle)
         await self._app(scope, receive, send)
 

@@ -59,11 +59,11 @@ def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
 
 
-@pytest.mark.parametrize(("arch", "said"), [("cpu", 0), ("a100", 2), ("h100", 0)])
-def test_the_plan_says_if_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, arch, said):
+@pytest.mark.parametrize(("arch", "expected"), [("cpu", 0), ("a100", 2), ("h100", 0)])
+def test_the_plan_says_if_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, arch, expected):
     _, out, _ = tessera("plan", "--arch", arch)
 
-    assert out.count("has ever run it") == said
+    assert out.count("has ever run it") == expected
 
 
 def test_the_plan_names_a_kernels_flash_attention_generation(tessera):

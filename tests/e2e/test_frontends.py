@@ -35,7 +35,7 @@ class FrontEndService:
         command = [sys.executable, "-c", SCRIPT, behaviour, "--frontends=2", f"--port={self.port}"]
         self.process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
 
-    def wait_until_healthy(self, seconds=30.0):
+    def wait_until_healthy(self, seconds=90.0):
         until(lambda: self.health() == 200, seconds)
 
     def health(self):
@@ -97,7 +97,7 @@ class FrontEndService:
             self.process.kill()
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=40.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not so within {seconds} s"

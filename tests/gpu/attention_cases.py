@@ -1,7 +1,7 @@
-"""The attention problems that the GPU tests share, and how a result is judged.
+"""Attention problems that the GPU tests share, and the tolerance check of a result.
 
-Every combination of dtype, heads, head dim, block size and feature costs a compilation of 1 to 4
-seconds, so each value of one is paired with several of the others rather than with all.
+Every combination of dtype, heads, head dim, block size and feature takes 1 to 4 seconds to compile,
+so the lists pair each value with a few values of the others instead of all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.testing.problems import (
 )
 
 DEVICE = "cuda"
-# Query and key lengths, key lengths below query lengths and of 0 too: these stress tile edges.
+# (query length, key length) pairs at tile edges, including keys shorter than queries and lengths of 0.
 SHORT_PAIRS = [
     (1, 1), (0, 0), (1, 3), (2, 1), (511, 1), (3, 513), (64, 128), (128, 192), (239, 1), (5, 0),
     (799, 3), (113, 203), (128, 217), (0, 9), (113, 211), (108, 256), (256, 512), (384, 256),
@@ -75,13 +75,13 @@ SEVERAL_QUERIES_COMBINATIONS = [
 
 
 def rows(phase):
-    """The registry's GPU kernels of a phase; PyTorch's rows and those in FP8 have tests of their own."""
+    """Return the registry's GPU kernels of a phase, without PyTorch and FP8 rows, which other tests cover."""
     found = [row for row in REGISTRY if row.phase is phase and not row.cpu and not row.fp8]
     return [pytest.param(row, id=row.name) for row in found]
 
 
 def named(combinations):
-    """Parameters with readable names."""
+    """Return pytest parameters with readable ids."""
     return [
         pytest.param(
             combination, id="-".join(str(part) for part in (*combination[:5], *combination[5]))
@@ -91,7 +91,7 @@ def named(combinations):
 
 
 RAGGED_LENGTHS = [0, 1, *((index * 7919) % 1500 for index in range(40))]
-"""A crowd, in which no two sequences end alike."""
+"""Lengths of 42 sequences, from 0 to 1499."""
 
 
 def make_problem(phase, combination):
@@ -102,7 +102,7 @@ def make_problem(phase, combination):
 
 
 def make(problem, query_lens, seq_lens, **options):
-    """A case on the GPU, its blocks scattered."""
+    """Return a case on the GPU, with a fragmented block table by default."""
     if problem.block_size is None:
         return make_packed_case(problem, query_lens, seq_lens, device=DEVICE, **options)
     options = {"layout": Layout.FRAGMENTED} | options
@@ -110,17 +110,17 @@ def make(problem, query_lens, seq_lens, **options):
 
 
 def selection_of(row, problem):
-    """Force a row; skip where it does not take the problem on this GPU."""
+    """Select `row`; skip the test if the row does not support the problem on this GPU."""
     arch = kernels.detect(DEVICE)
     if reasons := row.unsupported(problem, arch):
-        must = row.name.startswith("portable") and arch.has_triton_tensor_cores
-        assert not must, f"{row.name} refuses {problem}: {reasons}"
+        required = row.name.startswith("portable") and arch.has_triton_tensor_cores
+        assert not required, f"{row.name} does not support {problem}: {reasons}"
         pytest.skip(f"{row.name}: {'; '.join(reasons)}")
     return kernels.select(problem, arch, registry=(row,))
 
 
 def every_launch(selection):
-    """A selection for each of its launches alone, whatever the lengths; itself where it has none."""
+    """Return one selection per launch, without length conditions; `[selection]` if it has no launches."""
     alone = [
         dataclasses.replace(tuned, max_seqlen_k=None, min_num_seqs=0)
         for tuned in selection.launches
@@ -129,12 +129,12 @@ def every_launch(selection):
 
 
 def run(row, case):
-    """Attend through the public API with the given registry row; return output and log-sum-exp."""
+    """Run `case` through the public API on registry row `row`; return output and log-sum-exp."""
     return case.attend(selection_of(row, case.problem))
 
 
 def judge(case, out, lse=None):
-    """The tolerance rule; three times the error of plain PyTorch with a softcap."""
+    """Check the result: at most twice the error of plain PyTorch, three times with a softcap."""
     factor = 3.0 if case.problem.softcap is not None else 2.0
     truth = case.expected(truth_dtype(out.dtype))
     assert_no_worse_than(out, truth, case.expected(out.dtype), factor=factor)
@@ -143,13 +143,13 @@ def judge(case, out, lse=None):
 
 
 def around_block_boundaries(block_size):
-    """Lengths that end just before, on and just after the edge of a block or of a tile."""
+    """Return lengths one below, at and one above multiples of the block size and tile sizes."""
     edges = {block_size, 2 * block_size, 5 * block_size, 16, 32, 64, 128, 256, 1024}
     return sorted({1, 2, *(edge + step for edge in edges for step in (-1, 0, 1))})
 
 
 def one_sequence(case, index):
-    """The batch of one sequence of a paged case alone, and its queries."""
+    """Return the batch and the queries of one sequence of a paged case."""
     first = sum(case.query_lens[:index])
     count, length = case.query_lens[index], case.seq_lens[index]
     batch = dataclasses.replace(
@@ -165,7 +165,7 @@ def one_sequence(case, index):
 
 
 def attend(problem, batch, q, kv, selection, out=None):
-    """Plan and run one step; the output."""
+    """Plan and run one step; return the output."""
     plan = kernels.plan_attention(problem, batch, selection=selection)
     out = torch.full_like(q, float("nan")) if out is None else out
     call = kernels.decode_attention if problem.phase is Phase.DECODE else kernels.prefill_attention

@@ -1,7 +1,7 @@
-"""Hooks for tests that need a CUDA device: marked, skipped without one, started when their memory is free.
+"""pytest hooks for GPU tests: mark them, skip them without a CUDA device, and wait for free memory.
 
-A run that selected some of them and ran none fails; every other run says how many it ran. With several processes
-(`-n`) the controlling process knows the tests by their reports only.
+A run that selected GPU tests but skipped all of them fails; the summary shows how many ran. With several processes
+(`-n`) the controlling process sees the tests only through their reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.gpu.memory import DEFAULT_GIB, GIB, GPUMemory, NotFreeError
 
 _HERE = Path(__file__).parent
 _GIB_OF_A_PROCESS = 2
-"""What a process keeps between its tests: a CUDA context, and what fixtures of a module hold."""
+"""Memory that a process keeps between tests: a CUDA context and module-scoped fixtures."""
 _IS_GPU_TEST = ("gpu", True)
 _REFUSED = pytest.StashKey[str]()
 _selected: set[str] = set()
@@ -52,7 +52,7 @@ def pytest_runtest_protocol(item, nextitem):
     torch.cuda.reset_peak_memory_stats()
     result = yield
     torch.cuda.empty_cache()
-    # What fixtures of a module keep is held until the last of its tests that ask for as much.
+    # Module-scoped fixtures keep memory until the last test of the module that asks for the same amount.
     same = nextitem is not None and (nextitem.path, _asked_gib(nextitem)) == (item.path, asked)
     if asked == DEFAULT_GIB or not same:
         memory.release()
@@ -76,7 +76,7 @@ def pytest_runtest_teardown(item):
     if item.get_closest_marker("gpu") and torch.cuda.is_available():
         peak, asked = torch.cuda.max_memory_reserved() / GIB, _asked_gib(item)
         if asked is not None and peak > asked:
-            line = f"{item.nodeid} used {peak:.1f} GiB and asked for {asked}"
+            line = f"{item.nodeid} used {peak:.1f} GiB and requested {asked}"
             item.user_properties.append(("gpu_memory", line))
 
 
@@ -108,7 +108,7 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{len(_ran)} of {len(_selected)} gpu tests ran on {device}")
     if _all_skipped():
         terminalreporter.write_line(
-            "FAILED: gpu tests were asked for and not one ran; that proves nothing about a GPU",
+            "FAILED: gpu tests were selected, but all of them were skipped",
             red=True,
         )
 

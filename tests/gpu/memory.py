@@ -1,7 +1,7 @@
-"""Shares a GPU's memory among test processes: a test starts when what it needs is free.
+"""Shares a GPU's memory among test processes: a test starts when the memory it needs is free.
 
-Each byte of a lock file stands for a GiB of the GPU. A test locks as many bytes as it needs, so the tests that run at a
-time never need more than there is. The system releases the locks of a process that ends.
+Each byte of a lock file represents one GiB of the GPU. A test locks one byte per GiB, so concurrent tests never
+need more memory than the GPU has. The operating system releases the locks of a process that ends.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-with contextlib.suppress(ImportError):  # Windows lacks it, and our GPU kernels
+with contextlib.suppress(ImportError):  # not available on Windows, where the GPU kernels do not run
     import fcntl
 
 GIB = 2**30
 DEFAULT_GIB = 4
-"""For a CUDA context, the kernels, and the tensors of most tests."""
+"""Enough for a CUDA context, the kernels and the tensors of most tests."""
 WAIT_SECONDS = 900.0
 OTHERS_SECONDS = 30.0
 _QUEUE, _FIRST = 0, 1
@@ -28,12 +28,12 @@ class NotFreeError(Exception):
 
 
 class GPUMemory:
-    """The memory of one GPU as this process sees it.
+    """The memory of one GPU, shared with other processes through a lock file.
 
     Args:
-        path: of the lock file; all processes on a GPU use the same.
-        total_gib: that tests may use together.
-        free_bytes: asks the device how much is free now, whoever uses the rest.
+        path: lock file; all processes on a GPU use the same one.
+        total_gib: memory that all tests together may use.
+        free_bytes: returns the free memory of the device, which other programs may use too.
         wait_seconds: how long `take` waits for other tests.
     """
 
@@ -55,7 +55,7 @@ class GPUMemory:
         return bool(self._held)
 
     def close(self) -> None:
-        """Release what is held, and the file; a process has one `GPUMemory` at a time, as locks are a process's."""
+        """Release the memory and close the file. Locks belong to the process, so it has one `GPUMemory` at a time."""
         self._held.clear()
         self._file.close()
 
@@ -65,17 +65,17 @@ class GPUMemory:
         Processes wait in a queue, so that tests that need little memory cannot starve one that needs much.
 
         Args:
-            gib: at most `total_gib`; None for all that other tests could use, however much of it is free.
+            gib: at most `total_gib`; None locks all of it without checking how much is free.
 
         Raises:
-            NotFreeError: they did not become free in time.
+            NotFreeError: the memory did not become free in time.
         """
         count = self.total_gib if gib is None else gib
         needed = 0 if gib is None else gib * GIB
         try:
             self._wait(lambda: self._lock(_QUEUE), "the front of the queue", self._wait_seconds)
             self._wait(lambda: self._lock_memory(count), "other tests", self._wait_seconds)
-            # What other tests held is free at once; what is left is another program's.
+            # Memory of other tests is free by now; whatever is still in use belongs to other programs.
             self._wait(
                 lambda: self._free_bytes() >= needed,
                 "other programs",

@@ -1,4 +1,4 @@
-"""Fifty beginnings of Python code, of many kinds, for the bundled model to continue."""
+"""Fifty short Python prompts for the bundled model."""
 
 HEADERS = (
     "def fibonacci(n):\n",

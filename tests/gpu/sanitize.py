@@ -1,14 +1,14 @@
-"""A short run of every kernel for NVIDIA's sanitizer: each work path once, on small shapes.
+"""Runs every code path of the attention kernels once on small shapes, for NVIDIA's compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
         python -m tests.gpu.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.gpu.sanitize
 
-Without PyTorch's caching of memory, an access past a tensor's end leaves the allocation and is seen.
-The cases: splits and their merge, one split only, window, softcap, a head dim of two parts, several row
-tiles, packed keys, keys of no sequence, work items without keys, a shared prefix, and writes with
-skipped slots. The results are compared with the reference too. About 24 compilations; run it once
-without the sanitizer to fill the compiler's cache.
+Without PyTorch's caching allocator, an access past the end of a tensor leaves its allocation, so that
+memcheck detects it. The cases: several splits and their merge, a single split, window, softcap, a head
+dim of two parts, several row tiles, packed keys, a batch without keys, work items without keys, a shared
+prefix, and writes with skipped slots. The results are compared with the reference too. About 24
+compilations; run it once without the sanitizer to fill the compiler's cache.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ DECODE_CASES = [
     (("bfloat16", 8, 2, 128, 16, {"batch_invariant": True}), [1, 1], [5000, 30]),
 ]
 SHARED_PREFIX_CASES = [
-    # Blocks that all sequences begin with; one row has no tokens.
+    # The last number: tokens of the shared prefix. One sequence of the first case has no tokens.
     (("bfloat16", 8, 2, 128, 16, {"lse": True}), [1] * 5, [401, 500, 0, 416, 1000], 400),
     (("float16", 7, 1, 80, 48, {"softcap": 15.0, "max_query_tokens": 3}), [3, 1], [99, 200], 96),
 ]
 
 
 def attend_all() -> int:
-    """Run every GPU row on every case that it takes, twice; the number of runs."""
+    """Run every GPU row twice on every case that it supports; return the number of runs."""
     runs = 0
     decode = [(*case, 0) for case in DECODE_CASES] + SHARED_PREFIX_CASES
     prefill = [(*case, 0) for case in PREFILL_CASES]
@@ -60,7 +60,7 @@ def attend_all() -> int:
                 options = {"shared_prefix": prefix} if prefix else {}
                 case = make(problem, queries, keys, **options)
                 out, lse = run(row, case)
-                # On the host, so that the sanitizer sees our kernels and not a library's.
+                # The reference runs on the CPU, so that the sanitizer checks only our kernels.
                 host = dataclasses.replace(case, q=case.q.cpu(), kv=case.kv.cpu())
                 judge(host, out.cpu(), None if lse is None else lse.cpu())
                 again, _ = run(row, case)
@@ -81,7 +81,7 @@ def write() -> None:
 
 
 def main() -> None:
-    """Run all; what the sanitizer finds it reports itself."""
+    """Run all cases; the sanitizer reports its findings itself."""
     begin = time.monotonic()
     runs = attend_all()
     write()

@@ -1,4 +1,4 @@
-"""The caller's mistakes raise before anything is launched, and say what was expected."""
+"""Invalid arguments raise an error that names the expected value, before any kernel launches."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def call(case, **changes):
 
 
 MISTAKES = {
-    "a query too many": lambda case: {"q": torch.cat([case.q, case.q[:1]])},
+    "one query too many": lambda case: {"q": torch.cat([case.q, case.q[:1]])},
     "another head dim": lambda case: {"q": case.q[..., :32].contiguous()},
-    "queries spread out in a head": lambda case: {"q": case.q.repeat(1, 1, 2)[..., ::2]},
+    "queries not contiguous in a head": lambda case: {"q": case.q.repeat(1, 1, 2)[..., ::2]},
     "queries of another dtype": lambda case: {"q": case.q.float()},
     "queries on the host": lambda case: {"q": case.q.cpu()},
     "a cache of another dtype": lambda case: {"kv": case.kv.half()},
-    "a cache of other blocks": lambda case: {"kv": case.kv.repeat(1, 1, 2, 1, 1)},
-    "a cache of other heads": lambda case: {"kv": case.kv[:, :, :, :1].contiguous()},
+    "a cache of another block size": lambda case: {"kv": case.kv.repeat(1, 1, 2, 1, 1)},
+    "a cache of another number of heads": lambda case: {"kv": case.kv[:, :, :, :1].contiguous()},
     "a cache with heads before tokens": lambda case: {
         "kv": case.kv.transpose(2, 3).contiguous().transpose(2, 3)
     },
@@ -76,7 +76,7 @@ def test_tensors_that_do_not_fit_the_plan_are_refused_before_a_launch(phase, mis
     ],
     ids=["missing", "dtype", "strides"],
 )
-def test_a_log_sum_exp_of_another_kind_is_refused(lse):
+def test_a_log_sum_exp_tensor_of_wrong_dtype_or_layout_is_refused(lse):
     case = case_of(Phase.PREFILL, lse=True)
 
     with pytest.raises(ShapeError, match="lse is"):
@@ -92,7 +92,7 @@ def test_a_log_sum_exp_of_another_kind_is_refused(lse):
     ],
     ids=["dtype", "offsets", "table"],
 )
-def test_a_batch_that_contradicts_itself_is_refused_when_planning(change):
+def test_planning_refuses_an_inconsistent_batch(change):
     case = case_of(Phase.DECODE)
     change = {name: tensor.to(DEVICE) for name, tensor in change.items()}
 
@@ -132,9 +132,11 @@ def test_a_write_that_does_not_fit_the_cache_is_refused(change):
     ],
     ids=["head dim", "block size"],
 )
-def test_what_no_row_takes_is_refused_with_the_reasons_of_each(phase, fields, reason):
+def test_an_unsupported_problem_raises_an_error_with_the_reasons_of_every_row(
+    phase, fields, reason
+):
     problem = case_of(phase).problem
-    # PyTorch's rows take any size; the log-sum-exp rules them out.
+    # PyTorch's rows support any size, but write no log-sum-exp.
     problem = dataclasses.replace(problem, lse=True, **fields)
     case = make(problem, [1], [5])
 
@@ -147,12 +149,12 @@ def test_what_no_row_takes_is_refused_with_the_reasons_of_each(phase, fields, re
     assert all(f"{row.name}: " in message for row in REGISTRY)
 
 
-def test_a_dtype_that_attention_does_not_know_is_refused_by_name():
+def test_an_unsupported_dtype_is_refused_by_name():
     with pytest.raises(ShapeError, match=r"'float8_e4m3fn'.*one of float32, bfloat16, float16"):
         AttentionProblem(Phase.DECODE, "float8_e4m3fn", 8, 2, 64, 16, 1.0)
 
 
-def test_a_gpu_is_given_our_kernels_and_not_the_fallback():
+def test_a_gpu_uses_our_kernels_and_not_the_pytorch_fallback():
     for phase in Phase:
         case = case_of(phase)
         plan = kernels.plan_attention(case.problem, case.batch)

@@ -1,6 +1,6 @@
-"""What must be true of the kernels to the last bit: repeats, graphs, layouts, masks.
+"""Bitwise properties of the attention kernels: repeats, CUDA graphs, cache layouts, masks.
 
-`test_batch_invariance_gpu` is about batches.
+`test_batch_invariance_gpu` compares batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DECODE = pytest.mark.parametrize("row", rows(Phase.DECODE))
 BOTH = pytest.mark.parametrize("row", [*rows(Phase.PREFILL), *rows(Phase.DECODE)])
 REPEATS = 1000
 NEED_ALIGNMENT = {"hopper_decode", "hopper_prefill"}
-"""Rows that copy in bulk, and so refuse addresses that are no multiples of 16 bytes."""
+"""Rows that use bulk copies and therefore require addresses that are multiples of 16 bytes."""
 
 
 def bfloat16_problem(phase, **features):
@@ -64,14 +64,14 @@ def test_a_thousand_repeats_give_the_same_bits(row):
         lse = torch.full(case.q.shape[:2], float("nan"), device=DEVICE)
         call(case.q, case.kv, plan, out, lse)
         results = results or [out, lse]
-        # Added up on the device, so that launches follow each other closely.
+        # Summed on the device, so that the launches are not separated by synchronization.
         differences += (out != results[0]).sum() + (lse != results[1]).sum()
 
     assert int(differences) == 0
 
 
 @DECODE
-def test_a_thousand_repeats_of_one_sequence_split_over_the_gpu_give_the_same_bits(row):
+def test_a_thousand_repeats_of_one_long_sequence_give_the_same_bits(row):
     case = make(bfloat16_problem(Phase.DECODE), [1], [16384])
     selection = selection_of(row, case.problem)
     first = attend(case.problem, case.batch, case.q, case.kv, selection)
@@ -87,7 +87,7 @@ def test_a_thousand_repeats_of_one_sequence_split_over_the_gpu_give_the_same_bit
 
 @BOTH
 @pytest.mark.parametrize("combination", [COMBINATIONS[1], COMBINATIONS[2]], ids=["48", "16"])
-def test_the_place_of_blocks_in_the_cache_does_not_change_a_bit(row, combination):
+def test_the_cache_layout_does_not_change_a_bit(row, combination):
     problem = make_problem(row.phase, combination)
     queries = queries_of(row.phase, 5, 150)
     outs = [
@@ -101,25 +101,25 @@ def test_the_place_of_blocks_in_the_cache_does_not_change_a_bit(row, combination
 
 @BOTH
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_values_of_one_come_out_as_one(row, dtype):
+def test_attention_over_values_of_one_returns_ones(row, dtype):
     problem = make_problem(row.phase, (dtype, 8, 2, 128, 16, {}))
     queries = queries_of(row.phase, 6, 120)
     case = make(problem, queries, [1, 100, 3000, 129, 160, 800])
     case.kv[1].masked_fill_(~case.kv[1].isnan(), 1.0)
     out = run(row, case)[0]
 
-    # Two sums of up to 3000 terms in different orders; half precision rounds their last bits away.
+    # Numerator and denominator sum up to 3000 terms in different orders; half precision rounds the difference away.
     slack = 1e-5 if dtype == "float32" else 0.0
     assert float((out - 1).abs().max()) <= slack
 
 
 @BOTH
-def test_rows_with_nothing_to_attend_to_are_zero_with_an_infinite_log_sum_exp(row):
+def test_queries_without_visible_keys_give_zeros_and_a_log_sum_exp_of_minus_infinity(row):
     problem = bfloat16_problem(row.phase, lse=True)
     if row.phase is Phase.DECODE:
         case, empty = make(problem, [1, 1, 1], [0, 300, 0]), [0, 2]
     else:
-        # Aligned to the bottom right, the first 9 of 10 queries come before the only key.
+        # The causal mask is aligned to the bottom right: the first 9 of 10 queries precede the only key.
         case, empty = make(problem, [10, 5, 3], [1, 0, 3]), [*range(9), *range(10, 15)]
     out, lse = run(row, case)
     full = [index for index in range(case.q.shape[0]) if index not in empty]
@@ -131,7 +131,7 @@ def test_rows_with_nothing_to_attend_to_are_zero_with_an_infinite_log_sum_exp(ro
 
 
 @PREFILL
-def test_queries_between_other_heads_are_read_in_place(row):
+def test_queries_may_be_a_slice_of_a_wider_tensor(row):
     case = make(bfloat16_problem(Phase.PREFILL), [100, 30], [500, 30])
     wide = torch.full((130, 12, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     wide[:, :8] = case.q
@@ -144,7 +144,7 @@ def test_queries_between_other_heads_are_read_in_place(row):
 
 
 @BOTH
-def test_rows_that_pad_the_step_are_left_alone(row):
+def test_padding_rows_are_not_written(row):
     case = make(bfloat16_problem(row.phase), [1, 1], [40, 300])
     padded = dataclasses.replace(case.batch, num_tokens=8)
     q = torch.full((8, 8, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
@@ -159,12 +159,12 @@ def test_rows_that_pad_the_step_are_left_alone(row):
 
 
 @BOTH
-def test_queries_at_any_address_give_the_same_result_or_are_refused(row):
+def test_misaligned_queries_are_computed_correctly_or_refused(row):
     case = make(
         bfloat16_problem(row.phase), queries_of(row.phase, 5, 90), [200, 1000, 333, 160, 149]
     )
     selection = selection_of(row, case.problem)
-    # Tokens an odd number of elements apart, and the first two bytes off every other alignment.
+    # A token stride of an odd number of elements, and a base address aligned to 2 bytes only.
     tokens, width = case.q.shape[0], case.q[0].numel() + 3
     memory = torch.full((1 + tokens * width,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     odd = memory[1:].view(tokens, width)[:, :-3].view(case.q.shape)
@@ -182,7 +182,7 @@ def test_queries_at_any_address_give_the_same_result_or_are_refused(row):
 
 @BOTH
 @pytest.mark.parametrize("window", [1, 100, 1000])
-def test_keys_that_every_window_has_left_behind_are_never_read(row, window):
+def test_keys_before_every_window_are_never_read(row, window):
     query_lens = queries_of(row.phase, 3, 90)
     problem = bfloat16_problem(row.phase, sliding_window=window)
     case = make(problem, query_lens, [5000, 1500, 1234])
@@ -213,7 +213,7 @@ def test_a_step_without_sequences_writes_nothing(row):
 
 
 class Captured:
-    """A step captured in a CUDA graph, planned inside it or before."""
+    """A step captured in a CUDA graph, planned during or before the capture."""
 
     def __init__(self, problem: AttentionProblem, batch, q, kv, selection, *, plan_inside) -> None:
         self.out = torch.full_like(q, float("nan"))
@@ -230,7 +230,7 @@ class Captured:
                 kernels.decode_attention(q, kv, plan, self.out)
             else:
                 kernels.prefill_attention(q, kv, plan, self.out)
-        self._plan = plan  # its buffers are the graph's
+        self._plan = plan  # keeps alive the buffers that the graph uses
 
     def replay(self) -> torch.Tensor:
         self.out.fill_(float("nan"))
@@ -240,7 +240,7 @@ class Captured:
 
 @DECODE
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_replayed_decode_follows_lengths_and_blocks_that_changed(row, batch_invariant):
+def test_a_replayed_decode_reads_changed_lengths_and_block_tables(row, batch_invariant):
     problem = bfloat16_problem(Phase.DECODE, batch_invariant=batch_invariant)
     selection = selection_of(row, problem)
     lengths = [4096, 1, 700, 2048, 33, 0]
@@ -262,7 +262,7 @@ def test_a_replayed_decode_follows_lengths_and_blocks_that_changed(row, batch_in
 
 
 @BOTH
-def test_a_replay_of_a_step_planned_before_the_capture_follows_its_tensors(row):
+def test_a_replay_of_a_step_planned_before_the_capture_reads_changed_queries_and_keys(row):
     problem = bfloat16_problem(row.phase)
     selection = selection_of(row, problem)
     case = make(problem, queries_of(row.phase, 4, 90), [3000, 100, 500, 1000])

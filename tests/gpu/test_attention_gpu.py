@@ -1,6 +1,6 @@
-"""The attention kernels on the GPU agree with the reference, over poisoned memory.
+"""Attention kernels on the GPU against the reference; unused cache memory contains NaN.
 
-About 65 compilations of a kernel in the files of this folder, 1 to 4 seconds each with a cold cache.
+The files of this folder compile about 65 kernels, 1 to 4 seconds each with a cold cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_prefill_agrees_around_block_and_tile_boundaries(row, combination):
 
 
 @PREFILL
-def test_prefill_agrees_where_a_chunk_follows_a_cached_history(row):
+def test_prefill_of_a_chunk_agrees_with_earlier_tokens_in_the_cache(row):
     problem = make_problem(Phase.PREFILL, COMBINATIONS[2])
     case = make(problem, [1, 16, 100, 128, 256, 257], [1000, 16, 777, 2048, 4000, 300])
 
@@ -95,7 +95,7 @@ def test_decode_agrees_around_block_and_tile_boundaries(row, combination):
 
 @DECODE
 @pytest.mark.parametrize("combination", named(LONG_COMBINATIONS))
-def test_decode_agrees_for_long_beside_short_sequences(row, combination):
+def test_decode_agrees_for_a_batch_of_long_and_short_sequences(row, combination):
     problem = make_problem(Phase.DECODE, combination)
     case = make(problem, [1] * len(LONG_LENGTHS), LONG_LENGTHS)
 
@@ -104,7 +104,7 @@ def test_decode_agrees_for_long_beside_short_sequences(row, combination):
 
 @DECODE
 @pytest.mark.parametrize("length", [1, 63, 1025, 16384, 32767])
-def test_decode_agrees_for_a_single_sequence_split_over_the_whole_gpu(row, length):
+def test_decode_agrees_for_a_single_sequence(row, length):
     case = make(make_problem(Phase.DECODE, COMBINATIONS[2]), [1], [length])
 
     judge(case, *run(row, case))
@@ -121,7 +121,7 @@ def test_decode_agrees_for_a_large_ragged_batch(row):
 @DECODE
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("heads", [16, 24])
-def test_decode_agrees_with_every_launch_that_its_table_has(row, heads, head_dim):
+def test_every_tuned_decode_launch_agrees(row, heads, head_dim):
     problem = make_problem(Phase.DECODE, ("bfloat16", heads, 8, head_dim, 16, {}))
     case = make(problem, [1] * len(RAGGED_LENGTHS), RAGGED_LENGTHS)
 
@@ -143,7 +143,7 @@ def test_decode_agrees_with_several_queries_per_sequence(row, combination):
 
 @pytest.mark.parametrize("phase", list(Phase))
 @pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[1], COMBINATIONS[13]]))
-def test_the_fallback_rows_agree_on_a_gpu_too(phase, combination):
+def test_the_pytorch_rows_agree_on_a_gpu(phase, combination):
     row = next(row for row in REGISTRY if row.phase is phase and row.cpu)
     queries = [1] * 5 if phase is Phase.DECODE else [1, 16, 100, 30, 257]
     case = make(make_problem(phase, combination), queries, [1, 40, 100, 700, 1025])
@@ -161,13 +161,13 @@ def test_the_fallback_rows_agree_on_a_gpu_too(phase, combination):
         (torch.bfloat16, 2, 96, 256),
     ],
 )
-def test_writes_land_in_their_slots_and_nowhere_else(
+def test_write_kv_writes_its_slots_and_nothing_else(
     dtype, heads, head_dim, block_size, index_dtype
 ):
     tokens, blocks = 300, 40
     generator = torch.Generator(DEVICE).manual_seed(0)
     kv = torch.full((2, blocks, block_size, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
-    # As the model has them: keys and values are slices of one projection.
+    # As in the model, keys and values are slices of one projection.
     fused = torch.randn(
         (tokens, 3 * heads, head_dim), generator=generator, dtype=dtype, device=DEVICE
     )

@@ -1,4 +1,4 @@
-"""Offsets past 2^31 elements: caches, packed keys, queries and outputs of gigabytes."""
+"""Offsets past 2^31 elements in caches, packed keys, queries and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.attention_cases import DEVICE, attend, judge, make_problem, rows,
 
 KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
 PAST = 2**31 // (KV_HEADS * HEAD_DIM) + 4096
-"""Tokens of keys whose last lie past 2^31 elements."""
+"""Number of tokens whose keys extend past 2^31 elements."""
 
 
 def offsets(lengths):
@@ -21,13 +21,13 @@ def offsets(lengths):
 
 
 def big_cache():
-    """A poisoned cache [2, N, S, K, D] whose last blocks lie past 2^31 elements of keys."""
+    """Return a cache of NaN, [2, N, S, K, D], whose last blocks lie past 2^31 elements of keys."""
     shape = (2, PAST // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     return torch.full(shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
 
 
 def big_paged_case(phase, query_lens, seq_lens):
-    """A case whose blocks lie at the far end of the cache, at its start and in between."""
+    """Return a case whose blocks lie at the end of the cache, at its start and in between."""
     problem = make_problem(phase, ("bfloat16", 32, KV_HEADS, HEAD_DIM, BLOCK_SIZE, {}))
     kv = big_cache()
     last = kv.shape[1] - 1
@@ -87,7 +87,7 @@ def test_packed_keys_past_two_to_the_31_elements_are_read(row):
     shape = (2, PAST, KV_HEADS, HEAD_DIM)
     kv = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kv[:, -300:].normal_()
-    # The first sequence asks nothing; its keys only fill the space.
+    # The first sequence has no queries; its keys fill the first 2^31 elements.
     lengths = [PAST - 300, 300]
     batch = PackedBatch(offsets([0, 0, 40]), offsets([0, PAST - 300, PAST]), 40, 40, PAST - 300)
     q = torch.randn((40, 32, HEAD_DIM), device=DEVICE).bfloat16()
@@ -105,7 +105,7 @@ def test_queries_and_outputs_past_two_to_the_31_elements_are_read_and_written(ro
     q = torch.full((tokens, 32, HEAD_DIM), 0.5, dtype=torch.bfloat16, device=DEVICE)
     q[-100:].normal_()
     kv = torch.randn((2, 150, KV_HEADS, HEAD_DIM), device=DEVICE).bfloat16()
-    # The first sequence has nothing to attend to, so that it costs writes only.
+    # The first sequence has no keys, so its queries are only written as zeros.
     starts = offsets([0, tokens - 100, tokens])
     batch = PackedBatch(starts, offsets([0, 0, 150]), tokens, tokens - 100, 150)
 

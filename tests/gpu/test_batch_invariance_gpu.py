@@ -1,6 +1,6 @@
-"""A batch-invariant result is bitwise the same whatever shares the batch.
+"""Batch-invariant attention returns the same bits for a sequence alone and in any batch.
 
-Every row of the registry that declares it takes part; a new one joins by its declaration.
+The tests run every row of the registry that declares `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def named(combinations):
 
 
 def neighbours(rng, phase, count, most_queries):
-    """Query and sequence lengths of `count` random sequences."""
+    """Return query and sequence lengths of `count` random sequences."""
     if phase is Phase.DECODE:
         queries = [rng.randint(1, most_queries) for _ in range(count)]
     else:
@@ -61,7 +61,7 @@ def neighbours(rng, phase, count, most_queries):
 
 
 def among(row, problem, kept_queries, count, seed):
-    """A sequence's output among `count - 1` random ones, and alone over the same cache."""
+    """Return a sequence's output in a batch of `count`, and its output alone over the same cache."""
     rng = random.Random(seed)
     queries, lengths = neighbours(rng, row.phase, count - 1, problem.max_query_tokens)
     index = rng.randrange(count)
@@ -90,7 +90,7 @@ def test_a_sequence_has_the_same_bits_alone_and_among_random_neighbours(row, com
 
 @BOTH
 @pytest.mark.parametrize("seed", range(6))
-def test_neighbours_of_many_kinds_change_no_bit(row, seed):
+def test_the_batch_and_the_number_of_queries_change_no_bit(row, seed):
     problem = invariant_problem(row.phase, COMBINATIONS[0])
     kept = 1 if row.phase is Phase.DECODE else (1, 3, 127, 129, 300, 1500)[seed]
 
@@ -113,9 +113,7 @@ def test_several_queries_of_a_decode_have_the_same_bits_among_neighbours(row, ke
 @pytest.mark.parametrize("row", PREFILL)
 @pytest.mark.parametrize("combination", named(COMBINATIONS))
 @pytest.mark.parametrize("chunk", [128, 512, 1000])
-def test_a_prompt_in_chunks_has_the_same_bits_whatever_is_computed_beside_each(
-    row, combination, chunk
-):
+def test_a_chunk_of_a_prompt_has_the_same_bits_alone_and_in_a_batch(row, combination, chunk):
     problem = invariant_problem(Phase.PREFILL, combination)
     selection = selection_of(row, problem)
     rng = random.Random(chunk)
@@ -142,7 +140,7 @@ def test_a_whole_prompt_has_the_same_bits_among_neighbours(row):
 
 
 def part_of(batch, queries, length):
-    """A batch of one sequence cut down to its first tokens, the last of which are the queries."""
+    """Truncate a batch of one sequence to `length` tokens, the last `queries` of which are the queries."""
     return dataclasses.replace(
         batch,
         cu_seqlens_q=torch.tensor([0, queries], dtype=torch.int32, device=batch.seq_lens.device),
@@ -154,7 +152,7 @@ def part_of(batch, queries, length):
 
 
 def beside_others(case, start, stop):
-    """The batch of a case whose first sequence is cut down to tokens start to stop, and its queries."""
+    """Return the batch of a case and its queries, with only tokens start to stop of the first sequence as queries."""
     whole = case.query_lens[0]
     lengths = case.batch.seq_lens.clone()
     lengths[0] = stop
@@ -172,7 +170,7 @@ def beside_others(case, start, stop):
 
 
 @BOTH
-def test_bounds_above_the_lengths_change_no_bit(row):
+def test_loose_bounds_of_the_lengths_change_no_bit(row):
     problem = invariant_problem(row.phase, COMBINATIONS[0])
     queries = [1] * 4 if row.phase is Phase.DECODE else [40, 3, 130, 90]
     case = make(problem, queries, [LONG, 100, 2049, 777])

@@ -1,4 +1,4 @@
-"""A decode that reads once what its sequences share: right, repeatable, and fit for a captured graph."""
+"""Cascade decode: accuracy, determinism and CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPEATS = 300
 
 
 def shared_case(combination, query_lens, own_lens, blocks, **options):
-    """Sequences of `blocks` shared blocks and own tokens; 0 own tokens for a sequence without any."""
+    """Return a case of sequences with `blocks` shared blocks and their own tokens; `own` 0 makes an empty sequence."""
     prefix = blocks * combination[4]
     lengths = [prefix + own if own else 0 for own in own_lens]
     problem = make_problem(Phase.DECODE, combination)
@@ -37,7 +37,7 @@ def shared_case(combination, query_lens, own_lens, blocks, **options):
 
 
 def selection_for(row, case):
-    """Force a row; skip where it cannot be part of a cascade."""
+    """Select `row`; skip the test if it cannot be part of a cascade."""
     selection = selection_of(row, case.problem)
     plan = kernels.plan_attention(case.problem, case.batch, selection=selection)
     if plan.prefix is None:
@@ -52,7 +52,7 @@ def without_hint(case):
 
 @DECODE
 @pytest.mark.parametrize("combination", named(WITHOUT_WINDOW))
-def test_own_tokens_of_every_length_behind_a_shared_prefix_agree(row, combination):
+def test_own_tokens_of_every_length_after_a_shared_prefix_agree(row, combination):
     own = [1, 2, 15, 16, 17, 63, 64, 65, 128, 129, 255, 257, 700, 1024, 0, 3]
     case = shared_case(combination, [1] * len(own), own, 11)
 
@@ -75,7 +75,7 @@ def test_prefixes_of_every_length_and_batches_of_every_size_agree(row, combinati
     "combination",
     named([it for it in SEVERAL_QUERIES_COMBINATIONS if "sliding_window" not in it[5]]),
 )
-def test_several_queries_of_a_sequence_behind_a_shared_prefix_agree(row, combination):
+def test_several_queries_per_sequence_after_a_shared_prefix_agree(row, combination):
     most = combination[5]["max_query_tokens"]
     queries = [most, 1, 2, 0, most, most - 1, 1, most]
     case = shared_case(combination, queries, [most, 1, 3, 9, 100, 513, 16, 2049], 20)
@@ -84,7 +84,7 @@ def test_several_queries_of_a_sequence_behind_a_shared_prefix_agree(row, combina
 
 
 @DECODE
-def test_shared_blocks_are_read_through_the_first_row_of_the_table_alone(row):
+def test_shared_blocks_are_read_from_the_first_row_of_the_block_table_only(row):
     case = shared_case(COMBINATIONS[2], [1] * 5, [1, 20, 300, 17, 90], 12)
     case.batch.block_table[1:, :12] = UNUSED_BLOCK
 
@@ -92,7 +92,7 @@ def test_shared_blocks_are_read_through_the_first_row_of_the_table_alone(row):
 
 
 @DECODE
-def test_sequences_without_tokens_become_zero_with_a_log_sum_exp_of_minus_infinity(row):
+def test_sequences_without_tokens_give_zeros_and_a_log_sum_exp_of_minus_infinity(row):
     case = shared_case(COMBINATIONS[2], [1] * 4, [5, 0, 90, 0], 12)
 
     out, lse = case.attend(selection_for(row, case))
@@ -103,7 +103,7 @@ def test_sequences_without_tokens_become_zero_with_a_log_sum_exp_of_minus_infini
 
 
 @DECODE
-def test_rows_that_pad_the_step_are_left_alone(row):
+def test_padding_rows_are_not_written(row):
     case = shared_case(COMBINATIONS[2], [1] * 3, [5, 40, 90], 12)
     selection = selection_for(row, case)
     padded = dataclasses.replace(case.batch, num_tokens=70, max_seqlen_k=4096)
@@ -136,7 +136,7 @@ def test_repeats_give_the_same_bits(row):
 
 @DECODE
 @pytest.mark.parametrize("plan_inside", [False, True], ids=["planned before", "planned inside"])
-def test_a_replayed_step_follows_lengths_and_blocks_that_changed(row, plan_inside):
+def test_a_replayed_step_reads_changed_queries_and_lengths(row, plan_inside):
     case = shared_case(COMBINATIONS[0], [1] * 6, [600, 1, 300, 2, 90, 400], 30)
     selection = selection_for(row, case)
     attend(case.problem, case.batch, case.q, case.kv, selection)  # compiles
@@ -151,7 +151,7 @@ def test_a_replayed_step_follows_lengths_and_blocks_that_changed(row, plan_insid
     for step in range(3):
         case.q.copy_(case.q.roll(1, 0))
         if plan_inside:
-            # Shorter sequences, and one that has gone.
+            # Sequences become shorter, and one becomes empty.
             case.batch.seq_lens[2:] -= 1
             case.batch.seq_lens[5] *= step < 2
         out.fill_(float("nan"))
@@ -164,7 +164,7 @@ def test_a_replayed_step_follows_lengths_and_blocks_that_changed(row, plan_insid
 
 @DECODE
 @pytest.mark.parametrize("more", [{"sliding_window": 100}, {"batch_invariant": True}], ids=str)
-def test_the_hint_changes_no_bit_where_it_is_ignored(row, more):
+def test_a_problem_without_cascade_support_ignores_shared_prefix(row, more):
     combination = (*COMBINATIONS[0][:5], more)
     case = shared_case(combination, [1] * 5, [1, 20, 300, 17, 90], 12)
     selection = selection_of(row, case.problem)
@@ -174,7 +174,7 @@ def test_the_hint_changes_no_bit_where_it_is_ignored(row, more):
     assert torch.equal(case.attend(selection)[0], without_hint(case).attend(selection)[0])
 
 
-def test_the_registry_s_choice_reads_a_prefix_once():
+def test_the_default_selection_uses_the_cascade():
     if kernels.detect(DEVICE).sm < 80:
         pytest.skip("no row reads a prefix once before sm_80")
     case = shared_case(COMBINATIONS[2], [1] * 20, [1 + index for index in range(20)], 12)

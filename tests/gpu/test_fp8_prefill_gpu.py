@@ -1,20 +1,20 @@
-"""The FP8 prefill on the GPU, held to a PyTorch model that rounds where it rounds.
+"""FP8 prefill on the GPU against a PyTorch model that rounds at the same points (`kernels.testing.reference_fp8`).
 
-How much rounding to e4m3 costs is the model's to say (`kernels.testing.reference_fp8`); the kernel may differ from
-the model only where a sum in another order puts a weight on the other side of a tie:
+The kernel may differ from the model only where summing in another order rounds a weight to the other side of a tie:
 
-    a row        every weight is off by an eighth of itself at most, the distance of two neighbours in e4m3.
-                 Such errors have either sign, so the row's mean square error is at most that of an eighth
-                 of each weight, were they all to flip; and half a unit of the output's last digit.
-    a result     of the ways to flip about as many help as harm, so its error against the truth is the
-                 model's; a tenth more is granted for small cases.
-    log-sum-exp  a row that sees one key is as far off as its score, and two things move a score by more than
-                 float32 does. A rotated element may lie on a tie of e4m3, as 3/4 of its row's largest does;
-                 then float32's last bit decides, and the score moves by a step of e4m3 times an element of
-                 the key: three of 32704 by 0.004 to 0.017. So each digit that the kernel has quantized is
-                 held to the model's, where both neighbours of a tie are right, and the scores are those of
-                 the kernel's digits. And the tensor cores cut the terms of a score: sqrt(33) of their units
-                 are granted for each instruction (`score_units`), weighed as the keys are.
+    a row        Each weight is off by at most 1/8 of itself, the distance between neighbours in e4m3. The
+                 errors have random signs, so the bound of a row's root mean square error is that of an error
+                 of 1/8 in every weight, plus half a unit in the last place of the output.
+    a result     Flipped ties increase and decrease the error about equally often, so the error against the
+                 exact result may exceed the model's by at most 10 %, a margin for small cases.
+    log-sum-exp  For a row that sees one key, it is off by as much as the score, and two effects change a score
+                 by more than float32 rounding. First, a rotated element may lie on a tie of e4m3, as 3/4 of its
+                 row's largest does. The last bit of float32 then decides, and the score changes by a step of
+                 e4m3 times an element of the key: 3 of 32704 scores by 0.004 to 0.017. So the test checks each
+                 quantized number against the model, accepting both neighbours of a tie, and computes the
+                 expected scores from the kernel's quantized numbers. Second, the tensor cores truncate the terms
+                 of a score: the bound allows sqrt(33) of their units per instruction (`score_units`), weighted
+                 as the keys are.
 
 About 40 compilations, 3 seconds each with a cold cache.
 """
@@ -44,7 +44,7 @@ from tests.gpu.attention_cases import (
 )
 
 ROW = next(row for row in REGISTRY if row.name == "hopper_fp8_prefill")
-# dtype, query heads, key-value heads, head dim, no blocks, features.
+# dtype, query heads, key-value heads, head dim, block size (None: packed), features.
 COMBINATIONS = [
     ("bfloat16", 8, 8, 128, None, {"lse": True}),
     ("float16", 8, 1, 128, None, {"lse": True, "softmax_scale": 0.3}),
@@ -59,14 +59,14 @@ EIGHTH = 1 / 8
 LAST_DIGIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 LARGEST = reference_fp8.LARGEST
 BLOCK = 128
-# A rotated element is a sum of 128 in float32, its scale a quotient: off by this share of the row's largest.
+# Error of a rotated element (a float32 sum of 128 terms) and its scale (a quotient), relative to the row's largest.
 SHARE = 2.0**-17
-# Exponentials and logarithms are approximate to 2^-22, and numbers are below 64 in float32.
+# Exponentials and logarithms have a relative error of 2^-22, and the values are below 64 in float32.
 LSE_ERROR = 1e-4
 
 
 def selection_for(problem, stages=None):
-    """Force the row, with a number of stages if given; only another GPU is a reason to skip."""
+    """Select the row, with `stages` if given; skip on GPUs other than sm_90."""
     arch = kernels.detect(DEVICE)
     if arch.sm != 90:
         pytest.skip(f"needs sm_90, this is sm_{arch.sm}")
@@ -78,13 +78,13 @@ def selection_for(problem, stages=None):
 
 
 def allowed(combination):
-    """The problem, with FP8 allowed."""
+    """Return the problem with FP8 enabled."""
     *fields, features = combination
     return make_problem(Phase.PREFILL, (*fields, features | {"fp8": True}))
 
 
 def judge(case, out, lse=None):
-    """Hold every row and the whole to the bounds above."""
+    """Check every row and the whole result against the bounds of the module docstring."""
     from kernels.attention.hopper.fp8_quantize import rotation
 
     problem = case.problem
@@ -129,7 +129,7 @@ def judge(case, out, lse=None):
 
 
 def quantized(case):
-    """What the kernel attends to, in buffers as its quantizer writes it, and where sequences' blocks begin."""
+    """Return the buffers that the kernel's quantizer writes, and the first key block of each sequence."""
     from kernels.attention.hopper.fp8_quantize import make_buffers, plan_key_blocks, quantize
 
     plan = plan_key_blocks(case.batch.cu_seqlens_k, case.kv.shape[1], BLOCK)
@@ -139,7 +139,7 @@ def quantized(case):
 
 
 def own_operands(buffers, rows, keys, first_block):
-    """A sequence's queries [m, H, D], their factors [m, H], its keys [n, K, D] and their scales [n, K]."""
+    """Return a sequence's queries [m, H, D], their factors [m, H], its keys [n, K, D] and their scales [n, K]."""
     blocks = slice(first_block, first_block - (-keys // BLOCK))
     k = buffers.k[:, blocks].float().flatten(1, 2)[:, :keys].transpose(0, 1)
     scales = buffers.scales[0][:, blocks].repeat_interleave(BLOCK, 1)[:, :keys].T
@@ -147,29 +147,29 @@ def own_operands(buffers, rows, keys, first_block):
 
 
 def judge_operands(operands, q, k, problem):
-    """Hold digits and scales to rotated queries and keys, [m, H, D] and [n, K, D] float64."""
+    """Check quantized numbers and scales against rotated queries [m, H, D] and keys [n, K, D], float64."""
     own_q, factors, own_k, scales = operands
     largest = q.abs().amax(-1)
-    judge_digits(own_q, q / largest[..., None] * LARGEST)
+    judge_rounding(own_q, q / largest[..., None] * LARGEST)
     wanted = largest / LARGEST * problem.softmax_scale / problem.head_dim
     torch.testing.assert_close(factors.double(), wanted, rtol=SHARE, atol=0)
     blocks = [
         block.abs().amax((0, 2), keepdim=True).expand(len(block), -1, 1) for block in k.split(BLOCK)
     ]
     largest = torch.cat(blocks)
-    judge_digits(own_k, k / largest * LARGEST)
+    judge_rounding(own_k, k / largest * LARGEST)
     torch.testing.assert_close(scales.double(), largest[..., 0] / LARGEST, rtol=SHARE, atol=0)
 
 
-def judge_digits(found, x):
-    """Demand of each number of e4m3 that it is the nearest to something within a few of float32's errors."""
+def judge_rounding(found, x):
+    """Check that each number is the e4m3 rounding of a value within the float32 error of `x`."""
     slack = LARGEST * SHARE
     low, high = (reference_fp8.to_e4m3(x + side).float() for side in (-slack, slack))
     assert bool(((low <= found) & (found <= high)).all())
 
 
 def own_log_sums(operands, causal):
-    """Log-sum-exp of the operands' scores, and the units that the tensor cores sum them in; [m, H] float64."""
+    """Return the log-sum-exp of the operands' scores and the units in which tensor cores sum; [m, H] float64."""
     q, factors, k, scales = operands
     group = q.shape[1] // k.shape[1]
     q = q.transpose(0, 1)
@@ -185,10 +185,10 @@ def own_log_sums(operands, causal):
 
 
 def weigh_squares(q, k, v, *, softmax_scale, causal):
-    """Sum of squared weights times squared values, and the output; [m, H, D] float64."""
+    """Return the sum of squared weights times squared values, and the output; [m, H, D] float64."""
     doubled = {"causal": causal, "dtype": torch.float64}
     truth = reference.attention(q, k, v, softmax_scale=softmax_scale, **doubled)
-    # The squares of weights are the weights of twice the scores, but for the sum that they have.
+    # Squared weights are the softmax of twice the scores, up to normalization.
     squares = reference.attention(
         q, k, v.double().square(), softmax_scale=2 * softmax_scale, **doubled
     )
@@ -211,7 +211,7 @@ def test_it_agrees_with_its_model_over_ragged_queries_and_keys(combination):
 
 
 @pytest.mark.parametrize("combination", named([COMBINATIONS[0], COMBINATIONS[4]]))
-def test_it_agrees_over_long_beside_tiny_sequences(combination):
+def test_it_agrees_over_long_and_short_sequences(combination):
     check(combination, *zip(*[pair for pair in LONG_PAIRS if pair[1] <= 4224], strict=True))
 
 
@@ -228,14 +228,14 @@ def test_every_number_of_stages_agrees(stages):
 
 
 @pytest.mark.parametrize("num_seqs", [3, 400], ids=["fewer than SMs", "more than SMs"])
-def test_sequences_without_keys_between_others_are_zero_and_disturb_none(num_seqs):
+def test_sequences_without_keys_give_zeros_and_do_not_affect_others(num_seqs):
     keys = [0 if index % 3 == 1 else 40 + (61 * index) % 700 for index in range(num_seqs)]
     queries = [1 + (13 * index) % 37 for index in range(num_seqs)]
     check(("bfloat16", 8, 2, 128, None, {"lse": True}), queries, keys)
 
 
-def test_a_value_is_weighed_by_its_own_key():
-    """Every query sees one key alone: the output is the values, in the order of the queries."""
+def test_each_value_is_weighted_by_its_own_key():
+    """Query i matches key i only, so the output equals the values."""
     problem = allowed(("bfloat16", 1, 1, 128, None, {"causal": False}))
     case = make(problem, [128], [128])
     case.q.copy_(40 * torch.eye(128, device=DEVICE)[:, None])
@@ -248,7 +248,7 @@ def test_a_value_is_weighed_by_its_own_key():
     torch.testing.assert_close(out[:, 0, 5].float(), wanted, rtol=0.01, atol=0.01)
 
 
-def test_outliers_cost_what_they_cost_the_model():
+def test_outliers_increase_the_error_no_more_than_in_the_model():
     problem = allowed(("bfloat16", 8, 2, 128, None, {}))
     case = make(problem, [1500], [1500])
     generator = torch.Generator(DEVICE).manual_seed(2)
@@ -259,7 +259,7 @@ def test_outliers_cost_what_they_cost_the_model():
     judge(case, *case.attend(selection_for(problem)))
 
 
-def test_a_sequence_alone_gives_the_bits_of_the_same_among_others():
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch():
     problem = allowed(("bfloat16", 8, 2, 128, None, {"batch_invariant": True}))
     alone, among = make(problem, [512], [900]), make(problem, [300, 512, 7], [901, 900, 7])
     alone.q.copy_(among.q[300:812])
@@ -270,7 +270,7 @@ def test_a_sequence_alone_gives_the_bits_of_the_same_among_others():
     assert torch.equal(outs[0], outs[1][300:812])
 
 
-def test_one_plan_serves_layer_after_layer():
+def test_one_plan_can_be_used_for_several_layers():
     problem = allowed(("bfloat16", 8, 2, 128, None, {}))
     case = make(problem, [100, 1, 700], [100, 500, 1000])
     layers = [
@@ -287,10 +287,10 @@ def test_one_plan_serves_layer_after_layer():
         judge(layer, out)
 
 
-def test_keys_between_other_heads_are_read_in_place():
+def test_keys_and_values_may_be_slices_of_a_wider_tensor():
     problem = allowed(("bfloat16", 8, 2, 128, None, {}))
     case = make(problem, [100, 30, 300], [500, 30, 300])
-    # As in the output of one projection: values behind the keys of a token, other heads around them.
+    # As in the output of one projection: a token's values follow its keys, between other heads.
     wide = torch.full((830, 6, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kv = wide.as_strided((2, 830, 2, 128), (2 * 128, 6 * 128, 128, 1), 128)
     kv.copy_(case.kv)
@@ -300,7 +300,7 @@ def test_keys_between_other_heads_are_read_in_place():
     judge(case, out)
 
 
-def test_a_replayed_prefill_follows_lengths_that_changed():
+def test_a_replayed_prefill_reads_changed_lengths():
     problem = allowed(("bfloat16", 8, 2, 128, None, {}))
     selection = selection_for(problem)
     case = make(problem, [300, 40, 60], [1000, 40, 900])

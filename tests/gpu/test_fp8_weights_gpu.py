@@ -1,4 +1,4 @@
-"""Weights in float8 on a GPU: right, the same bits each time, and a service with them."""
+"""FP8 weights on a GPU: accuracy of layers and models, and tokens of the engine."""
 
 import dataclasses
 import gc
@@ -49,7 +49,7 @@ def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
 
 
 class Layer:
-    """A linear layer with weights in FP8, on the kernel that is chosen for the number of rows."""
+    """A linear layer with FP8 weights, computed by the kernel selected for the number of rows."""
 
     def __init__(self, outputs, inputs, dtype, *, gated, around):
         shape = ((1 + gated) * outputs, inputs)
@@ -92,7 +92,7 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
         return result if residual is None else result + residual.to(at)
 
     truth = formula(torch.float64).float()
-    # A number that lies between two of FP8 may fall to either side behind a norm; and tensor cores cut sums in FP8.
+    # After a norm, a value near a tie may round to either FP8 neighbour; and tensor cores truncate FP8 sums.
     share = (0.02 if layer.norm else 0.003) if in_fp8 else 0.0
     slack = 1e-5 + share * float(truth.abs().max())
     for pdl in (False, kernels.detect(DEVICE).sm >= 90):
@@ -101,9 +101,9 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
         assert_no_worse_than(out, truth, formula(dtype), factor=3.0, atol=slack)
 
 
-def test_rows_are_quantized_as_in_pytorch():
+def test_the_quantize_kernel_agrees_with_pytorch():
     if kernels.detect(DEVICE).sm < 89:
-        pytest.skip("no product in FP8, which takes them")
+        pytest.skip("no FP8 matrix products before sm_89")
     rows = random(99, 4096) * torch.logspace(-30, 4, 99, device=DEVICE)[:, None]
 
     numbers, scales = fused.quantize_rows(rows.bfloat16())
@@ -124,12 +124,12 @@ def test_a_row_does_not_depend_on_its_neighbours(rows):
 
 @pytest.fixture
 def blocks_of_16(monkeypatch):
-    """Blocks that Hopper's kernels take too."""
+    """Use a block size that the Hopper kernels support."""
     monkeypatch.setattr(paged, "BLOCK_SIZE", 16)
 
 
 def drive(dtype, weight_dtype, *, fuse):
-    """Logits of the last token of each sequence and step, float32."""
+    """Return the logits of the last token of each sequence and step, float32."""
     config = ModelConfig.from_folder(FOLDER)
     model = load_model(FOLDER, config, dtype, DEVICE, weight_dtype=weight_dtype, pack=fuse)
     assert model._bound.fused == fuse
@@ -143,7 +143,7 @@ def drive(dtype, weight_dtype, *, fuse):
     return torch.stack(rows)
 
 
-def test_float32_has_the_logits_of_its_operations(blocks_of_16):
+def test_packed_layers_in_float32_agree_with_separate_operations(blocks_of_16):
     expected = drive(torch.float32, FP8, fuse=False)
 
     found = drive(torch.float32, FP8, fuse=True)
@@ -151,7 +151,7 @@ def test_float32_has_the_logits_of_its_operations(blocks_of_16):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_half_precision_is_about_as_far_from_the_checkpoint_as_its_weights(blocks_of_16):
+def test_packed_layers_in_bfloat16_add_little_to_the_error_of_fp8_weights(blocks_of_16):
     truth = drive(torch.float32, None, fuse=False)
     weights = drive(torch.float32, FP8, fuse=False)
 
@@ -162,7 +162,7 @@ def test_half_precision_is_about_as_far_from_the_checkpoint_as_its_weights(block
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recorded_steps_give_the_tokens_of_steps_without(dtype):
+def test_recorded_steps_give_the_tokens_of_steps_without_graphs(dtype):
     prompts = [[(7 * i + j) % 500 + 5 for j in range(3 + 13 * i)] for i in range(16)]
     sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
     found = []

@@ -1,7 +1,7 @@
-"""The Hopper prefill on the GPU: what its design makes delicate, beside what all rows are tested for.
+"""Hopper prefill on the GPU: edge cases of its design, in addition to the tests of all rows.
 
-    items without keys between others, fewer items than SMs and many more, work counters that the launch
-    before has left behind, tiles at every edge, each number of stages and of consumers
+The tests cover work items without keys, fewer and many more items than SMs, work counters reused by the next
+launch, tile boundaries, and every number of stages and consumers.
 
 About 50 compilations, 3 seconds each with a cold cache.
 """
@@ -62,7 +62,7 @@ HEAD_DIMS = tuple(LAUNCHES)
 
 
 def selection_for(problem, launch=None):
-    """Force the row, with a launch of its own if given; only another GPU is a reason to skip."""
+    """Select the row, with `launch` if given; skip on GPUs other than sm_90."""
     arch = kernels.detect(DEVICE)
     if arch.sm != 90:
         pytest.skip(f"needs sm_90, this is sm_{arch.sm}")
@@ -91,7 +91,7 @@ def test_it_agrees_over_ragged_queries_and_keys(combination):
     "combination",
     named([*(COMBINATIONS[i] for i in (1, 5, 9, 12)), *PACKED_COMBINATIONS[:1]]),
 )
-def test_it_agrees_over_long_beside_tiny_sequences(combination):
+def test_it_agrees_over_long_and_short_sequences(combination):
     check(combination, *zip(*LONG_PAIRS, strict=True))
 
 
@@ -113,7 +113,7 @@ def test_every_tile_and_number_of_stages_agrees(head_dim, launch, features):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("num_seqs", [3, 400], ids=["fewer than SMs", "more than SMs"])
-def test_sequences_without_keys_between_others_are_zero_and_disturb_none(head_dim, num_seqs):
+def test_sequences_without_keys_give_zeros_and_do_not_affect_others(head_dim, num_seqs):
     problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, head_dim, 16, {"lse": True}))
     keys = [0 if index % 3 == 1 else 40 + (61 * index) % 700 for index in range(num_seqs)]
     queries = [1 + (13 * index) % 37 for index in range(num_seqs)]
@@ -129,7 +129,7 @@ def test_sequences_without_keys_between_others_are_zero_and_disturb_none(head_di
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_batch_of_which_no_sequence_has_keys_is_zero(head_dim):
+def test_a_batch_without_keys_gives_zeros(head_dim):
     problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, head_dim, 16, {"lse": True}))
     case = make(problem, [70, 1, 300], [0, 0, 0])
     out, lse = case.attend(selection_for(problem))
@@ -139,13 +139,13 @@ def test_a_batch_of_which_no_sequence_has_keys_is_zero(head_dim):
 
 
 @pytest.mark.parametrize("query_lens", [[1], [64], [33] * 131, [33] * 133, [20] * 1000], ids=len)
-def test_any_number_of_items_is_attended_to_whatever_the_number_of_sms(query_lens):
+def test_it_agrees_with_fewer_and_more_work_items_than_sms(query_lens):
     keys = [length + 50 * (index % 5) for index, length in enumerate(query_lens)]
     check(("bfloat16", 4, 1, 128, 16, {}), query_lens, keys)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_chunks_attend_to_their_history(head_dim):
+def test_a_chunk_attends_to_earlier_tokens_of_its_sequence(head_dim):
     check(
         ("bfloat16", 8, 2, head_dim, 16, {"lse": True}),
         [512, 1, 256, 257, 100],
@@ -153,7 +153,7 @@ def test_chunks_attend_to_their_history(head_dim):
     )
 
 
-def test_a_chunk_alone_gives_the_bits_of_the_same_chunk_among_others():
+def test_a_chunk_gives_the_same_bits_alone_and_in_a_batch():
     problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {"batch_invariant": True}))
     selection = selection_for(problem)
     alone = make(problem, [512], [2048])
@@ -168,7 +168,7 @@ def test_a_chunk_alone_gives_the_bits_of_the_same_chunk_among_others():
     assert torch.equal(outs[0], outs[1][300:812])
 
 
-def test_one_plan_serves_layer_after_layer():
+def test_one_plan_can_be_used_for_several_layers():
     problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
     case = make(problem, [100, 1, 700], [100, 500, 1000])
     layers = [
@@ -185,7 +185,7 @@ def test_one_plan_serves_layer_after_layer():
         judge(layer, out)
 
 
-def test_plans_that_take_turns_do_not_disturb_each_other():
+def test_alternating_plans_do_not_affect_each_other():
     many = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
     cases = [make(many, [900, 30], [2000, 30]), make(many, [20] * 300, [90] * 300, seed=1)]
     plans = [
@@ -202,7 +202,7 @@ def test_plans_that_take_turns_do_not_disturb_each_other():
     judge(cases[1], expected[1])
 
 
-def test_a_replayed_prefill_follows_lengths_that_changed():
+def test_a_replayed_prefill_reads_changed_lengths():
     problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, 16, {}))
     selection = selection_for(problem)
     case = make(problem, [300, 40, 60], [1000, 40, 900])
@@ -230,10 +230,10 @@ def test_a_replayed_prefill_follows_lengths_that_changed():
 
 
 @pytest.mark.parametrize("features", [{}, {"sliding_window": 100}], ids=str)
-def test_packed_keys_between_other_heads_are_read_in_place(features):
+def test_packed_keys_and_values_may_be_slices_of_a_wider_tensor(features):
     problem = make_problem(Phase.PREFILL, ("bfloat16", 8, 2, 128, None, features))
     case = make(problem, [100, 30, 300], [500, 30, 300])
-    # As in the output of one projection: values behind the keys of a token, other heads around them.
+    # As in the output of one projection: a token's values follow its keys, between other heads.
     wide = torch.full((830, 6, 128), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     kv = wide.as_strided((2, 830, 2, 128), (2 * 128, 6 * 128, 128, 1), 128)
     kv.copy_(case.kv)

@@ -1,4 +1,4 @@
-"""Products of 5 to 256 rows on Hopper's tensor cores: right, repeatable, and independent of the other rows."""
+"""Matrix products of 5 to 256 rows on Hopper's tensor cores: accuracy, determinism, independence of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than
 from model.device.kv_cache import KVCache
 from model.network.decoder import DecoderLM
-from tests.gpu.test_whole_step_gpu import QWEN
+from tests.gpu.test_single_launch_gpu import QWEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -30,7 +30,7 @@ REPEATS = 50
 @pytest.fixture(autouse=True)
 def on_hopper():
     if kernels.detect("cuda").sm != 90:
-        pytest.skip("these products are written for sm_90")
+        pytest.skip("the kernel needs sm_90")
 
 
 def random(*shape, dtype=torch.bfloat16, scale=1.0, seed=0):
@@ -88,7 +88,7 @@ def test_a_layer_agrees_with_its_formula(outputs, inputs, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["plain", "gated", "parts"])
-def test_a_row_has_the_same_bits_whatever_the_others_are(kind):
+def test_a_row_does_not_depend_on_the_other_rows(kind):
     weight = random(1024, 1024, scale=1 / 32, seed=1)
     layer = Product(weight, gated=kind == "gated", in_parts=kind == "parts")
     x, others = random(256, 1024), random(256, 1024, seed=5)
@@ -138,7 +138,7 @@ def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows):
 
 
 def decode(model, rows, dtype, context=70):
-    """Logits of a step of so many sequences over a cache of noise."""
+    """Return the logits of a decode step of `rows` sequences over a random cache."""
     c, blocks = model.config, -(-context // 16)
     cache = KVCache(c.num_layers, 256 * blocks, 16, c.num_kv_heads, c.head_dim, dtype, "cuda")
     for number, layer in enumerate(cache.layers):
@@ -163,7 +163,7 @@ def decode(model, rows, dtype, context=70):
 
 
 @pytest.mark.parametrize("rows", [5, 16, 33, 64, 128, 200, 256])
-def test_a_step_is_as_exact_as_with_the_library(rows, monkeypatch):
+def test_a_step_is_as_accurate_as_with_library_products(rows, monkeypatch):
     config = dataclasses.replace(QWEN, attention_bias=False)
     model, wide = (DecoderLM(config, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32))
     model.init_weights(std=0.02, seed=0)

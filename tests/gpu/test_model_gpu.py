@@ -1,4 +1,4 @@
-"""The bundled model on the GPU against the CPU and against transformers; steps that wait for nothing."""
+"""The bundled model on the GPU against the CPU and transformers; synchronization, memory and errors of steps."""
 
 import argparse
 import gc
@@ -30,7 +30,7 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.runner.runner_start import _GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
-from tests.gpu.waiting import no_waiting
+from tests.gpu.synchronization import forbid_synchronization
 from tests.model.network.paged import PagedDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -50,7 +50,7 @@ def tokenizer():
 
 @pytest.fixture
 def make_engine():
-    """Makes engines and gives their memory back."""
+    """Make engines; free their memory after the test."""
     made = []
 
     def make(**changes):
@@ -89,7 +89,7 @@ def tokens(events):
 # --- against the CPU --------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens_in_float32_are_those_of_the_cpu(tokenizer, make_engine, record_property):
+def test_greedy_tokens_in_float32_equal_those_of_the_cpu(tokenizer, make_engine, record_property):
     assert not torch.backends.cuda.matmul.allow_tf32
     assert len(set(HEADERS)) == 50
     asked = requests(tokenizer, HEADERS, logprobs=True, top_logprobs=2)
@@ -113,7 +113,7 @@ def test_greedy_tokens_in_float32_are_those_of_the_cpu(tokenizer, make_engine, r
     record_property(
         "proof",
         f"greedy float32, GPU = CPU: {50 - len(differing)} of 50 prompts x {NUM_TOKENS} tokens; smallest gap "
-        f"between the two likeliest tokens {gaps[0]:.1e}; GPU {seconds['cuda']:.1f} s, CPU {seconds['cpu']:.1f} s",
+        f"between the two most probable tokens {gaps[0]:.1e}; GPU {seconds['cuda']:.1f} s, CPU {seconds['cpu']:.1f} s",
     )
     assert not differing, "\n".join(differing)
 
@@ -151,20 +151,18 @@ def test_a_prefix_hit_gives_the_tokens_of_a_miss(tokenizer, make_engine):
     assert [tokens(events) for events in hit] == [tokens(events) for events in missed]
 
 
-def test_a_prefix_read_once_for_all_gives_the_tokens_of_one_read_by_each(
-    tokenizer, make_engine, monkeypatch
-):
+def test_cascade_decode_gives_the_tokens_of_plain_decode(tokenizer, make_engine, monkeypatch):
     if kernels.detect("cuda").sm < 80:
-        pytest.skip("no row reads a prefix once before sm_80")
+        pytest.skip("no row supports a shared prefix before sm_80")
     asked = requests(tokenizer, [TEXTS[0][:1500] + header for header in HEADERS[:16]], 48)
     answers, planned = [], []
 
-    def noted(problem, batch, *more):
+    def recording(problem, batch, *more):
         planned.append(plan_attention(problem, batch, *more))
         return planned[-1]
 
     plan_attention = kernels.plan_attention
-    monkeypatch.setattr(model.network.decoder, "plan_attention", noted)
+    monkeypatch.setattr(model.network.decoder, "plan_attention", recording)
     for is_faster in (False, True):
         monkeypatch.setattr(
             server.engine.runner.model_runner,
@@ -182,13 +180,13 @@ def test_a_prefix_read_once_for_all_gives_the_tokens_of_one_read_by_each(
 
 def test_preempted_sequences_give_the_same_tokens(tokenizer, make_engine):
     asked = requests(tokenizer, HEADERS[:16], 128)
-    roomy = make_engine().generate(asked)
+    expected = make_engine().generate(asked)
     engine = make_engine(kv_cache_tokens=1024, enable_prefix_caching=False)
 
-    tight = engine.generate(asked)
+    preempted = engine.generate(asked)
 
     assert engine.engine.stats().num_preemptions > 0
-    assert [tokens(events) for events in tight] == [tokens(events) for events in roomy]
+    assert [tokens(events) for events in preempted] == [tokens(events) for events in expected]
 
 
 # --- against transformers ---------------------------------------------------------------------------------------
@@ -199,7 +197,7 @@ def half_precision(tokenizer):
     """Token ids [6, 512], float32 logits of transformers, and its errors in bfloat16."""
     ids = [tokenizer.encode(text)[:512] for text in TEXTS]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own, and those of what it finds installed
+        warnings.simplefilter("ignore")  # from transformers and its optional dependencies
         transformers = pytest.importorskip("transformers")
         truth, theirs = (
             _oracle_logits(transformers, ids, dtype) for dtype in (torch.float32, torch.bfloat16)
@@ -214,14 +212,14 @@ def _oracle_logits(transformers, ids, dtype):
 
 
 def _errors(logits, truth):
-    """Largest and root mean square difference over all texts."""
+    """Return the largest and the root mean square difference over all texts."""
     difference = torch.cat(logits) - torch.cat(truth)
     assert difference.isfinite().all()
     return difference.abs().max().item(), difference.square().mean().sqrt().item()
 
 
 @pytest.mark.parametrize("chunk", [512, 100, 1], ids=["at once", "in chunks", "token by token"])
-def test_bfloat16_logits_err_at_most_twice_as_much_as_those_of_transformers(
+def test_the_error_of_bfloat16_logits_is_at_most_twice_that_of_transformers(
     half_precision, chunk, record_property
 ):
     ids, truth, theirs = half_precision
@@ -246,7 +244,7 @@ def test_bfloat16_logits_err_at_most_twice_as_much_as_those_of_transformers(
     assert ours[1] <= 2 * theirs[1]
 
 
-# --- waiting, memory, errors ------------------------------------------------------------------------------------
+# --- synchronization, memory, errors ----------------------------------------------------------------------------
 
 
 def fill(engine, asked):
@@ -254,7 +252,7 @@ def fill(engine, asked):
     engine.engine.receive(wait=math.inf)
 
 
-def test_a_step_waits_for_the_gpu_only_to_read_its_tokens(tokenizer, make_engine, monkeypatch):
+def test_a_step_synchronizes_only_to_read_its_tokens(tokenizer, make_engine, monkeypatch):
     engine = make_engine(dtype="bfloat16")
     read, reads = Download.read, []
     sampled = requests(
@@ -265,20 +263,20 @@ def test_a_step_waits_for_the_gpu_only_to_read_its_tokens(tokenizer, make_engine
     engine.engine.step()
     engine.engine.step()
 
-    def noted(download):
+    def counting(download):
         reads.append(download)
         return read(download)
 
-    monkeypatch.setattr(Download, "read", noted)
-    with no_waiting():
-        # Penalties count tokens on the host, so a step is launched by one of these calls and read by the other.
+    monkeypatch.setattr(Download, "read", counting)
+    with forbid_synchronization():
+        # Penalties count tokens on the host, so one of these calls launches a step and the other reads its tokens.
         engine.engine.step()
         engine.engine.step()
 
     assert len(reads) == 1
 
 
-def test_a_started_engine_takes_no_more_from_the_gpu_than_it_left_free_beside_the_cache(
+def test_a_running_engine_allocates_no_more_than_the_headroom_left_at_startup(
     tokenizer, make_engine, record_property
 ):
     engine = make_engine(dtype="bfloat16", kv_cache_tokens=None, kv_cache_gib=1.0)
@@ -291,11 +289,11 @@ def test_a_started_engine_takes_no_more_from_the_gpu_than_it_left_free_beside_th
         engine.generate(requests(tokenizer, [text[:3000] for text in TEXTS] * 10, 12, **sampling))
 
     taken = torch.cuda.memory_reserved() - held
-    record_property("proof", f"memory taken from the GPU after the start: {taken / 2**20:.0f} MiB")
+    record_property("proof", f"GPU memory allocated after startup: {taken / 2**20:.0f} MiB")
     assert taken <= _GPU_HEADROOM_BYTES
 
 
-def test_a_step_without_memory_ends_its_requests_and_the_next_ones_succeed(
+def test_a_step_out_of_memory_fails_its_requests_and_later_requests_succeed(
     tokenizer, make_engine, monkeypatch
 ):
     engine = make_engine()
@@ -311,7 +309,7 @@ def test_a_step_without_memory_ends_its_requests_and_the_next_ones_succeed(
     assert tokens(engine.generate([asked])[0]) == tokens(expected)
 
 
-BREAK_THE_CONTEXT = """
+BREAK_CONTEXT = """
 import torch
 from model.checkpoint.config import ModelConfig
 from model.device.kv_cache import KVCache
@@ -323,19 +321,19 @@ folder = resolve("bundled")
 model = load_model(folder, ModelConfig.from_folder(folder), torch.bfloat16, torch.device("cuda"))
 runner = ModelRunner(model, KVCache(6, 1, 16, 2, 64, torch.bfloat16, "cuda"))
 errors = (RuntimeError("Triton Error [CUDA]: some error"), torch.AcceleratorError("CUDA error: some error"))
-print("sound", *map(runner.recover, errors))
+print("working", *map(runner.recover, errors))
 torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]
 print("broken", *map(runner.recover, errors))
 """
 
 
-def test_a_broken_context_is_told_from_an_error_that_passes():
+def test_recover_distinguishes_a_broken_context_from_a_transient_error():
     done = subprocess.run(
-        [sys.executable, "-c", BREAK_THE_CONTEXT],
+        [sys.executable, "-c", BREAK_CONTEXT],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
 
-    assert "sound True True\nbroken False False" in done.stdout, done.stdout + done.stderr
+    assert "working True True\nbroken False False" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A profile of the engine on a GPU: kernels are found, also those of a recorded step, and the times agree."""
+"""Profiles of the engine on a GPU contain the kernels of eager and recorded steps with consistent times."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("graphs", ["false", "true"])
-def test_a_profile_tells_of_kernels_gaps_and_waits(tmp_path, graphs):
+def test_a_profile_reports_kernels_busy_time_and_waits(tmp_path, graphs):
     done = subprocess.run(
         [
             sys.executable, "-m", "server.cli.main", "bench", "engine", "--profile", "--device=cuda",

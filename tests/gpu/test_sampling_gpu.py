@@ -1,4 +1,4 @@
-"""Tokens sampled by kernels on a GPU: bit for bit what the rules make of its weights, alone and in a batch."""
+"""Sampling kernels on a GPU against the reference rules, the host sampler and PyTorch, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SampleSizes
 from model.sampling.device import DeviceTokens
 from model.sampling.sampler import Sampler
-from tests.gpu.waiting import no_waiting
+from tests.gpu.synchronization import forbid_synchronization
 from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
 from tests.model.sampling.sampling_rows import sampling_row, varied_rows
 
@@ -38,7 +38,7 @@ FILTERS = [
 ]
 
 
-def can_depend():
+def supports_pdl():
     return kernels.detect("cuda").sm >= 90
 
 
@@ -57,7 +57,7 @@ def filtered_rows(count, seed=0):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scale", [0.5, 2.5], ids=["flat", "peaked"])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_are_bit_for_bit_those_of_the_rules(vocab, scale, dtype):
+def test_tokens_equal_those_of_the_reference_rules(vocab, scale, dtype):
     for seed in range(2):
         logits = logits_on_gpu(32, vocab, scale, dtype, seed)
         rows = filtered_rows(32, seed)
@@ -66,7 +66,7 @@ def test_tokens_are_bit_for_bit_those_of_the_rules(vocab, scale, dtype):
 
 
 @pytest.mark.parametrize("kind", ["equal", "few", "tiny", "huge", "sparse"])
-def test_ties_and_extremes_follow_the_rules(kind):
+def test_ties_and_extreme_logits_follow_the_reference_rules(kind):
     logits = logits_on_gpu(len(FILTERS), 151936, dtype=torch.float32)
     if kind == "equal":
         logits.zero_()
@@ -81,7 +81,7 @@ def test_ties_and_extremes_follow_the_rules(kind):
     assert by_kernel(logits, rows) == by_rule(logits, rows)
 
 
-def test_tokens_are_those_of_the_host_but_for_rounding():
+def test_tokens_equal_those_of_the_host_sampler_up_to_rounding():
     logits, rows = logits_on_gpu(240, 50257), filtered_rows(320)
 
     pairs = zip(by_kernel(logits, rows), by_host(logits, rows), strict=True)
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_the_host_but_for_rounding():
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
+def test_the_token_of_a_row_does_not_depend_on_the_batch(vocab):
     logits, rows = logits_on_gpu(300, vocab), filtered_rows(300)
 
     together = by_kernel(logits, rows)
@@ -99,7 +99,7 @@ def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
     for i in (0, 1, 4, 6, 151, 299):
         assert by_kernel(logits[i : i + 1], rows[i : i + 1]) == [together[i]]
     assert by_kernel(logits[100:228], rows[100:228]) == together[100:228]
-    if can_depend():
+    if supports_pdl():
         assert by_kernel(logits, rows, pdl=True) == together
 
 
@@ -112,13 +112,13 @@ def test_a_rows_token_is_the_same_alone_among_others_and_again(vocab):
     ],
     ids=str,
 )
-def test_no_size_changes_a_token(sizes):
+def test_kernel_sizes_do_not_change_tokens(sizes):
     logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
 
     assert by_kernel(logits, rows, sizes) == by_kernel(logits, rows)
 
 
-def test_tokens_by_kernels_are_those_of_pytorch_but_for_rounding():
+def test_tokens_of_kernels_equal_those_of_pytorch_up_to_rounding():
     logits, rows = logits_on_gpu(330, 50257), varied_rows(330, 50257)
     before = logits.clone()
 
@@ -128,17 +128,17 @@ def test_tokens_by_kernels_are_those_of_pytorch_but_for_rounding():
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 328
 
 
-def test_sampling_waits_for_nothing_until_the_result_is_read():
+def test_sampling_does_not_synchronize_until_the_result_is_read():
     logits, rows = logits_on_gpu(16, 151936), filtered_rows(16)
     DeviceTokens(logits, rows, by_kernel=True).result()
-    with no_waiting():
+    with forbid_synchronization():
         pending = DeviceTokens(logits, rows, by_kernel=True)
 
     assert pending.feeds_next
     assert pending.tokens.tolist() == [token.token_id for token in pending.result()]
 
 
-def test_a_row_that_is_not_finite_fails_alone():
+def test_a_row_with_non_finite_logits_fails_alone():
     logits, rows = logits_on_gpu(32, 151936), filtered_rows(32)
     clean = DeviceTokens(logits, rows, by_kernel=True).result()
     logits[4, 151935], logits[9, 7], logits[12] = math.nan, math.inf, -math.inf
@@ -153,7 +153,7 @@ def test_a_row_that_is_not_finite_fails_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 64, 512])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_argmax_is_the_first_of_the_largest_logits(vocab, rows, dtype):
+def test_argmax_returns_the_first_of_equal_largest_logits(vocab, rows, dtype):
     logits = logits_on_gpu(rows, vocab, 1.0, dtype).mul_(4).round_()
     tokens, checked = torch.full((2, rows), -7, device="cuda")
     logprobs = torch.empty(rows, device="cuda")
@@ -173,7 +173,7 @@ def test_argmax_is_the_first_of_the_largest_logits(vocab, rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 64])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_the_log_probability_of_a_given_token_is_that_of_its_row_alone(vocab, rows, dtype):
+def test_the_log_probability_of_a_given_token_does_not_depend_on_the_batch(vocab, rows, dtype):
     logits = logits_on_gpu(rows, vocab, 3.0, dtype)
     logits[:, vocab // 2 : vocab // 2 + 9] = -math.inf
     tokens = torch.arange(rows, device="cuda") * 7 % vocab
@@ -186,7 +186,7 @@ def test_the_log_probability_of_a_given_token_is_that_of_its_row_alone(vocab, ro
     assert torch.equal(found, torch.cat(alone))
 
 
-def test_argmax_can_be_recorded():
+def test_argmax_can_be_captured_in_a_graph():
     logits = logits_on_gpu(64, 151936)
     tokens, checked = torch.zeros((2, 64), dtype=torch.int64, device="cuda")
     logprobs = torch.empty(64, device="cuda")

@@ -1,4 +1,4 @@
-"""`tessera serve` on the GPU over HTTP: many requests at once, real shapes, two services on one card."""
+"""`tessera serve` on the GPU over HTTP: concurrent requests, real model shapes, two services on one GPU."""
 
 import concurrent.futures
 import os
@@ -14,7 +14,7 @@ from kernels import detect
 from tests.e2e.conftest import Service
 from tests.gpu.python_headers import HEADERS
 
-# A service takes a share of what is free; with other tests beside it there would be less at each start.
+# A service allocates a share of the free memory, so concurrent tests would change its size.
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_memory(None), pytest.mark.timeout(240)]
 
 SHAPES = Path(__file__).parents[2] / "server" / "cli" / "bench" / "shapes"
@@ -23,7 +23,7 @@ START_SECONDS = 180.0
 
 @pytest.fixture(scope="module")
 def services():
-    """Starts services on the GPU and ends all but the bundled model's before the next one."""
+    """Start services on the GPU; each start stops all others except the bundled model's and those in `keep`."""
     running = {}
 
     def start(*arguments, keep=()):
@@ -48,7 +48,7 @@ def ready(service):
 
 
 def answer(service, prompts, num_tokens):
-    """All prompts at once; returns the replies and the seconds they took together."""
+    """Send all prompts concurrently; return the replies and the total time in seconds."""
     limits = httpx.Limits(max_connections=len(prompts))
     with (
         httpx.Client(base_url=service.url, timeout=120, limits=limits) as client,
@@ -95,7 +95,7 @@ PROMPTS = [f"{HEADERS[i % len(HEADERS)]}# {i}\n" for i in range(64)]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_requests_that_come_together_are_all_answered_by_our_kernels(
+def test_concurrent_requests_are_all_answered_with_our_kernels(
     services, record_property, name, arguments, num_prompts
 ):
     service = services(*arguments)
@@ -114,11 +114,9 @@ def test_requests_that_come_together_are_all_answered_by_our_kernels(
     )
 
 
-def test_a_float8_cache_holds_almost_twice_the_tokens_and_is_read_by_our_kernels(
-    services, record_property
-):
+def test_an_fp8_cache_holds_almost_twice_the_tokens_and_uses_our_kernels(services, record_property):
     if detect("cuda").sm < 89:
-        pytest.skip("before sm_89 PyTorch's rows read such a cache")
+        pytest.skip("before sm_89 PyTorch's rows read an FP8 cache")
     blocks = []
     for more in (("--kv-cache-dtype=fp8",), ()):
         service = services(*shape("qwen3-0.6b"), "--kv-cache-gib=2", *more)
@@ -132,12 +130,12 @@ def test_a_float8_cache_holds_almost_twice_the_tokens_and_is_read_by_our_kernels
             assert_idle(service)
             record_property("proof", f"HTTP, FP8 cache: 64 x 64 tokens in {took:.2f} s together")
 
-    # 128 numbers and a scale of 4 bytes instead of 128 of 2 bytes.
+    # Per head: 128 numbers of 1 byte and a scale of 4 bytes, instead of 128 numbers of 2 bytes.
     assert blocks[0] / blocks[1] == pytest.approx(256 / 132, rel=1e-3)
 
 
 def test_two_services_start_together_on_one_gpu(services, record_property):
-    # Arguments that no other test has, so that neither runs already.
+    # Arguments that no other test uses, so that neither service is running yet.
     first_arguments, second_arguments = (
         (*shape("qwen3-0.6b"), "--block-size=16"),
         (*shape("qwen3-0.6b"), "--block-size=32"),
@@ -159,7 +157,7 @@ def test_two_services_start_together_on_one_gpu(services, record_property):
 
 
 def serve(*arguments, environment=os.environ):
-    """Run `tessera serve` to its end; returns its status and its last line."""
+    """Run `tessera serve` until it exits; return its exit status and the last line of stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "server.cli.main", "serve", "--port=0", "--device=cuda", *arguments],
         env=environment,

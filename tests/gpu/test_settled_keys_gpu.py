@@ -1,4 +1,4 @@
-"""A decode that asks for keys before it waits for the kernel that writes the step's own: never for those."""
+"""`keys_settled` lets a decode load earlier keys before the kernel that writes the step's own keys has finished."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REPEATS = 30
 
 @pytest.fixture(params=[1, 3, 5], ids=["15 sequences", "45", "75"])
 def step(request):
-    """Return what computes a step of some layers, each a product, a rotation and a decode, and its parts.
+    """Return a function that computes a step: per layer a matrix product, rotary embedding and a decode.
 
-    With so many sequences decodes have tiles of other sizes.
+    The numbers of sequences select different tile sizes of the decode kernel.
     """
     if kernels.detect("cuda").sm < 90:
         pytest.skip("dependent launches need compute capability 9.0")
@@ -53,7 +53,7 @@ def step(request):
 
     def compute(*, settled, pdl):
         plan = kernels.plan_attention(problem, dataclasses.replace(batch, keys_settled=settled))
-        # Whoever reads a step's own keys too early finds these.
+        # A decode that reads the step's keys too early reads NaN.
         cache.view(LAYERS, 2, -1, kv_heads, size).index_fill_(2, places, float("nan"))
         found = []
         for kv in cache:
@@ -66,7 +66,7 @@ def step(request):
     return compute
 
 
-def test_no_bit_differs_from_a_decode_that_waits_first(step):
+def test_early_loads_do_not_change_a_bit(step):
     expected = step(settled=False, pdl=False)
     assert expected.isfinite().all()
     for _ in range(REPEATS):

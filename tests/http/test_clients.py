@@ -8,6 +8,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 
 from server.engine.core.request import FinishReason
+from server.http.transport import HTTP11Protocol
 from tests.http.fakes import EOS_ID, say
 from tests.http.serving import Server
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def ask(make_app):
     """Calls the client's `text_generation` in a thread, because it blocks."""
-    async with Server(make_app(max_concurrent_requests=1), "httptools") as server:
+    async with Server(make_app(max_concurrent_requests=1), HTTP11Protocol) as server:
         client = InferenceClient(f"http://127.0.0.1:{server.port}")
 
         def call(**parameters):

@@ -10,6 +10,7 @@ import json
 import pytest
 
 from server.engine.core.request import FinishReason
+from server.http.transport import HTTP11Protocol
 from tests.http.fakes import event, put, say
 from tests.http.serving import Server, head, read_reply
 
@@ -31,7 +32,7 @@ def anyio_backend(fast):
 
 @pytest.fixture
 async def server(fast, make_app):
-    async with Server(make_app(), "httptools" if fast else "h11") as server:
+    async with Server(make_app(), HTTP11Protocol if fast else "h11") as server:
         yield server
 
 
@@ -72,7 +73,7 @@ async def test_a_disconnect_in_the_queue_aborts_the_request(server, engine, path
 
     writer.close()
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await asyncio.wait_for(engine.abort_seen.wait(), 10)
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
@@ -91,7 +92,7 @@ async def test_a_disconnect_during_prefill_aborts_the_request(server, engine, pa
 
     writer.transport.abort()  # a reset, not an orderly close
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await asyncio.wait_for(engine.abort_seen.wait(), 10)
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
@@ -112,7 +113,7 @@ async def test_a_disconnect_during_decode_aborts_the_request(server, engine, pat
 
     writer.close()
 
-    await asyncio.wait_for(engine.abort_seen.wait(), 1)
+    await asyncio.wait_for(engine.abort_seen.wait(), 10)
     await assert_nothing_is_held(server, engine, "abort", path)
 
 
@@ -233,7 +234,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(server, engine
     writer.write(head("/generate", 50_000_000))
     await writer.drain()
 
-    reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode().lower()
+    reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode().lower()
 
     assert reply.startswith("http/1.1 413")
     assert "connection: close" in reply
@@ -260,7 +261,7 @@ async def test_a_chunked_body_is_refused_at_the_limit(server, engine):
 
     assert sent < 50_000_000
     with contextlib.suppress(ConnectionError):
-        reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 1)).decode()
+        reply = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode()
         assert reply.startswith("HTTP/1.1 413")
     writer.close()
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from server.engine.core.request import FinishReason
-from server.http.transport import DirectWriter, direct_writer
+from server.http.transport import DirectWriter, HTTP11Protocol, direct_writer
 from tests.http.fakes import event, put
 from tests.http.serving import Server
 
@@ -25,7 +25,7 @@ def anyio_backend(fast):
 
 @pytest.fixture
 async def server(fast, make_app):
-    implementation = "httptools" if fast else "h11"
+    implementation = HTTP11Protocol if fast else "h11"
     async with Server(make_app(), implementation, send_buffer=8192) as server:
         yield server
 
@@ -153,7 +153,7 @@ async def test_only_uvicorns_httptools_protocol_has_a_direct_writer(fast):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async with Server(app, "httptools" if fast else "h11") as server:
+    async with Server(app, HTTP11Protocol if fast else "h11") as server:
         reader, writer = await server.post("/")
         await reader.readuntil(b"\r\n\r\n")
         writer.close()

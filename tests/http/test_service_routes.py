@@ -67,7 +67,7 @@ async def test_info_names_the_model_and_every_limit(client):
     assert set(response.json()) == set(InfoReply.__struct_fields__)
 
 
-async def test_the_plan_is_what_the_engine_reported(client):
+async def test_the_plan_route_returns_the_plan_of_the_engine(client):
     response = await client.get("/plan")
 
     assert response.status_code == 200

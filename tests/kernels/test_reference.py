@@ -88,7 +88,7 @@ def test_without_causality_every_query_sees_every_key():
     torch.testing.assert_close(out[:1], alone)
 
 
-def test_rows_with_nothing_to_attend_to_are_zero_with_a_log_sum_exp_of_minus_infinity():
+def test_queries_without_visible_keys_give_zeros_and_a_log_sum_exp_of_minus_infinity():
     q, (k, v) = torch.randn(3, 4, 8), torch.randn(2, 2, 2, 8)
 
     out = reference.attention(q, k, v, softmax_scale=0.5)

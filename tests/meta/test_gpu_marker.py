@@ -24,7 +24,7 @@ def test_a_run_fails_with_a_reason_if_all_gpu_tests_were_skipped(processes):
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "gpu tests ran on no CUDA device" in done.stdout
-    assert "FAILED: gpu tests were asked for and not one ran" in done.stdout
+    assert "FAILED: gpu tests were selected, but all of them were skipped" in done.stdout
 
 
 def test_gpu_tests_are_not_part_of_a_default_run():

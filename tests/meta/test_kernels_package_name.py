@@ -10,7 +10,7 @@ import kernels
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_package_kernels_is_ours():
+def test_importing_kernels_finds_our_package():
     assert Path(kernels.__file__) == ROOT / "kernels" / "__init__.py"
 
 

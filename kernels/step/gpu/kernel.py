@@ -1,9 +1,8 @@
-"""A decode step of one sequence in one launch: from its last token to the next one.
+"""A decode step of one sequence as a single launch: from its last token to the next one.
 
-The step of a small model takes less time than its launches: the kernels of a layer wait for each other longer than
-memory takes to send their weights. In this kernel each SM runs one program for the whole step. Its producer streams
-weights through shared memory without a pause. Its consumers wait for those of the other programs at a barrier where
-layers depend on each other.
+In a small model, separate kernels spend more time waiting for each other than reading their weights. In this kernel
+each SM runs one program for the whole step. Its producer streams weights through shared memory without a pause. Its
+consumers synchronize with those of the other programs where an operation depends on the results of others.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _STAGES: Final = 12
 """192 KB, which leaves enough shared memory for 8192 inputs of a linear layer."""
 _HEAD_FLYING: Final = 4
 _LITTLE_HIDDEN: Final = 1024
-"""Up to this size a layer waits for other programs more often than for memory."""
+"""Up to this hidden size, programs wait more for each other than for memory."""
 
 
 @gluon.jit
@@ -49,10 +48,10 @@ def whole_step(
     FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr,
     NORMS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """Compute a step with one program per SM; all programs must be resident at once, else they wait for ever.
+    """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
     Programs exchange their results through the buffers from `hidden` to `totals`. Layers alternate between the two
-    halves of `hidden`, `between`, `qkv` and `inner`, whose bits are those of `MISSING` before the first launch.
+    halves of `hidden`, `between`, `qkv` and `inner`, which hold the bits of `MISSING` before the first launch.
 
     Args:
         table: [LAYERS, fields] int64, addresses of the tensors that `kernels.step.gpu.ring.FIELDS` names.
@@ -91,8 +90,8 @@ class StepKernel:
 
     Args:
         weights: as in `kernels.step.single_launch.bind_step`.
-        caches: likewise.
-        scales: likewise.
+        caches: as in `bind_step`.
+        scales: as in `bind_step`.
         num_sms: SMs of their device.
     """
 

@@ -248,6 +248,8 @@ class Engine:
     ) -> dict[int, PromptLogprobs]:
         """Collect the chunks of each prompt; return the prompts that this step completed."""
         for request_id, chunk in computed.items():
+            if request_id not in self._arrivals:
+                continue  # it ended while the step was computed
             # A preempted prompt is computed again from its beginning.
             kept = self._prompt_logprobs.get(request_id, PromptLogprobs(0, []))
             self._prompt_logprobs[request_id] = PromptLogprobs(

@@ -150,7 +150,7 @@ class RemoteEngine(EngineHandle):
         self.stats = EngineStats()
         self.past = EngineStats()
         self.restarts = 0
-        self._connection = Connection(address, bind=False)
+        self._connection = Connection(address, parent=False)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(HubMessage)
         self._attached: asyncio.Future[None] | None = None
@@ -196,6 +196,6 @@ class RemoteEngine(EngineHandle):
             self._lose(status.lost)
 
     def _lose(self, error: str) -> None:
-        # The hub may read a request only after the engine has restarted; nobody would read its tokens.
+        # The hub may read a request only after the engine has restarted, and its tokens would never be read.
         if ended := self._fail(error):
             self._send(AbortRequests(ended))

@@ -46,10 +46,10 @@ class FrontEndConnection:
     """The hub's side of the connection to one front end.
 
     Attributes:
-        sockets: of the connection.
+        sockets: the sockets of the connection.
         first_id: first request id of the front end.
         on_attached: called once the front end receives messages.
-        attached: whether it does.
+        attached: whether the front end receives messages.
         request_ids: its requests in flight.
     """
 
@@ -114,7 +114,7 @@ class EngineHub(EngineSupervisor):
                 front_end.request_ids.difference_update(message.request_ids)
                 self._send_encoded(data)
             elif self.state is EngineState.READY:
-                # Otherwise the front end is about to learn that the engine is lost, and ends the request.
+                # Otherwise the front end will receive the loss of the engine and end the request itself.
                 self._send_encoded(data)
                 front_end.request_ids.add(message.request_id)
 

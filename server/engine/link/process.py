@@ -41,7 +41,7 @@ class Channel:
     """
 
     def __init__(self, address: str) -> None:
-        self.connection = Connection(address, bind=False)
+        self.connection = Connection(address, parent=False)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontEndMessage)
 

@@ -12,56 +12,59 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterator
 
+# How often a sender tries to connect before its receiver exists. ZeroMQ's default, 100 ms, would delay a first message.
+_RECONNECT_MS = 10
+
 # Messages handled in one pass of the event loop, so that a fast sender cannot starve other callbacks.
 _MAX_BATCH = 64
 
 
 class Connection:
-    """A pair of one-way sockets between a parent process, which binds them, and a child, which connects.
+    """A pair of one-way sockets between a parent process and its child.
 
-    Messages are bytes and arrive in order. The queues have no limit, so sending never blocks. Not thread-safe.
+    Messages are bytes and arrive in order. The queues have no limit, so sending never blocks. Each side binds the
+    socket that receives and connects the one that sends: a connecting socket queues messages from the beginning, while
+    a bound one would drop those sent before its peer has connected. Not thread-safe.
 
     Args:
         address: common prefix of the sockets' paths; equal in both processes.
-        bind: True in the parent, False in the child.
+        parent: whether this is the parent's side.
 
     Raises:
         OSError: a socket cannot be created or bound.
     """
 
-    def __init__(self, address: str, *, bind: bool) -> None:
+    def __init__(self, address: str, *, parent: bool) -> None:
         self.address = address
         # A child has a single connection and a context of its own, so that `close` can wait until messages are sent.
         self._context: zmq.Context[zmq.Socket[bytes]]
-        self._context = zmq.Context.instance() if bind else zmq.Context()
-        self._owns_context = not bind
+        self._context = zmq.Context.instance() if parent else zmq.Context()
+        self._owns_context = not parent
         self._sockets: list[zmq.Socket[bytes]] = []
         self._closed = False  # pyzmq's `closed` asks the library each time
         self._loop: asyncio.AbstractEventLoop | None = None
-        sends, receives = ("to-child", "to-parent") if bind else ("to-parent", "to-child")
+        sends, receives = ("to-child", "to-parent") if parent else ("to-parent", "to-child")
         try:
-            self._sender = self._open(zmq.PUSH, f"ipc://{address}-{sends}", bind=bind)
-            self._receiver = self._open(zmq.PULL, f"ipc://{address}-{receives}", bind=bind)
+            self._receiver = self._open(zmq.PULL)
+            self._receiver.bind(f"ipc://{address}-{receives}")
+            self._sender = self._open(zmq.PUSH)
+            self._sender.connect(f"ipc://{address}-{sends}")
             self._fd = int(self._receiver.fd)
         except zmq.ZMQError as error:
             self.close()
             raise OSError(str(error)) from error
 
-    def _open(self, kind: int, address: str, *, bind: bool) -> zmq.Socket[bytes]:
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         self._sockets.append(socket)
         socket.set_hwm(0)
-        if bind:
-            socket.bind(address)
-        else:
-            socket.connect(address)
+        socket.reconnect_ivl = _RECONNECT_MS
         return socket
 
     def send(self, data: bytes) -> None:
-        """Queue a message. Does nothing if the peer has gone or the connection is closed."""
+        """Queue a message, which is lost if the peer ends before it reads it. Does nothing after `close`."""
         if not self._closed:
-            with contextlib.suppress(zmq.Again):
-                self._sender.send(data, zmq.NOBLOCK)
+            self._sender.send(data, zmq.NOBLOCK)
 
     def receive(self, *, wait: float) -> Iterator[bytes]:
         """Yield all messages that have arrived, for a process without an event loop.

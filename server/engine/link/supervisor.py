@@ -177,7 +177,7 @@ class EngineSupervisor:
     def _bind(self) -> Connection:
         """Open a connection at a new address: ZeroMQ may remove the files of a closed one late."""
         self._num_connections += 1
-        return Connection(str(self.directory / str(self._num_connections)), bind=True)
+        return Connection(str(self.directory / str(self._num_connections)), parent=True)
 
     def _configure(self) -> bytes:
         self._connection = self._bind()

@@ -142,6 +142,7 @@ def largest_step(
         logprobs=True,
         top_logprobs=min(_TOP_LOGPROBS, vocab_size),
         prompt_logprobs=True,
+        prompt_top_logprobs=min(_TOP_LOGPROBS, vocab_size),
     )
     longest = _sequence(length, block_size, sampling)
     chunks: list[ScheduledSequence] = []

@@ -154,8 +154,10 @@ class PackedStep:
             rows += range(stop - s.num_logits, stop)
         if rows == self._logits_rows and first_sampled == self._first_sampled:
             return  # as in nearly every step of decode rows
+        bucket, count = self.input.bucket, len(rows)
+        is_every_row = not bucket.prompt_seqs and bucket.num_logits == bucket.rows
+        assert not is_every_row or rows == list(range(count)), "the rows of logits must come first"
         self._logits_rows, self._first_sampled = rows, first_sampled
-        count = len(rows)
         host.logits_rows[:count] = rows
         host.logits_rows[count:] = 0
         host.sampled_rows[:count] = range(first_sampled, first_sampled + count)

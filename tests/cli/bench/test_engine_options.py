@@ -83,10 +83,10 @@ def test_the_context_does_not_exceed_that_of_the_model():
 
 
 def test_settings_of_the_operator_are_kept():
-    said = config(max_num_seqs=64, max_model_len=99)
+    chosen = config(max_num_seqs=64, max_model_len=99)
     given = {"max_num_seqs", "enable_prefix_caching", "max_model_len"}
 
-    assert adapt(said, plan(), given, 3000) == said
+    assert adapt(chosen, plan(), given, 3000) == chosen
 
 
 def test_other_flags_are_settings():

@@ -143,7 +143,7 @@ def test_a_later_sequence_shares_the_full_blocks_of_an_equal_prefix():
         pytest.param([5, 6, 7, 8, 9], 0, id="the second block's tokens at the start"),
     ],
 )
-def test_the_hit_is_the_longest_run_of_equal_blocks_short_of_the_last_token(prompt, num_hit):
+def test_a_hit_is_the_longest_run_of_equal_blocks_without_the_last_token(prompt, num_hit):
     manager = BlockManager(16, 4)
     run_through(manager, make_sequence(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]))
     sequence = make_sequence(1, prompt)

@@ -43,7 +43,7 @@ def finish_everything(scheduler):
         ((4, 4, 1), "max_model_len is 1; at least 2 is needed"),
     ],
 )
-def test_limits_under_which_a_sequence_gets_no_token_are_refused(limits, message):
+def test_limits_that_give_a_sequence_no_token_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(*limits)
 
@@ -746,7 +746,7 @@ def test_verified_tokens_are_kept_and_rejected_ones_are_computed_again(
     assert rows_of(begin(scheduler)) == [(0, 3 + accepted, 1, 1)]
 
 
-def test_tokens_after_the_one_that_ends_a_sequence_are_dropped():
+def test_tokens_after_the_last_token_of_a_sequence_are_dropped():
     scheduler = make_scheduler(16)
     add(scheduler, 0, 3, max_new_tokens=3)
     step(scheduler)

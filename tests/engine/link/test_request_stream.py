@@ -52,7 +52,7 @@ async def test_a_reader_gets_events_that_arrive_together_in_one_call(stream):
     assert calls == [[1], [2, 3]]
     put(stream, 4, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 10)
     assert calls == [[1], [2, 3], [4]]
 
 
@@ -61,7 +61,7 @@ async def test_a_new_reader_gets_earlier_events_first(stream):
     put(stream, 1)
     put(stream, 2, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), 1)
+    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), 10)
 
     assert calls == [[1, 2]]
 
@@ -74,19 +74,19 @@ async def test_a_reader_that_stops_leaves_the_remaining_events_to_the_next(strea
     put(stream, 2)
     put(stream, 3, finish=FinishReason.LENGTH)
 
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 10)
     assert calls == [[1]]
-    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), 1)
+    await asyncio.wait_for(stream.follow(lambda events: calls.append(ids(events)) or True), 10)
     assert calls == [[1], [2, 3]]
 
 
-async def test_follow_raises_what_the_reader_raises(stream):
+async def test_follow_raises_the_exception_of_the_reader(stream):
     task = await follow(stream, lambda events: 1 / 0)
 
     put(stream, 1)
 
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, 10)
 
 
 async def test_a_reader_that_aborts_its_stream_gets_the_last_event(stream, aborted):
@@ -100,7 +100,7 @@ async def test_a_reader_that_aborts_its_stream_gets_the_last_event(stream, abort
     task = await follow(stream, take)
     put(stream, 1)
 
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(task, 10)
     assert calls == [[1], [None]]
     assert aborted == [7]
 

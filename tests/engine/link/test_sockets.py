@@ -12,8 +12,8 @@ from server.engine.link.sockets import Connection
 def sides(tmp_path):
     address = str(tmp_path / "1")
     with (
-        contextlib.closing(Connection(address, bind=True)) as parent,
-        contextlib.closing(Connection(address, bind=False)) as child,
+        contextlib.closing(Connection(address, parent=True)) as parent,
+        contextlib.closing(Connection(address, parent=False)) as child,
     ):
         yield parent, child
 
@@ -86,8 +86,23 @@ def test_receiving_without_messages_returns_after_the_wait(sides):
     assert list(parent.receive(wait=0.01)) == []
 
 
+def test_no_message_is_lost_that_is_sent_before_the_peer_has_connected(tmp_path):
+    for i in range(20):
+        address = str(tmp_path / str(i))
+        with contextlib.closing(Connection(address, parent=True)) as parent:
+            parent.send(b"early")
+            with contextlib.closing(Connection(address, parent=False)) as child:
+                child.send(b"ready")
+                assert list(parent.receive(wait=30)) == [b"ready"]
+                parent.send(b"at once")
+                received = []
+                while len(received) < 2:
+                    received += child.receive(wait=30)
+                assert received == [b"early", b"at once"]
+
+
 def test_sending_without_a_peer_or_on_a_closed_connection_does_nothing(tmp_path):
-    connection = Connection(str(tmp_path / "1"), bind=True)
+    connection = Connection(str(tmp_path / "1"), parent=True)
     connection.send(b"x")
     connection.close()
     connection.send(b"x")
@@ -96,4 +111,4 @@ def test_sending_without_a_peer_or_on_a_closed_connection_does_nothing(tmp_path)
 
 def test_a_path_that_is_too_long_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="longer than"):
-        Connection(str(tmp_path / ("x" * 120)), bind=True)
+        Connection(str(tmp_path / ("x" * 120)), parent=True)

@@ -144,7 +144,7 @@ def test_a_smaller_cache_is_tried_if_another_process_took_the_memory(device, cap
     assert "More text" not in caplog.text
 
 
-def test_two_processes_that_both_fail_at_first_fit_in_the_end(device):
+def test_two_processes_fit_on_one_gpu_after_a_failed_first_attempt(device):
     device.free = 1000 * BLOCK_BYTES
     both = iter(range(1))
 

@@ -135,12 +135,12 @@ def test_the_warm_up_compiles_nothing_if_all_kernels_are_cached(monkeypatch, mod
 
 
 def test_the_warm_up_compiles_all_kernels_in_parallel_if_one_is_missing(monkeypatch, model):
-    start, said = FakeWarmUp(monkeypatch, model, cached=False), []
+    start, messages = FakeWarmUp(monkeypatch, model, cached=False), []
 
-    warm_up(start.runner, LIMITS, said.append)
+    warm_up(start.runner, LIMITS, messages.append)
 
     assert start.seen == ["computed", "compiled", "computed", "largest step"]
-    assert said == ["compiling kernels"]
+    assert messages == ["compiling kernels"]
 
 
 def test_an_interrupted_dummy_step_leaves_no_state(monkeypatch, model):

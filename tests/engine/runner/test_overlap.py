@@ -188,6 +188,21 @@ def test_aborting_all_sequences_in_flight_leaves_no_state(ahead):
     assert_all_free(engine)
 
 
+def test_a_prompt_aborted_while_a_chunk_is_scored_leaves_no_log_probabilities(ahead):
+    engine = ahead(max_num_batched_tokens=32)
+    engine.channel.inbox.append(greedy(1, [1] * 200, 5, prompt_logprobs=True))
+    engine.engine.receive(wait=math.inf)
+    engine.engine.step()
+    engine.engine.step()
+
+    engine.channel.inbox.append(AbortRequests([1]))
+    engine.engine.receive(wait=math.inf)
+    engine.engine.step()
+
+    assert not engine.engine.has_work
+    assert not engine.engine._prompt_logprobs
+
+
 def test_a_failed_launch_ends_its_sequences_after_their_tokens_in_flight(ahead, monkeypatch):
     engine = ahead()
     launch = ModelRunner.launch

@@ -101,6 +101,16 @@ def test_a_sequence_may_have_several_rows_of_logits():
     assert pack((), (verifying,)).input.host.logits_rows.tolist() == [0, 1, 2, 3]
 
 
+def test_a_bucket_with_logits_for_every_decode_row_rejects_a_row_without_logits_before_others():
+    bucket = exact_bucket(DECODE, (), S)._replace(num_logits=len(DECODE))
+
+    with pytest.raises(AssertionError, match="must come first"):
+        pack(DECODE, (), bucket)
+    last = pack((DECODE[0], DECODE[2], DECODE[1]), (), bucket).input.host
+
+    assert last.logits_rows[:2].tolist() == [0, 1]
+
+
 def test_a_repacked_input_equals_a_new_one():
     rng = random.Random(0)
     bucket = Bucket(4, 12, 3, 8, 5)

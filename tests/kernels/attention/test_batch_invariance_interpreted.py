@@ -69,7 +69,7 @@ def test_several_queries_of_a_decode_have_the_same_bits_alone_and_in_a_random_ba
 
 
 @pytest.mark.parametrize("chunk", [32, 50])
-def test_a_chunked_prompt_has_the_same_bits_whatever_else_is_in_the_batch(chunk):
+def test_a_chunked_prompt_has_the_same_bits_alone_and_in_a_random_batch(chunk):
     asked = problem(Phase.PREFILL, "bfloat16", 6, 2, 32, batch_invariant=True)
     lengths = [KEPT, 70, 33]
     case = make_case(asked, [KEPT, 20, 33], lengths)

@@ -270,6 +270,6 @@ def test_slices_of_queries_give_the_units_of_all_together(monkeypatch):
     q, k = (reference_fp8.to_e4m3(torch.randn(3, n, 128)) for n in (7, 5))
     together = reference_fp8.score_units(q, k)
 
-    monkeypatch.setattr(reference_fp8, "_ROOM", 2 * 3 * 5 * 32)
+    monkeypatch.setattr(reference_fp8, "_MOST_PRODUCTS", 2 * 3 * 5 * 32)
 
     assert torch.equal(reference_fp8.score_units(q, k), together)

@@ -110,7 +110,7 @@ def test_the_capacity_of_the_list_does_not_change_a_token(kind, sizes):
 @pytest.mark.parametrize(
     "row", [sampling_row(temperature=0.0), sampling_row(), sampling_row(top_k=3)]
 )
-def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other(value, row):
+def test_a_row_with_non_finite_logits_has_no_token_and_changes_no_other_row(value, row):
     logits = logits_of(4, 3)
     logits[1, 77] = value
     rows = [sampling_row(seed=1, top_p=0.9), row, sampling_row(seed=2)]
@@ -132,7 +132,7 @@ def test_a_row_of_minus_infinity_has_no_token():
     )
 
 
-def test_a_rows_token_is_the_same_alone_and_among_others():
+def test_a_rows_token_is_the_same_alone_and_in_a_batch():
     rows = [
         row
         for row in varied_rows(2 * NUM_KINDS)
@@ -182,7 +182,7 @@ def test_the_token_of_every_kind_of_row_is_that_of_the_host(by_kernel):
     ],
     ids=str,
 )
-def test_pending_tokens_tell_whether_the_next_step_can_be_queued_before_they_are_read(
+def test_feeds_next_is_set_if_the_next_step_can_be_launched_before_tokens_are_read(
     changes, by_torch, by_kernel
 ):
     rows = [sampling_row(temperature=0.0), sampling_row(**changes)]
@@ -243,7 +243,7 @@ def test_a_log_probability_is_that_of_all_logits_of_its_row(kind, vocab):
     torch.testing.assert_close(given.double(), truth.gather(1, ids[:, None])[:, 0], **CLOSE)
 
 
-def test_a_log_probability_has_the_same_bits_alone_and_among_others():
+def test_a_log_probability_has_the_same_bits_alone_and_in_a_batch():
     logits = logits_of(3, 5, 150)[:, :101]
     logits[1], logits[3, 50] = -INF, math.nan
     logits[4, 64:] = -INF
@@ -257,7 +257,7 @@ def test_a_log_probability_has_the_same_bits_alone_and_among_others():
         assert torch.equal(alone, logprobs[i : i + 1])
 
 
-def test_a_certain_token_has_a_log_probability_of_zero_and_no_sign():
+def test_a_token_of_probability_one_has_a_log_probability_of_positive_zero():
     logits = torch.full((1, 100), -1e30)
     logits[0, 70] = -1e3
     tokens, checked = torch.full((2, 1), -7)

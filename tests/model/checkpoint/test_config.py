@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.checkpoint.config import ModelConfig
@@ -316,6 +316,7 @@ ROPE = st.fixed_dictionaries(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(
     base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
     changes=st.fixed_dictionaries(

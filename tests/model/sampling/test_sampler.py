@@ -233,7 +233,7 @@ def test_a_sampled_logprob_equals_the_prompt_logprob_of_the_same_row(forward) ->
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("kind", range(NUM_KINDS))
-def test_a_row_that_is_not_finite_fails_alone(forward, value, kind) -> None:
+def test_a_row_with_non_finite_logits_fails_alone(forward, value, kind) -> None:
     rows = varied_rows(NUM_KINDS)
     logits = logits_of(18, NUM_KINDS)
     clean = forward(logits, rows)
@@ -260,7 +260,7 @@ def test_a_row_with_only_minus_infinity_fails(forward, row) -> None:
     assert sound.error is None
 
 
-def test_a_row_whose_remaining_tokens_are_banned_fails(forward) -> None:
+def test_a_row_without_allowed_tokens_fails(forward) -> None:
     logits = torch.full((1, VOCAB), -torch.inf)
     logits[0, 2:4] = 1.0
 
@@ -303,7 +303,7 @@ def test_on_cuda_tokens_match_the_host_except_for_rounding() -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_row_that_is_not_finite_fails_alone() -> None:
+def test_on_cuda_a_row_with_non_finite_logits_fails_alone() -> None:
     logits, rows = logits_of(21, NUM_KINDS).cuda(), varied_rows(NUM_KINDS)
     clean = Sampler().forward(logits, rows)
     logits[4, 7] = math.nan

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from server.http.streaming import StreamRenderer
 
 _encode = msgspec.json.Encoder().encode
-_DELTA = "response.output_text.delta"
+_DELTA = b"response.output_text.delta"
 
 
 class ResponseAnswer(ChatAnswer):
@@ -206,34 +206,39 @@ class _EventRenderer:
         self._sequence = 0
         self._tokens: list[Token] = []
         self._completion: Completion | None = None
-        item_id = reply.item_id.encode()
-        # The same as `_event` for this type, without building a record for every token.
-        self._delta = (
-            b'event: %b\ndata: {"type":"%b","sequence_number":%%d,"item_id":"%b","output_index":0,'
-            b'"content_index":0,"delta":%%b,"logprobs":%%b}\n\n'
-            % (_DELTA.encode(), _DELTA.encode(), item_id)
+        self._plain = not reply.reports_logprobs
+        # The same as `_event` for this type, without building a record for every token: the parts before the sequence
+        # number, before the text, and after the text.
+        self._head = b'event: %b\ndata: {"type":"%b","sequence_number":' % (_DELTA, _DELTA)
+        self._middle = (
+            b',"item_id":"%b","output_index":0,"content_index":0,"delta":' % reply.item_id.encode()
         )
+        self._tail = b',"logprobs":[]}\n\n'
 
     def token(self, completion: Completion, event: TokenEvent) -> bytes:
         """Append a token to its completion and render its event."""
-        begin = b""
         if self._completion is None:
             self._completion = completion
-            begin = self._begin()
+            return self._begin() + self.token(completion, event)
         context_free = completion.context_free
-        plain = not self._reply.reports_logprobs
-        if context_free and plain and event.finish_reason is None:
+        if context_free and self._plain and event.finish_reason is None:
             known = self._texts.get(event.token_id)  # type: ignore[arg-type]
             if known is not None:
                 completion.add(known[0])
-                return begin + self._delta % (self._next(), known[1], b"[]")
+                return self._frame(known[1], self._tail)
         text = completion.push(event)
-        logprobs = b"[]"
-        if not plain:
-            token = completion.describe(event, text)
-            self._tokens.append(token)
-            logprobs = _encode(self._reply.logprobs([token]))
-        return begin + self._delta % (self._next(), _encode(text), logprobs)
+        encoded = _encode(text)
+        if self._plain:
+            token_id = event.token_id
+            assert token_id is not None
+            free = context_free and completion.context_free and event.finish_reason is None
+            if free and not self._tokenizer.is_special(token_id):
+                self._texts[token_id] = (text, encoded)
+            return self._frame(encoded, self._tail)
+        token = completion.describe(event, text)
+        self._tokens.append(token)
+        logprobs = _encode(self._reply.logprobs([token]))
+        return self._frame(encoded, b',"logprobs":%b}\n\n' % logprobs)
 
     def end(self) -> bytes:
         """Render the events after the last token."""
@@ -272,13 +277,15 @@ class _EventRenderer:
             ]
         )
 
-    def _event(self, kind: str, **fields: Any) -> bytes:  # noqa: ANN401
-        record = ResponseEvent(type=kind, sequence_number=self._next(), **fields)
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(record))
+    def _frame(self, text: bytes, tail: bytes) -> bytes:
+        number = self._sequence
+        self._sequence = number + 1
+        return self._head + b"%d" % number + self._middle + text + tail
 
-    def _next(self) -> int:
+    def _event(self, kind: str, **fields: Any) -> bytes:  # noqa: ANN401
+        record = ResponseEvent(type=kind, sequence_number=self._sequence, **fields)
         self._sequence += 1
-        return self._sequence - 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(record))
 
 
 def _read_input(request: ResponseBody) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""The events of TGI's streams: one frame per token, the last one with the whole text.
+"""The events of TGI's streams: one frame per token; the last frame also has the whole text.
 
-Frames are filled templates: only the parts that change are encoded. Building and serializing an object for every token
-of every stream takes several times as long. The part that depends only on a token's id and text is cached.
+Frames are byte templates, in which only the changing parts are encoded. Building and serializing an object for every
+token of every stream takes several times as long. The part that depends only on a token's id and text is cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from server.http.generation import Generation
 
 TokenHeads: TypeAlias = dict[int, tuple[str, bytes]]
-"""By token id: text and beginning of the frame. Contains only tokens that add the same text in every context."""
+"""Token id -> text and beginning of the frame. Contains only tokens that add the same text in every context."""
 
 _encode = msgspec.json.Encoder().encode
 _HEAD = b'{"id":%d,"text":%b,"logprob":'

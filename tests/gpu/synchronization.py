@@ -1,4 +1,4 @@
-"""Finds operations that make the host wait for the GPU."""
+"""Detects operations that synchronize with the GPU."""
 
 import contextlib
 import warnings
@@ -7,8 +7,8 @@ import torch
 
 
 @contextlib.contextmanager
-def no_waiting():
-    """Have every operation raise RuntimeError that waits for all the GPU still has to do; an event's wait may pass."""
+def forbid_synchronization():
+    """Make synchronizing operations raise RuntimeError; waiting for an event may go undetected."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -1,4 +1,4 @@
-"""The fused kernels on a GPU: right, repeatable, and the same with and without dependent launches and graphs."""
+"""Kernels of a layer and of greedy sampling on a GPU: accuracy, dependent launches and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ["bfloat16", "float16"]
 REPEATS = 50
 
 
-def can_depend():
+def supports_pdl():
     return kernels.detect(DEVICE).sm >= 90
 
 
@@ -73,7 +73,7 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
         result = reference.silu_and_mul(result, at) if gated else result
         return result if residual is None else result + residual.to(at)
 
-    for pdl in (False, can_depend()):
+    for pdl in (False, supports_pdl()):
         out = torch.full((rows, outputs), float("nan"), dtype=kind, device=DEVICE)
         around = {"bias": bias, "norm": norm, "residual": residual}
         linear(x, weight, choice, out, **around, pdl=pdl)
@@ -82,7 +82,7 @@ def test_a_layer_agrees_with_its_formula(dtype, rows, outputs, inputs, gated, ar
 
 
 class Step:
-    """The layers of a small model without attention, chained as a step chains them."""
+    """The layers of a small model without attention, chained as in a step."""
 
     def __init__(self, rows):
         shapes = {
@@ -140,7 +140,7 @@ class Step:
 @pytest.mark.parametrize("rows", [1, 4, 64])
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, captured):
-    if not can_depend():
+    if not supports_pdl():
         pytest.skip("dependent launches need compute capability 9.0")
     step = Step(rows)
     step.run(pdl=False)
@@ -166,7 +166,7 @@ def test_dependent_launches_and_graphs_change_no_bit_in_many_repeats(rows, captu
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocabulary", [1001, 128256])
-def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
+def test_the_greedy_token_is_the_first_argmax_of_the_logits(rows, vocabulary):
     choice = choose(rows, vocabulary, 256)
     x, weight = random(rows, 256), random(vocabulary, 256, seed=1)
     weight[vocabulary // 2] = weight[vocabulary // 3]
@@ -188,7 +188,7 @@ def test_the_greedy_token_is_that_of_the_logits(rows, vocabulary):
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300, 4096])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
-def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_dim, norms):
+def test_rope_rotates_queries_and_keys_and_writes_the_cache(tokens, head_dim, norms):
     qkv = random(tokens, 32 * head_dim)
     kv = torch.full((2, tokens // 16 + 2, 16, 8, head_dim), 7.0, device=DEVICE).bfloat16()
     positions = torch.randint(0, 999, (tokens,), device=DEVICE)
@@ -199,14 +199,14 @@ def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_d
     q, k, v = torch.split(qkv.clone().unflatten(1, (-1, head_dim)), [16, 8, 8], 1)
 
     def formula(at):
-        turned = []
+        rotated = []
         for number, x in enumerate((q, k)):
             wide = kernels.rms_norm(x.to(at), weights[number].to(at), EPS) if norms else x.to(at)
-            turned.append(kernels.apply_rope(wide, *(table[positions].to(at) for table in rope)))
-        return turned
+            rotated.append(kernels.apply_rope(wide, *(table[positions].to(at) for table in rope)))
+        return rotated
 
     found = rope_and_write_kv(
-        qkv, kv, rope, positions, slots, norms=weights, eps=EPS, pdl=can_depend()
+        qkv, kv, rope, positions, slots, norms=weights, eps=EPS, pdl=supports_pdl()
     )
 
     stored = kv.flatten(1, 2)[:, slots.long()]
@@ -218,7 +218,7 @@ def test_queries_are_turned_and_keys_and_values_reach_their_slots(tokens, head_d
 
 
 @pytest.mark.parametrize("rows", [1, 64, 3000])
-def test_vectors_are_those_of_ids_and_of_tokens_drawn_before(rows):
+def test_embedding_reads_ids_and_tokens_sampled_by_the_step_before(rows):
     table = random(VOCABULARY, HIDDEN)
     ids = torch.arange(rows, device=DEVICE) * 7 % VOCABULARY
     sampled = (ids + 1) % VOCABULARY
@@ -236,9 +236,9 @@ def test_norm_and_gate_agree_with_their_formulas(rows, size):
     parts = torch.stack([random(rows, size, seed=seed).float() for seed in (3, 4)])
     total = (x.float() + (parts[0] + parts[1])).to(x.dtype)
 
-    gated, expected = silu_and_mul(x, pdl=can_depend()), reference.silu_and_mul(x)
+    gated, expected = silu_and_mul(x, pdl=supports_pdl()), reference.silu_and_mul(x)
     by_torch = kernels.silu_and_mul(x)
-    normed = add_rms_norm(x, weight, EPS, parts=parts, pdl=can_depend())
+    normed = add_rms_norm(x, weight, EPS, parts=parts, pdl=supports_pdl())
 
     assert torch.equal(x, total)
     truth = reference.rms_norm(total, weight, EPS)

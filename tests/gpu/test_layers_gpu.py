@@ -1,4 +1,4 @@
-"""Layers with few launches on a GPU: the tokens of layers computed operation by operation, the same bits each time."""
+"""Packed layers with fused kernels on a GPU against layers computed operation by operation."""
 
 import gc
 
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 FOLDER = resolve(BUNDLED)
 COUNTS = (1, 2, 3, 4, 5, 17, 1)
-"""Sequences of each decode step: those of the vector kernel, and more."""
+"""Sequences of each decode step: within and beyond the rows of the vector kernel."""
 
 
 @pytest.fixture
 def blocks_of_16(monkeypatch):
-    """Blocks that Hopper's kernels take too."""
+    """Use a block size that the Hopper kernels support."""
     monkeypatch.setattr(paged, "BLOCK_SIZE", 16)
 
 
@@ -40,7 +40,7 @@ def load(dtype, *, fused):
 
 
 def drive(model, **changes):
-    """Logits of the last token of each sequence and step, float32."""
+    """Return the logits of the last token of each sequence and step, float32."""
     driver, generator = PagedDriver(model, **changes), torch.Generator().manual_seed(1)
 
     def tokens(count):
@@ -55,7 +55,7 @@ def drive(model, **changes):
     return torch.stack([*rows, *(found[name][-1].float() for name in range(3))])
 
 
-def test_float32_has_the_logits_and_tokens_of_its_operations(blocks_of_16):
+def test_fused_layers_in_float32_agree_with_separate_operations(blocks_of_16):
     expected = drive(load(torch.float32, fused=False))
 
     found = drive(load(torch.float32, fused=True))
@@ -64,7 +64,7 @@ def test_float32_has_the_logits_and_tokens_of_its_operations(blocks_of_16):
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def test_a_cache_in_float8_costs_no_more_than_with_its_operations(blocks_of_16):
+def test_fused_layers_over_an_fp8_cache_are_as_accurate_as_separate_operations(blocks_of_16):
     truth = drive(load(torch.float32, fused=False))
 
     plain, fused = (
@@ -76,34 +76,36 @@ def test_a_cache_in_float8_costs_no_more_than_with_its_operations(blocks_of_16):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_exact_as_its_operations(blocks_of_16, dtype, record_property):
+def test_fused_layers_in_half_precision_are_as_accurate_as_separate_operations(
+    blocks_of_16, dtype, record_property
+):
     truth = drive(load(torch.float32, fused=False))
     plain, fused = (drive(load(dtype, fused=on)) for on in (False, True))
     errors = [(x - truth).abs().amax(-1) for x in (plain, fused)]
 
     assert float(errors[1].max()) <= 2 * float(errors[0].max()) + 1e-5
-    # Where float32's first is further ahead than both errors, both choose it.
+    # Where float32's best token leads by more than twice the larger error, both must choose it.
     first, second = truth.topk(2, -1).values.unbind(-1)
     sure = first - second > 2 * torch.maximum(*errors)
     assert torch.equal(fused.argmax(-1)[sure], truth.argmax(-1)[sure])
-    record_property("proof", f"{int(sure.sum())} of {len(sure)} tokens are sure")
+    record_property("proof", f"{int(sure.sum())} of {len(sure)} tokens have a clear winner")
     assert int(sure.sum()) > len(sure) // 2
 
 
-def test_dependent_launches_and_what_they_fetch_change_no_bit_of_a_step(blocks_of_16, monkeypatch):
+def test_dependent_launches_and_their_prefetches_change_no_bit(blocks_of_16, monkeypatch):
     model = load(torch.bfloat16, fused=True)
     first = drive(model)
 
     again = drive(model)
     monkeypatch.setattr(model_attention, "_FEW_ROWS", 0)
-    fetching_nothing = drive(model)
+    without_prefetch = drive(model)
     for module in (projection, decoder):
         monkeypatch.setattr(module, "may_depend", lambda *_: False)
     model.optimize()
     without = drive(model)
 
     assert torch.equal(again, first)
-    assert torch.equal(fetching_nothing, first)
+    assert torch.equal(without_prefetch, first)
     assert torch.equal(without, first)
 
 
@@ -124,7 +126,7 @@ def test_greedy_tokens_in_float32_are_the_same_with_fusion_on_and_off(monkeypatc
         while engine.engine._runner.use_idle_time():
             pass
         found = []
-        # One prompt, then as many as the vector kernel takes, then all.
+        # One prompt, then several within the rows of the vector kernel, then all.
         for chosen in (prompts[:1], prompts[:3], prompts):
             sampling = SamplingParams(max_new_tokens=64, temperature=0.0)
             asked = [

@@ -1,4 +1,4 @@
-"""A decode step in one launch: as exact as layers by themselves, the same bits each time, and what it writes."""
+"""The single-launch decode step: accuracy against separate layers, determinism, and its outputs."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ CONTEXTS = (1, 2, 31, 33, 64, 65, 129, 511, 1024, 4000)
 @pytest.fixture(autouse=True)
 def on_hopper():
     if detect("cuda").sm != 90:
-        pytest.skip("one launch for a step is written for sm_90")
+        pytest.skip("the single-launch step needs sm_90")
 
 
 def build(name, dtype):
@@ -106,7 +106,7 @@ def fill(cache):
 
 
 def rows_of(cache, layer):
-    """The keys and values of a layer as they count, float32."""
+    """Return the dequantized keys and values of a layer, float32."""
     scale = cache.scales[layer]
     if scale is None:
         return cache.layer(layer).float()
@@ -114,7 +114,7 @@ def rows_of(cache, layer):
 
 
 class Step:
-    """A token at the end of a sequence of so many, whose blocks lie anywhere."""
+    """A decode step of one sequence of `context` tokens with random blocks."""
 
     def __init__(self, model, context, write=True):
         self.model = model
@@ -148,7 +148,7 @@ class Step:
         return self.model.logits(hidden)
 
     @torch.inference_mode()
-    def at_once(self, one):
+    def single_launch(self, one):
         one(
             self.ids, self.positions, self.slots, self.table, self.model.rope.tables,
             self.logits, self.tokens, self.logprobs, self.sampled,
@@ -156,12 +156,12 @@ class Step:
         return self.logits.clone()
 
     def true_logprob(self):
-        """Of the stored logits."""
+        """Return the exact log-probability of the argmax of the stored logits."""
         return self.logits.double().log_softmax(-1).amax(-1)
 
 
 def assert_same_rows(found, truth, plain, kv_dtype):
-    """Hold a layer's keys and values to those that layers write; in FP8 what lies between two numbers may be either."""
+    """Compare a layer's keys and values with those of separate layers; in FP8 either neighbour of a tie is right."""
     if kv_dtype is None:
         assert_no_worse_than(found, truth, plain, factor=3.0)
         return
@@ -172,7 +172,7 @@ def assert_same_rows(found, truth, plain, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtype):
+def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dtype, kv_dtype):
     model = build(name, dtype)
     wide = build(name, torch.float32)
     wide.load_state_dict(model.state_dict())
@@ -183,7 +183,7 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
         step = Step(model, context)
         plain, truth = step.by_layers(cache), Step(wide, context).by_layers(truth_cache)
 
-        found = step.at_once(one)
+        found = step.single_launch(one)
 
         assert_no_worse_than(found.float(), truth, plain.float(), factor=3.0)
         for layer in range(model.config.num_layers):
@@ -197,40 +197,40 @@ def test_it_is_as_exact_as_layers_and_writes_the_same_cache(name, dtype, kv_dtyp
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("name", ["qwen", "biased"])
-def test_the_same_bits_come_each_time_and_from_a_recording(name, kv_dtype):
+def test_repeats_and_graph_replays_give_the_same_bits(name, kv_dtype):
     model = build(name, torch.bfloat16)
     one = bind(model, new_cache(model, kv_dtype))
     step = Step(model, 700)
-    first = step.at_once(one)
+    first = step.single_launch(one)
     logprob = step.logprobs.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step.at_once(one)
+        step.single_launch(one)
 
     for _ in range(100):
-        assert torch.equal(step.at_once(one), first)
+        assert torch.equal(step.single_launch(one), first)
         assert torch.equal(step.logprobs, logprob)
         graph.replay()
         assert torch.equal(step.logits, first)
         assert torch.equal(step.logprobs, logprob)
 
 
-def test_a_token_is_found_among_the_sampled_ones():
+def test_a_negative_id_reads_a_token_sampled_by_the_step_before():
     model = build("qwen", torch.bfloat16)
     one = bind(model, new_cache(model))
     step = Step(model, 40)
-    expected = step.at_once(one)
+    expected = step.single_launch(one)
     step.sampled[3] = step.ids[0]
     step.ids.fill_(-1 - 3)
 
-    assert torch.equal(step.at_once(one), expected)
+    assert torch.equal(step.single_launch(one), expected)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-def test_without_a_slot_nothing_is_written(kv_dtype):
+def test_a_negative_slot_writes_nothing(kv_dtype):
     model = build("qwen", torch.bfloat16)
     cache, untouched = new_cache(model, kv_dtype), new_cache(model, kv_dtype)
-    Step(model, 100, write=False).at_once(bind(model, cache))
+    Step(model, 100, write=False).single_launch(bind(model, cache))
 
     for found, expected in zip(cache.layers, untouched.layers, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -238,14 +238,14 @@ def test_without_a_slot_nothing_is_written(kv_dtype):
         assert found is expected is None or torch.equal(found, expected)
 
 
-def test_a_key_and_a_value_are_rounded_as_others_round_them():
+def test_keys_and_values_are_quantized_as_by_quantize_rows():
     model = build("qwen", torch.bfloat16)
     cache, exact = new_cache(model, FP8), new_cache(model)
     step = Step(model, 1)
-    step.at_once(bind(model, cache))
-    step.at_once(bind(model, exact))
+    step.single_launch(bind(model, cache))
+    step.single_launch(bind(model, exact))
 
-    # The first layer's are the same before they are rounded.
+    # Before quantization the first layer's keys and values are equal in both caches.
     at = divmod(int(step.slots), BLOCK)
     numbers, scales = quantize_rows(exact.layer(0)[:, *at].cpu())
     assert torch.equal(cache.layer(0)[:, *at].cpu().view(torch.uint8), numbers.view(torch.uint8))
@@ -253,11 +253,11 @@ def test_a_key_and_a_value_are_rounded_as_others_round_them():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_choose_no_token(bad):
+def test_non_finite_logits_give_token_minus_one(bad):
     model = build("qwen", torch.bfloat16)
     model.norm[5] = bad
     step = Step(model, 20)
-    step.at_once(bind(model, new_cache(model)))
+    step.single_launch(bind(model, new_cache(model)))
 
     assert step.tokens.item() == -1
     assert 0 <= step.sampled[0].item() < model.config.vocab_size
@@ -267,28 +267,28 @@ def test_equal_logits_choose_the_smallest_id():
     model = build("llama", torch.bfloat16)
     model.lm_head.zero_()
     step = Step(model, 20)
-    step.at_once(bind(model, new_cache(model)))
+    step.single_launch(bind(model, new_cache(model)))
 
     assert step.tokens.item() == step.sampled[0].item() == 0
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
-def test_logits_of_minus_infinity_have_no_share_in_the_log_probability():
+def test_logits_of_minus_infinity_do_not_change_the_log_probability():
     model = build("llama", torch.bfloat16)
     step = Step(model, 20)
     one = bind(model, new_cache(model))
-    # The logits of all but the first program are one number of the hidden state, then minus infinity.
+    # All logits except the first program's equal one element of the hidden state, then minus infinity.
     model.lm_head[8:] = 0.0
     model.lm_head[8:, 0] = 1.0
-    sign = step.at_once(one)[0, 8].sign()
+    sign = step.single_launch(one)[0, 8].sign()
     model.lm_head[8:, 0] = -float("inf") * sign
-    step.at_once(one)
+    step.single_launch(one)
 
     assert step.logits[0, 8:].max() == -float("inf")
     assert 0 <= step.tokens.item() < 8
     torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
-def test_models_of_these_shapes_are_supported():
+def test_the_shapes_of_these_models_are_supported():
     for name in MODELS:
         assert build(name, torch.bfloat16).single_launch_unsupported(detect("cuda")) == ()

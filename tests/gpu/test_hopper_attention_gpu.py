@@ -1,4 +1,4 @@
-"""The kernels for one architecture against the portable ones, in a whole model: the same tokens, but near ties."""
+"""Hopper attention kernels against the portable ones in a whole model: the same tokens except near ties."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import kernels
 import model.network.decoder
 from kernels.attention.registry import REGISTRY
 from model.network.decoder import DecoderLM
-from tests.gpu.test_whole_step_gpu import MODELS
+from tests.gpu.test_single_launch_gpu import MODELS
 from tests.model.network import paged
 from tests.model.network.paged import PagedDriver
 
@@ -28,7 +28,7 @@ def build(name, dtype, device="cuda"):
 
 
 def use_portable_rows(monkeypatch, device="cuda"):
-    """Have attention planned as on an architecture without rows of its own; returns what it chose."""
+    """Plan attention without the Hopper rows; return the set that collects the names of the selected rows."""
     rows, chosen = [row for row in REGISTRY if not row.name.startswith("hopper")], set()
     plan = kernels.plan_attention
 
@@ -42,10 +42,10 @@ def use_portable_rows(monkeypatch, device="cuda"):
 
 
 def drive(built, tokens=None, lengths=LENGTHS, steps=STEPS):
-    """Decode greedily, or along `tokens`.
+    """Decode greedily, or with the given `tokens` as input.
 
     Returns:
-        Tokens [steps + 1, sequences], and the float32 logits that each was, or would be, sampled from.
+        Tokens [steps + 1, sequences], and the float32 logits of each [steps + 1, sequences, V].
     """
     driver = PagedDriver(built, num_blocks=160)
     generator = torch.Generator().manual_seed(1)
@@ -65,7 +65,7 @@ def drive(built, tokens=None, lengths=LENGTHS, steps=STEPS):
 
 
 def compare(portable, own, truth, tokens):
-    """Return each tier's largest error, and whether float32's first token is further ahead than both errors."""
+    """Return both largest errors, and where float32's best token leads by more than twice the larger error."""
     errors = [(logits - truth).abs().amax(-1) for logits in (portable, own)]
     first, second = truth.topk(2, -1).values.unbind(-1)
     sure = first - second > 2 * torch.maximum(*errors)
@@ -74,11 +74,11 @@ def compare(portable, own, truth, tokens):
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama"])
-def test_greedy_tokens_are_those_of_the_portable_kernels_but_for_near_ties(
+def test_greedy_tokens_equal_those_of_the_portable_kernels_except_near_ties(
     name, monkeypatch, record_property
 ):
     if kernels.detect("cuda").sm != 90:
-        pytest.skip("rows of its own are written for sm_90")
+        pytest.skip("the Hopper rows need sm_90")
     monkeypatch.setattr(paged, "BLOCK_SIZE", 16)
     built = build(name, torch.bfloat16)
     wide = build(name, torch.float32)
@@ -97,7 +97,7 @@ def test_greedy_tokens_are_those_of_the_portable_kernels_but_for_near_ties(
     same = int((own.argmax(-1).cpu() == tokens).sum())
     record_property(
         "proof",
-        f"{name}: {same} of {tokens.numel()} tokens are the same, {int(sure.sum())} are sure; "
+        f"{name}: {same} of {tokens.numel()} tokens are the same, {int(sure.sum())} have a clear winner; "
         f"largest error {own_error:.4f}, of the portable kernels {portable_error:.4f}",
     )
     assert own_error <= 1.5 * portable_error

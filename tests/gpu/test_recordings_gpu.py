@@ -1,4 +1,4 @@
-"""Steps replayed as CUDA graphs give the tokens of steps launched kernel by kernel."""
+"""Replayed CUDA graphs give the same tokens as steps without graphs."""
 
 import gc
 import math
@@ -14,7 +14,7 @@ from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
 from server.engine.runner.model_runner import ModelRunner
 from server.engine.runner.recordings import RecordedSteps
-from tests.gpu.waiting import no_waiting
+from tests.gpu.synchronization import forbid_synchronization
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -61,17 +61,17 @@ def answers(engine, prompts, num_tokens, **sampling):
 
 
 def recordings(engine):
-    """The buckets of decode rows alone that are recorded."""
+    """Return the recorded buckets that have no prompt rows."""
     return [it for it in engine.engine._runner.recorded.recorded if not it.prompt_seqs]
 
 
 PROMPTS = [[(7 * i + j) % 500 + 5 for j in range(3 + 13 * i)] for i in range(20)]
 EXACT = PROMPTS[:16]
-"""As many as a recording has rows: with others the library may add products up in another order."""
+"""As many prompts as a recording has rows; with padding rows the library may sum products in another order."""
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
-def test_tokens_are_those_of_steps_without_graphs(make_engine, overlap):
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "one step ahead"])
+def test_tokens_equal_those_of_steps_without_graphs(make_engine, overlap):
     expected = answers(make_engine(cuda_graphs=False, dtype="float32", overlap=False), PROMPTS, 64)
 
     engine = make_engine(cuda_graphs=True, dtype="float32", overlap=overlap)
@@ -86,14 +86,14 @@ def test_tokens_are_those_of_steps_without_graphs(make_engine, overlap):
     [{}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 11, "logprobs": True}],
     ids=["greedy", "sampled"],
 )
-def test_a_recording_of_as_many_rows_gives_the_same_bits(make_engine, sampling):
+def test_a_recording_without_padding_rows_gives_the_same_bits(make_engine, sampling):
     expected = answers(make_engine(cuda_graphs=False, overlap=False), EXACT, 64, **sampling)
 
     assert answers(make_engine(cuda_graphs=True), EXACT, 64, **sampling) == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 20])
-def test_log_probabilities_are_those_of_steps_without_graphs(make_engine, count):
+def test_log_probabilities_equal_those_of_steps_without_graphs(make_engine, count):
     prompts, found = PROMPTS[:count], []
     for cuda_graphs in (False, True):
         engine = make_engine(cuda_graphs=cuda_graphs, dtype="float32")
@@ -107,7 +107,7 @@ def test_log_probabilities_are_those_of_steps_without_graphs(make_engine, count)
 
 def test_a_recording_over_a_float8_cache_gives_the_same_bits(make_engine):
     if kernels.detect("cuda").sm < 89:
-        pytest.skip("PyTorch's rows, which read such a cache before sm_89, cannot be recorded")
+        pytest.skip("before sm_89 PyTorch's rows read an FP8 cache, and they cannot be captured")
     expected = answers(make_engine(cuda_graphs=False, kv_cache_dtype="fp8"), EXACT, 64)
 
     engine = make_engine(cuda_graphs=True, kv_cache_dtype="fp8")
@@ -127,18 +127,18 @@ def test_preempted_sequences_give_the_same_tokens(make_engine):
     assert engine.engine.stats().num_preemptions > 0
 
 
-def test_tables_that_outgrow_a_recording_go_on_in_the_next(make_engine):
+def test_a_sequence_whose_block_table_outgrows_a_recording_continues_in_a_wider_one(make_engine):
     prompt = [j % 500 + 5 for j in range(1000)]
     expected = answers(make_engine(cuda_graphs=False, dtype="float32"), [prompt], 100)
 
     engine = make_engine(cuda_graphs=True, dtype="float32")
-    answers(engine, [prompt], 100)  # long enough for the longer recording to be made
+    answers(engine, [prompt], 100)  # long enough to record the wider bucket
 
     assert answers(engine, [prompt], 100) == expected
     assert {key.columns for key in recordings(engine)} == {64, 128}
 
 
-def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
+def test_a_replay_does_not_synchronize(make_engine, monkeypatch):
     engine = make_engine(cuda_graphs=True)
     answers(engine, PROMPTS[:4], 40)
     engine.channel.inbox += requests(PROMPTS[:4], 40)
@@ -147,7 +147,7 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
     launch, found = ModelRunner.launch, []
 
     def watched(runner, output):
-        with no_waiting():
+        with forbid_synchronization():
             found.append(launch(runner, output))
         return found[-1]
 
@@ -158,8 +158,8 @@ def test_a_replay_waits_for_nothing(make_engine, monkeypatch):
     assert [type(step).__name__ for step in found] == ["GreedyStep"] * 5
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "a step ahead"])
-def test_prompts_that_arrive_while_others_decode_are_computed_with_them(
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "one step ahead"])
+def test_prompts_that_arrive_during_decoding_are_computed_in_recorded_mixed_steps(
     make_engine, monkeypatch, overlap
 ):
     limits = {"dtype": "float32", "max_num_batched_tokens": 256}
@@ -168,7 +168,7 @@ def test_prompts_that_arrive_while_others_decode_are_computed_with_them(
     launch, find, found = ModelRunner.launch, RecordedSteps._find, []
 
     def watched(runner, output):
-        with no_waiting():
+        with forbid_synchronization():
             return launch(runner, output)
 
     def watched_find(steps, decode, prefill, *, waits):
