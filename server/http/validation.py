@@ -151,6 +151,5 @@ def _problem(error: ErrorDetails) -> str:
         return f"{field} must be {sign} {shown}. Given: {describe(value)}"
     # The context has it if the value must be one of some constants, or of some types.
     if expected := context.get("expected", _EXPECTED.get(kind)):
-        expected = {"False": "false", "True": "true"}.get(expected, expected)
         return f"{field} must be {expected}. Given: {describe(value)}"
     return f"{field} is not valid. Given: {describe(value)}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from server.http.field_types import BadWords, LogitBias, ObjectOrText, StopTokenIds
+from server.http.field_types import BadWords, LogitBias, ObjectOrText, OnlyFalse, StopTokenIds
 from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
 
 INT32_MAX = 2**31 - 1
@@ -89,9 +89,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(
         None, description="Report the usage so far in every event."
     )
-    include_obfuscation: Literal[False] | None = Field(
-        None, description="Not supported: null or false."
-    )
+    include_obfuscation: OnlyFalse | None = Field(None, description="Not supported: null or false.")
 
 
 class StructuredOutputs(BaseModel):
@@ -407,8 +405,8 @@ class ResponseBody(SamplingFields):
     metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
     tools: list[dict[str, Any]] | None = Field(None, description="Not supported: null or empty.")
     tool_choice: ObjectOrText | None = Field(None, description="`none` or `auto`.")
-    store: Literal[False] | None = Field(None, description="Not supported: null or false.")
-    background: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    store: OnlyFalse | None = Field(None, description="Not supported: null or false.")
+    background: OnlyFalse | None = Field(None, description="Not supported: null or false.")
     truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")
     previous_response_id: None = Field(None, description="Not supported: null.")
     conversation: None = Field(None, description="Not supported: null.")
