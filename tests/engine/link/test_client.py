@@ -140,7 +140,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_is_restarted():
             killed = time.monotonic()
             ends = await asyncio.gather(*(collect(s) for s in streams))
 
-            assert time.monotonic() - killed < 1.0
+            assert time.monotonic() - killed < 5.0
             assert {events[-1].finish_reason for events in ends} == {FinishReason.ERROR}
             assert client.state is EngineState.RESTARTING
             with pytest.raises(EngineUnavailableError, match="restarting"):
