@@ -51,7 +51,7 @@ format: dev ## Apply the formatter and the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: setup ## Regenerate the generated parts of the documents
+docs: dev ## Regenerate the generated parts of the documents
 	$(BIN)/python -m docs.generate
 
 bench: dev ## Measure the bundled model on the CPU, compared with transformers

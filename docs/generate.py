@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.attention_table import attention_table
+from docs.parameter_table import parameter_tables
 from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
 from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
@@ -123,10 +124,19 @@ def kernels_page() -> str:
     return fill(text, "attention-table", attention_table())
 
 
+def http_page() -> str:
+    """Return docs/http.md with the tables of other servers' parameters up to date."""
+    text = (ROOT / "docs" / "http.md").read_text()
+    for marker, table in parameter_tables().items():
+        text = fill(text, marker, table)
+    return text
+
+
 def main() -> None:
     """Write all generated parts into the documents."""
     (ROOT / "docs" / "settings.md").write_text(settings_page())
     (ROOT / "docs" / "kernels.md").write_text(kernels_page())
+    (ROOT / "docs" / "http.md").write_text(http_page())
     (ROOT / "README.md").write_text(readme())
 
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from server.http import abort, service_routes, token_routes
 from server.http.context import AppContext
 from server.http.dialects.openai.routes import OPENAI
+from server.http.dialects.sagemaker.routes import SAGEMAKER
 from server.http.dialects.tgi.routes import TGI
 from server.http.direct_route import DirectRoute
 from server.http.docs_page import routes as docs_page
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from server.http.metrics.shared_counters import SharedCounters
     from server.http.responses import ErrorBody
 
-DIALECTS: tuple[Dialect, ...] = (OPENAI, TGI)
+DIALECTS: tuple[Dialect, ...] = (OPENAI, SAGEMAKER, TGI)
 """All dialects. The first dialect whose prefix matches a path renders that path's errors; the last prefix is "/"."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.request_id import RequestFigures, current_request
-from server.http.responses import error_response, header, send_json
+from server.http.responses import error_response, send_json, warnings_header
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
 from server.http.usage import usage_headers
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
     from server.http.token_routes import TokenForm
-
-# A JSON list, in ASCII.
-_WARNINGS_HEADER = "x-tessera-warnings"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +215,4 @@ def _figures(record: RequestRecord, generation: Generation | None) -> RequestFig
 
 
 def _headers(answer: Answer, generation: Generation, timings: Timings | None) -> Headers:
-    headers = answer.headers(generation, timings)
-    if answer.warnings:
-        headers = [*headers, header(_WARNINGS_HEADER, json.dumps(answer.warnings))]
-    return headers
+    return [*answer.headers(generation, timings), *warnings_header(answer.warnings)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from server.http.limits import MAX_BAD_WORDS, MAX_LOGIT_BIASES
@@ -36,6 +36,18 @@ ObjectOrText = Annotated[
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
 ]
 """A JSON object or a string. A union would report an error for each of its types."""
+
+
+def _check_false(value: bool) -> bool:
+    if value:
+        raise PydanticCustomError("only_false", "must be {expected}", {"expected": "false"})
+    return value
+
+
+OnlyFalse = Annotated[
+    bool, AfterValidator(_check_false), WithJsonSchema({"type": "boolean", "const": False})
+]
+"""False. Unlike `Literal[False]`, it does not take 0 for it."""
 
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],

@@ -5,7 +5,7 @@ The routes read their bodies themselves, so FastAPI cannot infer the schemas of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 from fastapi.openapi.utils import get_openapi
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from pydantic import BaseModel
+
+ChoiceT = TypeVar("ChoiceT")
+Choice: TypeAlias = ChoiceT | tuple[ChoiceT, ...]
 
 _SCHEMAS = "#/components/schemas/"
 _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
@@ -44,22 +47,26 @@ def describe_service_route(reply: type[msgspec.Struct], *, tag: str = "Service")
 
 
 def describe_route(
-    body: type[BaseModel] | type[msgspec.Struct],
-    error_reply: type[msgspec.Struct],
-    reply: Any = None,  # noqa: ANN401 - a record or a list of records
-    events: type[msgspec.Struct] | None = None,
+    body: Choice[type[BaseModel] | type[msgspec.Struct]],
+    error_reply: Choice[type[msgspec.Struct]],
+    reply: Any = None,  # noqa: ANN401 - a record, a list of records, or a choice of these
+    events: Choice[type[msgspec.Struct]] | None = None,
     *,
+    end_mark: str | None = None,
     generates: bool = True,
     status_of: Callable[[type[errors.TesseraError]], int] = lambda error: error.status,
     tag: str = "Generate",
 ) -> dict[str, Any]:
     """Return the decorator arguments that document a route's body, replies and errors.
 
+    A tuple of types means any of them.
+
     Args:
         body: type of the request body.
         error_reply: type of the body of every error.
         reply: type of the JSON reply with status 200; None if there is none.
         events: type of a stream's events; None if there is no stream.
+        end_mark: data of the event that ends a stream; None if there is none.
         generates: whether the route generates tokens, and so can fail with the errors of generation.
         status_of: the status of the response to an error. Of errors with the same status, the last is described.
         tag: group of the route.
@@ -68,7 +75,7 @@ def describe_route(
     if reply is not None:
         content["application/json"] = {"schema": _schema_of(reply)}
     if events is not None:
-        content["text/event-stream"] = {"itemSchema": _event_schema(events, error_reply)}
+        content["text/event-stream"] = {"itemSchema": _event_schema(events, error_reply, end_mark)}
     described = _describe(tag, content)
     for error in _BODY_ERRORS + (_GENERATE_ERRORS if generates else ()):
         described["responses"][status_of(error)] = describe_error(error, error_reply)
@@ -82,7 +89,7 @@ def describe_route(
 
 
 def describe_error(
-    error: type[errors.TesseraError], error_reply: type[msgspec.Struct]
+    error: type[errors.TesseraError], error_reply: Choice[type[msgspec.Struct]]
 ) -> dict[str, Any]:
     """Describe one error response."""
     return {
@@ -132,18 +139,24 @@ def _describe(tag: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema_of(record: Any) -> dict[str, Any]:  # noqa: ANN401
+    if isinstance(record, tuple):
+        return {"anyOf": [_schema_of(choice) for choice in record]}
     if hasattr(record, "__args__"):
         return {"type": "array", "items": _schema_of(record.__args__[0])}
     return {"$ref": _SCHEMAS + record.__name__}
 
 
 def _event_schema(
-    events: type[msgspec.Struct], error_reply: type[msgspec.Struct]
+    events: Choice[type[msgspec.Struct]],
+    error_reply: Choice[type[msgspec.Struct]],
+    end_mark: str | None,
 ) -> dict[str, Any]:
     """Describe a server-sent event as OpenAPI 3.2 does: its data is JSON in a string."""
-    data = {
+    data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": [_schema_of(events), _schema_of(error_reply)]},
     }
+    if end_mark is not None:
+        data = {"anyOf": [{"const": end_mark}, data]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}

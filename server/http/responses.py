@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -38,6 +39,11 @@ _CLOSING = (BodyTooLargeError, BodyTimeoutError)
 def header(name: str, value: object) -> tuple[bytes, bytes]:
     """Encode a header for ASGI."""
     return name.encode("ascii"), str(value).encode("ascii")
+
+
+def warnings_header(warnings: Sequence[str]) -> Headers:
+    """Render the header that lists accepted fields without effect, as a JSON list in ASCII; none without warnings."""
+    return [header("x-tessera-warnings", json.dumps(warnings))] if warnings else []
 
 
 def json_response(value: object, status: int = 200) -> Response:

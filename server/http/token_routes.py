@@ -11,9 +11,9 @@ from starlette.responses import Response
 from server.errors import TesseraError
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
-from server.http.openapi import describe_route
+from server.http.openapi import describe_error, describe_route
 from server.http.request_body import ClientDisconnectedError, read_json
-from server.http.responses import error_response, json_response
+from server.http.responses import error_response, json_response, warnings_header
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -39,9 +39,10 @@ class TokenForm:
         body: type of the body.
         reply: type of the reply: a record or a list of records.
         error_reply: type of the body of every error.
-        answer: makes the reply from the decoded body.
+        answer: makes the reply from the decoded body, and a warning for each accepted field without effect.
         render_error: returns the status and body of the response to an error.
         status_of: returns the status alone, for the OpenAPI document.
+        errors: errors that only this form has, for the OpenAPI document.
     """
 
     endpoint: str
@@ -49,9 +50,10 @@ class TokenForm:
     body: type[BaseModel]
     reply: Any
     error_reply: Any
-    answer: Callable[[AppContext, object], Awaitable[object]]
+    answer: Callable[[AppContext, object], Awaitable[tuple[object, tuple[str, ...]]]]
     render_error: Callable[[TesseraError], ErrorBody]
     status_of: Callable[[type[TesseraError]], int] = lambda error: error.status
+    errors: tuple[type[TesseraError], ...] = ()
 
 
 def install(app: FastAPI, context: AppContext, forms: Iterable[TokenForm]) -> None:
@@ -78,13 +80,15 @@ def _add_route(app: FastAPI, context: AppContext, forms: list[TokenForm]) -> Non
                 body = await read_json(request.scope, request.receive, context.config)
                 if isinstance(body, dict):
                     form = next((f for f in forms if not body.keys().isdisjoint(f.keys)), form)
-                reply = await form.answer(context, body)
+                reply, warnings = await form.answer(context, body)
                 record.finish(Outcome.OK)
         except ClientDisconnectedError:
             return Response(status_code=_CLIENT_CLOSED)
         except TesseraError as error:
             return error_response(error, form.render_error(error))
-        return json_response(reply)
+        response = json_response(reply)
+        response.raw_headers += warnings_header(warnings)
+        return response
 
     app.add_api_route(f"/{endpoint}", respond, methods=["POST"], **_describe(forms))
 
@@ -96,6 +100,8 @@ def _describe(forms: list[TokenForm]) -> dict[str, Any]:
         described = describe_route(
             form.body, form.error_reply, form.reply, generates=False, status_of=form.status_of
         )
+        for error in form.errors:
+            described["responses"][form.status_of(error)] = describe_error(error, form.error_reply)
         if not merged:
             merged = described
             continue

@@ -115,7 +115,6 @@ BAD_PARAMETERS = [
     ({"stop_token_ids": [1] * 65}, "`stop_token_ids` supports up to 64 ids. Given: 65"),
     ({"details": 1}, "`details` must be true or false. Given: 1"),
     ({"do_sample": "yes"}, "`do_sample` must be true or false. Given: a string"),
-    ({"watermark": True}, "`watermark` is not supported: leave it out or send null. Given: true"),
     ({"watermark": 0}, "`watermark` must be true or false. Given: 0"),
     ({"grammar": {"value": {}}}, "`grammar` must have the key `type`: json, regex or json_schema"),
     (

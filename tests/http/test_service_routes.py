@@ -144,5 +144,25 @@ async def test_the_document_declares_body_replies_and_errors(client, path):
     )
 
 
+async def test_the_document_declares_the_mark_that_ends_a_stream(client):
+    document = (await client.get("/openapi.json")).json()
+
+    def data(path):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        return content["text/event-stream"]["itemSchema"]["properties"]["data"]
+
+    for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
+        assert data(path)["anyOf"][0] == {"const": "[DONE]"}
+    for path in ("/generate_stream", "/v1/responses"):
+        assert data(path)["contentMediaType"] == "application/json"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/invocations", "/v1/completions"])
+async def test_the_document_declares_that_a_model_may_be_unknown(client, path):
+    document = (await client.get("/openapi.json")).json()
+
+    assert "404" in document["paths"][path]["post"]["responses"]
+
+
 async def test_the_interactive_page_is_served(client):
     assert (await client.get("/docs")).status_code == 200

@@ -23,6 +23,7 @@ ROUTES = {
     "/health": {"GET", "HEAD"},
     "/health/live": {"GET", "HEAD"},
     "/info": {"GET"},
+    "/invocations": {"POST"},
     "/metrics": {"GET"},
     "/openapi.json": {"GET", "HEAD"},
     "/page/{name}": {"GET", "HEAD"},

@@ -50,13 +50,15 @@ async def ask(client: Client, api: Name, model: str | None) -> ServerFacts:
     info = await _get(client, "/info") or {}
     plan = await _get(client, "/plan") or {}
     name = str(info.get("router", "unknown"))
+    # Tessera's `version` is that of TGI's API.
+    version = str(info.get("tessera_version", info.get("version", "")))
     arch = str(plan.get("arch", "cpu"))
     return ServerFacts(
-        name=f"{name} {info.get('version', '')}".strip(),
+        name=f"{name} {version}".strip(),
         model=model or str(info.get("model_id", "unknown")),
         machine=result.processor_name() if arch == "cpu" else str(plan.get("arch_name", arch)),
         kind=arch,
-        versions={name: str(info["version"])} if "version" in info else {},
+        versions={name: version} if version else {},
     )
 
 

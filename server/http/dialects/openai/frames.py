@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 TokenTexts: TypeAlias = dict[int, tuple[str, bytes]]
 """By token id: text, and the text as JSON. Contains only tokens that add the same text in every context."""
 
-DONE = b"data: [DONE]\n\n"
+END_MARK = "[DONE]"
+DONE = f"data: {END_MARK}\n\n".encode()
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}text\N{OBJECT REPLACEMENT CHARACTER}"
 
 _encode = msgspec.json.Encoder().encode

@@ -13,6 +13,7 @@ from server.http.dialects.openai import replies
 from server.http.dialects.openai.chat import ChatAnswer
 from server.http.dialects.openai.completions import CompletionAnswer
 from server.http.dialects.openai.errors import render_error, status_of
+from server.http.dialects.openai.frames import END_MARK
 from server.http.dialects.openai.models import find_model, list_models
 from server.http.dialects.openai.responses import ResponseAnswer
 from server.http.dialects.openai.schema import ChatBody, CompletionBody, ResponseBody
@@ -35,7 +36,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     @app.post(
         "/v1/completions",
-        **_describe(CompletionBody, replies.CompletionReply, replies.CompletionReply),
+        **_describe(CompletionBody, replies.CompletionReply, replies.CompletionReply, END_MARK),
     )
     async def completions() -> Response:
         """Continue prompts."""
@@ -46,7 +47,10 @@ def _install(app: FastAPI, context: AppContext) -> None:
             lambda body, info: CompletionAnswer(context, info, body, texts),
         )
 
-    @app.post("/v1/chat/completions", **_describe(ChatBody, replies.ChatReply, replies.ChatChunk))
+    @app.post(
+        "/v1/chat/completions",
+        **_describe(ChatBody, replies.ChatReply, replies.ChatChunk, END_MARK),
+    )
     async def chat() -> Response:
         """Continue a conversation."""
         return Exchange(
@@ -88,9 +92,17 @@ def _install(app: FastAPI, context: AppContext) -> None:
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], **one)
 
 
-def _describe(body: type[BaseModel], reply: type, events: type | None = None) -> dict[str, Any]:
+def _describe(
+    body: type[BaseModel], reply: type, events: type, end_mark: str | None = None
+) -> dict[str, Any]:
     described = describe_route(
-        body, replies.OpenAIErrorReply, reply, events, status_of=status_of, tag="OpenAI"
+        body,
+        replies.OpenAIErrorReply,
+        reply,
+        events,
+        end_mark=end_mark,
+        status_of=status_of,
+        tag="OpenAI",
     )
     missing = describe_error(UnknownModelError, replies.OpenAIErrorReply)
     described["responses"][UnknownModelError.status] = missing

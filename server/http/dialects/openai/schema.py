@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from server.http.field_types import BadWords, LogitBias, ObjectOrText, StopTokenIds
+from server.http.field_types import BadWords, LogitBias, ObjectOrText, OnlyFalse, StopTokenIds
 from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
 from server.http.request_options import RequestOptionFields
 
@@ -60,6 +60,11 @@ PromptField = Annotated[
 ]
 """A text, a list of texts, a list of token ids, or a list of such lists; `prompts` checks it."""
 
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {}},
+}
 MessageList = Annotated[
     list[dict[str, Any]],
     Field(min_length=1),
@@ -67,11 +72,7 @@ MessageList = Annotated[
         {
             "type": "array",
             "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role"],
-                "properties": {"role": {"type": "string"}, "content": {}},
-            },
+            "items": _MESSAGE,
         }
     ),
 ]
@@ -89,9 +90,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(
         None, description="Report the usage so far in every event."
     )
-    include_obfuscation: Literal[False] | None = Field(
-        None, description="Not supported: null or false."
-    )
+    include_obfuscation: OnlyFalse | None = Field(None, description="Not supported: null or false.")
 
 
 class StructuredOutputs(BaseModel):
@@ -385,7 +384,12 @@ class ResponseBody(SamplingFields):
     input: Annotated[
         Any,
         WithJsonSchema(
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+            {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": _MESSAGE, "minItems": 1},
+                ]
+            }
         ),
     ] = Field(description="A text, or a list of messages.", examples=["Hello"])
     instructions: str | None = Field(None, description="A system message before the input.")
@@ -402,8 +406,8 @@ class ResponseBody(SamplingFields):
     metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
     tools: list[dict[str, Any]] | None = Field(None, description="Not supported: null or empty.")
     tool_choice: ObjectOrText | None = Field(None, description="`none` or `auto`.")
-    store: Literal[False] | None = Field(None, description="Not supported: null or false.")
-    background: Literal[False] | None = Field(None, description="Not supported: null or false.")
+    store: OnlyFalse | None = Field(None, description="Not supported: null or false.")
+    background: OnlyFalse | None = Field(None, description="Not supported: null or false.")
     truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")
     previous_response_id: None = Field(None, description="Not supported: null.")
     conversation: None = Field(None, description="Not supported: null.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from server.errors import UnknownModelError
 from server.http.context import check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
@@ -23,18 +24,21 @@ from server.http.token_routes import TokenForm
 if TYPE_CHECKING:
     from server.http.context import AppContext
 
+ReplyT = TypeVar("ReplyT")
+_Answer: TypeAlias = tuple[ReplyT, tuple[str, ...]]
 
-async def _tokenize_prompt(context: AppContext, body: object) -> TokenizeReply:
-    request, _ = parse_body(TokenizePromptBody, body, context.config)
+
+async def _tokenize_prompt(context: AppContext, body: object) -> _Answer[TokenizeReply]:
+    request, warnings = parse_body(TokenizePromptBody, body, context.config)
     add = request.add_special_tokens is not False
     token_ids = await context.tokenize(
         request.prompt, "prompt", lambda: context.tokenizer.encode(request.prompt, add)
     )
-    return _reply(context, token_ids, names=bool(request.return_token_strs))
+    return _reply(context, token_ids, names=bool(request.return_token_strs)), warnings
 
 
-async def _tokenize_messages(context: AppContext, body: object) -> TokenizeReply:
-    request, _ = parse_body(TokenizeMessagesBody, body, context.config)
+async def _tokenize_messages(context: AppContext, body: object) -> _Answer[TokenizeReply]:
+    request, warnings = parse_body(TokenizeMessagesBody, body, context.config)
     token_ids = await encode_conversation(
         context,
         read_messages(request.messages),
@@ -42,7 +46,7 @@ async def _tokenize_messages(context: AppContext, body: object) -> TokenizeReply
         continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,
     )
-    return _reply(context, token_ids, names=bool(request.return_token_strs))
+    return _reply(context, token_ids, names=bool(request.return_token_strs)), warnings
 
 
 def _reply(context: AppContext, token_ids: list[int], *, names: bool) -> TokenizeReply:
@@ -54,8 +58,8 @@ def _reply(context: AppContext, token_ids: list[int], *, names: bool) -> Tokeniz
     )
 
 
-async def _detokenize(context: AppContext, body: object) -> DetokenizeReply:
-    request, _ = parse_body(DetokenizeBody, body, context.config)
+async def _detokenize(context: AppContext, body: object) -> _Answer[DetokenizeReply]:
+    request, warnings = parse_body(DetokenizeBody, body, context.config)
     if request.tokens:
         check_vocabulary(request.tokens, "tokens", context.engine_info())
     text = await context.tokenize(
@@ -63,7 +67,7 @@ async def _detokenize(context: AppContext, body: object) -> DetokenizeReply:
         "tokens",
         lambda: context.tokenizer.decode(request.tokens, skip_special_tokens=False),
     )
-    return DetokenizeReply(text)
+    return DetokenizeReply(text), warnings
 
 
 TOKEN_FORMS = (
@@ -76,6 +80,7 @@ TOKEN_FORMS = (
         answer=_tokenize_messages,
         render_error=render_error,
         status_of=status_of,
+        errors=(UnknownModelError,),
     ),
     TokenForm(
         endpoint="tokenize",
@@ -86,6 +91,7 @@ TOKEN_FORMS = (
         answer=_tokenize_prompt,
         render_error=render_error,
         status_of=status_of,
+        errors=(UnknownModelError,),
     ),
     TokenForm(
         endpoint="detokenize",
@@ -96,5 +102,6 @@ TOKEN_FORMS = (
         answer=_detokenize,
         render_error=render_error,
         status_of=status_of,
+        errors=(UnknownModelError,),
     ),
 )

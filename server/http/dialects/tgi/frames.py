@@ -35,7 +35,7 @@ _HEAD = b'{"id":%d,"text":%b,"logprob":'
 _FRAME = b'data:{"index":%d,"token":%b%.9g,"special":%b},"generated_text":null,"details":null}\n\n'
 _ORDINARY_FRAME = _FRAME.replace(b'"special":%b', b'"special":false')
 _BOOL = (b"false", b"true")
-_FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b}\n\n'
+_FULL_FRAME = b'data:{"index":%d,"token":%b%b,"generated_text":%b,"details":%b%b}\n\n'
 
 
 class TokenRenderer:
@@ -103,8 +103,11 @@ class TokenRenderer:
 
     def _full_frame(self, completion: Completion, token: Token) -> bytes:
         generated_text = details = None
+        warnings = b""
         if completion.finish_reason is not None:
             generated_text = self._options.full_text(completion.text)
+            if self._options.warnings:
+                warnings = b',"warnings":' + _encode(self._options.warnings)
             if self._options.details:
                 details = StreamDetails(
                     finish_reason=FINISH_REASONS[completion.finish_reason],
@@ -120,4 +123,5 @@ class TokenRenderer:
             b',"top_tokens":' + _encode(top_tokens) if top_tokens else b"",
             _encode(generated_text),
             _encode(details),
+            warnings,
         )

@@ -10,7 +10,8 @@ from msgspec import UNSET, UnsetType
 from server.http.completion import Prompt, StopStrings
 from server.http.context import check_vocabulary
 from server.http.dialects.tgi.frames import TokenRenderer
-from server.http.dialects.tgi.limits import with_prompt_length
+from server.http.dialects.tgi.legacy import read_body
+from server.http.dialects.tgi.limits import check, is_stream, with_prompt_length
 from server.http.dialects.tgi.replies import (
     FINISH_REASONS,
     BestOfSequence,
@@ -38,6 +39,44 @@ if TYPE_CHECKING:
 _encode = msgspec.json.Encoder().encode
 
 
+def read_request(
+    body: object,
+    context: AppContext,
+    info: EngineInfo,
+    heads: TokenHeads,
+    *,
+    endpoint: str,
+    stream: bool | None,
+) -> GenerateAnswer:
+    """Check a decoded JSON body and make the answer to it.
+
+    Args:
+        body: the decoded JSON.
+        context: the application's context.
+        info: reported by the running engine.
+        heads: cached beginnings of frames, for streams.
+        endpoint: name of the route.
+        stream: whether the route streams. None for the routes where the field `stream` decides, the reply is an array
+            of one, and the prompt comes before the generated text by default.
+
+    Raises:
+        ValidationError: the body is not valid.
+    """
+    request, warnings = read_body(body)
+    streaming = is_stream(request, endpoint, stream)
+    options = check(
+        request,
+        warnings=warnings,
+        streaming=streaming,
+        full_text=stream is None,
+        config=context.config,
+        info=info,
+    )
+    return GenerateAnswer(
+        context, info, options, heads, streaming=streaming, as_list=stream is None
+    )
+
+
 class GenerateAnswer:
     """One request on a generate route; implements `server.http.exchange.Answer`.
 
@@ -62,7 +101,7 @@ class GenerateAnswer:
     ) -> None:
         self.num_sequences = options.best_of
         self.streaming = streaming
-        self.warnings: tuple[str, ...] = ()
+        self.warnings = options.warnings
         self._as_list = as_list
         self._context = context
         self._info = info
@@ -131,6 +170,8 @@ class GenerateAnswer:
             ]
             details = Details(best_of_sequences=sequences or UNSET, **self._details(best))
             reply = msgspec.structs.replace(reply, details=details)
+        if self.warnings:
+            reply = msgspec.structs.replace(reply, warnings=list(self.warnings))
         return _encode([reply] if self._as_list else reply)
 
     def renderer(self, generation: Generation) -> TokenRenderer:

@@ -25,7 +25,7 @@ from server.http.limits import (
     with_output_limit,
 )
 from server.http.structured_output import StructuredOutput
-from server.http.validation import describe, unsupported
+from server.http.validation import describe
 
 if TYPE_CHECKING:
     from server.engine.core.messages import EngineInfo
@@ -44,6 +44,7 @@ class GenerateOptions:
         inputs: the prompt.
         sampling: sampling parameters; `with_prompt_length` replaces `max_new_tokens`, which is 1 before.
         max_new_tokens: the requested number; None fills the context.
+        max_length: the requested number of tokens of prompt and output together; None for no such limit.
         best_of: sequences to generate.
         seed: the request's, or a random one; None if nothing is sampled.
         stop: strings that end the text.
@@ -54,11 +55,13 @@ class GenerateOptions:
         details: whether tokens and finish reason are reported.
         prompt_details: whether the prompt's tokens are reported.
         request: how the engine schedules the request.
+        warnings: a sentence for each accepted field without effect.
     """
 
     inputs: str
     sampling: SamplingParams
     max_new_tokens: int | None
+    max_length: int | None
     best_of: int
     seed: int | None
     stop: tuple[str, ...]
@@ -69,6 +72,7 @@ class GenerateOptions:
     details: bool
     prompt_details: bool
     request: RequestOptions
+    warnings: tuple[str, ...]
 
     def full_text(self, generated: str) -> str:
         """Return the text of the reply: the generated text, after the prompt if requested."""
@@ -100,6 +104,7 @@ def is_stream(body: GenerateBody, endpoint: str, stream: bool | None) -> bool:
 def check(
     body: GenerateBody,
     *,
+    warnings: tuple[str, ...],
     streaming: bool,
     full_text: bool,
     config: HTTPConfig,
@@ -109,6 +114,7 @@ def check(
 
     Args:
         body: the request's body.
+        warnings: a sentence for each accepted field without effect.
         streaming: whether the answer is a stream.
         full_text: default of `return_full_text`.
         config: limits of the HTTP layer.
@@ -140,6 +146,7 @@ def check(
             info=info,
         ),
         max_new_tokens=parameters.max_new_tokens,
+        max_length=parameters.max_length,
         best_of=best_of,
         seed=seed,
         stop=tuple(parameters.stop or ()),
@@ -152,6 +159,7 @@ def check(
         details=details,
         prompt_details=bool(parameters.decoder_input_details),
         request=parameters.request_options(),
+        warnings=warnings,
     )
 
 
@@ -163,9 +171,17 @@ def with_prompt_length(
     Raises:
         ValidationError: the prompt, or prompt and output together, exceed the limit.
     """
+    wanted = options.max_new_tokens
+    if wanted is None and options.max_length is not None:
+        wanted = min(options.max_length, info.max_total_tokens) - prompt_length
+        if wanted < 1:
+            raise ValidationError(
+                f"`max_length` must be > {prompt_length}, the number of `inputs` tokens. "
+                f"Given: {options.max_length}"
+            )
     return with_output_limit(
         options.sampling,
-        options.max_new_tokens,
+        wanted,
         prompt_length,
         info,
         fields=("inputs", "max_new_tokens", "min_new_tokens"),
@@ -186,8 +202,6 @@ def _is_sampled(p: GenerateParameters) -> bool:
 
 
 def _check_limits(p: GenerateParameters, config: HTTPConfig, info: EngineInfo) -> None:
-    if p.watermark:
-        raise ValidationError(unsupported("watermark", p.watermark))
     check_temperature(p.temperature)
     check_stop_strings(p.stop or (), config)
     check_bad_words(p.bad_words or ())

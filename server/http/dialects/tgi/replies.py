@@ -71,10 +71,11 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to /generate."""
+    """The answer to /generate. `warnings` has a sentence for each accepted field without effect."""
 
     generated_text: str
     details: Details | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
 
 
 class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,13 +89,14 @@ class StreamDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a stream: a token. `generated_text` and `details` are null except in the last event."""
+    """One event of a stream: a token. `generated_text`, `details` and `warnings` are only in the last event."""
 
     index: int
     token: Token
     top_tokens: list[Token] | UnsetType = UNSET
     generated_text: str | None
     details: StreamDetails | None
+    warnings: list[str] | UnsetType = UNSET
 
 
 class PromptSpan(msgspec.Struct, frozen=True):
@@ -138,6 +140,7 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     router: str
     version: str
+    tessera_version: str
     sha: str | None
     docker_label: str | None
 

@@ -13,8 +13,8 @@ from server.http.dialects.tgi.chat_tokenize import (
     ChatTokenizeReply,
     tokenize_chat,
 )
-from server.http.dialects.tgi.generate import GenerateAnswer
-from server.http.dialects.tgi.limits import check, is_stream
+from server.http.dialects.tgi.generate import GenerateAnswer, read_request
+from server.http.dialects.tgi.legacy import read_body
 from server.http.dialects.tgi.replies import (
     ErrorReply,
     GenerateReply,
@@ -30,7 +30,6 @@ from server.http.openapi import describe_error, describe_route, describe_service
 from server.http.request_body import ClientDisconnectedError
 from server.http.responses import json_response
 from server.http.token_routes import TokenForm
-from server.http.validation import parse
 from server.version import version
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody
 
 _CLIENT_CLOSED = 499
+# The release of TGI whose API this is. Clients parse it: llama-index reads `max_input_tokens` only from 2.1.0 on.
+_TGI_VERSION = "3.3.6"
 
 
 def _install(app: FastAPI, context: AppContext) -> None:
@@ -51,15 +52,7 @@ def _install(app: FastAPI, context: AppContext) -> None:
 
     def respond(endpoint: str, *, stream: bool | None) -> Response:
         def answer(body: object, info: EngineInfo) -> GenerateAnswer:
-            request = parse(GenerateBody, body)
-            streaming = is_stream(request, endpoint, stream)
-            compat = stream is None
-            options = check(
-                request, streaming=streaming, full_text=compat, config=context.config, info=info
-            )
-            return GenerateAnswer(
-                context, info, options, heads, streaming=streaming, as_list=compat
-            )
+            return read_request(body, context, info, heads, endpoint=endpoint, stream=stream)
 
         return Exchange(TGI, context, endpoint, answer)
 
@@ -99,15 +92,15 @@ def _render_error(error: TesseraError) -> ErrorBody:
     return error.status, ErrorReply(error.message, error.error_type)
 
 
-async def _tokenize(context: AppContext, body: object) -> list[PromptSpan]:
-    request = parse(GenerateBody, body)
+async def _tokenize(context: AppContext, body: object) -> tuple[list[PromptSpan], tuple[str, ...]]:
+    request, warnings = read_body(body)
     text = request.inputs
     spans = await context.tokenize(
         text, "inputs", lambda: context.tokenizer.encode_with_offsets(text)
     )
     if request.parameters is not None and request.parameters.truncate is not None:
         spans = spans[-request.parameters.truncate :]
-    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans]
+    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans], warnings
 
 
 TGI = Dialect(
@@ -167,7 +160,8 @@ def _info(context: AppContext) -> InfoReply:
         num_blocks=info.num_blocks,
         kv_cache_dtype=info.kv_cache_dtype,
         router="tessera",
-        version=version(),
+        version=_TGI_VERSION,
+        tessera_version=version(),
         sha=None,
         docker_label=None,
     )

@@ -122,6 +122,10 @@ class GenerateParameters(RequestOptionFields):
         None,
         description="Maximum number of tokens to generate. Default: until the model's context is full.",
     )
+    max_length: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
+        None,
+        description="Maximum number of tokens of prompt and output together; `max_new_tokens` overrides it.",
+    )
     min_new_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
         None,
         description="Minimum number of tokens to generate before an end-of-sequence token, stop token or "
@@ -158,9 +162,7 @@ class GenerateParameters(RequestOptionFields):
         None, description="Number of most likely tokens to return at each position, in `details`."
     )
     watermark: bool | None = Field(
-        None,
-        description="Not supported: null or false.",
-        json_schema_extra={"enum": [False, None]},
+        None, description="Accepted without effect; true causes a warning."
     )
     grammar: Annotated[Grammar, Field(discriminator="type")] | None = Field(
         None, description="What the generated text must follow."

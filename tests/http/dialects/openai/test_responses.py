@@ -146,6 +146,7 @@ async def test_the_format_of_the_text_is_a_constraint(respond, engine, monkeypat
         ({"previous_response_id": "a"}, "previous_response_id"),
         ({"conversation": "a"}, "conversation"),
         ({"background": True}, "background"),
+        ({"background": 0}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"tools": [{}]}, "tools"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
