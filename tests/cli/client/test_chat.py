@@ -66,8 +66,9 @@ def test_a_model_without_a_chat_template_is_refused_in_the_servers_words(tessera
 
 # A terminal sends interrupts only to the processes whose controlling terminal it is.
 WITH_TERMINAL = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background pass on that it is ignored
 from server.cli.main import main
 main(sys.argv[1:])
 """

@@ -127,10 +127,13 @@ class Device:
             self.clock.now = max(self.clock.now, done)
             return SimpleNamespace(sampled=sampled, prompt_logprobs={})
 
-        return SimpleNamespace(feeds_next=True, result=result)
+        return SimpleNamespace(feeds_next=True, sample=lambda: None, result=result)
 
     def forget(self, request_id):
         pass
+
+    def compile_grammar(self, grammar):
+        raise NotImplementedError
 
 
 @pytest.fixture

@@ -260,8 +260,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.is_expired
             return
         assert event.finish_reason is FinishReason.TIMEOUT
+        assert event.usage is sequence.usage
         del self.live[request_id]
         assert sequence.block_table == []
+        self.check_bill(sequence)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -308,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not in_flight:
             assert usage.device_seconds == approx(bills.device_seconds[request_id])
         assert usage.device_seconds >= bills.device_seconds[request_id] - 1e-9
-        if sequence.finish_reason is FinishReason.ABORT:
+        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
             return  # a chunk of its prompt may be in flight
         prompt = range(sequence.num_prompt_tokens)
         assert usage.num_computed_prompt_tokens == len(bills.computed[request_id] & set(prompt))
