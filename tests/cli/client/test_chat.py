@@ -162,8 +162,11 @@ def test_an_interrupt_at_the_prompt_drops_the_line_and_the_end_of_input_ends(ter
     chat.expect("> ")
     chat.type_in("half a li")
     chat.expect("half a li")
-    chat.type_in("\x03")
-    chat.expect("> ")
+    for last_try in (False, False, True):
+        chat.type_in("\x03")  # readline misses a signal that comes while it handles a character
+        with contextlib.nullcontext() if last_try else contextlib.suppress(AssertionError):
+            chat.expect("> ", 5.0)
+            break
     chat.type_in("\x04")
 
     assert chat.process.wait(10) == 0
