@@ -64,3 +64,21 @@ BadWords = Annotated[
 
 StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 """Ids of tokens; `server.http.limits` compares them with the vocabulary."""
+
+MESSAGE_SCHEMA = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {}},
+}
+MessageList = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": MESSAGE_SCHEMA,
+        }
+    ),
+]
+"""Messages of a conversation; rendering them checks the rest."""

@@ -9,7 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from server.http.field_types import BadWords, LogitBias, ObjectOrText, OnlyFalse, StopTokenIds
+from server.http.field_types import (
+    MESSAGE_SCHEMA,
+    BadWords,
+    LogitBias,
+    MessageList,
+    ObjectOrText,
+    OnlyFalse,
+    StopTokenIds,
+)
 from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
 from server.http.request_options import RequestOptionFields
 
@@ -59,24 +67,6 @@ PromptField = Annotated[
     ),
 ]
 """A text, a list of texts, a list of token ids, or a list of such lists; `prompts` checks it."""
-
-_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": {}},
-}
-MessageList = Annotated[
-    list[dict[str, Any]],
-    Field(min_length=1),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": _MESSAGE,
-        }
-    ),
-]
-"""Messages of a conversation; `messages` checks them."""
 
 
 class StreamOptions(BaseModel):
@@ -387,7 +377,7 @@ class ResponseBody(SamplingFields):
             {
                 "anyOf": [
                     {"type": "string", "minLength": 1},
-                    {"type": "array", "items": _MESSAGE, "minItems": 1},
+                    {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1},
                 ]
             }
         ),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from model.text.chat_template import RenderedChat
 from server.http.dialects.tgi.replies import PromptSpan
+from server.http.field_types import MessageList
 from server.http.request_body import read_json
 from server.http.validation import parse
 
@@ -28,7 +29,7 @@ class ChatTokenizeBody(BaseModel):
 
     model_config = _STRICT
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    messages: MessageList = Field(
         description="The conversation: objects with `role` and `content`, as in the OpenAI API.",
         examples=[[{"role": "user", "content": "Add two numbers."}]],
     )
