@@ -4,14 +4,15 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.e2e.logged_process import start_logged
 
 # Shared because creating a client takes longer than a request. It keeps no connections: a kept connection would always
 # reach the same front end.
@@ -26,14 +27,11 @@ class Service:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        # Not a pipe: nobody reads it while the service runs, and the access log would fill it.
-        self._log = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 - as long as the service
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.cli.main", "serve", f"--port={self.port}", *arguments],
-            env=os.environ | dict(environment),
-            stderr=self._log,
-            text=True,
+        command = [sys.executable, "-m", "server.cli.main", "serve", f"--port={self.port}"]
+        self.process, self._log = start_logged(
+            [*command, *arguments], env=os.environ | dict(environment)
         )
+        weakref.finalize(self, self._log.unlink)
         self.started = time.monotonic()
 
     def wait_until_healthy(self, seconds=60.0):
@@ -70,7 +68,7 @@ class Service:
 
     def log(self):
         """Return what the service has written to standard error so far."""
-        return Path(self._log.name).read_text()
+        return self._log.read_text()
 
 
 def _command(pid):

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+import weakref
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.e2e.logged_process import start_logged
 
 pytestmark = pytest.mark.e2e
 
@@ -34,9 +36,8 @@ class FrontEndService:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-c", SCRIPT, behaviour, "--frontends=2", f"--port={self.port}"]
-        # Not a pipe: nobody reads it while the service runs, and the access log would fill it.
-        self._log = tempfile.NamedTemporaryFile("a")  # noqa: SIM115 - as long as the service
-        self.process = subprocess.Popen([*command, *arguments], stderr=self._log, text=True)
+        self.process, self._log = start_logged([*command, *arguments])
+        weakref.finalize(self, self._log.unlink)
 
     def wait_until_healthy(self, seconds=90.0):
         until(lambda: self.health() == 200, seconds)
@@ -102,7 +103,7 @@ class FrontEndService:
 
     def log(self):
         """Return what the service has written to standard error so far."""
-        return Path(self._log.name).read_text()
+        return self._log.read_text()
 
 
 def until(condition, seconds=40.0):

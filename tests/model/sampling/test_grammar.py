@@ -210,6 +210,7 @@ def test_schemas_of_many_shapes_accept_only_documents_that_validate(tokenizer, v
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_300_schemas_accept_only_documents_that_validate(tokenizer, vocabulary):
     found = validity(tokenizer, vocabulary, count=300, seed=0)
 
