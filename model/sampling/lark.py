@@ -1,4 +1,4 @@
-"""Text of Lark grammars: literals, JSON schemas, and the form in which JSON is generated. Does not import llguidance."""
+"""Text of Lark grammars: literals, JSON schemas, and the form of generated JSON. Does not import llguidance."""
 
 from __future__ import annotations
 

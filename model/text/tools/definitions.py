@@ -92,15 +92,14 @@ def _read_parameters(format_: ToolFormat, schema: dict[str, Any]) -> tuple[Param
         resolved = _resolve(schema, value)
         is_text = isinstance(resolved, dict) and resolved.get("type") == "string"
         if is_text:
-            value = resolved
-            if unknown := [key for key in value if key not in _OF_TEXT]:
+            if unknown := [key for key in resolved if key not in _OF_TEXT]:
                 raise _unsupported(format_, unknown[0], f"for the string `{name}`")
             for key in ("minLength", "maxLength"):
-                if not _is_length(value.get(key, 0)):
+                if not _is_length(resolved.get(key, 0)):
                     raise GrammarError(f"`{key}` must be an integer from 0 to 100000")
         elif isinstance(value, dict):
-            value = {**shared, **value}
-        found.append(Parameter(name, name in required, value, is_text))
+            resolved = {**shared, **value}
+        found.append(Parameter(name, name in required, resolved, is_text))
     return tuple(found)
 
 

@@ -1,5 +1,7 @@
 """Calls are found in a message, however its text is divided."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,7 +84,7 @@ def test_the_result_does_not_depend_on_how_the_text_is_divided(name, data):
     text = text[: data.draw(st.integers(0, len(text)))]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     borders = [0, *cuts, len(text)]
-    divided = [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    divided = [text[a:b] for a, b in itertools.pairwise(borders)]
 
     whole, parts = parse(parser_of(name), [text]), parse(parser_of(name), divided)
     characters = parse(parser_of(name), text)

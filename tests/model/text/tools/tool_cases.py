@@ -28,12 +28,14 @@ CALLS = [
 # As the models' own templates write them.
 TEXTS = {
     "hermes": (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"a}\\\\", "days": 3, "unit": "C"}}\n</tool_call>'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"a}\\\\", "days": 3, '
+        '"unit": "C"}}\n</tool_call>'
         '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
         '\n<tool_call>\n{"name": "weather", "arguments": {"city": "{[</x>"}}\n</tool_call>'
     ),
     "qwen3-coder": (
-        '<tool_call>\n<function=weather>\n<parameter=city>\nKöln "a}\\\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+        '<tool_call>\n<function=weather>\n<parameter=city>\nKöln "a}\\\n</parameter>\n<parameter=days>'
+        "\n3\n</parameter>\n"
         "<parameter=unit>\nC\n</parameter>\n</function>\n</tool_call>"
         "\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
         "\n<tool_call>\n<function=weather>\n<parameter=city>\n{[</x>\n</parameter>\n</function>\n</tool_call>"
