@@ -75,7 +75,7 @@ class ToolUse:
                 try:
                     await compile_grammar(context, schema)
                 except ValidationError as cause:
-                    raise _refusal(tool.name, str(cause)) from None
+                    raise _refusal(tool.name, cause.reason) from None
             raise error from None
 
 
