@@ -255,7 +255,7 @@ def _read_choice(choice: object, tools: dict[str, Tool]) -> tuple[str, Sequence[
         entries = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(allowed, dict) or not isinstance(entries, list) or not entries:
             raise ValidationError("`tool_choice.allowed_tools.tools` must be a list, not empty")
-        mode = allowed.get("mode")
+        mode = str(allowed.get("mode"))
         if mode not in _CHOICES[1:]:
             raise ValidationError("`tool_choice.allowed_tools.mode` must be auto or required")
         field = "tool_choice.allowed_tools.tools"
