@@ -80,7 +80,7 @@ def _read_parameters(format_: ToolFormat, schema: dict[str, Any]) -> tuple[Param
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise GrammarError("`properties` must be an object and `required` a list")
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             raise GrammarError("each name in `required` must be in `properties`")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     found = []
@@ -89,18 +89,29 @@ def _read_parameters(format_: ToolFormat, schema: dict[str, Any]) -> tuple[Param
             raise GrammarError(
                 "the names in `properties` cannot be empty or have <, > or line ends"
             )
+        if not isinstance(value, dict | bool):
+            raise GrammarError("each value in `properties` must be a schema")
         resolved = _resolve(schema, value)
         is_text = isinstance(resolved, dict) and resolved.get("type") == "string"
         if is_text:
-            if unknown := [key for key in resolved if key not in _OF_TEXT]:
-                raise _unsupported(format_, unknown[0], f"for the string `{name}`")
-            for key in ("minLength", "maxLength"):
-                if not _is_length(resolved.get(key, 0)):
-                    raise GrammarError(f"`{key}` must be an integer from 0 to 100000")
+            _check_text(format_, name, resolved)
         elif isinstance(value, dict):
             resolved = {**shared, **value}
         found.append(Parameter(name, name in required, resolved, is_text))
     return tuple(found)
+
+
+def _check_text(format_: ToolFormat, name: str, schema: dict[str, Any]) -> None:
+    """Check the schema of a parameter that is text.
+
+    Raises:
+        GrammarError: it cannot be followed.
+    """
+    if unknown := [key for key in schema if key not in _OF_TEXT]:
+        raise _unsupported(format_, unknown[0], f"for the string `{name}`")
+    for key in ("minLength", "maxLength"):
+        if not _is_length(schema.get(key, 0)):
+            raise GrammarError(f"`{key}` must be an integer from 0 to 100000")
 
 
 def _is_length(value: object) -> bool:

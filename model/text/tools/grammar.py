@@ -112,20 +112,21 @@ def _value(rule: str, parameter: Parameter) -> tuple[str, list[str]]:
         return f"{json_rule(parameter.schema)} {quote(PARAMETER_END)}", []
     schema = parameter.schema
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    choices = schema.get("enum")
+    if not isinstance(choices, list | None):
+        raise GrammarError("`enum` must be a list")
+    if "const" in schema:
+        choices = [schema["const"]] if choices is None or schema["const"] in choices else []
     if choices is None:
         count = f"{{{shortest},{'' if longest is None else longest}}}"
         line = f"{rule}_text[suffix={quote(PARAMETER_END)}]: /(?s:.{count})/"
         return f"{rule}_text", [line]
-    if not isinstance(choices, list):
-        raise GrammarError("`enum` must be a list")
     allowed = [
         choice
         for choice in choices
         if isinstance(choice, str)
         and len(choice) >= shortest
         and (longest is None or len(choice) <= longest)
-        and choice in schema.get("enum", [choice])
         and PARAMETER_END not in choice + PARAMETER_END[:-1]
     ]
     if not allowed:

@@ -1,6 +1,10 @@
 """The grammars of calls allow what the models' templates write, and nothing that breaks a schema."""
 
+import contextlib
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.errors import GrammarError
 from model.text.tools.definitions import make_tool
@@ -127,3 +131,36 @@ def test_the_format_is_found_in_the_template(template, expected):
 
 def test_the_vocabulary_tells_the_formats_of_mistral_apart():
     assert find_format("auto", ["[TOOL_CALLS]"], make_tokenizer(["[ARGS]"])).name == "mistral-args"
+
+
+KEYS = [
+    "type",
+    "properties",
+    "required",
+    "enum",
+    "const",
+    "$ref",
+    "$defs",
+    "minLength",
+    "x-guidance",
+    "a",
+]
+VALUES = st.recursive(
+    st.sampled_from(
+        [None, True, 1, -1, 1.5, "string", "object", "#/$defs/a", "a", "\n</parameter>\n"]
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+@given(properties=VALUES, others=st.dictionaries(st.sampled_from(KEYS[2:]), VALUES, max_size=3))
+def test_any_definition_has_a_grammar_or_is_refused(name, properties, others):
+    format_, tokenizer = BY_NAME[name], make_tokenizer()
+
+    with contextlib.suppress(GrammarError):
+        tool = make_tool(format_, "f", {"properties": properties, **others})
+        assert calls_grammar(format_, [tool], tokenizer, required=False, parallel=True)
