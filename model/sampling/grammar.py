@@ -20,27 +20,10 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from model.errors import GrammarError
+from model.sampling.lark import JSON_OPTIONS, check_size, json_rule, quote
 from model.text.tokenizer import Tokenizer
 
-MAX_TEXT_CHARACTERS: Final = 128 * 1024
-"""Longest constraint, as JSON. The longest of MaskBench's schemas in common use are a third of it."""
-MAX_DEPTH: Final = 64
-"""Deepest nesting of a constraint's JSON."""
-
 WORD_BITS: Final = 32
-
-_JSON_OPTIONS: Final = {
-    # White space as `json.dumps` writes it. A free choice lets a small model add white space up to its token limit, and
-    # leaves hardly any token forced.
-    "whitespace_flexible": False,
-    "whitespace_pattern": None,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "coerce_one_of": False,
-    "lenient": False,  # keywords that are not implemented are errors
-    "json_allowed_escapes": None,
-    "json_allow_general_unicode_escapes": False,
-}
 
 # An eighth to a half of the library's defaults. With them the most costly pattern known, ((x{1000}){1000}){1000}, takes
 # 0.4 s instead of 2 s. A lexer state takes 1 to 2 kB.
@@ -279,7 +262,7 @@ def serialize(kind: str, value: object) -> str:
     Raises:
         GrammarError: the value is of the wrong type, too long or too deeply nested.
     """
-    _check_size(value)
+    check_size(value)
     if kind == "json_object":
         return _json_grammar({"type": "object"})
     if kind == "json_schema":
@@ -306,7 +289,7 @@ def _json_grammar(schema: dict[str, Any] | bool) -> str:
 
 
 def _options() -> Any:  # noqa: ANN401 - the library's type lacks that values may be null
-    return dict(_JSON_OPTIONS)
+    return dict(JSON_OPTIONS)
 
 
 def _schema(value: object) -> dict[str, Any] | bool:
@@ -315,7 +298,7 @@ def _schema(value: object) -> dict[str, Any] | bool:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"is not valid JSON: {error}") from None
-        _check_size(value)
+        check_size(value)
     if not isinstance(value, dict | bool):
         raise GrammarError("must be a JSON schema, an object")
     if isinstance(value, dict) and "x-guidance" in value:
@@ -326,7 +309,7 @@ def _schema(value: object) -> dict[str, Any] | bool:
 def _choice_grammar(value: object) -> str:
     if not (isinstance(value, list) and value and all(isinstance(choice, str) for choice in value)):
         raise GrammarError("must be a list of strings, at least one")
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quote, value)))
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quote, value)))
 
 
 def _tag_grammar(value: object) -> str:
@@ -339,7 +322,7 @@ def _tag_grammar(value: object) -> str:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"is not valid JSON: {error}") from None
-        _check_size(value)
+        check_size(value)
     if not isinstance(value, dict):
         raise GrammarError("must be an object with `structures` and `triggers`")
     unknown = [key for key in value if key not in ("type", "structures", "triggers")]
@@ -358,13 +341,13 @@ def _tag_grammar(value: object) -> str:
         "start: tag* tail",
         "tail: TAIL",
         "TEXT: /(?s:.*)/",
-        "TAIL: TEXT" + "".join(f" & ~(TEXT {_quote(t)} TEXT)" for t in bodies),
+        "TAIL: TEXT" + "".join(f" & ~(TEXT {quote(t)} TEXT)" for t in bodies),
         "tag: " + " | ".join(f"tag_{i}" for i in range(len(bodies))),
     ]
     for i, (trigger, found) in enumerate(bodies.items()):
         if not found:
-            raise GrammarError(f"no structure begins with the trigger {_quote(trigger)}")
-        lines += [f"trigger_{i}[lazy]: TEXT {_quote(trigger)}"]
+            raise GrammarError(f"no structure begins with the trigger {quote(trigger)}")
+        lines += [f"trigger_{i}[lazy]: TEXT {quote(trigger)}"]
         lines += [f"tag_{i}: trigger_{i} (" + " | ".join(found) + ")"]
     return LLMatcher.grammar_from_lark("\n".join(lines))
 
@@ -379,51 +362,16 @@ def _structure(structure: object, triggers: list[str], where: str) -> tuple[str,
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
         raise GrammarError(f"`{where}.begin` starts with none of the triggers")
-    schema = _schema(structure.get("schema", {}))
-    if isinstance(schema, bool):
-        schema = {"allOf": [schema]}
-    options = {key: option for key, option in _JSON_OPTIONS.items() if option is not None}
-    parts = [f"%json {json.dumps({**schema, 'x-guidance': options})}"]
+    parts = [json_rule(_schema(structure.get("schema", {})))]
     if len(begin) > len(trigger):
-        parts.insert(0, _quote(begin[len(trigger) :]))
+        parts.insert(0, quote(begin[len(trigger) :]))
     if end:
-        parts.append(_quote(end))
+        parts.append(quote(end))
     return trigger, " ".join(parts)
-
-
-def _quote(text: str) -> str:
-    # The lexer of Lark grammars refuses a raw DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
-
-
-def _check_size(value: object) -> None:
-    """Check the length and the nesting of a value, without recursion.
-
-    Raises:
-        GrammarError: it exceeds a limit.
-    """
-    size, depth, level = 0, 0, [value]
-    while level:
-        depth += 1
-        below: list[object] = []
-        for item in level:
-            if isinstance(item, str):
-                size += len(item)
-            elif isinstance(item, dict):
-                size += sum(map(len, item))
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-            size += 1
-        if size > MAX_TEXT_CHARACTERS:
-            raise GrammarError(f"must have at most {MAX_TEXT_CHARACTERS} characters")
-        if depth > MAX_DEPTH:
-            raise GrammarError(f"must be nested at most {MAX_DEPTH} levels deep")
-        level = below
 
 
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")

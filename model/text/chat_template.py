@@ -73,6 +73,10 @@ class ChatTemplate:
         tokenizer: the checkpoint's tokenizer.
         tokens: further variables for the templates: the checkpoint's special tokens by role, such as `bos_token`.
 
+    Attributes:
+        sources: Jinja source of each template.
+        reads_tools: whether the template for conversations with tools reads their definitions.
+
     Raises:
         ChatTemplateError: a template cannot be compiled or used.
     """
@@ -87,6 +91,9 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"no chat template is named {DEFAULT!r}; there are: {', '.join(sorted(templates))}"
             )
+        self.sources = tuple(templates.values())
+        with_tools = templates.get(_WITH_TOOLS, templates[DEFAULT])
+        self.reads_tools = re.search(r"\btools\b", with_tools) is not None
         tokens = dict(tokens or {})
         for name, text in (("bos_token", tokenizer.bos_token), ("eos_token", tokenizer.eos_token)):
             if text is not None:

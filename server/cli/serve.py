@@ -72,6 +72,7 @@ def serve(
         strict_fields=settings.strict_fields,
         eos_token_ids=model_config.eos_token_ids,
         chat_template=chat_template,
+        tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
         api_keys=keys,

@@ -46,6 +46,13 @@ class Settings(BaseModel):
         None,
         description="file with a chat template in Jinja, or the template itself; default: the checkpoint's",
     )
+    tool_call_format: Literal[
+        "auto", "hermes", "qwen3-coder", "llama3", "mistral", "mistral-args"
+    ] = Field(
+        "auto",
+        description="format in which the model writes calls of tools; auto finds it by the chat template, or takes "
+        "hermes",
+    )
     served_model_name: tuple[str, ...] = Field(
         (),
         description="name of the model in the OpenAI API; several by repeating the flag or separated by commas, "

@@ -16,6 +16,8 @@ class HTTPConfig:
         strict_fields: whether unknown fields are refused in dialects that otherwise accept and report them.
         eos_token_ids: the model's own end tokens, from its configuration.
         chat_template: source of a chat template that takes the place of the checkpoint's; None for that one.
+        tool_call_format: name of the format of calls of tools (`model.text.tools.formats`); `auto` finds the
+            checkpoint's.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
             `best_of` counts as that many. None means twice the engine's `max_num_seqs`.
         max_best_of: sequences that one request may ask for.
@@ -43,6 +45,7 @@ class HTTPConfig:
     strict_fields: bool = False
     eos_token_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    tool_call_format: str = "auto"
     max_concurrent_requests: int | None = None
     max_best_of: int = 2
     max_stop_sequences: int = 4

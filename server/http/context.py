@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from model.errors import ChatTemplateError, TokenizerError
 from model.text.chat_template import RenderedChat
+from model.text.tools.formats import find_format
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
@@ -57,6 +58,8 @@ class AppContext:
         self.config = config
         self.metrics = metrics
         self.chat_template = chat_template
+        templates = () if chat_template is None else chat_template.sources
+        self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 

@@ -120,3 +120,17 @@ def test_the_text_ends_before_the_first_completed_stop_string(complete, text, st
     longest = max(len(s) for s in stop if text[:first].endswith(s))
     assert completion.text == text[: first - longest]
     assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_last_token_of_a_grammar_is_text_unless_it_is_an_end_token(complete, tokenizer):
+    sampling = SamplingParams(max_new_tokens=100, eos_token_ids=(EOS_ID,))
+
+    text, _ = complete("{}", last=FinishReason.EOS, sampling=sampling)
+    ended, _ = complete(
+        [*tokenizer.encode("{}"), EOS_ID],
+        last=FinishReason.EOS,
+        sampling=sampling,
+        skip_special_tokens=False,
+    )
+
+    assert text.text == ended.text == "{}"

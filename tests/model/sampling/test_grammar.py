@@ -12,13 +12,13 @@ from benchmarks.structured_output import Walker, validity
 from model.checkpoint.hub import resolve
 from model.errors import GrammarError
 from model.sampling.grammar import (
-    MAX_TEXT_CHARACTERS,
     GrammarTokenizer,
     TokenMasker,
     check,
     compile_matcher,
     serialize,
 )
+from model.sampling.lark import MAX_TEXT_CHARACTERS
 from model.text.tokenizer import Tokenizer
 
 OBJECT = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,16 +31,24 @@ from server.http.dialects.openai.replies import (
 )
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import ChatBody
-from server.http.validation import describe, unsupported
+from server.http.dialects.openai.tools import (
+    CallRenderer,
+    messages_for_template,
+    read_tools,
+    whole_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from model.text.tokenizer import Tokenizer
     from server.engine.core.messages import EngineInfo
     from server.http.completion import Completion, Token
     from server.http.context import AppContext
     from server.http.dialects.openai.frames import TokenTexts
+    from server.http.dialects.openai.options import Options
     from server.http.dialects.openai.replies import Usage
+    from server.http.dialects.openai.tools import ToolUse
     from server.http.generation import Generation, Timings
     from server.http.responses import Headers
     from server.http.streaming import StreamRenderer
@@ -78,7 +87,6 @@ class ChatAnswer:
         warnings: tuple[str, ...],
         constraint: StructuredOutput | None = None,
     ) -> None:
-        _check_tools(request)
         if request.top_logprobs and not request.logprobs:
             raise ValidationError("`top_logprobs` requires `logprobs` to be true")
         if request.continue_final_message and request.add_generation_prompt:
@@ -92,13 +100,17 @@ class ChatAnswer:
         self._texts = texts
         self._request = request
         self._messages = messages
+        self._tools = tools = read_tools(request, context)
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),
-            constraint=constraint,
+            constraint=constraint if tools is None else tools.constraint,
             config=context.config,
             info=info,
         )
+        if tools is not None:
+            # Parts of a call may be special tokens; the grammar allows no others.
+            self._options = dataclasses.replace(self._options, skip_special_tokens=False)
         self.num_sequences = self._options.completions
         check_sequences("n", self.num_sequences, context, info)
 
@@ -123,9 +135,13 @@ class ChatAnswer:
             UnavailableError: the engine is not ready.
         """
         request = self._request
+        if self._tools is not None:
+            await self._tools.check(self._context)
+        messages, tools = messages_for_template(self._context, self._messages, self._tools)
         token_ids = await encode_conversation(
             self._context,
-            self._messages,
+            messages,
+            tools=tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
@@ -153,12 +169,14 @@ class ChatAnswer:
         return ChunkRenderer(generation, chunks, self._context.tokenizer, self._texts)
 
     def _format(self, generation: Generation) -> _ChatFormat:
-        tokenizer = self._context.tokenizer
-        return _ChatFormat(generation, self._options, tokenizer, "chatcmpl-", self.warnings)
+        fields = (generation, self._options, self._context.tokenizer, "chatcmpl-", self.warnings)
+        return _ChatFormat(*fields) if self._tools is None else _ToolFormat(*fields, self._tools)
 
 
 class _ChatFormat(ReplyFormat):
     """Builds the reply or the events of one request; implements `server.http.dialects.openai.frames.ChunkFormat`."""
+
+    _first_delta = ChatDelta(role=_ASSISTANT, content="")
 
     def reply(self) -> ChatReply:
         """Build the whole reply."""
@@ -181,7 +199,7 @@ class _ChatFormat(ReplyFormat):
         del completion
         choice = ChatChunkChoice(
             index=index,
-            delta=ChatDelta(role=_ASSISTANT, content=""),
+            delta=self._first_delta,
             logprobs=None,
             finish_reason=None,
         )
@@ -195,7 +213,7 @@ class _ChatFormat(ReplyFormat):
         ended = completion.finish_reason is not None
         choice = ChatChunkChoice(
             index=index,
-            delta=ChatDelta(content=text),
+            delta=self._delta(completion, text),
             logprobs=self._logprobs(tokens),
             finish_reason=self.finish_reason(completion),
             stop_reason=completion.stop_reason if ended else UNSET,
@@ -209,12 +227,22 @@ class _ChatFormat(ReplyFormat):
             return b""
         return event_frame(self._chunk([], self.usage(), self.warnings))
 
+    def _delta(self, completion: Completion, text: str) -> ChatDelta:
+        """Build what a token's text adds to the message."""
+        del completion
+        return ChatDelta(content=text)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        """Build the whole message."""
+        return ChatMessage(role=_ASSISTANT, content=completion.text)
+
     def _choice(self, completion: Completion, index: int) -> ChatChoice:
+        message = self._message(completion)
         reason = self.finish_reason(completion)
         assert reason is not None
         return ChatChoice(
             index=index,
-            message=ChatMessage(role=_ASSISTANT, content=completion.text),
+            message=message,
             logprobs=self._logprobs(completion.tokens),
             finish_reason=reason,
             stop_reason=completion.stop_reason,
@@ -251,14 +279,44 @@ class _ChatFormat(ReplyFormat):
         return self.generation.completions[0].prompt.token_ids
 
 
-def _check_tools(request: ChatBody) -> None:
-    """Check that a request offers no tools and requires no call of one.
+class _ToolFormat(_ChatFormat):
+    """As `_ChatFormat`, for messages that may call tools.
 
-    Raises:
-        ValidationError: it does.
+    Args:
+        tools: that may be called; the others are those of `ReplyFormat`.
     """
-    if request.tools:
-        raise ValidationError(unsupported("tools", request.tools))
-    if request.tool_choice not in (None, "none", "auto"):
-        given = describe(request.tool_choice)
-        raise ValidationError(f"`tool_choice` must be none or auto without `tools`. Given: {given}")
+
+    _first_delta = ChatDelta(role=_ASSISTANT, content=None)
+
+    def __init__(
+        self,
+        generation: Generation,
+        options: Options,
+        tokenizer: Tokenizer,
+        id_prefix: str,
+        warnings: tuple[str, ...],
+        tools: ToolUse,
+    ) -> None:
+        super().__init__(generation, options, tokenizer, id_prefix, warnings)
+        self.plain = False  # the text of an event depends on those before it
+        self._tools = tools
+        self._calls = {c: CallRenderer(tools) for c in generation.completions}
+        self._with_calls: set[Completion] = set()
+
+    def finish_reason(self, completion: Completion) -> str | None:
+        """Return why a completion ended: `tool_calls` if it ended by itself and calls tools."""
+        reason = super().finish_reason(completion)
+        return "tool_calls" if reason == "stop" and completion in self._with_calls else reason
+
+    def _delta(self, completion: Completion, text: str) -> ChatDelta:
+        calls = self._calls[completion]
+        content, deltas = calls.push(text, ended=completion.finish_reason is not None)
+        if calls.calls_tools:
+            self._with_calls.add(completion)
+        return ChatDelta(content=content or UNSET, tool_calls=deltas or UNSET)
+
+    def _message(self, completion: Completion) -> ChatMessage:
+        content, calls = whole_message(self._tools, completion.text)
+        if calls:
+            self._with_calls.add(completion)
+        return ChatMessage(role=_ASSISTANT, content=content, tool_calls=calls or UNSET)

@@ -120,6 +120,9 @@ class ChunkRenderer:
 
     def _begin(self, completion: Completion) -> bytes:
         index = self._indices[completion]
+        if not self._plain:
+            self._heads[completion] = b""
+            return self._chunks.begin(completion, index)
         template = event_frame(self._chunks.chunk(completion, index, _MARK, None))
         self._heads[completion], self._tail = template.split(_MARK_JSON)
         return self._chunks.begin(completion, index)

@@ -36,6 +36,7 @@ async def encode_conversation(
     context: AppContext,
     messages: list[dict[str, Any]],
     *,
+    tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     variables: dict[str, Any] | None,
@@ -45,6 +46,7 @@ async def encode_conversation(
     Args:
         context: the application's context.
         messages: from `read_messages`.
+        tools: definitions of tools, for the template.
         add_generation_prompt: None means true, unless the final message is continued.
         continue_final_message: None means false.
         variables: further variables for the template.
@@ -55,8 +57,10 @@ async def encode_conversation(
     continues = bool(continue_final_message)
     if add_generation_prompt is None:
         add_generation_prompt = not continues
+    options: dict[str, Any] = {"tools": tools} if tools else {}
     return await context.encode_chat(
         messages,
+        **options,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continues,
         variables=variables,

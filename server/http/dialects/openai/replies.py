@@ -94,12 +94,28 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[TokenLogprob]
 
 
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that the model calls; `arguments` is the text of a JSON object, or a piece of it in an event."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's message."""
+    """The model's message. `content` is null if it consists of calls."""
 
     role: str
     content: str | None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,11 +142,21 @@ class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] | UnsetType = UNSET
 
 
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What an event adds to a call. `id`, `type` and the function's `name` are in the first event of a call only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What an event adds to a message. `role` is only in the first event of a choice."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

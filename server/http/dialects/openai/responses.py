@@ -28,7 +28,7 @@ from server.http.dialects.openai.replies import (
 )
 from server.http.dialects.openai.schema import ChatBody, ResponseBody, SamplingFields
 from server.http.structured_output import StructuredOutput
-from server.http.validation import describe
+from server.http.validation import describe, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +70,7 @@ class ResponseAnswer(ChatAnswer):
         self, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
     ) -> None:
         request, warnings = parse_body(ResponseBody, body, context.config)
+        _check_tools(request)
         wants_logprobs = bool(request.include) or bool(request.top_logprobs)
         shared = {name: getattr(request, name) for name in SamplingFields.model_fields}
         messages = _read_input(request)
@@ -79,8 +80,6 @@ class ResponseAnswer(ChatAnswer):
             max_completion_tokens=request.max_output_tokens,
             logprobs=wants_logprobs,
             top_logprobs=request.top_logprobs,
-            tools=request.tools,
-            tool_choice=request.tool_choice,
         )
         super().__init__(
             context, info, chat, messages, texts, warnings, constraint=_read_format(request)
@@ -332,3 +331,16 @@ def _read_format(request: ResponseBody) -> StructuredOutput | None:
     if wanted.json_schema is None:
         raise ValidationError("`text.format.schema` is required")
     return StructuredOutput("json_schema", wanted.json_schema, "text.format.schema")
+
+
+def _check_tools(request: ResponseBody) -> None:
+    """Check that a request offers no tools and requires no call of one.
+
+    Raises:
+        ValidationError: it does.
+    """
+    if request.tools:
+        raise ValidationError(unsupported("tools", request.tools))
+    if request.tool_choice not in (None, "none", "auto"):
+        given = describe(request.tool_choice)
+        raise ValidationError(f"`tool_choice` must be none or auto without `tools`. Given: {given}")

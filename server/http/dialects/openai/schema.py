@@ -283,9 +283,12 @@ class ChatBody(TextFields):
     chat_template: None = Field(
         None, description="Not supported: null. The model's own template is used."
     )
-    tools: list[dict[str, Any]] | None = Field(None, description="Tools that the model may call.")
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Functions that the model may call."
+    )
     tool_choice: ObjectOrText | None = Field(
-        None, description="Which tools the model calls: `none`, `auto`, `required`, or one by name."
+        None,
+        description="Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`.",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether one message may call several tools."

@@ -169,7 +169,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("a", {"max_completion_tokens": 0}, "max_completion_tokens", "must be >= 1"),
         ("a", {"top_logprobs": 1}, "top_logprobs", "requires `logprobs`"),
         ("a", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
-        ("a", {"tools": [{"type": "function"}]}, "tools", "is not supported"),
+        ("a", {"tools": [{"type": "function"}]}, "tools.0.function", "must be an object"),
         ("a", {"tool_choice": "required"}, "tool_choice", "without `tools`"),
         ("a", {"functions": []}, "functions", "is not supported"),
         ("a", {"audio": {}}, "audio", "is not supported"),

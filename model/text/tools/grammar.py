@@ -1,0 +1,138 @@
+"""The Lark grammar of messages that may call tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from model.errors import GrammarError
+from model.sampling.lark import json_rule, quote
+from model.text.tokenizer import Tokenizer
+from model.text.tools.definitions import Parameter, Tool
+from model.text.tools.formats import ToolFormat
+
+PARAMETER_END: Final = "\n</parameter>\n"
+"""Ends the value of a parameter in arguments of the kind `xml`."""
+
+
+def calls_grammar(
+    format_: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    required: bool,
+    parallel: bool,
+) -> str:
+    """Return the grammar of a message: text, calls, or text and then calls.
+
+    Args:
+        format_: of the calls.
+        tools: that may be called, at least one.
+        tokenizer: of the model. Its tokens for the parts of a call are used where it has them; text cannot contain
+            such tokens.
+        required: whether the message is one or several calls, without text.
+        parallel: whether there may be several calls.
+
+    Raises:
+        GrammarError: a schema is too long or too deeply nested, or cannot be written in this format.
+    """
+    writer = _Writer(format_, tokenizer)
+    lines = [writer.start(required=required, heads=[format_.head_of(t.name) for t in tools])]
+    more = f" ({writer.literal(format_.separator)} call)*" if parallel else ""
+    lines.append(f"calls: {_joined(writer.literal(format_.opening), 'call')}{more}")
+    lines[-1] += f" {writer.literal(format_.closing)}" if format_.closing else ""
+    lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        head, tail = writer.literal(format_.head_of(tool.name)), writer.literal(format_.tail)
+        lines.append(f"call_{i}: {_joined(head, f'arguments_{i}', tail)}")
+        lines += writer.arguments(f"arguments_{i}", tool)
+    return "\n".join(lines)
+
+
+class _Writer:
+    """Writes the parts of a grammar.
+
+    Args:
+        format_: of the calls.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, format_: ToolFormat, tokenizer: Tokenizer) -> None:
+        self._format = format_
+        ids = {text: tokenizer.library.token_to_id(text) for text in format_.tokens}
+        self._ids = {text: token_id for text, token_id in ids.items() if token_id is not None}
+        self._split = re.compile("(" + "|".join(map(re.escape, format_.tokens)) + ")")
+
+    def literal(self, text: str) -> str:
+        """Return the expression for a fixed text; empty for an empty text."""
+        return " ".join(
+            f"<[{self._ids[part]}]>" if part in self._ids else quote(part)
+            for part in self._split.split(text)
+            if part
+        )
+
+    def start(self, *, required: bool, heads: Sequence[str]) -> str:
+        """Return the rule for the whole message."""
+        marker = self._format.marker
+        if not marker:
+            optional = self.literal(self._format.optional_marker)
+            begin = f"({optional})? calls" if optional else "calls"
+            if required:
+                return f"start: {begin}"
+            excluded = " | ".join(
+                quote(text) for text in (self._format.optional_marker, *heads) if text
+            )
+            return f"start: {begin} | TEXT\nANY: /(?s:.*)/\nTEXT: ANY & ~(({excluded}) ANY)"
+        if required:
+            return f"start: {self.literal(marker)} calls"
+        text = f"ANY: /(?s:.*)/\nTEXT: ANY & ~(ANY {quote(marker)} ANY)"
+        if marker in self._ids:
+            return f"start: TEXT ({self.literal(marker)} calls)?\n{text}"
+        return f"start: lead calls | TEXT\nlead[lazy]: ANY {quote(marker)}\n{text}"
+
+    def arguments(self, rule: str, tool: Tool) -> list[str]:
+        """Return the rules for the arguments of a tool."""
+        if self._format.arguments == "json":
+            return [f"{rule}: {json_rule(tool.schema)}"]
+        names = [f"{rule}_{i}" for i in range(len(tool.parameters))]
+        optional = ["" if parameter.required else "?" for parameter in tool.parameters]
+        body = " ".join(name + mark for name, mark in zip(names, optional, strict=True))
+        lines = [f"{rule}: {body or quote('')}"]
+        for name, parameter in zip(names, tool.parameters, strict=True):
+            begin = quote(f"<parameter={parameter.name}>\n")
+            value, further = _value(name, parameter)
+            lines += [f"{name}: {begin} {value}", *further]
+        return lines
+
+
+def _value(rule: str, parameter: Parameter) -> tuple[str, list[str]]:
+    """Return the expression for a parameter's value with its end, and the rules that it needs."""
+    if not parameter.is_text:
+        return f"{json_rule(parameter.schema)} {quote(PARAMETER_END)}", []
+    schema = parameter.schema
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
+    choices = schema.get("enum")
+    if not isinstance(choices, list | None):
+        raise GrammarError("`enum` must be a list")
+    if "const" in schema:
+        choices = [schema["const"]] if choices is None or schema["const"] in choices else []
+    if choices is None:
+        count = f"{{{shortest},{'' if longest is None else longest}}}"
+        line = f"{rule}_text[suffix={quote(PARAMETER_END)}]: /(?s:.{count})/"
+        return f"{rule}_text", [line]
+    allowed = [
+        choice
+        for choice in choices
+        if isinstance(choice, str)
+        and len(choice) >= shortest
+        and (longest is None or len(choice) <= longest)
+        and PARAMETER_END not in choice + PARAMETER_END[:-1]
+    ]
+    if not allowed:
+        raise GrammarError(f"no text can be the value of `{parameter.name}`")
+    return f"({' | '.join(map(quote, allowed))}) {quote(PARAMETER_END)}", []
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)

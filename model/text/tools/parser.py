@@ -1,0 +1,287 @@
+"""Finds the calls of tools in a message, piece by piece while it is generated."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from typing import Final
+
+from model.text.tools.definitions import Tool
+from model.text.tools.formats import ToolFormat
+from model.text.tools.grammar import PARAMETER_END
+
+
+@dataclasses.dataclass(slots=True)
+class CallDelta:
+    """What a piece of text adds to a call.
+
+    Attributes:
+        index: number of the call in its message.
+        name: of the tool if the call begins here; otherwise None.
+        arguments: characters of the JSON of the arguments.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclasses.dataclass(slots=True)
+class MessageDelta:
+    """What a piece of text adds to a message.
+
+    Attributes:
+        content: text beside calls.
+        calls: at most one entry for each call, in order.
+    """
+
+    content: str = ""
+    calls: list[CallDelta] = dataclasses.field(default_factory=list)
+
+
+class _State(enum.Enum):
+    TEXT = enum.auto()  # before calls
+    HEAD = enum.auto()  # after what begins the calls
+    ARGUMENTS = enum.auto()  # JSON
+    PARAMETER = enum.auto()  # before a parameter, or after the last one
+    VALUE = enum.auto()  # of a parameter
+    TAIL = enum.auto()
+    AFTER = enum.auto()  # after a call
+    END = enum.auto()
+
+
+_NONE: Final = -1  # no candidate begins the text
+
+
+class CallParser:
+    """Parses one message. What it finds does not depend on how the text is divided into pieces.
+
+    Every text has a result: what is not a complete beginning of a call is content. A call that is cut off has the
+    arguments up to there.
+
+    Args:
+        format_: of the calls.
+        tools: that may be called.
+
+    Attributes:
+        num_calls: calls so far.
+    """
+
+    def __init__(self, format_: ToolFormat, tools: Sequence[Tool]) -> None:
+        self.num_calls = 0
+        self._format = format_
+        self._tools = tools
+        self._heads = [format_.head_of(tool.name) for tool in tools]
+        self._state = _State.TEXT if format_.marker else _State.HEAD
+        self._rest = ""  # not yet consumed
+        self._ended = False
+        self._delta = MessageDelta()
+        self._tool = tools[0]
+        self._json = _JSONScanner()
+        self._num_parameters = 0
+        self._is_text = False
+        self._steps = {
+            _State.TEXT: self._text,
+            _State.HEAD: self._head,
+            _State.ARGUMENTS: self._arguments,
+            _State.PARAMETER: self._parameter,
+            _State.VALUE: self._value,
+            _State.TAIL: self._tail,
+            _State.AFTER: self._after,
+            _State.END: self._end,
+        }
+
+    def push(self, text: str) -> MessageDelta:
+        """Parse the next piece; return what became certain."""
+        self._rest += text
+        return self._advance()
+
+    def finish(self) -> MessageDelta:
+        """Parse the end of the message; return what was held back."""
+        self._ended = True
+        return self._advance()
+
+    def _advance(self) -> MessageDelta:
+        self._delta = MessageDelta()
+        # A marker at the end of a message was consumed, but begins no call.
+        while self._rest or (self._ended and self._state is _State.HEAD):
+            if not self._steps[self._state]():
+                break
+        return self._delta
+
+    # Each step consumes text or changes the state, and returns True; or it needs more text, and returns False.
+
+    def _text(self) -> bool:
+        before, found = self._until(self._format.marker)
+        self._delta.content += before
+        if found:
+            self._state = _State.HEAD
+        return found
+
+    def _head(self) -> bool:
+        format_ = self._format
+        opening = format_.opening
+        markers = [format_.optional_marker, ""] if format_.optional_marker else [""]
+        candidates = [m + opening + head for m in markers for head in self._heads]
+        number = self._match(candidates)
+        if number is None:
+            return False
+        if number == _NONE:
+            self._delta.content += format_.marker
+            self._state = _State.TEXT if format_.marker else _State.END
+        else:
+            self._begin(number % len(self._heads))
+        return True
+
+    def _arguments(self) -> bool:
+        length, done = self._json.scan(self._rest)
+        self._add(self._take(length))
+        if done:
+            self._state = _State.TAIL
+        return done
+
+    def _parameter(self) -> bool:
+        parameters = self._tool.parameters
+        tail = self._format.tail
+        number = self._match([*(f"<parameter={p.name}>\n" for p in parameters), tail])
+        if number is None:
+            return False
+        if number == _NONE:
+            self._state = _State.END
+        elif number == len(parameters):
+            self._add("}")
+            self._state = _State.AFTER
+        else:
+            parameter = parameters[number]
+            self._is_text = parameter.is_text
+            separator = ", " if self._num_parameters else ""
+            self._add(f"{separator}{_quote(parameter.name)}: " + '"' * self._is_text)
+            self._num_parameters += 1
+            self._state = _State.VALUE
+        return True
+
+    def _value(self) -> bool:
+        value, found = self._until(PARAMETER_END)
+        self._add(_quote(value)[1:-1] if self._is_text else value)
+        if found:
+            self._add('"' * self._is_text)
+            self._state = _State.PARAMETER
+        return found
+
+    def _tail(self) -> bool:
+        if not self._format.tail:
+            self._state = _State.AFTER
+            return True
+        number = self._match([self._format.tail])
+        if number is None:
+            return False
+        self._state = _State.END if number == _NONE else _State.AFTER
+        return True
+
+    def _after(self) -> bool:
+        candidates = [self._format.separator + head for head in self._heads]
+        if self._format.closing:
+            candidates.append(self._format.closing)
+        number = self._match(candidates)
+        if number is None:
+            return False
+        if number == _NONE or number == len(self._heads):
+            self._state = _State.END
+        else:
+            self._begin(number)
+        return True
+
+    def _end(self) -> bool:
+        self._delta.content += self._take(len(self._rest))
+        return False
+
+    def _begin(self, tool: int) -> None:
+        self._tool = self._tools[tool]
+        self._delta.calls.append(CallDelta(self.num_calls, self._tool.name, ""))
+        self.num_calls += 1
+        self._json = _JSONScanner()
+        if self._format.arguments == "json":
+            self._state = _State.ARGUMENTS
+            return
+        self._num_parameters = 0
+        self._add("{")
+        self._state = _State.PARAMETER
+
+    def _add(self, arguments: str) -> None:
+        """Append to the arguments of the current call."""
+        if not arguments:
+            return
+        calls, index = self._delta.calls, self.num_calls - 1
+        if calls and calls[-1].index == index:
+            calls[-1].arguments += arguments
+        else:
+            calls.append(CallDelta(index, None, arguments))
+
+    def _take(self, length: int) -> str:
+        taken, self._rest = self._rest[:length], self._rest[length:]
+        return taken
+
+    def _until(self, end: str) -> tuple[str, bool]:
+        """Consume text up to `end`, and `end`; return the text, and whether `end` was found.
+
+        If it was not, text that may be its beginning stays.
+        """
+        place = self._rest.find(end)
+        if place >= 0:
+            text = self._take(place)
+            self._take(len(end))
+            return text, True
+        held = 0
+        if not self._ended:
+            most = min(len(end) - 1, len(self._rest))
+            held = next((n for n in range(most, 0, -1) if self._rest.endswith(end[:n])), 0)
+        return self._take(len(self._rest) - held), False
+
+    def _match(self, candidates: Sequence[str]) -> int | None:
+        """Consume the candidate that the text begins with; none of them is the beginning of another.
+
+        Returns:
+            Its number, `_NONE` if there is no such candidate, or None if more text is needed to tell.
+        """
+        for number, candidate in enumerate(candidates):
+            if self._rest.startswith(candidate):
+                self._take(len(candidate))
+                return number
+        if not self._ended and any(candidate.startswith(self._rest) for candidate in candidates):
+            return None
+        return _NONE
+
+
+class _JSONScanner:
+    """Finds the end of a JSON object."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def scan(self, text: str) -> tuple[int, bool]:
+        """Return how many characters of the next piece are the object's, and whether it ends there."""
+        for i, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return i + 1, True
+        return len(text), False
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
