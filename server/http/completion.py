@@ -171,7 +171,7 @@ class Completion:
             raise _failure(event)
         self.num_tokens += 1
         text = ""
-        if reason is None or reason is FinishReason.LENGTH or self._keeps_end:
+        if reason is None or self._keeps_end or not self._is_end(token_id, reason):
             text = self._detokenizer.push(token_id)
         if reason is not None:
             self.finish_reason = reason
@@ -224,6 +224,12 @@ class Completion:
         if self.finish_reason is None:
             raise IncompleteGenerationError
         await self.stream.settle()  # the engine does not search for stop strings
+
+    def _is_end(self, token_id: int, reason: FinishReason) -> bool:
+        # The last token of a complete grammar, of the limit or of the deadline is part of the output.
+        if reason is FinishReason.EOS:
+            return token_id in self.prompt.sampling.eos_token_ids
+        return reason is FinishReason.STOP
 
     def _filter(self, stop: _StopFilter, token_id: int, text: str) -> str:
         special = self._tokenizer.is_special(token_id)

@@ -93,6 +93,24 @@ def test_the_text_of_the_token_that_ends_a_completion_is_cut_off_like_a_stop_str
     assert (cut.text, kept.text) == ("one tw", "one two")
 
 
+@pytest.mark.parametrize("last", [FinishReason.EOS, FinishReason.LENGTH, FinishReason.TIMEOUT])
+@pytest.mark.parametrize("stop", [(), ("!",)])
+def test_a_last_token_that_is_no_end_token_is_text(complete, last, stop):
+    completion, _ = complete('{"a": 1}', *stop, last=last)
+
+    assert completion.text == '{"a": 1}'
+    assert completion.finish_reason is last
+
+
+def test_an_end_token_is_cut_off_even_if_it_has_text(complete, tokenizer):
+    (brace,) = tokenizer.encode("}")
+    sampling = SamplingParams(max_new_tokens=100, eos_token_ids=(brace,))
+
+    completion, _ = complete("a}", last=FinishReason.EOS, sampling=sampling)
+
+    assert completion.text == "a"
+
+
 def test_special_tokens_are_text_on_request(complete, tokenizer):
     tokens = [*tokenizer.encode("a"), IM_END_ID, *tokenizer.encode("b")]
 

@@ -278,7 +278,7 @@ async def test_many_unknown_fields_are_counted(complete):
     assert warnings[8:] == ["992 more fields have no effect"]
 
 
-@pytest.mark.parametrize("model", [None, "fake/model", "tgi", "http://127.0.0.1:8000"])
+@pytest.mark.parametrize("model", [None, "fake/model", "tgi", "dummy", "http://127.0.0.1:8000"])
 async def test_a_missing_name_and_those_of_tgis_clients_mean_the_served_model(complete, model):
     assert (await complete(model=model)).json()["model"] == "fake/model"
 
