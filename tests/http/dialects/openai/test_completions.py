@@ -28,6 +28,8 @@ async def test_a_reply_has_the_text_and_the_usage(complete, engine, tokenizer):
     assert reply["choices"] == [
         {"index": 0, "text": "Hi", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     ]
+    accounting = reply["usage"].pop("tessera")
+    assert accounting["cached_prompt_tokens"] == 2
     assert reply["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 3,
