@@ -70,10 +70,13 @@ class StopStrings(NamedTuple):
         strings: none of them empty.
         included: whether the stop string, or the token that ended the completion, stays at the end of the text.
             Otherwise it is cut off, and text that may be the beginning of a stop string is held back.
+        engine_first: whether the engine's finish reason stands if the same token completes a stop string. The text
+            ends at the stop string in either case.
     """
 
     strings: Sequence[str]
     included: bool
+    engine_first: bool = False
 
 
 class Completion:
@@ -178,8 +181,7 @@ class Completion:
         stop = self._stop
         if stop is None:
             self.context_free = self._detokenizer.at_rest
-        elif reason is None or not stop.included:
-            # Otherwise the engine's finish reason stands and no text is cut off.
+        else:
             text = self._filter(stop, token_id, text)
         self._texts.append(text)
         return text
@@ -235,7 +237,8 @@ class Completion:
         if stop.match is not None:
             if self.num_tokens < self.prompt.sampling.min_new_tokens:
                 return text + stop.ignore_match()
-            self.finish_reason, self.stop_reason = FinishReason.STOP, stop.match.stop
+            if self.finish_reason is None or not stop.engine_first:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, stop.match.stop
         elif self.finish_reason is not None:
             text += stop.release()
         return text
@@ -246,13 +249,15 @@ class _StopFilter:
 
     Attributes:
         included: whether the stop string is kept.
+        engine_first: see `StopStrings`.
         match: the stop string that was found; nothing may be pushed after it.
     """
 
-    __slots__ = ("_checker", "_held", "_length", "_strings", "included", "match")
+    __slots__ = ("_checker", "_held", "_length", "_strings", "engine_first", "included", "match")
 
     def __init__(self, stop: StopStrings) -> None:
         self.included = stop.included
+        self.engine_first = stop.engine_first
         self.match: StopMatch | None = None
         self._strings = stop.strings
         self._checker = StopChecker(stop.strings)

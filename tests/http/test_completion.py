@@ -17,10 +17,16 @@ SAMPLING = SamplingParams(max_new_tokens=100)
 def complete(tokenizer):
     """Pushes the tokens of a text, the last one with a finish reason, until the completion ends."""
 
-    def run(tokens, *stop, included=False, last=FinishReason.LENGTH, sampling=SAMPLING, **options):
+    def run(tokens, *stop, included=False, engine_first=False, last=FinishReason.LENGTH,
+            sampling=SAMPLING, **options):  # fmt: skip
         stream = RequestStream(1, lambda _: None, lambda _: None)
         completion = Completion(
-            tokenizer, Prompt([1], sampling), stream, 0, StopStrings(stop, included), **options
+            tokenizer,
+            Prompt([1], sampling),
+            stream,
+            0,
+            StopStrings(stop, included, engine_first),
+            **options,
         )
         ids = tokenizer.encode(tokens) if isinstance(tokens, str) else tokens
         texts = []
@@ -48,14 +54,16 @@ def test_text_is_held_back_only_while_it_may_begin_a_stop_string(complete):
     assert texts == ["a", "", "<b", "", "", "", "", "<<end"]
 
 
-def test_a_stop_string_in_the_last_token_is_the_finish_reason_only_if_cut_off(complete, tokenizer):
+def test_a_stop_string_in_the_last_token_ends_the_text(complete, tokenizer):
     tokens = [*tokenizer.encode("x "), *tokenizer.encode("END.more")]
 
     cut, _ = complete(tokens, "D.mo")
     kept, _ = complete(tokens, "D.mo", included=True)
+    limited, _ = complete(tokens, "D.mo", included=True, engine_first=True)
 
     assert (cut.text, cut.finish_reason) == ("x EN", FinishReason.STOP)
-    assert (kept.text, kept.finish_reason) == ("x END.more", FinishReason.LENGTH)
+    assert (kept.text, kept.finish_reason) == ("x END.mo", FinishReason.STOP)
+    assert (limited.text, limited.finish_reason) == ("x END.mo", FinishReason.LENGTH)
 
 
 def test_the_name_of_a_special_token_may_complete_a_stop_string(complete, tokenizer):
@@ -83,6 +91,24 @@ def test_the_text_of_the_token_that_ends_a_completion_is_cut_off_like_a_stop_str
     kept, _ = complete("one two", last=FinishReason.STOP, included=True)
 
     assert (cut.text, kept.text) == ("one tw", "one two")
+
+
+@pytest.mark.parametrize("last", [FinishReason.EOS, FinishReason.LENGTH, FinishReason.TIMEOUT])
+@pytest.mark.parametrize("stop", [(), ("!",)])
+def test_a_last_token_that_is_no_end_token_is_text(complete, last, stop):
+    completion, _ = complete('{"a": 1}', *stop, last=last)
+
+    assert completion.text == '{"a": 1}'
+    assert completion.finish_reason is last
+
+
+def test_an_end_token_is_cut_off_even_if_it_has_text(complete, tokenizer):
+    (brace,) = tokenizer.encode("}")
+    sampling = SamplingParams(max_new_tokens=100, eos_token_ids=(brace,))
+
+    completion, _ = complete("a}", last=FinishReason.EOS, sampling=sampling)
+
+    assert completion.text == "a"
 
 
 def test_special_tokens_are_text_on_request(complete, tokenizer):

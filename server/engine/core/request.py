@@ -16,7 +16,7 @@ class FinishReason(enum.IntEnum):
     """Why a sequence ended."""
 
     EOS = 1
-    """The model produced one of its own end-of-sequence tokens."""
+    """The model produced one of its own end-of-sequence tokens, or the output is a complete text of its grammar."""
     STOP = 2
     """The output reached a stop token id or a stop string of the request."""
     LENGTH = 3

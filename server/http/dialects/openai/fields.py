@@ -36,8 +36,9 @@ NO_EFFECT: Mapping[str, tuple[object, ...]] = {
 """Known fields without effect, never refused, and their values that ask for nothing."""
 # Further ones are only counted, so that the header stays short.
 _MOST_WARNINGS = 8
-# TGI's clients send this name, or the server's URL.
-_ANY_MODEL = ("tgi", "http://", "https://")
+# TGI's clients and huggingface_hub's send these names, or the server's URL.
+_ANY_MODEL = ("tgi", "dummy")
+_ANY_MODEL_PREFIXES = ("http://", "https://")
 
 
 def parse_body(
@@ -79,7 +80,7 @@ def check_model(name: str | None, config: HTTPConfig) -> None:
     """
     if name is None or name in served_names(config):
         return
-    if name == _ANY_MODEL[0] or name.startswith(_ANY_MODEL[1:]):
+    if name in _ANY_MODEL or name.startswith(_ANY_MODEL_PREFIXES):
         return
     raise UnknownModelError(
         f"the `model` {quote('', name)} does not exist; this server has "

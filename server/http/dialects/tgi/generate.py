@@ -130,7 +130,8 @@ class GenerateAnswer:
             self._context,
             [Prompt(token_ids, sampling)],
             completions_per_prompt=options.best_of,
-            stop=StopStrings(options.stop, included=True),
+            # TGI checks its limits before its stop strings.
+            stop=StopStrings(options.stop, included=True, engine_first=True),
             keep_tokens=options.details,
             options=options.request,
         )
