@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from server.errors import AbortedError, TesseraError, UnavailableError
+from server.http.generation import GENERATION
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
@@ -68,12 +69,14 @@ class Answer(Protocol):
     """A parsed request that submits its work to the engine and renders the result. Each dialect implements it.
 
     Attributes:
+        operation: what the request asks for: `text_completion` or `chat`.
         num_sequences: sequences to generate.
         streaming: whether the answer is a stream of server-sent events.
         warnings: a sentence for each accepted field without effect; without text from the client, except
             names of fields.
     """
 
+    operation: str
     num_sequences: int
     streaming: bool
     warnings: tuple[str, ...]
@@ -141,9 +144,12 @@ class Exchange(Response):
         context = self._context
         info = context.engine_info()
         answer = self._parse(await read_json(scope, receive, context.config), info)
+        request = current_request()
+        request.operation = answer.operation
         with context.admit(answer.num_sequences, info):
             generation = await answer.generate()
-            current_request().figures = functools.partial(_figures, record, generation)
+            request.figures = functools.partial(_figures, record, generation)
+            scope[GENERATION] = generation
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
