@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
     from server.http.token_routes import TokenForm
+    from server.http.usage import RequestUsage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,7 @@ class Exchange(Response):
             generation = await answer.generate()
             request.figures = functools.partial(_figures, record, generation)
             scope[GENERATION] = generation
+            usage: RequestUsage | None = None
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
@@ -163,7 +165,8 @@ class Exchange(Response):
                         body = answer.reply(generation)
                         timings = generation.timings(record.started)
                         headers = _headers(answer, generation, timings)
-                        headers += usage_headers(generation.usage())
+                        usage = generation.usage()
+                        headers += usage_headers(usage)
                         if watch.gone:
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)
@@ -171,7 +174,7 @@ class Exchange(Response):
                 generation.abort()
             record.succeed(
                 generation.returned[0].finish_reason,
-                usage=generation.usage(),
+                usage=usage or generation.usage(),
                 submitted=generation.submitted,
                 prompt_tokens=generation.prompt_tokens,
                 completion_tokens=generation.completion_tokens,
