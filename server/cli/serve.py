@@ -16,6 +16,7 @@ from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.listening import ListenError, listen
+from server.cli.tracing import TracingError, check_tracing
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient
@@ -57,12 +58,13 @@ def serve(
     configure_logging(settings.log_level, settings.log_format)
     disable_tokenizer_threads()
     try:
+        check_tracing(settings)
         model_path, model_config = find_model(settings)
         listeners = listen(settings.host, settings.port, settings.frontends)
         tokenizer_path = _tokenizer_path(settings, model_path)
         keys = api_keys(settings)
         chat_template = settings.chat_template and read_template(settings.chat_template)
-    except (ModelError, StartupError, ListenError, ApiKeyError) as error:
+    except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
         fail(str(error))
     # Until the event loop handles SIGTERM, exit through the `finally` blocks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -78,6 +80,7 @@ def serve(
         api_keys=keys,
         cors_allow_origins=settings.cors_allow_origin,
         access_log=settings.access_log,
+        otlp_endpoint=settings.otlp_endpoint,
     )
     engine_type = EngineHub if settings.frontends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None

@@ -22,6 +22,7 @@ _KUBERNETES = re.compile(
     r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
 _is_key = re.compile(r"[!-+\--~]+").fullmatch  # visible ASCII without the comma
+_is_http_address = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?").fullmatch
 _is_origin = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+").fullmatch
 
 
@@ -171,6 +172,11 @@ class Settings(BaseModel):
     log_format: Literal["text", "json"] = Field(
         "text", description="lines for people, or a JSON object per line"
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="address of an OpenTelemetry collector, such as http://localhost:4318, which receives a trace of "
+        "each generation request over OTLP/HTTP; needs the extra otel",
+    )
     strict_fields: bool = Field(
         False,
         description="refuse unknown fields of the OpenAI API instead of reporting that they have no effect",
@@ -193,6 +199,18 @@ class Settings(BaseModel):
     @classmethod
     def _keys_fit_in_a_header(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         return check_keys(keys)
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint_is_an_address(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _is_http_address(endpoint):
+            raise PydanticCustomError(
+                "endpoint",
+                "{endpoint} is not the address of a collector: it must begin with http:// or https://, such as "
+                "http://localhost:4318",
+                {"endpoint": repr(endpoint)},
+            )
+        return endpoint
 
     @field_validator("cors_allow_origin")
     @classmethod

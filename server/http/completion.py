@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from server.engine.link.request_stream import RequestStream
     from server.http.metrics.records import TokenClock
 
+_FAILURES = frozenset({FinishReason.ERROR, FinishReason.ABORT})
+
 
 class Token(msgspec.Struct, frozen=True, gc=False):
     """One generated token.
@@ -167,7 +169,7 @@ class Completion:
             GenerationError: the event ends the sequence before it is complete; its type says why.
         """
         token_id, reason = event.token_id, event.finish_reason
-        if token_id is None or reason is FinishReason.ERROR or reason is FinishReason.ABORT:
+        if token_id is None or (reason is not None and reason in _FAILURES):
             raise _failure(event)
         self.num_tokens += 1
         text = ""

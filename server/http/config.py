@@ -38,6 +38,8 @@ class HTTPConfig:
         api_keys: a request must have one of them; empty for a service open to all.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
         access_log: whether each request is logged.
+        otlp_endpoint: address of an OpenTelemetry collector, which receives a span of each generation request; None
+            for no traces.
     """
 
     model_id: str
@@ -62,3 +64,4 @@ class HTTPConfig:
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     cors_allow_origins: tuple[str, ...] = ()
     access_log: bool = True
+    otlp_endpoint: str | None = None

@@ -6,13 +6,14 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from fastapi.routing import APIRoute
-from starlette.routing import request_response
+from starlette.routing import Match, request_response
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import Scope
 
 
 class DirectRoute(APIRoute):
@@ -37,3 +38,9 @@ class DirectRoute(APIRoute):
             return await (endpoint(request) if parameters else endpoint())
 
         self.app = request_response(call)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match a request. Most routes that a request passes before its own have another path without parameters."""
+        if not self.param_convertors and scope["path"] != self.path and not scope.get("root_path"):
+            return Match.NONE, {}
+        return super().matches(scope)

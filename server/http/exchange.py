@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from server.errors import AbortedError, TesseraError, UnavailableError
+from server.http.generation import GENERATION
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody, Headers
     from server.http.streaming import StreamRenderer
     from server.http.token_routes import TokenForm
+    from server.http.usage import RequestUsage
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,14 @@ class Answer(Protocol):
     """A parsed request that submits its work to the engine and renders the result. Each dialect implements it.
 
     Attributes:
+        operation: what the request asks for: `text_completion` or `chat`.
         num_sequences: sequences to generate.
         streaming: whether the answer is a stream of server-sent events.
         warnings: a sentence for each accepted field without effect; without text from the client, except
             names of fields.
     """
 
+    operation: str
     num_sequences: int
     streaming: bool
     warnings: tuple[str, ...]
@@ -141,9 +145,13 @@ class Exchange(Response):
         context = self._context
         info = context.engine_info()
         answer = self._parse(await read_json(scope, receive, context.config), info)
+        request = current_request()
+        request.operation = answer.operation
         with context.admit(answer.num_sequences, info):
             generation = await answer.generate()
-            current_request().figures = functools.partial(_figures, record, generation)
+            request.figures = functools.partial(_figures, record, generation)
+            scope[GENERATION] = generation
+            usage: RequestUsage | None = None
             try:
                 with ClientWatch(receive, generation.abort) as watch:
                     if answer.streaming:
@@ -157,7 +165,8 @@ class Exchange(Response):
                         body = answer.reply(generation)
                         timings = generation.timings(record.started)
                         headers = _headers(answer, generation, timings)
-                        headers += usage_headers(generation.usage())
+                        usage = generation.usage()
+                        headers += usage_headers(usage)
                         if watch.gone:
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)
@@ -165,7 +174,7 @@ class Exchange(Response):
                 generation.abort()
             record.succeed(
                 generation.returned[0].finish_reason,
-                usage=generation.usage(),
+                usage=usage or generation.usage(),
                 submitted=generation.submitted,
                 prompt_tokens=generation.prompt_tokens,
                 completion_tokens=generation.completion_tokens,

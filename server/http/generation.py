@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from server.http.context import AppContext
     from server.http.metrics.records import RequestRecord
 
+GENERATION = "tessera.generation"
+"""Key of a request's `Generation` in its ASGI scope, from its submission on."""
+
 _SEEDS = 2**64
 _DEFAULTS = RequestOptions()
 

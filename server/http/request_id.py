@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 MAX_ID_CHARACTERS = 128
 
+CLIENT_CLOSED = 499
+"""Status that stands for a response that its client did not wait for; it is logged, never sent."""
+
 _KEY = "tessera.request"
 _HEADER = b"x-request-id"
 _is_valid = re.compile(rb"[\x20-\x7e]{1,%d}" % MAX_ID_CHARACTERS).fullmatch
@@ -67,9 +70,11 @@ class CurrentRequest:
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
         figures: returns the figures of a request that generates; None for others.
+        operation: of a request that generates, in OpenTelemetry's terms; None until its body was accepted.
+        model: the name that the request gives the model; None for none.
     """
 
-    __slots__ = ("arrived", "disconnected", "figures", "id", "status")
+    __slots__ = ("arrived", "disconnected", "figures", "id", "model", "operation", "status")
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
@@ -77,6 +82,8 @@ class CurrentRequest:
         self.status: int | None = None
         self.disconnected = False
         self.figures: Callable[[], RequestFigures] | None = None
+        self.operation: str | None = None
+        self.model: str | None = None
 
 
 _current: contextvars.ContextVar[CurrentRequest] = contextvars.ContextVar(_KEY)

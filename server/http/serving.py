@@ -36,6 +36,7 @@ class HTTPServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI) -> None:
+        self._state = app.state
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
@@ -67,3 +68,5 @@ class HTTPServer(uvicorn.Server):
         """Serve on a bound socket; return when every connection is closed."""
         await self.serve(sockets=[listener])
         await asyncio.sleep(2 * MAX_DELAY_SECONDS)  # for the last lines of the access log
+        if (tracing := getattr(self._state, "tracing", None)) is not None:
+            await asyncio.to_thread(tracing.close)

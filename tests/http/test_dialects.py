@@ -54,6 +54,7 @@ class Write:
         self._context, self._body = context, WriteBody(**body)
         self.streaming = self._body.stream
         self.warnings = ("`colour` has no effect",) if self._body.stop else ()
+        self.operation = "text_completion"
         self.num_sequences = self._body.best_of * len(self._body.prompts)
 
     async def generate(self):

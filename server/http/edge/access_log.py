@@ -12,7 +12,12 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from server.errors import UnauthorizedError
-from server.http.request_id import CurrentRequest, RequestFigures, current_request
+from server.http.request_id import (
+    CLIENT_CLOSED,
+    CurrentRequest,
+    RequestFigures,
+    current_request,
+)
 from server.log import quoted, written_together
 
 if TYPE_CHECKING:
@@ -20,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.access")
 
-CLIENT_CLOSED = 499
 PROBES = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 """Routes that monitoring requests every few seconds; logged at level debug, unless the API key was refused."""
 

@@ -48,6 +48,12 @@ def install_edge(
                 allow_headers=["*"],
                 expose_headers=["*"],
             )
+        if config.otlp_endpoint:
+            # Imports OpenTelemetry, which most services need not have.
+            from server.http.tracing import Tracing, TracingMiddleware  # noqa: PLC0415
+
+            app.state.tracing = tracing = Tracing(config)
+            stack = TracingMiddleware(stack, tracing)
         if config.access_log:
             stack = AccessLogMiddleware(stack)
         return RequestIdMiddleware(stack)

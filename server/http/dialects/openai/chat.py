@@ -77,6 +77,8 @@ class ChatAnswer:
     _prompt_field = "messages"
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
+    operation = "chat"
+
     def __init__(
         self,
         context: AppContext,

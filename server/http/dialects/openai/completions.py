@@ -71,6 +71,8 @@ class CompletionAnswer:
         UnknownModelError: it names a model that is not served.
     """
 
+    operation = "text_completion"
+
     def __init__(
         self, context: AppContext, info: EngineInfo, body: object, texts: TokenTexts
     ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import pydantic
 
 from server.errors import UnknownModelError
+from server.http.request_id import current_request
 from server.http.validation import parse, quote
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def parse_body(
     if isinstance(body, dict):
         body, ignored = _without_extra(model, body, strict=config.strict_fields)
     parsed = parse(model, body)
-    check_model(getattr(parsed, "model", None), config)
+    name = getattr(parsed, "model", None)
+    current_request().model = name
+    check_model(name, config)
     return parsed, _warnings(ignored)
 
 

@@ -89,6 +89,8 @@ class GenerateAnswer:
         as_list: whether a JSON answer is an array of one reply.
     """
 
+    operation = "text_completion"
+
     def __init__(
         self,
         context: AppContext,
