@@ -22,7 +22,6 @@ from server.http.limits import (
     check_stop_token_ids,
     check_temperature,
     given,
-    logit_biases,
     with_output_limit,
 )
 from server.http.structured_output import compile_grammar
@@ -265,21 +264,13 @@ def _sampling_params(
     config: HTTPConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=1,
+    return body.sampling_params(
+        config,
+        info,
         min_new_tokens=body.min_tokens or 0,
         temperature=given(body.temperature, 1.0),
         top_k=min(max(body.top_k or 0, 0), info.vocab_size),
-        top_p=given(body.top_p, 1.0),
-        min_p=given(body.min_p, 0.0),
-        typical_p=given(body.typical_p, 1.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
-        presence_penalty=given(body.presence_penalty, 0.0),
-        frequency_penalty=given(body.frequency_penalty, 0.0),
-        logit_bias=logit_biases(body.logit_bias or {}, info),
         seed=(body.seed or 0) & _UINT64_MASK,
-        eos_token_ids=() if body.ignore_eos else config.eos_token_ids,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs.reported or ranked,
         top_logprobs=min(logprobs.top, info.vocab_size),
         prompt_logprobs=logprobs.prompt,

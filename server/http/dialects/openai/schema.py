@@ -11,15 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from server.http.field_types import (
     MESSAGE_SCHEMA,
-    BadWords,
-    LogitBias,
     MessageList,
     ObjectOrText,
     OnlyFalse,
-    StopTokenIds,
 )
-from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
-from server.http.request_options import RequestOptionFields
+from server.http.limits import SMALLEST_TEMPERATURE
+from server.http.sampling_fields import CommonSamplingFields
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
@@ -117,7 +114,7 @@ class ResponseFormat(BaseModel):
     format: dict[str, Any] | None = Field(None, description="With `structural_tag`.")
 
 
-class SamplingFields(RequestOptionFields):
+class SamplingFields(CommonSamplingFields):
     """The fields that all routes that generate text have in common. Null means the default."""
 
     model_config = _BODY
@@ -130,40 +127,8 @@ class SamplingFields(RequestOptionFields):
         description="Divides the logits. 0 takes the most likely token (greedy); else at least "
         f"{SMALLEST_TEMPERATURE}. Default: 1.",
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Sample from the most likely tokens that together have this probability."
-    )
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
         None, description="Sample from this number of most likely tokens; 0 and -1 mean all."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None,
-        description="Sample from tokens at least this likely, relative to the most likely one.",
-    )
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="Sample from the locally typical tokens that together have this probability.",
-    )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None,
-        description="Divides the positive and multiplies the negative logits of tokens seen so "
-        "far; 1 is off.",
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted from a token's logit once for each time it was generated."
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted once from the logit of every token that was generated."
-    )
-    logit_bias: LogitBias | None = Field(
-        None,
-        description="Numbers to add to the logits of tokens, by token id, before penalties and "
-        "`temperature`. -100 and 100 in effect ban and force a token.",
-    )
-    bad_words: BadWords | None = Field(
-        None,
-        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
-        "with and without a space before it, are not generated in sequence.",
     )
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
         None,
@@ -172,12 +137,8 @@ class SamplingFields(RequestOptionFields):
     stop: StopStringList | None = Field(
         None, description="Strings that end the text; they are cut off."
     )
-    stop_token_ids: StopTokenIds | None = Field(None, description="Token ids that end the text.")
     include_stop_str_in_output: bool | None = Field(
         None, description="Keep the stop string or stop token at the end of the text."
-    )
-    ignore_eos: bool | None = Field(
-        None, description="Continue after the model's end-of-sequence token."
     )
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = Field(
         None,

@@ -20,8 +20,6 @@ from server.http.limits import (
     check_stop_strings,
     check_stop_token_ids,
     check_temperature,
-    given,
-    logit_biases,
     with_output_limit,
 )
 from server.http.structured_output import StructuredOutput
@@ -248,21 +246,13 @@ def _sampling_params(
     temperature = 0.0
     if seed is not None:
         temperature = float(p.temperature) if p.temperature is not None else 1.0
-    return SamplingParams(
-        max_new_tokens=1,
+    return p.sampling_params(
+        config,
+        info,
         min_new_tokens=p.min_new_tokens or 0,
         temperature=temperature,
         top_k=min(p.top_k or 0, info.vocab_size),
-        top_p=given(p.top_p, 1.0),
-        min_p=given(p.min_p, 0.0),
-        typical_p=given(p.typical_p, 1.0),
-        repetition_penalty=given(p.repetition_penalty, 1.0),
-        presence_penalty=given(p.presence_penalty, 0.0),
-        frequency_penalty=given(p.frequency_penalty, 0.0),
-        logit_bias=logit_biases(p.logit_bias or {}, info),
         seed=seed or 0,
-        eos_token_ids=() if p.ignore_eos else config.eos_token_ids,
-        stop_token_ids=tuple(p.stop_token_ids or ()),
         logprobs=logprobs,
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
         prompt_logprobs=bool(p.decoder_input_details),

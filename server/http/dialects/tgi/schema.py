@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.http.field_types import BadWords, LogitBias, StopTokenIds
-from server.http.limits import MAX_BAD_WORD_CHARACTERS, SMALLEST_TEMPERATURE
-from server.http.request_options import RequestOptionFields
+from server.http.limits import SMALLEST_TEMPERATURE
+from server.http.sampling_fields import CommonSamplingFields
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
@@ -62,7 +61,7 @@ class JSONSchemaGrammar(BaseModel):
 Grammar = JSONGrammar | RegexGrammar | JSONSchemaGrammar
 
 
-class GenerateParameters(RequestOptionFields):
+class GenerateParameters(CommonSamplingFields):
     """How to generate. Every field may be omitted or null, which means its default."""
 
     model_config = _STRICT
@@ -77,40 +76,8 @@ class GenerateParameters(RequestOptionFields):
         description="Divides the logits. 0 takes the most likely token (greedy); else at least "
         f"{SMALLEST_TEMPERATURE}.",
     )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(
-        None,
-        description="Divides the positive and multiplies the negative logits of tokens seen so "
-        "far; 1 is off.",
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted from a token's logit once for each time it was generated."
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted once from the logit of every token that was generated."
-    )
-    logit_bias: LogitBias | None = Field(
-        None,
-        description="Numbers to add to the logits of tokens, by token id, before penalties and "
-        "`temperature`. -100 and 100 in effect ban and force a token.",
-    )
-    bad_words: BadWords | None = Field(
-        None,
-        description=f"Words, of up to {MAX_BAD_WORD_CHARACTERS} characters, to ban: the tokens of each word, "
-        "with and without a space before it, are not generated in sequence.",
-    )
     top_k: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="Sample from this number of most likely tokens."
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Sample from the most likely tokens that together have this probability."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None,
-        description="Sample from tokens at least this likely, relative to the most likely one.",
-    )
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None,
-        description="Sample from the locally typical tokens that together have this probability.",
     )
     do_sample: bool | None = Field(
         None,
@@ -131,16 +98,12 @@ class GenerateParameters(RequestOptionFields):
         description="Minimum number of tokens to generate before an end-of-sequence token, stop token or "
         "stop string ends the text.",
     )
-    ignore_eos: bool | None = Field(
-        None, description="Continue after the model's end-of-sequence token."
-    )
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] | None = (
         Field(
             None,
             description="Strings that end the text; the matched one stays at its end.",
         )
     )
-    stop_token_ids: StopTokenIds | None = Field(None, description="Token ids that end the text.")
     truncate: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Keep only this number of the prompt's last tokens."
     )
