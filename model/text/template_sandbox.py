@@ -3,9 +3,8 @@
 Jinja's sandbox keeps a template away from Python's internals but lets it compute without limit. This environment
 charges everything that creates a value or repeats work to a `Budget`: operators, calls, filters, tests, literals,
 slices, loop passes and output. Between two charges only work proportional to one value runs, and no value may exceed
-`MAX_VALUE`, so a render that reaches a limit ends soon after. What could grow faster than its operands (repetition,
-`replace`, `join`, formatting with a width, powers) is checked before it is computed. Filters and methods that are not
-listed here are refused.
+`MAX_VALUE`, so a render that reaches a limit ends soon after (`model.text.template_limits`). Filters and methods that
+are not listed here are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import datetime
 import functools
 import itertools
 import json
-import re
-import time
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Final, cast
 
@@ -28,19 +25,29 @@ from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace, pass_context
 
-MAX_SOURCE: Final = 1 << 20
-"""Characters of a template."""
-MAX_VALUE: Final = 8_000_000
-"""Weight of one value: a character weighs 1, an item of a list or an object `ITEM` more."""
-MAX_WORK: Final = 64_000_000
-"""Weight of all values that one rendering creates, and `STEP` for each operation. About one second."""
-MAX_SECONDS: Final = 2.0
-ITEM: Final = 16
-STEP: Final = 16
-MAX_BITS: Final = 4096
-_MAX_INDENT = 16
-_MAX_PRECISION = 20
-_WIDE_FORMAT: Final = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%(]*(?:\d{4}|\*)")
+from model.text.template_limits import (
+    ITEM,
+    MAX_INDENT,
+    MAX_SECONDS,
+    MAX_SOURCE,
+    MAX_VALUE,
+    STEP,
+    Budget,
+    TemplateLimitError,
+    TemplateRefusalError,
+    check_bits,
+    check_format,
+    check_indent,
+    check_join,
+    check_percent,
+    check_product,
+    check_replace,
+    check_round,
+    check_widths,
+    depth,
+    limited,
+    weight,
+)
 
 # fmt: off
 _FILTERS: Final = frozenset((
@@ -64,82 +71,6 @@ _METHODS: Final[dict[type, frozenset[str]]] = {
 _OTHER_TEMPLATES = (nodes.Block, nodes.Include, nodes.Extends, nodes.Import, nodes.FromImport)
 # Jinja's own objects: all their attributes without an underscore.
 _OWN = (Cycler, Joiner, LoopContext, Macro, Namespace, Undefined)
-
-
-class TemplateLimitError(Exception):
-    """A rendering exceeded its limit of time, memory or output."""
-
-
-class TemplateRefusalError(Exception):
-    """The template called `raise_exception`; the message is the template's."""
-
-
-class Budget:
-    """What one rendering may still use.
-
-    Args:
-        seconds: wall-clock time.
-    """
-
-    __slots__ = ("_deadline", "_work")
-
-    def __init__(self, seconds: float = MAX_SECONDS) -> None:
-        self._work = 0
-        self._deadline = time.monotonic() + seconds
-
-    def charge(self, amount: int) -> None:
-        """Count work whose time its weight bounds.
-
-        Raises:
-            TemplateLimitError: too much of it.
-        """
-        self._work += amount
-        if self._work > MAX_WORK:
-            raise TemplateLimitError("it computes too much")
-
-    def step(self) -> None:
-        """Count an operation that may read much and create little.
-
-        Raises:
-            TemplateLimitError: too many of them, or the time is up.
-        """
-        self.charge(STEP)
-        if time.monotonic() > self._deadline:
-            raise TemplateLimitError("it takes too long")
-
-
-def weight(value: object) -> int:
-    """Return the weight of a value, a shared part as often as it occurs.
-
-    Raises:
-        TemplateLimitError: more than `MAX_VALUE`.
-    """
-    if type(value) is str:
-        return _limited(len(value))
-    total = 0
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            total += len(item)
-        elif isinstance(item, dict):
-            total += 2 * ITEM * len(item)
-            _limited(total)
-            stack.extend(item)
-            stack.extend(item.values())
-        elif isinstance(item, list | tuple):
-            total += ITEM * len(item)
-            _limited(total)
-            stack.extend(item)
-        elif isinstance(item, int) and item.bit_length() > MAX_BITS:
-            raise TemplateLimitError(f"a number has more than {MAX_BITS} bits")
-    return _limited(total)
-
-
-def _limited(total: int) -> int:
-    if total > MAX_VALUE:
-        raise TemplateLimitError(f"a value is larger than {MAX_VALUE}")
-    return total
 
 
 class _Context(Context):
@@ -205,10 +136,10 @@ class _Formatter(SandboxedFormatter):
     total = 0
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        _check_widths("%" + format_spec)
+        check_widths("%" + format_spec)
         weight(value)
         text: str = super().format_field(value, format_spec)
-        self.total = _limited(self.total + len(text))
+        self.total = limited(self.total + len(text))
         return text
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
@@ -303,19 +234,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             if obj.__name__ == "replace":
-                _check_replace(owner, *args, **kwargs)
+                check_replace(owner, *args, **kwargs)
             elif obj.__name__ == "join":
-                args = tuple(_check_join(values, owner) for values in args)
+                args = tuple(check_join(values, owner) for values in args)
         return self.guard(context, _eager(super().call(context, obj, *args, **kwargs)))
 
     def call_binop(self, context: _Context, operator: str, left: Any, right: Any) -> Any:  # type: ignore[override]
         """Apply an operator."""
         if operator == "*":
-            _check_product(left, right)
+            check_product(left, right)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * max(0, right))
+            check_bits(left.bit_length() * max(0, right))
         elif operator == "%" and isinstance(left, str):
-            _check_percent(left, right)
+            check_percent(left, right)
         return self.guard(context, super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ARG002
@@ -393,7 +324,7 @@ def _concat(parts: Any) -> str:
     found: list[str] = []
     total = 0
     for part in parts:
-        total = _limited(total + len(part))
+        total = limited(total + len(part))
         found.append(part)
     return "".join(found)
 
@@ -446,63 +377,12 @@ def _bounded_test(function: Callable[..., bool]) -> Callable[..., bool]:
     return pass_context(bounded)
 
 
-def _check_bits(bits: int) -> None:
-    if bits > MAX_BITS:
-        raise TemplateLimitError(f"a number has more than {MAX_BITS} bits")
-
-
-def _check_product(left: Any, right: Any) -> None:
-    for value, count in ((left, right), (right, left)):
-        if isinstance(value, str | list | tuple) and isinstance(count, int):
-            _limited(weight(value) * max(0, count))
-            return
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
-
-
-def _check_percent(text: Any, values: Any) -> None:
-    text = str(text)
-    _check_widths(text)
-    _limited(text.count("%") * (weight(values) * 10 + 1000))
-
-
-def _check_widths(text: str) -> None:
-    if _WIDE_FORMAT.search(text):
-        raise TemplateLimitError("a format has a variable width, or one of more than 999")
-
-
-def _check_replace(text: Any, old: Any = "", new: Any = "", *_count: object) -> None:
-    text, old = str(text), str(old)
-    _limited(len(text) + (text.count(old) if old else len(text) + 1) * len(str(new)))
-
-
-def _check_join(values: Any, separator: Any = "", **_attribute: object) -> Any:
-    if not isinstance(values, str | list | tuple | dict):
-        values = list(itertools.islice(values, MAX_VALUE // ITEM + 1))
-    _limited(weight(values) + len(values) * len(str(separator)))
-    return values
-
-
-def _check_indent(text: Any, width: Any = 4, *_args: object, **_kwargs: object) -> None:
-    size = len(width) if isinstance(width, str) else max(0, int(width))
-    _limited(len(text) + (len(str(text).splitlines()) + 1) * size)
-
-
-def _check_round(_: object, precision: int = 0, *_args: object, **_kwargs: object) -> None:
-    if abs(precision) > _MAX_PRECISION:
-        raise TemplateLimitError(f"a precision is larger than {_MAX_PRECISION}")
-
-
-def _check_format(text: Any, *args: object, **kwargs: object) -> None:
-    _check_percent(text, [args, kwargs])
-
-
 _FILTER_CHECKS: Final[dict[str, Callable[..., object]]] = {
-    "replace": _check_replace,
-    "join": _check_join,
-    "indent": _check_indent,
-    "round": _check_round,
-    "format": _check_format,
+    "replace": check_replace,
+    "join": check_join,
+    "indent": check_indent,
+    "round": check_round,
+    "format": check_format,
     "string": weight,
 }
 
@@ -518,26 +398,12 @@ def _tojson(
     size = weight(value)
     if indent is not None:
         width = len(indent) if isinstance(indent, str) else indent
-        if width > _MAX_INDENT:
-            raise TemplateLimitError(f"an indent is larger than {_MAX_INDENT}")
-        _limited(size // ITEM * width * _depth(value))
+        if width > MAX_INDENT:
+            raise TemplateLimitError(f"an indent is larger than {MAX_INDENT}")
+        limited(size // ITEM * width * depth(value))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _depth(value: object) -> int:
-    """Return how deep lists and objects are nested."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            inner
-            for item in level
-            if isinstance(item, dict | list | tuple)
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-    return depth
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -550,5 +416,5 @@ def _raise_exception(message: object = "") -> None:
 
 
 def _strftime_now(format: str) -> str:
-    _check_widths(format)
+    check_widths(format)
     return datetime.datetime.now().astimezone().strftime(format)

@@ -7,12 +7,8 @@ import tracemalloc
 
 import pytest
 
-from model.text.template_sandbox import (
-    MAX_SOURCE,
-    BoundedEnvironment,
-    TemplateLimitError,
-    TemplateRefusalError,
-)
+from model.text.template_limits import MAX_SOURCE, TemplateLimitError, TemplateRefusalError
+from model.text.template_sandbox import BoundedEnvironment
 
 BIG = "x" * 1_000_000
 
