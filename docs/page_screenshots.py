@@ -47,8 +47,8 @@ def _generate(url: str, seed: int) -> None:
     parameters = {"max_new_tokens": 300 + 60 * seed, "ignore_eos": True, "do_sample": True}
     body = json.dumps({"inputs": "def ", "parameters": parameters | {"seed": seed}}).encode()
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url + "generate", body, headers)  # noqa: S310
-    with urllib.request.urlopen(request) as reply:  # noqa: S310
+    request = urllib.request.Request(url + "generate", body, headers)  # noqa: S310 - our own service
+    with urllib.request.urlopen(request) as reply:  # noqa: S310 - our own service
         reply.read()
 
 

@@ -215,7 +215,7 @@ class ChatTemplate:
                 f"`messages`: the chat template reached a limit: {error}"
             ) from None
         # A template can fail in any way that an expression can.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - see above
             name = type(error).__name__
             raise ChatTemplateError(
                 f"`messages`: the chat template fails: {name}: {self._printable(error)}"
@@ -294,7 +294,7 @@ def _compile(environment: BoundedEnvironment, source: str) -> jinja2.Template:
     except jinja2.TemplateSyntaxError as error:
         problem = f"line {error.lineno}: {_printable(str(error.message))}"
     # Deep nesting fails in the parser or in Python's compiler, each with errors of its own.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - see above
         problem = f"{type(error).__name__}: {_printable(str(error))}"
     raise ChatTemplateError(f"the chat template cannot be compiled: {problem}")
 
@@ -345,8 +345,7 @@ def _try(
         raise ChatTemplateError(
             f"the chat template reaches a limit for one short message: {error}"
         ) from None
-    # As in `ChatTemplate.render`.
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - as in `ChatTemplate.render`
         return ""
 
 
@@ -362,7 +361,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON values
     """Return a JSON value with every text and key changed."""
     if isinstance(value, str):
         return change(value)

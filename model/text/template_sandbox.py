@@ -164,7 +164,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             finalize=_finalize,
         )  # fmt: skip
         self._mark = mark
-        self.concat = _concat  # type: ignore[method-assign]
+        self.concat = _concat  # type: ignore[method-assign] # as Jinja documents
         self.filters = {
             name: _bounded_filter(name, function)
             for name, function in self.filters.items()
@@ -249,7 +249,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             check_percent(left, right)
         return self.guard(context, super().call_binop(context, operator, left, right))
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ARG002
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:  # noqa: ARG002 - the signature is Jinja's
         """Return whether a template may read an attribute: a listed method, or one of Jinja's own objects'."""
         # By type, since `isinstance` asks an object for its class, which runs code of `Namespace`.
         kind = type(obj)

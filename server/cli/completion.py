@@ -25,5 +25,5 @@ def completion_script(parser: Parser, shell: str) -> str:
         if action.metavar in _FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # shtab's own attribute
         elif action.metavar in _FILES:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # likewise
     return shtab.complete(parser, shell)

@@ -145,7 +145,7 @@ def _create_front_ends(
         return FrontEndPool(engine, listeners, tokenizer_path, limits, log_format)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
-    from server.http.chat import load_chat_template  # noqa: PLC0415
+    from server.http.chat import load_chat_template  # noqa: PLC0415 - after the engine has started
     from server.http.serving import HTTPServer  # noqa: PLC0415
 
     tokenizer = Tokenizer.from_folder(tokenizer_path)

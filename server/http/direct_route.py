@@ -27,7 +27,7 @@ class DirectRoute(APIRoute):
         self,
         path: str,
         endpoint: Callable[..., Awaitable[Response]],
-        **options: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401 - those of FastAPI's route
     ) -> None:
         super().__init__(path, endpoint, **options)
         parameters = list(inspect.signature(endpoint).parameters)

@@ -118,7 +118,7 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 100_000
 
 
-def _resolve(root: dict[str, Any], schema: Any) -> Any:  # noqa: ANN401
+def _resolve(root: dict[str, Any], schema: Any) -> Any:  # noqa: ANN401 - a JSON value
     """Follow references to definitions of the root; return what cannot be followed as it is."""
     for _ in range(_MOST_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None

@@ -102,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         """Print an error and exit with status 2."""
         self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401
+    def _check_value(self, action: argparse.Action, value: Any) -> None:  # noqa: ANN401 - as in argparse
         """Raise an error that lists the choices, and suggests one for a misspelled command."""
         if action.choices is None or value in action.choices or action.dest in self._checked_later:
             return

@@ -88,7 +88,7 @@ def document_keys(app: FastAPI) -> None:
         _add_keys(document)
         return document
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign] # as FastAPI documents
 
 
 def _add_keys(document: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def install_edge(
             )
         if config.otlp_endpoint:
             # Imports OpenTelemetry, which most services need not have.
-            from server.http.tracing import Tracing, TracingMiddleware  # noqa: PLC0415
+            from server.http.tracing import Tracing, TracingMiddleware  # noqa: PLC0415 - an extra
 
             app.state.tracing = tracing = Tracing(config)
             stack = TracingMiddleware(stack, tracing)
@@ -58,4 +58,4 @@ def install_edge(
             stack = AccessLogMiddleware(stack)
         return RequestIdMiddleware(stack)
 
-    app.build_middleware_stack = build_with_edge  # type: ignore[method-assign]
+    app.build_middleware_stack = build_with_edge  # type: ignore[method-assign] # outside the error handlers

@@ -176,7 +176,7 @@ def _attention_plan(plan: PlanReport) -> Metric:
     for chosen in plan.phases:
         window = "none" if chosen.sliding_window is None else str(chosen.sliding_window)
         family.add_metric([chosen.phase, window, chosen.kernel, plan.arch], {})
-    return family  # type: ignore[no-any-return]
+    return family  # type: ignore[no-any-return] # of the spec's kind
 
 
 def _family(spec: Spec, value: object = None) -> Any:  # noqa: ANN401 - the families share no `add_metric`
@@ -188,4 +188,4 @@ def _family(spec: Spec, value: object = None) -> Any:  # noqa: ANN401 - the fami
 def _single(spec: Spec, value: float) -> Metric:
     family = _family(spec)
     family.add_metric([], float(value))
-    return family  # type: ignore[no-any-return]
+    return family  # type: ignore[no-any-return] # of the spec's kind

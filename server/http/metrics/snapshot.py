@@ -111,4 +111,4 @@ class Row:
                 family.add_metric(values, *value)
             else:
                 family.add_metric(values, value)
-        return family  # type: ignore[no-any-return]
+        return family  # type: ignore[no-any-return] # of the spec's kind

@@ -157,7 +157,7 @@ class ChatAnswer:
         )
         return await submit(self._context, self._info, self._options, [token_ids], limit)
 
-    def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002
+    def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""
         return []
 

@@ -131,7 +131,7 @@ class CompletionAnswer:
         )
         return await submit(context, self._info, options, token_ids, limit)
 
-    def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002
+    def headers(self, generation: Generation, timings: Timings | None) -> Headers:  # noqa: ARG002 - of the protocol
         """Return no headers."""
         return []
 

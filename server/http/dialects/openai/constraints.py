@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
@@ -88,11 +89,13 @@ def _of_response_format(wanted: ResponseFormat) -> list[StructuredOutput]:
             return [StructuredOutput("structural_tag", wanted.model_dump(exclude_none=True), field)]
 
 
-def _required(kind: _Kind, value: object, field: str, types: object) -> StructuredOutput:
+def _required(
+    kind: _Kind, value: object, field: str, wanted: type | types.UnionType
+) -> StructuredOutput:
     if value is None:
         raise ValidationError(f"`{field}` is required")
-    if not isinstance(value, types):  # type: ignore[arg-type]
-        expected = "a string" if types is str else "a JSON schema"
+    if not isinstance(value, wanted):
+        expected = "a string" if wanted is str else "a JSON schema"
         raise ValidationError(f"`{field}` must be {expected}. Given: {describe(value)}")
     return StructuredOutput(kind, value, field)
 

@@ -93,7 +93,7 @@ class ChunkRenderer:
             return self._begin(completion) + self.token(completion, event)
         context_free = completion.context_free
         if context_free and self._plain and event.finish_reason is None:
-            known = self._texts.get(event.token_id)  # type: ignore[arg-type]
+            known = self._texts.get(event.token_id)  # type: ignore[arg-type] # None is in no cache
             if known is not None:
                 text, encoded = known
                 completion.add(text)

@@ -50,7 +50,7 @@ FAMILIES = (
     FillInTheMiddle("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),  # CodeLlama
     FillInTheMiddle("<PRE>", "<SUF>", "<MID>", ends=("<EOT>",)),
     # DeepSeek-Coder: the hole is where the text goes, and the last token follows both parts.
-    FillInTheMiddle("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001
+    FillInTheMiddle("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - the model's own characters
     FillInTheMiddle("[PREFIX]", "[SUFFIX]", None, suffix_first=True),  # Codestral
 )
 """All families; the first whose tokens the tokenizer has is used."""

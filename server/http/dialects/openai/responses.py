@@ -222,7 +222,7 @@ class _EventRenderer:
             return self._begin() + self.token(completion, event)
         context_free = completion.context_free
         if context_free and self._plain and event.finish_reason is None:
-            known = self._texts.get(event.token_id)  # type: ignore[arg-type]
+            known = self._texts.get(event.token_id)  # type: ignore[arg-type] # None is in no cache
             if known is not None:
                 completion.add(known[0])
                 return self._frame(known[1], self._tail)
@@ -282,7 +282,7 @@ class _EventRenderer:
         self._sequence = number + 1
         return self._head + b"%d" % number + self._middle + text + tail
 
-    def _event(self, kind: str, **fields: Any) -> bytes:  # noqa: ANN401
+    def _event(self, kind: str, **fields: Any) -> bytes:  # noqa: ANN401 - of the event
         record = ResponseEvent(type=kind, sequence_number=self._sequence, **fields)
         self._sequence += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(record))
