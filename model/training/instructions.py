@@ -38,7 +38,10 @@ def instruction(fragment: str, generator: np.random.Generator) -> str | None:
     """Return the instruction that a function answers; None if it is not a short function with a docstring."""
     if not fragment.startswith("def ") or len(fragment) > _MAX_CHARACTERS:
         return None
-    node = ast.parse(fragment).body[0]
+    try:
+        node = ast.parse(fragment).body[0]
+    except SyntaxError:  # a fragment can lack lines of its body, for example those that are in an earlier version
+        return None
     assert isinstance(node, ast.FunctionDef)
     purpose = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
     if len(purpose) < _MIN_PURPOSE:

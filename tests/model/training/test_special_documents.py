@@ -99,6 +99,12 @@ def test_a_documented_function_becomes_an_instruction_and_its_answer():
     assert rest == ""
 
 
+def test_a_fragment_that_does_not_parse_is_no_instruction():
+    broken = 'def f():\n    """Return nothing of interest."""\n        class B:\n'
+
+    assert instruction(broken, np.random.default_rng(0)) is None
+
+
 def test_instructions_vary_and_name_the_function():
     generator = np.random.default_rng(0)
     requests = {instruction(FUNCTION, generator) for _ in range(50)}
