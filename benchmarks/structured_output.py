@@ -206,7 +206,11 @@ def throughput(
     start = time.perf_counter()
     answers = engine.generate(requests)
     seconds = time.perf_counter() - start
-    assert all(len(events) == sampling.max_new_tokens for events in answers)
+    for number, events in enumerate(answers):
+        if len(events) != sampling.max_new_tokens:
+            raise RuntimeError(
+                f"request {number} of {batch} has {len(events)} tokens, not {sampling.max_new_tokens}: {events[-1]}"
+            )
     return sum(map(len, answers)) / seconds
 
 

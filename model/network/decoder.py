@@ -209,7 +209,8 @@ class DecoderLM(nn.Module):
         Args:
             input_ids: int64; [T] packed tokens of a step with a cache, [B, L] sequences without.
             positions: int64; [T] each token's index in its sequence; [L] without a cache.
-            kv_cache: the cache; written. None computes dense, differentiable attention without a cache.
+            kv_cache: the cache; written. None computes dense, differentiable attention without a cache; on a GPU only
+                before `optimize`.
             metadata: the step's plans, from `attention_metadata`; required with a cache, else None.
             sampled: [capacity] int64; -1 - i in `input_ids` refers to index i of this tensor. Only with a cache.
 

@@ -57,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("model/bundled/evaluation.json"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
-    model = load_model(
-        options.model, ModelConfig.from_folder(options.model), torch.float32, options.device
-    )
+    config = ModelConfig.from_folder(options.model)
+    model = load_model(options.model, config, torch.float32, options.device, pack=False)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     files = read_held_out(options.data)
     report = {

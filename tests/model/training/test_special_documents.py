@@ -52,15 +52,17 @@ def test_a_rearranged_text_contains_all_of_it_in_either_order(text, seed):
     assert restore(rearrange(text, np.random.default_rng(seed))) == text
 
 
-def test_both_orders_occur_equally_often_and_cuts_fall_within_words():
+def test_orders_and_cuts_have_their_shares():
     generator = np.random.default_rng(0)
-    text = "abcdefghij" * 20
+    text = "abcdefghi\n" * 20
     documents = [rearrange(text, generator) for _ in range(2000)]
     suffix_first = sum(d.startswith("<|fim_prefix|><|fim_suffix|>") for d in documents)
     cuts = {len(PSM.fullmatch(d)[1]) % 10 for d in documents}
+    single_lines = sum(1 <= len(PSM.fullmatch(d)[3].rstrip("\n")) < 10 for d in documents)
 
-    assert 900 < suffix_first < 1110
+    assert 440 < suffix_first < 620
     assert cuts == set(range(10))
+    assert 400 < single_lines < 700
 
 
 def test_a_prompt_for_infilling_is_the_beginning_of_a_training_document():
