@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _rank = attrgetter("rank")
+_num_logits = attrgetter("num_logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ class Scheduler:
         prefill: list[ScheduledSequence] = []
         preempted: list[int] = []
         first_scheduled: list[Sequence] = []
+        is_cut = False
         budget = self.config.max_num_batched_tokens
         block_size = self.block_manager.block_size
         # One token of the budget is kept for each sequence that follows.
@@ -211,6 +213,7 @@ class Scheduler:
             num_tokens = num_known - start
             if num_tokens > budget - num_following:
                 num_tokens = budget - num_following
+                is_cut = True
             stop = start + num_tokens
             if stop > len(sequence.block_table) * block_size and not self._reserve_blocks(
                 sequence, stop, preempted
@@ -221,6 +224,8 @@ class Scheduler:
             rows.append(ScheduledSequence(sequence, start, num_tokens, int(stop == num_known)))
         if not preempted:
             self._admit(budget, decode, prefill, first_scheduled)
+        if is_cut:
+            decode.sort(key=_num_logits, reverse=True)
         output = SchedulerOutput(
             step=self.num_steps,
             decode=tuple(decode),

@@ -54,7 +54,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
 
     Attributes:
         step: number of this step.
-        decode: sequences with exactly one token.
+        decode: sequences with exactly one token, those without logits last.
         prefill: sequences with two tokens or more.
         num_tokens: total tokens; 0 if there is nothing to do.
         first_scheduled: sequences that are scheduled for the first time.

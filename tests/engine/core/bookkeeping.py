@@ -67,6 +67,8 @@ def rows_of(output):
 def begin(scheduler: Scheduler):
     """Schedule and start a step."""
     output = scheduler.schedule()
+    has_logits = [bool(row.num_logits) for row in output.decode]
+    assert has_logits == sorted(has_logits, reverse=True)
     scheduler.start(output)
     return output
 

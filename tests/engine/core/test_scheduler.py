@@ -1083,6 +1083,18 @@ def test_chunks_of_forced_tokens_leave_a_token_of_the_budget_to_each_younger_seq
         assert output.num_tokens <= 6
 
 
+def test_decode_rows_without_logits_come_last():
+    scheduler = make_scheduler(40, max_num_seqs=3, max_num_batched_tokens=3)
+    scheduler.add(constrained(0, 50, prompt=1))
+    for i in (1, 2):
+        scheduler.add(make_sequence(i, 1, max_new_tokens=20))
+    step(scheduler)
+
+    output, _ = step(scheduler)
+
+    assert rows_of(output) == [(1, 1, 1, 1), (2, 1, 1, 1), (0, 1, 1, 0)]
+
+
 def test_a_token_that_the_grammar_refuses_ends_the_sequence_with_an_error():
     scheduler = make_scheduler(20)
     sequence = constrained(1, 9)
