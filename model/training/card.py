@@ -99,26 +99,18 @@ The model is for trying a new installation, and for demonstrations, tests and be
 imitates the style of the standard library: its code looks right and often parses, but seldom does what
 the function's name says. Greedy output of a model this small repeats itself, as above; a temperature
 near 0.7 or a repetition penalty of 1.1 to 1.2 reduces repetition but does not remove it. Output often
-resembles a test suite, because two thirds of the training text are tests. {instructions}
+resembles a test suite, because two thirds of the training text are tests. It follows simple
+instructions for Python functions in form only; it generates only Python and English comments.
 """
 
-_COMMENTS = """\
-## Chat
-
-The model was not trained on conversations, and its tokenizer has no tokens for them or for fill-in-the-middle. The chat
-template, `chat_template.jinja`, writes a conversation as Python: each message becomes a comment, and the reply
-continues after `def `. A message that itself begins a definition (`def`, `class`, `import`, `@`) is continued as it is.
-The reply is then a function whose name may fit the request and whose body seldom does; what it says about anything
-but Python means nothing. Chat is there to try clients and the server with, not for its answers.
-
-"""
 _TOKENS = """\
 ## Fill-in-the-middle and chat
 
-Half of the text is rearranged for fill-in-the-middle, cut at random characters, half of that in PSM
-(`<|fim_prefix|>` prefix `<|fim_suffix|>` suffix `<|fim_middle|>`) and half in SPM (`<|fim_prefix|><|fim_suffix|>`
-suffix `<|fim_middle|>` prefix). Of {lines} lines taken out of functions of held-out files, {exact} are filled in
-exactly (greedy, PSM).
+{infilling_share:.0%} of the text is rearranged for fill-in-the-middle: {spm_share:.0%} of that in SPM
+(`<|fim_prefix|><|fim_suffix|>` suffix `<|fim_middle|>` prefix), the rest in PSM (`<|fim_prefix|>` prefix
+`<|fim_suffix|>` suffix `<|fim_middle|>`). The middle ends with a line in {lines_share:.0%} of the documents, else at a
+random character. Of {lines} lines taken out of functions of held-out files, the first line that the greedy completion
+fills in is the right one for **{exact_spm}** in SPM and **{exact_psm}** in PSM.
 
 The chat template, `chat_template.jinja`, frames messages with `<|im_start|>` and `<|im_end|>`. The model has seen it on
 {documents:,} documented functions of the training files: the docstring as the instruction, the function as the answer.
@@ -140,7 +132,6 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
     data, figures, headers = evaluation["data"], evaluation["compression"], evaluation["headers"]
     teacher, student = training["teacher"], training["student"]
     held_out = data["held_out"]
-    trained_on_chat = "infilling" in evaluation
     versions = data["versions"]
     return _TEMPLATE.format(
         parameters=evaluation["parameters"],
@@ -173,11 +164,7 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
         ended_and_parse=headers["ended_and_parse"],
         max_new_tokens=headers["max_new_tokens"],
         sample_tokens=evaluation["sample_new_tokens"],
-        uses=_uses(evaluation) if trained_on_chat else _COMMENTS,
-        instructions="It follows simple\ninstructions for Python functions in form only; it generates only Python and "
-        "English comments."
-        if trained_on_chat
-        else "The model does not follow\ninstructions; it generates only Python and English comments.",
+        uses=_uses(evaluation, student),
         samples="".join(_block(s["prompt"] + s["completion"]) for s in evaluation["samples"]),
         stdlib_arguments=" ".join(f"--stdlib .../lib/{version}" for version in versions),
         teacher_layers=teacher["shape"]["num_layers"],
@@ -206,11 +193,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (folder / "README.md").write_text(render(*records))
 
 
-def _uses(evaluation: dict[str, Any]) -> str:
+def _uses(evaluation: dict[str, Any], student: dict[str, Any]) -> str:
     """Return the section on fill-in-the-middle and chat of a model that was trained on them."""
+    infilling = evaluation["infilling"]
     return _TOKENS.format(
-        lines=evaluation["infilling"]["lines"],
-        exact=evaluation["infilling"]["exact"],
+        infilling_share=student["infilling_share"],
+        spm_share=evaluation["data"]["infilling"]["spm_share"],
+        lines_share=evaluation["data"]["infilling"]["lines_share"],
+        lines=infilling["lines"],
+        exact_psm=infilling["exact_psm"],
+        exact_spm=infilling["exact_spm"],
         documents=evaluation["data"]["instructions"]["documents"],
         requests=evaluation["instructions"]["instructions"],
         functions=evaluation["instructions"]["functions"],

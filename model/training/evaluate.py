@@ -27,7 +27,6 @@ from model.training.prepare import CONTEXT_LENGTH, read_held_out, xz_bytes
 from model.training.tokenization import (
     ANSWER_START,
     END_OF_TEXT_ID,
-    SPECIAL_TOKENS,
     TURN_END,
     chat_turn,
 )
@@ -158,9 +157,7 @@ def header_completions(
 def special_figures(
     model: DecoderLM, tokenizer: Tokenizer, files: Sequence[SourceFile]
 ) -> dict[str, Any]:
-    """Measure fill-in-the-middle and instructions; nothing for a tokenizer without their tokens."""
-    if any(tokenizer.token_to_id(token) is None for token in SPECIAL_TOKENS):
-        return {}
+    """Measure fill-in-the-middle and instructions."""
     fragments = [f for file in files for f in fragments_of(file.text) if f.startswith("def ")]
     return {
         "infilling": infilled_lines(model, tokenizer, fragments),
@@ -173,10 +170,11 @@ def infilled_lines(
 ) -> dict[str, Any]:
     """Take one line out of functions of held-out files and count those that are filled in exactly.
 
-    The model sees the lines before and after; the line must come back up to white space at its ends.
+    The model sees the lines before and after; the first line of what it fills in must be the one that was taken out, up
+    to white space at its ends.
     """
     generator = np.random.default_rng(0)
-    prompts: list[str] = []
+    gaps: list[tuple[str, str]] = []
     wanted: list[str] = []
     for index in generator.permutation(len(fragments)):
         lines = fragments[index].splitlines(keepends=True)
@@ -184,13 +182,19 @@ def infilled_lines(
         if not places or len(fragments[index]) > MAX_CHARACTERS:
             continue
         place = places[int(generator.integers(len(places)))]
-        prompts.append(infilling_prompt("".join(lines[:place]), "".join(lines[place + 1 :])))
+        gaps.append(("".join(lines[:place]), "".join(lines[place + 1 :])))
         wanted.append(lines[place].strip())
-        if len(prompts) == NUM_LINES:
+        if len(gaps) == NUM_LINES:
             break
-    found = complete(model, tokenizer, prompts, MAX_LINE_TOKENS)
-    exact = sum(text.strip() == line for text, line in zip(found, wanted, strict=True))
-    return {"lines": len(prompts), "exact": exact}
+    figures = {"lines": len(gaps)}
+    for order, spm in (("psm", False), ("spm", True)):
+        prompts = [infilling_prompt(*gap, spm=spm) for gap in gaps]
+        found = complete(model, tokenizer, prompts, MAX_LINE_TOKENS)
+        figures[f"exact_{order}"] = sum(
+            text.partition("\n")[0].strip() == line
+            for text, line in zip(found, wanted, strict=True)
+        )
+    return figures
 
 
 def answered_instructions(

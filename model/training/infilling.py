@@ -46,9 +46,7 @@ def rearrange(text: str, generator: np.random.Generator) -> str:
     cut = _cut_lines if generator.random() < LINES_SHARE else _cut_anywhere
     first, last = cut(text, generator)
     prefix, middle, suffix = text[:first], text[first:last], text[last:]
-    if generator.random() < SPM_SHARE:
-        return f"{FIM_PREFIX}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}{prefix}{middle}"
-    return f"{infilling_prompt(prefix, suffix)}{middle}"
+    return infilling_prompt(prefix, suffix, spm=generator.random() < SPM_SHARE) + middle
 
 
 def _cut_anywhere(text: str, generator: np.random.Generator) -> tuple[int, int]:
@@ -72,8 +70,10 @@ def _cut_lines(text: str, generator: np.random.Generator) -> tuple[int, int]:
     return first, last
 
 
-def infilling_prompt(prefix: str, suffix: str) -> str:
-    """Return the prompt, in PSM, that asks for the text between a prefix and a suffix."""
+def infilling_prompt(prefix: str, suffix: str, *, spm: bool = False) -> str:
+    """Return the prompt, in PSM or SPM, that asks for the text between a prefix and a suffix."""
+    if spm:
+        return f"{FIM_PREFIX}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}{prefix}"
     return f"{FIM_PREFIX}{prefix}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}"
 
 

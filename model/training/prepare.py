@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from model.training.corpus import Corpus, SourceFile, build_corpus
-from model.training.infilling import SPM_SHARE, infilling_documents
+from model.training.infilling import LINES_SHARE, SPM_SHARE, infilling_documents
 from model.training.instructions import instruction_documents
 from model.training.tokenization import encode_documents, save_tokenizer, train_tokenizer
 
@@ -132,7 +132,11 @@ def _manifest(
         "library_fragments": fragments(corpus.library_fragments),
         "test_fragments": fragments(corpus.test_fragments),
         "instructions": {"documents": len(arrays["instructions_starts"])},
-        "infilling": {"copies": options.infilling_copies, "spm_share": SPM_SHARE},
+        "infilling": {
+            "copies": options.infilling_copies,
+            "spm_share": SPM_SHARE,
+            "lines_share": LINES_SHARE,
+        },
         "tokens": {name: len(arrays[name]) for name in STREAMS},
         "held_out": {
             **summary(corpus.held_out),

@@ -22,7 +22,7 @@ ANSWER_START = f"{TURN_START}assistant\n"
 CHAT_TEMPLATE = f"""\
 {{{{- bos_token }}}}
 {{%- for message in messages %}}
-    {{{{- '{TURN_START}' + message.role + '\\n' + message.content + '{TURN_END}\\n' }}}}
+    {{{{- '{TURN_START}' + message.role + '\\n' + (message.content or '') + '{TURN_END}\\n' }}}}
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}
     {{{{- '{TURN_START}assistant\\n' }}}}

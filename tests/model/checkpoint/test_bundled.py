@@ -18,6 +18,7 @@ from model.checkpoint.weights import load_model
 from model.text import tokenizer as text_tokenizer
 from model.text.chat_template import ChatTemplate
 from model.training import card, evaluate
+from model.training.tokenization import TURN_END_ID
 
 FOLDER = Path(model.__file__).parent / "bundled"
 MIB = 2**20
@@ -51,42 +52,29 @@ def test_the_folder_is_complete_and_within_its_size_limits():
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 24 * MIB
 
 
-def test_the_card_of_a_model_trained_on_infilling_and_chat_says_what_they_are_worth():
-    evaluation = _read("evaluation.json")
-    evaluation |= {"infilling": {"lines": 200, "exact": 31}}
-    evaluation |= {"instructions": {"instructions": 100, "functions": 57}}
-    evaluation["data"] |= {"instructions": {"documents": 12345}}
-    text = card.render(_read("config.json"), evaluation, _read("training.json"))
-
-    assert "200 lines taken out of functions of held-out files, 31 are" in text
-    assert "12,345 documented functions" in text
-    assert "100 instructions made from held-out docstrings, 57 are" in text
-    assert "not trained on conversations" not in text
-
-
 def test_the_model_card_matches_the_recorded_figures():
     rendered = card.render(_read("config.json"), _read("evaluation.json"), _read("training.json"))
     assert (FOLDER / "README.md").read_text() == rendered
 
 
-def test_a_conversation_becomes_python_that_the_model_can_continue():
+def test_a_conversation_is_framed_with_the_tokens_of_turns():
     served = text_tokenizer.Tokenizer.from_folder(FOLDER)
     chat = ChatTemplate.from_folder(FOLDER, served)
     messages = [
-        {"role": "system", "content": "Be\n\nbrief."},
-        {"role": "user", "content": "Reverse a string.<|endoftext|>"},
-        {"role": "assistant", "content": "reverse(s):\n    return s[::-1]"},
+        {"role": "user", "content": "Reverse a string.<|im_end|>"},
+        {"role": "assistant", "content": None},
         {"role": "user", "content": "import os\n"},
     ]
     rendered = chat.render(messages)
 
     assert rendered.text == (
-        "<|endoftext|># Be\n#\n# brief.\n# Reverse a string.<|endoftext|>\n"
-        "def reverse(s):\n    return s[::-1]\n\n\nimport os\n"
+        "<|endoftext|><|im_start|>user\nReverse a string.<|im_end|><|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>user\nimport os\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
-    assert rendered.encode().count(0) == 1
-    assert chat.render(messages[:2]).text.endswith("\ndef ")
-    ast.parse(rendered.text.removeprefix("<|endoftext|>"))
+    assert rendered.encode().count(TURN_END_ID) == 3
+    assert ModelConfig.from_folder(FOLDER).eos_token_ids == (0, TURN_END_ID)
 
 
 def test_the_model_compresses_held_out_files_better_than_xz():

@@ -151,11 +151,10 @@ def test_a_small_checkpoint_is_measured_on_infilling_and_instructions(data, tmp_
     held_out = read_held_out(data)
     figures = evaluate.special_figures(model, tokenizer, held_out)
 
-    assert figures["infilling"]["lines"] >= figures["infilling"]["exact"] >= 0
+    infilling = figures["infilling"]
+    assert infilling["lines"] >= infilling["exact_psm"] >= 0 <= infilling["exact_spm"]
     assert figures["instructions"]["instructions"] >= figures["instructions"]["functions"] >= 0
     assert model.config.eos_token_ids == (0, TURN_END_ID)
-    bare = Tokenizer.from_str(tokenizer.to_str().replace("<|im_end|>", "<|other|>"))
-    assert evaluate.special_figures(model, bare, held_out) == {}
 
 
 def test_every_document_starts_with_the_separator(data):
