@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -81,16 +81,21 @@ class GrammarMatcher:
     """The state of a grammar after some tokens.
 
     Made by `compile_matcher` and `copy`. Not thread-safe: nothing may be called while `TokenMasker` computes its mask.
+
+    Attributes:
+        library: the library's matcher.
+        caches: identifies the caches that a matcher and its copies share. The library locks them while it computes a
+            mask, so only matchers with different caches are computed at the same time.
     """
 
-    __slots__ = ("library",)
+    __slots__ = ("__weakref__", "caches", "library")
 
-    def __init__(self, library: LLMatcher) -> None:
-        self.library = library
+    def __init__(self, library: LLMatcher, caches: object) -> None:
+        self.library, self.caches = library, caches
 
     def copy(self) -> GrammarMatcher:
-        """Return an independent matcher in the same state."""
-        return GrammarMatcher(self.library.deep_copy())
+        """Return an independent matcher in the same state, which shares the caches."""
+        return GrammarMatcher(self.library.deep_copy(), self.caches)
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; return whether the grammar allows it and its limits are kept."""
@@ -122,21 +127,43 @@ class GrammarMatcher:
         return f"the grammar cannot be followed further: {_reason(self.library.get_error())}"
 
 
-class PendingMasks(NamedTuple):
+class PendingMasks:
     """Masks that are being computed.
 
     Attributes:
         words: [R, num_words] int32, as in `model.sampling.mask.TokenMasks`; valid after `wait` and until the next
             `TokenMasker.start`.
-        errors: see `wait`.
     """
 
-    words: npt.NDArray[np.int32]
-    errors: Future[dict[int, str]]
+    def __init__(
+        self,
+        words: npt.NDArray[np.int32],
+        rows: Sequence[tuple[GrammarMatcher, bool]],
+        shares: Sequence[Future[None]],
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.words = words
+        self._rows, self._shares, self._eos_token_ids = rows, shares, eos_token_ids
 
     def wait(self) -> dict[int, str]:
         """Wait until all masks are computed; return the errors of rows that have no mask, by row."""
-        return self.errors.result()
+        for share in self._shares:
+            share.result()
+        errors = {}
+        for i, (matcher, end_allowed) in enumerate(self._rows):
+            if error := matcher.error:
+                errors[i] = error
+                self.words[i] = -1
+            elif not end_allowed:
+                self._ban_end(self.words[i])
+        return errors
+
+    def _ban_end(self, words: npt.NDArray[np.int32]) -> None:
+        """Clear the bits of the end tokens, unless no other is set."""
+        kept = words.copy()
+        _clear_bits(kept, self._eos_token_ids)
+        if kept.any():
+            words[:] = kept
 
 
 class TokenMasker:
@@ -144,12 +171,13 @@ class TokenMasker:
 
     Args:
         tokenizer: of the matchers.
+        num_threads: at least 1.
     """
 
-    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, num_threads: int = 1) -> None:
         self._tokenizer = tokenizer
-        self._executor = LLExecutor()
-        self._thread = ThreadPoolExecutor(1, "token-masks")
+        self._executors = [LLExecutor(num_threads=1) for _ in range(num_threads)]
+        self._threads = ThreadPoolExecutor(num_threads, "token-masks")
         self._words = np.empty((0, tokenizer.num_words), np.int32)
 
     def start(self, rows: Sequence[tuple[GrammarMatcher, bool]]) -> PendingMasks:
@@ -162,32 +190,37 @@ class TokenMasker:
         if len(self._words) < len(rows):
             self._words = np.empty((len(rows), self._tokenizer.num_words), np.int32)
         words = self._words[: len(rows)]
-        return PendingMasks(words, self._thread.submit(self._compute, rows, words))
+        groups: dict[int, list[tuple[LLMatcher, int]]] = {}
+        for i, (matcher, _) in enumerate(rows):
+            groups.setdefault(id(matcher.caches), []).append((matcher.library, i))
+        shares = [
+            self._threads.submit(_compute, executor, share, words)
+            for executor, share in zip(
+                self._executors, _shares(groups.values(), len(self._executors)), strict=False
+            )
+        ]
+        return PendingMasks(words, rows, shares, self._tokenizer.eos_token_ids)
 
-    def _compute(
-        self, rows: Sequence[tuple[GrammarMatcher, bool]], words: npt.NDArray[np.int32]
-    ) -> dict[int, str]:
-        self._executor.unsafe_compute_mask_ptr(
-            [(matcher.library, i) for i, (matcher, _) in enumerate(rows)],
-            words.ctypes.data,
-            words.shape[1] * words.itemsize,
-            len(rows),
-        )
-        errors = {}
-        for i, (matcher, end_allowed) in enumerate(rows):
-            if error := matcher.error:
-                errors[i] = error
-                words[i] = -1
-            elif not end_allowed:
-                self._ban_end(words[i])
-        return errors
 
-    def _ban_end(self, words: npt.NDArray[np.int32]) -> None:
-        """Clear the bits of the end tokens, unless no other is set."""
-        kept = words.copy()
-        _clear_bits(kept, self._tokenizer.eos_token_ids)
-        if kept.any():
-            words[:] = kept
+def _shares(
+    groups: Iterable[list[tuple[LLMatcher, int]]], count: int
+) -> list[list[tuple[LLMatcher, int]]]:
+    """Combine groups to at most `count` shares of about the same size."""
+    shares: list[list[tuple[LLMatcher, int]]] = []
+    for group in sorted(groups, key=len, reverse=True):
+        if len(shares) < count:
+            shares.append(group)
+        else:
+            min(shares, key=len).extend(group)
+    return shares
+
+
+def _compute(
+    executor: LLExecutor, share: list[tuple[LLMatcher, int]], words: npt.NDArray[np.int32]
+) -> None:
+    executor.unsafe_compute_mask_ptr(
+        share, words.ctypes.data, words.shape[1] * words.itemsize, len(words)
+    )
 
 
 def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher:
@@ -205,7 +238,7 @@ def compile_matcher(tokenizer: GrammarTokenizer, grammar: str) -> GrammarMatcher
     matcher = LLMatcher(tokenizer.library, grammar, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise GrammarError(_reason(matcher.get_error()))
-    return GrammarMatcher(matcher)
+    return GrammarMatcher(matcher, caches=object())
 
 
 def check(tokenizer: GrammarTokenizer, grammar: str) -> None:

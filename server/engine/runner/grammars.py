@@ -6,9 +6,11 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
 
 from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, TokenMasker, compile_matcher
 from model.text.tokenizer import Tokenizer
+from server.engine.runner.cpus import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +21,28 @@ if TYPE_CHECKING:
 
 _THREADS: Final = 2
 _KEPT: Final = 64
-"""Compiled grammars that are kept for requests with the same one."""
+"""Grammars that are kept compiled for requests with the same one."""
+_MOST_MASKING: Final = 16
+"""Threads that compute masks, at most."""
+_COPIES: Final = 8
+"""Requests with the same grammar from which on it is compiled once more: masks of copies cannot be computed at once."""
+
+
+class _Compiled:
+    """A compiled grammar and the copies of it that are in use."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+        self._copies: WeakSet[GrammarMatcher] = WeakSet()
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)
+
+    def copy(self) -> GrammarMatcher:
+        copy = self._matcher.copy()
+        self._copies.add(copy)
+        return copy
 
 
 class Grammars:
@@ -36,7 +59,9 @@ class Grammars:
         self._lock = Lock()
         self._tokenizer: GrammarTokenizer | None = None
         self._masker: TokenMasker | None = None
-        self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, list[_Compiled]] = OrderedDict()
+        # One core stays free for the engine's thread.
+        self._num_masking = max(1, min(_MOST_MASKING, num_usable_cpus() - 1))
 
     def compile(self, grammar: str) -> Future[Matcher]:
         """Start to compile a serialized grammar. The future raises a `ModelError` if that fails."""
@@ -46,22 +71,24 @@ class Grammars:
         """Start to compute masks; see `TokenMasker.start`. Only the engine's thread calls it."""
         if self._masker is None:
             assert self._tokenizer is not None, "there are matchers, so the vocabulary is loaded"
-            self._masker = TokenMasker(self._tokenizer)
+            self._masker = TokenMasker(self._tokenizer, self._num_masking)
         return self._masker.start(rows)
 
     def _compile(self, grammar: str) -> Matcher:
         with self._lock:
             tokenizer = self._load()
-            compiled = self._compiled.get(grammar)
-            if compiled is not None:
+            if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
-                return compiled.copy()
-        compiled = compile_matcher(tokenizer, grammar)
+                compiled = self._compiled[grammar]
+                least = min(compiled, key=lambda one: one.num_copies)
+                if least.num_copies < _COPIES or len(compiled) >= self._num_masking:
+                    return least.copy()
+        one = _Compiled(compile_matcher(tokenizer, grammar))
         with self._lock:
-            self._compiled[grammar] = compiled
+            self._compiled.setdefault(grammar, []).append(one)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return compiled.copy()
+            return one.copy()
 
     def _load(self) -> GrammarTokenizer:
         if self._tokenizer is None:

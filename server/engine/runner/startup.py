@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import sys
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
+from server.engine.runner.cpus import num_usable_cpus
 from server.engine.runner.device_errors import explain
 from server.engine.runner.runner_start import start_runner
 from server.engine.runner.startup_progress import Phases
@@ -144,8 +144,8 @@ def _device(requested: str) -> torch.device:
 
 def _set_threads(requested: int | None) -> None:
     """Set PyTorch's threads: by default one per physical core, but at least one core stays free for the front end."""
-    spare = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), (spare or 1) - 1)))
+    spare = num_usable_cpus() - 1
+    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), spare)))
 
 
 @contextmanager

@@ -157,10 +157,12 @@ def test_a_matcher_forces_what_is_certain_and_copies_are_independent(tokenizer, 
     assert not matcher.error
 
 
-def test_masks_of_many_matchers_are_those_of_each_alone(tokenizer, vocabulary):
+@pytest.mark.parametrize("num_threads", [1, 3, 20])
+def test_masks_of_many_matchers_are_those_of_each_alone(tokenizer, vocabulary, num_threads):
     kinds = [("regex", "[a-f]+"), ("json_object", None), ("choice", ["x"]), ("regex", "")]
     matchers = [compile_matcher(vocabulary, serialize(*kind)) for kind in kinds * 8]
-    masker = TokenMasker(vocabulary)
+    matchers += [matcher.copy() for matcher in matchers]
+    masker = TokenMasker(vocabulary, num_threads)
     together = masker.start([(matcher, True) for matcher in matchers])
     assert together.wait() == {}
     words = together.words.copy()
