@@ -1,6 +1,6 @@
 """The service does what its OpenAPI document says, for bodies that the document allows and for others.
 
-By default a few cases; `TESSERA_TEST_EXAMPLES=50 pytest -m slow tests/e2e/test_openapi.py` runs more than 3,000.
+By default a few cases; `OPENAPI_EXAMPLES=50 pytest -m slow tests/e2e/test_openapi.py` runs more than 3,000.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
-EXAMPLES = int(os.environ.get("TESSERA_TEST_EXAMPLES", "10"))
+EXAMPLES = int(os.environ.get("OPENAPI_EXAMPLES", "10"))
 FULL = 50
 
 
