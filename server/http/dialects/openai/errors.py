@@ -34,7 +34,7 @@ def status_of(error: type[TesseraError]) -> int:
     """Return the status of the response to an error. OpenAI's clients know neither 422 nor 424."""
     if issubclass(error, ValidationError):
         return 400
-    return 500 if issubclass(error, GenerationError) else error.status
+    return 500 if error.status == GenerationError.status else error.status
 
 
 def error_reply(error: TesseraError) -> OpenAIErrorReply:

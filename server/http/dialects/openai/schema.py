@@ -66,6 +66,9 @@ PromptField = Annotated[
 """A text, a list of texts, a list of token ids, or a list of such lists; `prompts` checks it."""
 
 
+Choice = Annotated[list[str], Field(min_length=1)]
+
+
 class StreamOptions(BaseModel):
     """What the events of a stream report beside the text."""
 
@@ -89,7 +92,7 @@ class StructuredOutputs(BaseModel):
         None, alias="json", description="A JSON schema, as an object or as a string."
     )
     regex: str | None = Field(None, description="A regular expression that the text matches.")
-    choice: list[str] | None = Field(None, description="Strings; the text is one of them.")
+    choice: Choice | None = Field(None, description="Strings; the text is one of them.")
     grammar: str | None = Field(None, description="A Lark grammar.")
     json_object: bool | None = Field(None, description="True: the text is any JSON object.")
     structural_tag: ObjectOrText | None = Field(None, description="A structural tag.")
@@ -170,7 +173,7 @@ class TextFields(SamplingFields):
         None, description="Older name of `structured_outputs.json`."
     )
     guided_regex: str | None = Field(None, description="Older name of `structured_outputs.regex`.")
-    guided_choice: list[str] | None = Field(
+    guided_choice: Choice | None = Field(
         None, description="Older name of `structured_outputs.choice`."
     )
     guided_grammar: str | None = Field(

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from server.http.field_types import ObjectOrText
 from server.http.limits import SMALLEST_TEMPERATURE
 from server.http.sampling_fields import CommonSamplingFields
 
@@ -28,7 +29,7 @@ class JSONGrammar(BaseModel):
     model_config = _STRICT
 
     type: Literal["json"]
-    value: Any = Field(json_schema_extra={"type": ["object", "string"]})
+    value: ObjectOrText
 
 
 class RegexGrammar(BaseModel):
@@ -46,7 +47,7 @@ class NamedSchema(BaseModel):
     model_config = _STRICT
 
     name: str | None = None
-    schema_: Any = Field(alias="schema", json_schema_extra={"type": ["object", "string"]})
+    schema_: ObjectOrText = Field(alias="schema")
 
 
 class JSONSchemaGrammar(BaseModel):

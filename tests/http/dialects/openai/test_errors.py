@@ -5,6 +5,8 @@ import json
 import pytest
 
 from server.engine.link.protocol import EngineState
+from server.errors import AbortedError, DeadlineExceededError, GenerationError, OverloadedError
+from server.http.dialects.openai.errors import status_of
 from tests.http.dialects.openai.events import failing
 
 pytestmark = pytest.mark.anyio
@@ -64,6 +66,8 @@ def error_of(response):
         ({"response_format": {"type": "regex", "value": {}}}, "response_format.value", "a string"),
         ({"guided_json": 3}, "guided_json", "an object or a string"),
         ({"guided_json": "{"}, "guided_json", "must be JSON"),
+        ({"guided_choice": []}, "guided_choice", "cannot be empty"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "cannot be empty"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "exclude each other"),
     ],
 )  # fmt: skip
@@ -76,6 +80,19 @@ async def test_bad_values_are_refused_by_name(complete, engine, fields, param, m
     assert error["param"] == param
     assert message in error["message"]
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (GenerationError, 500),
+        (AbortedError, 499),
+        (DeadlineExceededError, 504),
+        (OverloadedError, 429),
+    ],
+)
+def test_errors_have_a_status_that_openai_s_clients_know(error, status):
+    assert status_of(error) == status
 
 
 async def test_numbers_of_any_length_are_refused(client):
