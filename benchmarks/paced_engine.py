@@ -29,7 +29,7 @@ from server.engine.link.process import Channel
 from server.engine.link.process_setup import exit_with_parent
 from server.engine.link.protocol import EngineLaunch
 
-_NO_PLAN = PlanReport(
+NO_PLAN = PlanReport(
     arch="none", arch_name="none", sm=0, num_sms=0, shared_memory_bytes=0, memory_bandwidth_gbs=0,
     peak_tflops=0.0, dtype="none", weight_dtype="none", kv_dtype="none",
     num_heads=1, num_kv_heads=1, head_dim=1, one_sequence="",
@@ -116,7 +116,7 @@ def main() -> None:
     info = EngineInfo(
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,
-        num_blocks=1, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=_NO_PLAN,
+        num_blocks=1, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN,
         startup_seconds={}, versions={},
     )  # fmt: skip
     channel.send(EngineReady(info))

@@ -59,6 +59,8 @@ def create_app(
         docs_url=None,  # loads its scripts from another host; `docs_page` does not
         redoc_url=None,
         redirect_slashes=False,
+        # `server.http.tracing` makes the spans. FastAPI's would also wrap each stream, if OpenTelemetry is set up.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.router.route_class = DirectRoute
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]

@@ -6,14 +6,14 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from fastapi.routing import APIRoute
-from starlette.routing import Match, request_response
+from starlette.requests import Request
+from starlette.routing import Match
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import Scope
+    from starlette.types import Receive, Scope, Send
 
 
 class DirectRoute(APIRoute):
@@ -34,13 +34,19 @@ class DirectRoute(APIRoute):
         assert parameters in ([], ["request"]), f"{path} has parameters for FastAPI to fill"
         assert not self.dependant.dependencies, f"{path} has dependencies"
 
-        async def call(request: Request) -> Response:
-            return await (endpoint(request) if parameters else endpoint())
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            response = await (endpoint(Request(scope, receive, send)) if parameters else endpoint())
+            await response(scope, receive, send)
 
-        self.app = request_response(call)
+        # Without the error handlers of a route: those of the application handle the same errors.
+        self.app = serve
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Match a request. Most routes that a request passes before its own have another path without parameters."""
-        if not self.param_convertors and scope["path"] != self.path and not scope.get("root_path"):
+        """Match a request; a path without parameters, of an application that is not mounted, is compared directly."""
+        if self.param_convertors or scope.get("root_path"):
+            return super().matches(scope)
+        if scope["path"] != self.path or scope["type"] != "http":
             return Match.NONE, {}
-        return super().matches(scope)
+        allowed = not self.methods or scope["method"] in self.methods
+        found = Match.FULL if allowed else Match.PARTIAL
+        return found, {"endpoint": self.endpoint, "path_params": {}, "route": self}

@@ -128,10 +128,9 @@ class Generation:
         Raises:
             GenerationError: one of them failed.
         """
-        keep = self._keep_tokens
-        await asyncio.gather(
-            *(c.finish(record.clock(), keep_tokens=keep) for c in self.completions)
-        )
+        parts = [c.finish(record.clock(), keep_tokens=self._keep_tokens) for c in self.completions]
+        # The usual single completion needs no task of its own.
+        await (parts[0] if len(parts) == 1 else asyncio.gather(*parts))
 
     @property
     def max_new_tokens(self) -> int:
@@ -150,18 +149,30 @@ class Generation:
 
     def usage(self) -> RequestUsage:
         """Return what the request used, of all completions; final if `settled`."""
-        streams = [completion.stream for completion in self.completions]
-        used = [stream.usage for stream in streams]
+        queue = prefill = decode = device = blocks = 0.0
+        computed = cached = recomputed = steps = 0
+        for completion in self.completions:
+            stream = completion.stream
+            used = stream.usage
+            queue = max(queue, stream.queue_seconds)
+            prefill = max(prefill, used.prefill_seconds)
+            decode = max(decode, used.decode_seconds)
+            device += used.device_seconds
+            blocks += used.block_seconds
+            computed += used.num_computed_prompt_tokens
+            cached += used.num_cached_prompt_tokens
+            recomputed += used.num_recomputed_tokens
+            steps += used.num_steps
         return RequestUsage(
-            queue_ms=_milliseconds(max([stream.queue_seconds for stream in streams])),
-            prefill_ms=_milliseconds(max([one.prefill_seconds for one in used])),
-            decode_ms=_milliseconds(max([one.decode_seconds for one in used])),
-            computed_prompt_tokens=sum([one.num_computed_prompt_tokens for one in used]),
-            cached_prompt_tokens=sum([one.num_cached_prompt_tokens for one in used]),
-            recomputed_tokens=sum([one.num_recomputed_tokens for one in used]),
-            steps=sum([one.num_steps for one in used]),
-            device_seconds=round(sum([one.device_seconds for one in used]), 9),
-            kv_block_seconds=round(sum([one.block_seconds for one in used]), 6),
+            queue_ms=_milliseconds(queue),
+            prefill_ms=_milliseconds(prefill),
+            decode_ms=_milliseconds(decode),
+            computed_prompt_tokens=computed,
+            cached_prompt_tokens=cached,
+            recomputed_tokens=recomputed,
+            steps=steps,
+            device_seconds=round(device, 9),
+            kv_block_seconds=round(blocks, 6),
         )
 
     def select_best(self, count: int) -> list[Completion]:

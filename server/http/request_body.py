@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.errors import BodyTimeoutError, BodyTooLargeError, MalformedBodyError, MediaTypeError
+from server.http.eager import Begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
 
 _DECODER = msgspec.json.Decoder()
+_JSON = b"application/json"
 _MOST_DIGITS = 19
 
 
@@ -37,17 +39,20 @@ async def read_json(scope: Scope, receive: Receive, config: HTTPConfig) -> objec
         MalformedBodyError: it is not JSON.
         ClientDisconnectedError: the client disconnected before the body was complete.
     """
-    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-    _check_media_type(headers)
+    headers = dict(scope["headers"])
+    _check_encoding(headers.get(b"content-encoding", b""))
+    _check_media_type(headers.get(b"content-type", _JSON))
     _check_length(headers.get(b"content-length"), config.max_body_bytes)
+    reading = Begun(_read(receive, config.max_body_bytes))
+    if reading.rest is None:
+        return decode(reading.result)
     try:
         async with asyncio.timeout(config.body_timeout_seconds):
-            body = await _read(receive, config.max_body_bytes)
+            return decode(await reading.rest)
     except TimeoutError:
         raise BodyTimeoutError(
             f"the request body did not arrive within {config.body_timeout_seconds:g} seconds"
         ) from None
-    return decode(body)
 
 
 def decode(body: bytes) -> object:
@@ -67,15 +72,17 @@ def decode(body: bytes) -> object:
         raise MalformedBodyError(f"the request body is not valid JSON: {reason}") from None
 
 
-def _check_media_type(headers: dict[bytes, str]) -> None:
-    """Check that the headers declare uncompressed JSON in UTF-8. A missing content type means JSON."""
-    encoding = headers.get(b"content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
+def _check_encoding(declared: bytes) -> None:
+    if declared and declared.decode("latin-1").strip().lower() not in ("", "identity"):
         raise MediaTypeError("the request body must not be compressed: leave out Content-Encoding")
-    declared = headers.get(b"content-type")
-    if declared is None:
+
+
+def _check_media_type(declared: bytes) -> None:
+    """Check that a content type is JSON in UTF-8."""
+    if declared == _JSON:
         return
-    media_type, *options = (part.strip().lower() for part in declared.split(";"))
+    parts = declared.decode("latin-1").split(";")
+    media_type, *options = (part.strip().lower() for part in parts)
     kind, _, subtype = media_type.partition("/")
     if kind != "application" or (subtype != "json" and not subtype.endswith("+json")):
         raise MediaTypeError("the request body must be JSON: send Content-Type: application/json")
@@ -84,9 +91,10 @@ def _check_media_type(headers: dict[bytes, str]) -> None:
         raise MediaTypeError("the request body must be encoded in UTF-8")
 
 
-def _check_length(declared: str | None, limit: int) -> None:
-    if declared is None:
+def _check_length(given: bytes | None, limit: int) -> None:
+    if given is None:
         return
+    declared = given.decode("latin-1")
     if not (declared.isascii() and declared.isdigit()):
         raise MalformedBodyError("Content-Length must be a number of bytes")
     if len(declared) > _MOST_DIGITS or int(declared) > limit:

@@ -36,14 +36,14 @@ _encode = msgspec.json.Encoder().encode
 _CLOSING = (BodyTooLargeError, BodyTimeoutError)
 
 
-def header(name: str, value: object) -> tuple[bytes, bytes]:
+def header(name: bytes, value: object) -> tuple[bytes, bytes]:
     """Encode a header for ASGI."""
-    return name.encode("ascii"), str(value).encode("ascii")
+    return name, str(value).encode("ascii")
 
 
 def warnings_header(warnings: Sequence[str]) -> Headers:
     """Render the header that lists accepted fields without effect, as a JSON list in ASCII; none without warnings."""
-    return [header("x-tessera-warnings", json.dumps(warnings))] if warnings else []
+    return [header(b"x-tessera-warnings", json.dumps(warnings))] if warnings else []
 
 
 def json_response(value: object, status: int = 200) -> Response:
@@ -77,7 +77,7 @@ async def send_json(send: Send, body: bytes, headers: Headers) -> None:
     headers = [
         *headers,
         (b"content-type", b"application/json"),
-        header("content-length", len(body)),
+        header(b"content-length", len(body)),
     ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import Request
 from msgspec import UNSET, UnsetType
-from prometheus_client.exposition import choose_encoder
 from starlette.responses import Response
 
 from server.engine.core.plan_report import PlanReport
@@ -85,8 +84,8 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
     @app.get("/metrics", tags=["Service"], response_class=Response, responses=exposition)
     async def metrics(request: Request) -> Response:
         """Report metrics in Prometheus' text format, or in OpenMetrics if `Accept` asks for it."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(context.metrics.registry), headers={"content-type": content_type})
+        text, content_type = context.metrics.render(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     app.add_api_route("/plan", read_plan, methods=["GET"], **plan)
     for path, read, described in (

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import types
 from typing import TYPE_CHECKING, Protocol
 
 from server.errors import (
@@ -20,13 +19,13 @@ from server.errors import (
     IncompleteGenerationStreamError,
     TesseraError,
 )
+from server.http.eager import Begun
 from server.http.metrics.records import outcome_of
 from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-    from typing import Any
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from starlette.types import Send
 
@@ -235,16 +234,12 @@ class EventStream:
         if more and self._writer is not None and self._writer.write(data):
             self._last = self._loop.time()
             return True
-        # `send` is a coroutine that rarely waits. Run it here; if it waits, `drain` runs the rest.
-        steps = self._send(
-            {"type": "http.response.body", "body": data, "more_body": more}
-        ).__await__()
-        try:
-            awaited = next(steps)
-        except StopIteration:
+        # `send` rarely waits. If it does, `drain` runs the rest.
+        sent = Begun(self._send({"type": "http.response.body", "body": data, "more_body": more}))
+        if sent.rest is None:
             self._last = self._loop.time()
             return True
-        self._blocked = _resume(steps, awaited)
+        self._blocked = sent.rest
         self._blocked_since = self._loop.time()
         return False
 
@@ -294,26 +289,6 @@ class EventStream:
                 self._comment = self._loop.create_task(self._send_comment())
                 due = now + self._config.keep_alive_seconds
         self._timer = self._loop.call_at(due, self._tick)
-
-
-@types.coroutine
-def _resume(steps: Generator[object, Any, None], awaited: object) -> Generator[object, Any, None]:
-    """Run the rest of a coroutine that was started outside of a task.
-
-    Args:
-        steps: the coroutine's iterator.
-        awaited: the future that it yielded.
-    """
-    while True:
-        try:
-            try:
-                sent = yield awaited
-            except BaseException as error:  # noqa: BLE001 - the coroutine handles it
-                awaited = steps.throw(error)
-            else:
-                awaited = steps.send(sent)
-        except StopIteration:
-            return
 
 
 @contextlib.asynccontextmanager

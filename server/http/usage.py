@@ -41,10 +41,11 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HEADERS = tuple(
-    (field, f"x-tessera-{field.replace('_', '-')}") for field in RequestUsage.__struct_fields__
+    f"x-tessera-{field.replace('_', '-')}".encode() for field in RequestUsage.__struct_fields__
 )
 
 
 def usage_headers(usage: RequestUsage) -> Headers:
     """Render a request's usage as response headers."""
-    return [header(name, getattr(usage, field)) for field, name in _HEADERS]
+    values = msgspec.structs.astuple(usage)
+    return [header(name, value) for name, value in zip(_HEADERS, values, strict=True)]

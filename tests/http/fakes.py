@@ -183,7 +183,8 @@ def say(
             return
         for one in events:
             put(stream, one)
-            await asyncio.sleep(wait)
+            if one.finish_reason is None:
+                await asyncio.sleep(wait)
 
     return script
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,9 +50,11 @@ def cumulative(
         cells: the histogram's numbers, or the sums of the numbers of several histograms with these bounds.
     """
     *counts, total = cells
-    so_far = 0.0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
-        so_far += count
-        buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), so_far))
-    return buckets, total
+    _, *so_far = itertools.accumulate(counts, initial=0.0)
+    return list(zip(bound_labels(tuple(bounds)), so_far, strict=True)), total
+
+
+@functools.cache
+def bound_labels(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Return the values of the label `le` of a histogram with these bounds."""
+    return (*(repr(float(bound)) for bound in bounds), "+Inf")

@@ -6,43 +6,52 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import ProcessCollector
-from prometheus_client.registry import Collector
+
+from server.http.metrics.rows import Reading
+from server.http.metrics.specs import Spec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
 _START, _LIMIT = "process_start_time_seconds", "process_max_fds"
 
 
-class ProcessesCollector(Collector):
+class Processes:
     """Sums `prometheus_client.ProcessCollector` over processes.
 
     The start time is the earliest one. The limit of open files is that of one process.
-
-    Args:
-        registry: the registry to register with.
-        pids: returns the ids of the current processes; 0 and the ids of dead processes are ignored.
     """
 
-    def __init__(self, registry: CollectorRegistry, pids: Callable[[], Iterable[float]]) -> None:
-        self._pids = pids
-        registry.register(self)
+    def __init__(self) -> None:
+        self._collectors: dict[int, ProcessCollector] = {}
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics with values for all processes together."""
+    def read(self, pids: Iterable[float]) -> list[Reading]:
+        """Read the metrics with values for all processes together.
+
+        Args:
+            pids: ids of the current processes; 0 and the ids of dead processes are ignored.
+        """
+        current = {int(pid) for pid in pids} - {0}
+        self._collectors = {pid: self._collectors.get(pid) or _collector(pid) for pid in current}
         families: dict[str, Metric] = {}
-        for pid in {int(pid) for pid in self._pids()} - {0}:
-            for family in ProcessCollector(pid=partial(int, pid), registry=None).collect():
-                (sample,) = family.samples
-                if (first := families.setdefault(family.name, family)) is not family:
-                    (so_far,) = first.samples
-                    first.samples = [
-                        so_far._replace(value=_combine(sample.name, so_far.value, sample.value))
-                    ]
-        return families.values()
+        values: dict[str, float] = {}
+        for collector in self._collectors.values():
+            for family in collector.collect():
+                name, (sample,) = family.name, family.samples
+                if families.setdefault(name, family) is family:
+                    values[name] = sample.value
+                else:
+                    values[name] = _combine(name, values[name], sample.value)
+        return [
+            Reading(Spec(name, type(family), family.documentation), {}, [((), values[name])])
+            for name, family in families.items()
+        ]
+
+
+def _collector(pid: int) -> ProcessCollector:
+    return ProcessCollector(pid=partial(int, pid), registry=None)
 
 
 def _combine(name: str, a: float, b: float) -> float:

@@ -39,7 +39,7 @@ class Outcome(enum.Enum):
     ERROR = "error"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Spec:
     """A metric. Its name lacks the suffix that its kind adds to the scraped name."""
 

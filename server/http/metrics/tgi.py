@@ -16,15 +16,15 @@ from prometheus_client.core import (
 )
 
 from server.http.metrics import specs
-from server.http.metrics.snapshot import Row, empty_histogram
+from server.http.metrics.rows import Row, read_rows
+from server.http.metrics.snapshot import empty_histogram
 from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from prometheus_client.metrics_core import Metric
-
-    from server.http.metrics.snapshot import Samples, Snapshot
+    from server.http.metrics.rows import Reading, Samples
+    from server.http.metrics.snapshot import Snapshot
     from server.http.metrics.specs import Spec
 
 _SUCCESSES = (Outcome.LENGTH, Outcome.EOS_TOKEN, Outcome.STOP_SEQUENCE)
@@ -120,6 +120,6 @@ ROWS: Final = (
 # fmt: on
 
 
-def collect(snapshot: Snapshot) -> Iterable[Metric]:
-    """Render all rows; TGI's metrics have no common labels."""
-    return [row.render(snapshot, {}) for row in ROWS]
+def read(snapshot: Snapshot) -> list[Reading]:
+    """Read all rows; TGI's metrics have no common labels."""
+    return read_rows(ROWS, snapshot, {})

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from server.http.metrics import specs
-from server.http.metrics.snapshot import Row
+from server.http.metrics.rows import Row, read_rows
 from server.http.metrics.specs import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from prometheus_client.metrics_core import Metric
-
-    from server.http.metrics.snapshot import Samples, Snapshot
+    from server.http.metrics.rows import Reading, Samples
+    from server.http.metrics.snapshot import Snapshot
     from server.http.metrics.specs import Spec
 
 _FINISHED_REASONS = {
@@ -127,7 +126,6 @@ ROWS: Final = (
 # fmt: on
 
 
-def collect(snapshot: Snapshot) -> Iterable[Metric]:
-    """Render all rows with vLLM's labels."""
-    common = {"model_name": snapshot.model_name, "engine": "0"}
-    return [row.render(snapshot, common) for row in ROWS]
+def read(snapshot: Snapshot) -> list[Reading]:
+    """Read all rows, with vLLM's labels."""
+    return read_rows(ROWS, snapshot, {"model_name": snapshot.model_name, "engine": "0"})

@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
-from server.http.metrics.process import ProcessesCollector
+from server.http.metrics.process import Processes
 from server.http.metrics.shared_counters import SharedCounters
 
 
@@ -61,13 +60,11 @@ def test_the_rows_of_a_histogram_add_up(path):
 
 def test_process_metrics_are_summed_without_dead_processes():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        alone, both = CollectorRegistry(), CollectorRegistry()
-        ProcessesCollector(alone, lambda: [other.pid, 0, 2**22 + 1])
-        ProcessesCollector(both, lambda: [os.getpid(), other.pid])
+        alone = Processes().read([other.pid, 0, 2**22 + 1])
+        both = Processes().read([os.getpid(), other.pid])
 
-        def value(registry, name):
-            lines = generate_latest(registry).decode().splitlines()
-            return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+        def value(readings, name):
+            return next(v for r in readings for v in r.values() if r.metric.name == name)
 
         assert value(alone, "process_open_fds") >= 3
         assert value(both, "process_open_fds") > value(alone, "process_open_fds")
@@ -76,3 +73,13 @@ def test_process_metrics_are_summed_without_dead_processes():
         )
         assert value(both, "process_max_fds") < 2 * value(alone, "process_max_fds")
         other.stdin.close()
+
+
+def test_processes_that_end_and_start_are_followed():
+    processes = Processes()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert processes.read([other.pid])
+        other.stdin.close()
+
+    assert processes.read([other.pid]) == []
+    assert processes.read([os.getpid()])

@@ -8,7 +8,7 @@ import pydantic
 
 from server.errors import UnknownModelError
 from server.http.request_id import current_request
-from server.http.validation import parse, quote
+from server.http.validation import fields_of, parse, quote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -115,10 +115,11 @@ def _without_extra(
 
     Unknown fields stay in the body if they are to be refused.
     """
+    known = fields_of(model)
     kept: dict[str, object] = {}
     ignored: list[_Ignored] = []
     for name, value in body.items():
-        if name in model.model_fields:
+        if name in known:
             kept[name] = value
             ignored += _ignored_within(model, name, value)
         elif name in NO_EFFECT:
@@ -135,7 +136,7 @@ def _ignored_within(model: type[pydantic.BaseModel], name: str, value: object) -
     """Return the unknown fields of an object in a field, such as `stream_options`."""
     if not isinstance(value, dict):
         return []
-    for option in getattr(model.model_fields[name].annotation, "__args__", ()):
+    for option in getattr(fields_of(model)[name].annotation, "__args__", ()):
         if isinstance(option, type) and issubclass(option, pydantic.BaseModel):
             known = {field.alias or key for key, field in option.model_fields.items()}
             return [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
@@ -53,7 +53,7 @@ class ReplyFormat:
         id_prefix: str,
         warnings: tuple[str, ...],
     ) -> None:
-        self.id = f"{id_prefix}{uuid.uuid4().hex}"
+        self.id = f"{id_prefix}{secrets.token_hex(16)}"
         self.created = int(time.time())
         self.plain = not (options.logprobs.reported or options.token_ids or options.running_usage)
         self.names = TokenNames(tokenizer, as_ids=options.tokens_as_ids)

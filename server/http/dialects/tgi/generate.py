@@ -123,11 +123,12 @@ class GenerateAnswer:
             token_ids = token_ids[-options.truncate :]
         sampling = with_prompt_length(options, len(token_ids), self._info)
         check_vocabulary(token_ids, "inputs", self._info)
-        bad_words = await self._context.encode_words(options.bad_words, "bad_words")
-        grammar = None
+        if options.bad_words:
+            bad_words = await self._context.encode_words(options.bad_words, "bad_words")
+            sampling = msgspec.structs.replace(sampling, bad_words=bad_words)
         if options.grammar is not None:
             grammar = await compile_grammar(self._context, options.grammar)
-        sampling = msgspec.structs.replace(sampling, bad_words=bad_words, grammar=grammar)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
         return Generation(
             self._context,
             [Prompt(token_ids, sampling)],
@@ -142,20 +143,20 @@ class GenerateAnswer:
         """Render the headers: `x-compute-time` in seconds, the other times in whole milliseconds."""
         gpu = self._info.device.startswith("cuda")
         headers = [
-            header("x-compute-type", "gpu+optimized" if gpu else "cpu"),
-            header("x-compute-characters", len(self._options.inputs)),
-            header("x-prompt-tokens", generation.prompt_tokens),
+            header(b"x-compute-type", "gpu+optimized" if gpu else "cpu"),
+            header(b"x-compute-characters", len(self._options.inputs)),
+            header(b"x-prompt-tokens", generation.prompt_tokens),
         ]
         if timings is not None:
             tokens = generation.completion_tokens
             headers += [
-                header("x-compute-time", f"{timings.total:.9f}"),
-                header("x-total-time", _milliseconds(timings.total)),
-                header("x-validation-time", _milliseconds(timings.validation)),
-                header("x-queue-time", _milliseconds(timings.queue)),
-                header("x-inference-time", _milliseconds(timings.inference)),
-                header("x-time-per-token", _milliseconds(timings.inference / tokens)),
-                header("x-generated-tokens", tokens),
+                header(b"x-compute-time", f"{timings.total:.9f}"),
+                header(b"x-total-time", _milliseconds(timings.total)),
+                header(b"x-validation-time", _milliseconds(timings.validation)),
+                header(b"x-queue-time", _milliseconds(timings.queue)),
+                header(b"x-inference-time", _milliseconds(timings.inference)),
+                header(b"x-time-per-token", _milliseconds(timings.inference / tokens)),
+                header(b"x-generated-tokens", tokens),
             ]
         return headers
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from server.errors import ValidationError
 from server.http.dialects.tgi.schema import GenerateBody, GenerateParameters
-from server.http.validation import describe, parse
+from server.http.validation import describe, fields_of, parse
 
 
 class Renamed(NamedTuple):
@@ -119,12 +119,12 @@ def read_body(body: object) -> tuple[GenerateBody, tuple[str, ...]]:
     """
     warnings: list[str] = []
     if isinstance(body, dict):
-        body = _translated(body, BODY, GenerateBody.model_fields, warnings)
+        body = _translated(body, BODY, fields_of(GenerateBody), warnings)
         parameters = body.get("parameters")
         if isinstance(parameters, dict):
             parameters = _lifted(parameters)
             parameters = _translated(
-                parameters, PARAMETERS, GenerateParameters.model_fields, warnings
+                parameters, PARAMETERS, fields_of(GenerateParameters), warnings
             )
             body = {**body, "parameters": parameters}
     request = parse(GenerateBody, body)

@@ -1,0 +1,118 @@
+"""Renders metrics as text.
+
+`prometheus_client` renders the text of a metric once; as long as the metric has the same samples, only their values are
+rendered again. Otherwise a scrape of 1,200 samples would take 7 ms, in which the event loop sends no tokens; it takes
+less than 1 ms.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.utils import floatToGoString
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from typing import Any
+
+    from prometheus_client.metrics_core import Metric
+
+    from server.http.metrics.rows import Reading
+
+# Formats whose layouts are kept. Only a client that makes up versions of a format asks for more.
+_MOST_FORMATS = 4
+# From 0 up to this number, `floatToGoString` returns what `repr` does.
+_EXPONENT_FROM = 1e6
+
+
+class _Layout(NamedTuple):
+    """The text of a metric with a placeholder for each value.
+
+    Attributes:
+        shape: of the reading that it was made from.
+        text: for the operator `%`.
+    """
+
+    shape: Hashable
+    text: str
+
+
+class _Format:
+    """Owns the layouts of all metrics in one format.
+
+    Args:
+        encode: renders a registry of `prometheus_client`.
+    """
+
+    def __init__(self, encode: Callable[[Any], bytes]) -> None:
+        self._encode = encode
+        self._end = encode(_Families()).decode()
+        self._layouts: dict[str, _Layout] = {}
+
+    def render(self, readings: Sequence[Reading]) -> bytes:
+        """Render metrics."""
+        texts = []
+        for reading in readings:
+            shape = reading.shape()
+            numbers = tuple([_number(value) for value in reading.values()])
+            layout = self._layouts.get(reading.metric.name)
+            if layout is None or layout.shape != shape:
+                text = self._encode(_Families(reading)).decode().removesuffix(self._end)
+                layout = _Layout(shape, _lay_out(text, numbers))
+                self._layouts[reading.metric.name] = layout
+            texts.append(layout.text % numbers)
+        texts.append(self._end)
+        return "".join(texts).encode()
+
+
+class Exposition:
+    """Owns the formats that were requested."""
+
+    def __init__(self) -> None:
+        self._formats: dict[str, _Format] = {}
+
+    def render(self, readings: Sequence[Reading], accept: str) -> tuple[bytes, str]:
+        """Render metrics in Prometheus' text format, or in another format that the client prefers.
+
+        Args:
+            readings: of all metrics. The common labels of a metric must be the same in all calls.
+            accept: the request's `Accept` header.
+
+        Returns:
+            The text and its content type.
+        """
+        encode, content_type = choose_encoder(accept)
+        if content_type not in self._formats:
+            if len(self._formats) >= _MOST_FORMATS:
+                self._formats.clear()
+            self._formats[content_type] = _Format(encode)
+        return self._formats[content_type].render(readings), content_type
+
+
+class _Families:
+    """The part of `prometheus_client`'s registry that its encoders use."""
+
+    def __init__(self, *readings: Reading) -> None:
+        self._readings = readings
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics."""
+        return [reading.family() for reading in self._readings]
+
+
+def _number(value: float) -> str:
+    if 0 <= value < _EXPONENT_FROM:
+        return repr(float(value))
+    return floatToGoString(value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _lay_out(text: str, numbers: tuple[str, ...]) -> str:
+    """Put placeholders into a text whose lines end with these numbers, in this order."""
+    lines = [
+        line if not line or line.startswith("#") else line[: line.rindex(" ")] + " %s"
+        for line in text.replace("%", "%%").split("\n")
+    ]
+    layout = "\n".join(lines)
+    assert layout % numbers == text
+    return layout

@@ -1,0 +1,119 @@
+"""The service's own metrics, in the order in which they are scraped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from server.engine.core.request import FinishReason
+from server.engine.link.protocol import EngineState
+from server.http.metrics import specs
+from server.http.metrics.rows import Row, read_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from server.http.metrics.rows import Reading, Samples
+    from server.http.metrics.snapshot import Snapshot
+    from server.http.metrics.specs import Spec
+
+
+def _row(spec: Spec, read: Callable[[Snapshot], Samples | None]) -> Row:
+    return Row(spec.name, spec.kind, spec.help, read, spec.labels)
+
+
+def _number(spec: Spec, read: Callable[[Snapshot], float]) -> Row:
+    return _row(spec, lambda snapshot: [((), float(read(snapshot)))])
+
+
+def _histogram(spec: Spec) -> Row:
+    return _row(spec, lambda snapshot: [((), snapshot.histogram(spec))])
+
+
+def _gauge(spec: Spec, field: str) -> Row:
+    return _number(spec, lambda snapshot: getattr(snapshot.stats, field))
+
+
+def _counter(spec: Spec, field: str) -> Row:
+    return _number(spec, lambda snapshot: getattr(snapshot.counters, field))
+
+
+def _by_reason(spec: Spec, field: str) -> Row:
+    def read(snapshot: Snapshot) -> Samples:
+        values = getattr(snapshot.totals, field) or [0] * len(FinishReason)
+        return [
+            ((reason.name.lower(),), float(value))
+            for reason, value in zip(FinishReason, values, strict=True)
+        ]
+
+    return _row(spec, read)
+
+
+def _requests(snapshot: Snapshot) -> Samples:
+    return [
+        ((endpoint, outcome.value), count)
+        for (endpoint, outcome), count in snapshot.requests.items()
+        if count
+    ]
+
+
+def _device_seconds(snapshot: Snapshot) -> Samples:
+    return [((phase,), total) for phase, (_, total) in snapshot.step_times()]
+
+
+def _step_times(snapshot: Snapshot) -> Samples:
+    return [((phase,), buckets) for phase, buckets in snapshot.step_times()]
+
+
+def _states(snapshot: Snapshot) -> Samples:
+    return [((state.value,), float(snapshot.state is state)) for state in EngineState]
+
+
+def _cache_config(snapshot: Snapshot) -> Samples | None:
+    if (info := snapshot.info) is None:
+        return None
+    sizes = {"block_size": str(info.block_size), "num_blocks": str(info.num_blocks)}
+    return [((), {**sizes, "dtype": info.kv_cache_dtype})]
+
+
+def _attention_plan(snapshot: Snapshot) -> Samples | None:
+    if (info := snapshot.info) is None:
+        return None
+    windows = [
+        "none" if c.sliding_window is None else str(c.sliding_window) for c in info.plan.phases
+    ]
+    return [
+        ((chosen.phase, window, chosen.kernel, info.plan.arch), {})
+        for chosen, window in zip(info.plan.phases, windows, strict=True)
+    ]
+
+
+def _build(snapshot: Snapshot) -> Samples:
+    build = {"version": snapshot.version, "model_id": snapshot.model_name}
+    if (info := snapshot.info) is not None:
+        build |= {"dtype": info.dtype, "quantization": info.quantization, "device": info.device}
+    return [((), build)]
+
+
+ROWS: Final = (
+    _row(specs.REQUESTS, _requests),
+    _number(specs.IN_FLIGHT, lambda snapshot: snapshot.in_flight),
+    *map(_histogram, specs.HISTOGRAMS),
+    *[_gauge(spec, field) for field, spec in specs.ENGINE_GAUGES.items()],
+    *[_counter(spec, field) for field, spec in specs.ENGINE_COUNTERS.items()],
+    _row(specs.DEVICE_SECONDS, _device_seconds),
+    _row(specs.STEP_DURATION, _step_times),
+    _by_reason(specs.SEQUENCES_ENDED, "num_ended"),
+    _by_reason(specs.SEQUENCE_DEVICE_SECONDS, "device_seconds"),
+    _by_reason(specs.SEQUENCE_BLOCK_SECONDS, "block_seconds"),
+    _number(specs.RESTARTS, lambda snapshot: snapshot.restarts),
+    _number(specs.ENGINE_UP, lambda snapshot: snapshot.state is EngineState.READY),
+    _row(specs.ENGINE_STATE, _states),
+    _row(specs.CACHE_CONFIG, _cache_config),
+    _row(specs.ATTENTION_PLAN, _attention_plan),
+    _row(specs.BUILD, _build),
+)
+
+
+def read(snapshot: Snapshot) -> Sequence[Reading]:
+    """Read all rows; the service's own metrics have no common labels."""
+    return read_rows(ROWS, snapshot, {})

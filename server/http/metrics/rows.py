@@ -1,0 +1,90 @@
+"""Metrics as rows of tables: name, kind and labels of each, and where its values come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from typing import Any, TypeAlias
+
+    from prometheus_client.metrics_core import Metric
+
+    from server.http.metrics.snapshot import Buckets, Snapshot
+    from server.http.metrics.specs import Spec
+
+Samples: TypeAlias = "Sequence[tuple[tuple[str, ...], float | Buckets | dict[str, str]]]"
+"""Values of the labels, and a number, the buckets of a histogram, or the further labels of an information."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """A metric.
+
+    Attributes:
+        name: as scraped, without the suffix that its kind adds.
+        kind: of the metric.
+        help: its meaning.
+        read: returns its samples; None if the metric does not exist at the moment.
+        labels: names of the labels, in the order of the samples'.
+    """
+
+    name: str
+    kind: Callable[..., Any]
+    help: str
+    read: Callable[[Snapshot], Samples | None]
+    labels: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """The samples of one metric at one moment.
+
+    Attributes:
+        metric: its name, kind and labels.
+        common: labels that all metrics of its set have.
+        samples: without the common labels.
+    """
+
+    metric: Spec | Row
+    common: dict[str, str]
+    samples: Samples
+
+    def shape(self) -> Hashable:
+        """Return what the text of the samples depends on, except for the values of numbers and the common labels."""
+        return self.metric.name, *[
+            (labels, *value.items()) if isinstance(value, dict) else labels
+            for labels, value in self.samples
+        ]
+
+    def values(self) -> list[float]:
+        """Return the numbers in the order in which `family` has them."""
+        values: list[float] = []
+        for _, value in self.samples:
+            if isinstance(value, tuple):
+                buckets, total = value
+                values += [count for _, count in buckets]
+                values += (buckets[-1][1], total)
+            else:
+                values.append(1.0 if isinstance(value, dict) else value)
+        return values
+
+    def family(self) -> Metric:
+        """Return the samples as a record of `prometheus_client`."""
+        metric = self.metric
+        family = metric.kind(metric.name, metric.help, labels=[*self.common, *metric.labels])
+        for labels, value in self.samples:
+            values = [*self.common.values(), *labels]
+            if isinstance(value, tuple):
+                family.add_metric(values, *value)
+            else:
+                family.add_metric(values, value)
+        return family  # type: ignore[no-any-return] # of the metric's kind
+
+
+def read_rows(rows: Sequence[Row], snapshot: Snapshot, common: dict[str, str]) -> list[Reading]:
+    """Read all metrics of a set that exist at the moment."""
+    return [
+        Reading(row, common, samples) for row in rows if (samples := row.read(snapshot)) is not None
+    ]
