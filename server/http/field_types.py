@@ -38,6 +38,43 @@ ObjectOrText = Annotated[
 """A JSON object or a string. A union would report an error for each of its types."""
 
 
+_NAME = {"type": "string", "minLength": 1}
+_STRUCTURE = {
+    "type": "object",
+    "required": ["begin"],
+    "properties": {
+        "begin": _NAME,
+        "schema": {"type": ["object", "boolean", "string"]},
+        "end": {"type": "string"},
+    },
+    "additionalProperties": False,
+}
+STRUCTURES = {"type": "array", "minItems": 1, "items": _STRUCTURE}
+TRIGGERS = {"type": "array", "minItems": 1, "items": _NAME}
+StructuralTag = Annotated[
+    Any,
+    BeforeValidator(_check_object_or_text),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "required": ["structures", "triggers"],
+                    "properties": {
+                        "type": {},
+                        "structures": STRUCTURES,
+                        "triggers": TRIGGERS,
+                    },
+                    "additionalProperties": False,
+                },
+            ]
+        }
+    ),
+]
+"""Structures that may follow their triggers in free text, as an object or as JSON; checked by `model.sampling.grammar`."""
+
+
 def _check_false(value: bool) -> bool:
     if value:
         raise PydanticCustomError("only_false", "must be {expected}", {"expected": "false"})
@@ -65,10 +102,24 @@ BadWords = Annotated[
 StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 """Ids of tokens; `server.http.limits` compares them with the vocabulary."""
 
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"type": "string"}, "text": {"type": "string"}},
+}
 MESSAGE_SCHEMA = {
     "type": "object",
     "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": {}},
+    "properties": {
+        "role": {"type": "string"},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"anyOf": [{"type": "string"}, _TEXT_PART]}},
+                {"type": "null"},
+            ]
+        },
+    },
 }
 MessageList = Annotated[
     list[dict[str, Any]],

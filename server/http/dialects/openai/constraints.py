@@ -86,6 +86,9 @@ def _of_response_format(wanted: ResponseFormat) -> list[StructuredOutput]:
         case "regex":
             return [_required("regex", wanted.value, f"{field}.value", str)]
         case "structural_tag":
+            for name in ("structures", "triggers"):
+                if getattr(wanted, name) is None and wanted.format is None:
+                    raise ValidationError(f"`{field}.{name}` is required")
             return [StructuredOutput("structural_tag", wanted.model_dump(exclude_none=True), field)]
 
 

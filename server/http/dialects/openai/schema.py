@@ -11,9 +11,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from server.http.field_types import (
     MESSAGE_SCHEMA,
+    STRUCTURES,
+    TRIGGERS,
     MessageList,
     ObjectOrText,
     OnlyFalse,
+    StructuralTag,
 )
 from server.http.limits import SMALLEST_TEMPERATURE
 from server.http.sampling_fields import CommonSamplingFields
@@ -95,7 +98,7 @@ class StructuredOutputs(BaseModel):
     choice: Choice | None = Field(None, description="Strings; the text is one of them.")
     grammar: str | None = Field(None, description="A Lark grammar.")
     json_object: bool | None = Field(None, description="True: the text is any JSON object.")
-    structural_tag: ObjectOrText | None = Field(None, description="A structural tag.")
+    structural_tag: StructuralTag | None = Field(None, description="A structural tag.")
 
 
 class ResponseFormat(BaseModel):
@@ -112,8 +115,12 @@ class ResponseFormat(BaseModel):
     value: ObjectOrText | None = Field(
         None, description="With `json`, `json_object` or `regex`: the schema or the expression."
     )
-    structures: list[dict[str, Any]] | None = Field(None, description="With `structural_tag`.")
-    triggers: list[str] | None = Field(None, description="With `structural_tag`.")
+    structures: Annotated[list[Any], WithJsonSchema(STRUCTURES)] | None = Field(
+        None, description="With `structural_tag`."
+    )
+    triggers: Annotated[list[Any], WithJsonSchema(TRIGGERS)] | None = Field(
+        None, description="With `structural_tag`."
+    )
     format: dict[str, Any] | None = Field(None, description="With `structural_tag`.")
 
 
