@@ -150,20 +150,28 @@ class PendingMasks:
         for share in self._shares:
             share.result()
         errors = {}
+        without_end = []
         for i, (matcher, end_allowed) in enumerate(self._rows):
             if error := matcher.error:
                 errors[i] = error
                 self.words[i] = -1
             elif not end_allowed:
-                self._ban_end(self.words[i])
+                without_end.append(i)
+        if without_end:
+            self._ban_end(without_end)
         return errors
 
-    def _ban_end(self, words: npt.NDArray[np.int32]) -> None:
-        """Clear the bits of the end tokens, unless no other is set."""
-        kept = words.copy()
-        _clear_bits(kept, self._eos_token_ids)
-        if kept.any():
-            words[:] = kept
+    def _ban_end(self, rows: list[int]) -> None:
+        """Clear the bits of the end tokens, unless a row has no other."""
+        found = np.zeros(len(rows), np.bool_)
+        for token_id in self._eos_token_ids:
+            word, bit = divmod(token_id, WORD_BITS)
+            found |= (self.words[rows, word] >> bit & 1).astype(np.bool_)
+        for i in np.flatnonzero(found).tolist():
+            kept = self.words[rows[i]].copy()
+            _clear_bits(kept, self._eos_token_ids)
+            if kept.any():
+                self.words[rows[i]] = kept
 
 
 class TokenMasker:
