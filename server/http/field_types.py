@@ -72,7 +72,7 @@ StructuralTag = Annotated[
         }
     ),
 ]
-"""Structures that may follow their triggers in free text, as an object or as JSON; checked by `model.sampling.grammar`."""
+"""Structures that may follow their triggers in free text: an object or JSON; `model.sampling.grammar` checks it."""
 
 
 def _check_false(value: bool) -> bool:

@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -230,6 +231,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
 
     Attributes:
         token_ids: -1 where the sequence ended without a new token.
+        stats: the engine's gauges and counters; None if they were sent a moment ago.
         finish_reasons: a `FinishReason`, or 0 where the sequence continues.
         logprobs: by index; only for requests that asked for them.
         top_tokens: by index; only for requests that asked for them.
@@ -242,7 +244,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     request_ids: list[int]
     token_ids: list[int]
     finish_reasons: list[int]
-    stats: EngineStats
+    stats: EngineStats | None = None
     started: list[SequenceStarted] = []
     logprobs: dict[int, float] = {}
     top_tokens: dict[int, list[tuple[int, float]]] = {}
@@ -262,6 +264,15 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
             error=self.errors.get(i),
             usage=self.usage.get(i),
         )
+
+
+def newest_stats(steps: Iterable[StepMessage]) -> EngineStats | None:
+    """Return the stats of the last of some messages that has any."""
+    newest = None
+    for step in steps:
+        if step.stats is not None:
+            newest = step.stats
+    return newest
 
 
 FrontEndMessage = GenerateRequest | AbortRequests | Shutdown

@@ -312,7 +312,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
                 continue
-            events += [(sequence.request_id, event) for event in self._enter(row, sampled)]
+            self._enter(row, sampled, events)
         if self._without_token:
             self._note_first_tokens()
         if len(self._live) < num_live:
@@ -422,50 +422,56 @@ class Scheduler:
             rows.append(ScheduledSequence(sequence, start, num_tokens, num_logits))
 
     def _enter(
-        self, row: ScheduledSequence, sampled: TypingSequence[SampledResult]
-    ) -> list[TokenEvent]:
-        """Enter the result of one row; return the events for the client."""
-        sequence = row.sequence
-        events: list[TokenEvent] = []
-        if sequence.num_void_results and row.num_logits and sampled[0].error is None:
+        self,
+        row: ScheduledSequence,
+        sampled: TypingSequence[SampledResult],
+        events: list[tuple[int, TokenEvent]],
+    ) -> None:
+        """Enter the result of one row, and append the events for the client."""
+        sequence, num_logits = row.sequence, row.num_logits
+        if sequence.num_void_results and num_logits and sampled[0].error is None:
             sequence.num_void_results -= 1
             self._cache_blocks(sequence, row.start + row.num_tokens)
-            return events
-        sequence.num_tokens_in_flight -= row.num_logits
+            return
+        sequence.num_tokens_in_flight -= num_logits
         reason: FinishReason | None = None
         for result in sampled:
             if result.error is not None:
-                return [*events, self._fail_sequence(sequence, result.error)]
+                self._fail_sequence(sequence, result.error, events)
+                return
             assert result.token_id is not None, "a result has a token or an error"
             reason = sequence.append(result.token_id)
             if reason is FinishReason.ERROR:
                 assert sequence.error is not None
-                return [*events, self._fail_sequence(sequence, sequence.error)]
+                self._fail_sequence(sequence, sequence.error, events)
+                return
             self.num_generated_tokens += 1
-            events.append(
-                TokenEvent(
-                    token_id=result.token_id,
-                    logprob=result.logprob,
-                    top_tokens=result.top,
-                    finish_reason=reason,
-                )
+            event = TokenEvent(
+                token_id=result.token_id,
+                logprob=result.logprob,
+                top_tokens=result.top,
+                finish_reason=reason,
             )
+            events.append((sequence.request_id, event))
             if reason is not None:
                 break
-        num_rejected = row.num_logits - len(sampled)
+        num_rejected = num_logits - len(sampled)
         if sequence.status is SequenceStatus.RUNNING:
             sequence.num_computed_tokens -= num_rejected
         self._cache_blocks(sequence, row.start + row.num_tokens - num_rejected)
         if sampled and reason is None and sequence.sampling.skips_forced_tokens:
             reason = self._append_forced(sequence, events)
             if sequence.error is not None:
-                return [*events, self._fail_sequence(sequence, sequence.error)]
+                self._fail_sequence(sequence, sequence.error, events)
+                return
         if reason is not None:
             self._finish(sequence, reason)
-            events[-1] = msgspec.structs.replace(events[-1], usage=sequence.usage)
-        return events
+            request_id, event = events[-1]
+            events[-1] = request_id, msgspec.structs.replace(event, usage=sequence.usage)
 
-    def _append_forced(self, sequence: Sequence, events: list[TokenEvent]) -> FinishReason | None:
+    def _append_forced(
+        self, sequence: Sequence, events: list[tuple[int, TokenEvent]]
+    ) -> FinishReason | None:
         """Append the tokens that the grammar forces, and their events; return why the sequence ends, if it does."""
         assert sequence.matcher is not None
         forced = sequence.matcher.forced_tokens()
@@ -475,7 +481,9 @@ class Scheduler:
             if reason is FinishReason.ERROR:
                 break
             self.num_generated_tokens += 1
-            events.append(TokenEvent(token_id=token_id, finish_reason=reason))
+            events.append(
+                (sequence.request_id, TokenEvent(token_id=token_id, finish_reason=reason))
+            )
             if reason is not None:
                 break
         if forced and sequence.num_tokens_in_flight:
@@ -492,13 +500,16 @@ class Scheduler:
         ):
             self.block_manager.cache_full_blocks(sequence, stop)
 
-    def _fail_sequence(self, sequence: Sequence, error: str) -> TokenEvent:
-        """End a sequence with an error, and return the event for the client."""
+    def _fail_sequence(
+        self, sequence: Sequence, error: str, events: list[tuple[int, TokenEvent]]
+    ) -> None:
+        """End a sequence with an error, and append the event for the client."""
         sequence.error = error
         self._finish(sequence, FinishReason.ERROR)
-        return TokenEvent(
+        event = TokenEvent(
             token_id=None, finish_reason=FinishReason.ERROR, error=error, usage=sequence.usage
         )
+        events.append((sequence.request_id, event))
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.messages import AbortRequests, EngineStats, StepMessage
+from server.engine.core.messages import (
+    AbortRequests,
+    EngineStats,
+    StepMessage,
+    newest_stats,
+)
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.link.protocol import (
     AbortExternal,
@@ -229,7 +234,7 @@ class RemoteEngine(EngineHandle):
         for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
             if is_step:
                 steps = list(group)
-                self.stats = steps[-1].stats
+                self.stats = newest_stats(steps) or self.stats
                 self._deliver(steps)
             else:
                 for message in group:

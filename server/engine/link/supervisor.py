@@ -26,6 +26,7 @@ from server.engine.core.messages import (
     StartupPhase,
     StepMessage,
     add_counters,
+    newest_stats,
 )
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.protocol import EngineLaunch, EngineState
@@ -212,7 +213,7 @@ class EngineSupervisor:
             else:
                 self._handle(message)
         if steps:
-            self.stats = steps[-1][1].stats
+            self.stats = newest_stats(step for _, step in steps) or self.stats
             self._on_steps(steps)
 
     def _handle(self, message: EngineMessage) -> None:

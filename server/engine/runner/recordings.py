@@ -63,6 +63,9 @@ class _Recording:
         return found
 
 
+_MOST_BEST: Final = 10_000
+
+
 class RecordedSteps:
     """The recordings of a model's steps. Only the engine's thread uses it.
 
@@ -92,6 +95,8 @@ class RecordedSteps:
         most = limits.max_num_seqs
         self._decode_out, self._prompt_out = self._allocate(most), self._allocate(most)
         self._recordings: dict[Bucket, _Recording] = {}
+        # By exact bucket: steps of decode rows whose best bucket has a recording, which is nearly all steps.
+        self._best: dict[Bucket, _Recording] = {}
         self._num_missed: dict[Bucket, int] = {}
         self._waiting = list(self._grid.ahead())
         self._closed = False
@@ -160,7 +165,15 @@ class RecordedSteps:
         block_size = self._kv_cache.block_size
         shared = shared_blocks(decode, block_size, self._sharing_rule)
         step = exact_bucket(decode, prefill, block_size, shared)
-        return self._first(self._grid.fitting(step), waits=waits)
+        best = self._best.get(step)
+        if best is not None:
+            return best
+        found = self._first(self._grid.fitting(step), waits=waits)
+        if found is None or prefill or len(self._best) == _MOST_BEST:
+            return found
+        if found.step.input.bucket == next(self._grid.fitting(step)):
+            self._best[step] = found
+        return found
 
     def _first(self, buckets: Iterable[Bucket], *, waits: bool) -> _Recording | None:
         own = None

@@ -3,7 +3,7 @@
 import pytest
 
 from server.engine.core import engine as engine_module
-from server.engine.core.messages import EngineConfig
+from server.engine.core.messages import AbortRequests, EngineConfig, newest_stats
 from server.engine.core.request import FinishReason, GenerateRequest
 from tests.engine.core.bookkeeping import make_request
 from tests.engine.link.fake_engine import ArithmeticRunner, make_engine
@@ -13,8 +13,12 @@ class Channel:
     def __init__(self):
         self.incoming = []
         self.events = []
+        self.stats = []
+        self.steps = []
 
     def send(self, message):
+        self.stats.append(message.stats)
+        self.steps.append(message)
         self.events += [(i, message.event(n)) for n, i in enumerate(message.request_ids)]
 
     def receive(self, *, wait):
@@ -127,3 +131,25 @@ def test_deadlines_pass_in_any_order_of_arrival(harness):
         expired.append([i for i, e in harness.channel.events if e.finish_reason])
 
     assert expired == [[], [3], [3, 4], [3, 4, 2]]
+
+
+def test_stats_are_sent_when_sequences_start_or_end_and_every_two_milliseconds(harness):
+    harness.submit(1, deadline=None)
+    harness.step(4)
+    harness.clock.now += 0.003
+    harness.step(4)
+
+    sent = harness.channel.stats
+    assert [stats is not None for stats in sent] == [True, *[False] * 3, True, *[False] * 2, True]
+    assert (sent[0].num_running, sent[4].generation_tokens) == (1, 5)
+    assert (sent[-1].num_running, sent[-1].generation_tokens) == (0, 8)
+    assert newest_stats(harness.channel.steps[:-1]) == sent[4]
+
+
+def test_an_abort_sends_stats(harness):
+    harness.submit(1, deadline=None)
+    harness.step(2)
+    harness.channel.incoming.append(AbortRequests([1]))
+    harness.engine.receive(wait=0)
+
+    assert harness.channel.stats[-1].num_running == 0
