@@ -107,7 +107,7 @@ def response_fields(**others):
         "input": [{"role": "user", "content": "The weather in Paris"}],
         "tools": [
             {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True},
-            {"type": "function", "name": "now", "parameters": None, "strict": False},
+            {"type": "function", "name": "now", "parameters": None, "strict": True},
         ],
         "temperature": 1.2,
         "max_output_tokens": 300,
