@@ -99,3 +99,72 @@ def test_results_of_calls_continue_the_conversation(client):
     reply = client.chat.completions.create(**fields(messages=messages, max_tokens=8))
 
     assert reply.usage.completion_tokens > 0
+
+
+def response_fields(**others):
+    return {
+        "model": "bundled",
+        "input": [{"role": "user", "content": "The weather in Paris"}],
+        "tools": [
+            {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True},
+            {"type": "function", "name": "now", "parameters": None, "strict": True},
+        ],
+        "temperature": 1.2,
+        "max_output_tokens": 300,
+        **others,
+    }
+
+
+def check_item(item):
+    assert (item.type, item.status) == ("function_call", "completed")
+    arguments = json.loads(item.arguments)
+    if item.name == "weather":
+        jsonschema.validate(arguments, SCHEMA)
+    else:
+        assert (item.name, arguments) == ("now", {})
+
+
+def test_responses_call_a_named_tool_once_with_valid_arguments(client):
+    for seed in range(2):
+        reply = client.responses.create(
+            **response_fields(
+                tool_choice={"type": "function", "name": "weather"}, extra_body={"seed": seed}
+            )
+        )
+
+        (item,) = reply.output
+        assert (reply.status, reply.output_text, item.name) == ("completed", "", "weather")
+        check_item(item)
+
+
+def test_a_streamed_response_has_the_call_of_the_reply(client):
+    wanted = response_fields(
+        tool_choice="required", parallel_tool_calls=False, extra_body={"seed": 3}
+    )
+    reply = client.responses.create(**wanted)
+    events = list(client.responses.create(**wanted, stream=True))
+    with client.responses.stream(**wanted) as stream:
+        helped = stream.get_final_response()
+
+    (expected,) = reply.output
+    (item,) = events[-1].response.output
+    check_item(item)
+    assert (item.name, item.arguments) == (expected.name, expected.arguments)
+    assert helped.output[0].arguments == expected.arguments
+    assert helped.output[0].parsed_arguments == json.loads(expected.arguments)
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == expected.arguments
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+
+
+def test_results_of_calls_continue_a_response(client):
+    choice = {"type": "function", "name": "weather"}
+    first = client.responses.create(**response_fields(tool_choice=choice, extra_body={"seed": 1}))
+    (call,) = first.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    items = [*response_fields()["input"], *first.output, result]
+
+    reply = client.responses.create(**response_fields(input=items, max_output_tokens=16))
+
+    assert reply.usage.input_tokens > first.usage.input_tokens
+    assert reply.usage.output_tokens > 0

@@ -33,12 +33,14 @@ class MessageDelta:
     """What a piece of text adds to a message.
 
     Attributes:
-        content: text beside calls.
+        content: text before the calls, or without any.
         calls: at most one entry for each call, in order.
+        trailing: text after the calls. The grammars allow none; a special token can add some.
     """
 
     content: str = ""
     calls: list[CallDelta] = dataclasses.field(default_factory=list)
+    trailing: str = ""
 
 
 class _State(enum.Enum):
@@ -59,7 +61,7 @@ class CallParser:
     """Parses one message. What it finds does not depend on how the text is divided into pieces.
 
     Every text has a result: what is not a complete beginning of a call is content. A call that is cut off has the
-    arguments up to there.
+    arguments up to there. Syntax between or after calls that is cut off at the end of the message is dropped.
 
     Args:
         format_: of the calls.
@@ -67,10 +69,12 @@ class CallParser:
 
     Attributes:
         num_calls: calls so far.
+        call_complete: whether the last call has all of its arguments.
     """
 
     def __init__(self, format_: ToolFormat, tools: Sequence[Tool]) -> None:
         self.num_calls = 0
+        self.call_complete = False
         self._format = format_
         self._tools = tools
         self._heads = [format_.head_of(tool.name) for tool in tools]
@@ -139,19 +143,21 @@ class CallParser:
         length, done = self._json.scan(self._rest)
         self._add(self._take(length))
         if done:
+            self.call_complete = True
             self._state = _State.TAIL
         return done
 
     def _parameter(self) -> bool:
         parameters = self._tool.parameters
         tail = self._format.tail
-        number = self._match([*(f"<parameter={p.name}>\n" for p in parameters), tail])
+        number = self._continue([*(f"<parameter={p.name}>\n" for p in parameters), tail])
         if number is None:
             return False
         if number == _NONE:
             self._state = _State.END
         elif number == len(parameters):
             self._add("}")
+            self.call_complete = True
             self._state = _State.AFTER
         else:
             parameter = parameters[number]
@@ -174,7 +180,7 @@ class CallParser:
         if not self._format.tail:
             self._state = _State.AFTER
             return True
-        number = self._match([self._format.tail])
+        number = self._continue([self._format.tail])
         if number is None:
             return False
         self._state = _State.END if number == _NONE else _State.AFTER
@@ -184,7 +190,7 @@ class CallParser:
         candidates = [self._format.separator + head for head in self._heads]
         if self._format.closing:
             candidates.append(self._format.closing)
-        number = self._match(candidates)
+        number = self._continue(candidates)
         if number is None:
             return False
         if number == _NONE or number == len(self._heads):
@@ -194,13 +200,18 @@ class CallParser:
         return True
 
     def _end(self) -> bool:
-        self._delta.content += self._take(len(self._rest))
+        text = self._take(len(self._rest))
+        if self.num_calls:
+            self._delta.trailing += text
+        else:
+            self._delta.content += text
         return False
 
     def _begin(self, tool: int) -> None:
         self._tool = self._tools[tool]
         self._delta.calls.append(CallDelta(self.num_calls, self._tool.name, ""))
         self.num_calls += 1
+        self.call_complete = False
         self._json = _JSONScanner()
         if self._format.arguments == "json":
             self._state = _State.ARGUMENTS
@@ -252,6 +263,13 @@ class CallParser:
         if not self._ended and any(candidate.startswith(self._rest) for candidate in candidates):
             return None
         return _NONE
+
+    def _continue(self, candidates: Sequence[str]) -> int | None:
+        """As `_match`, after the beginning of a call: drop a candidate that the end of the message cuts off."""
+        number = self._match(candidates)
+        if number == _NONE and any(candidate.startswith(self._rest) for candidate in candidates):
+            self._take(len(self._rest))
+        return number
 
 
 class _JSONScanner:

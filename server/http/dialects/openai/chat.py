@@ -75,6 +75,7 @@ class ChatAnswer:
     """
 
     _prompt_field = "messages"
+    _nested_tools = True
     _limit_fields = ("max_completion_tokens", "max_tokens")
 
     operation = "chat"
@@ -102,7 +103,9 @@ class ChatAnswer:
         self._texts = texts
         self._request = request
         self._messages = messages
-        self._tools = tools = read_tools(request, context)
+        self._tools = tools = read_tools(
+            request, context, nested=self._nested_tools, constraint=constraint
+        )
         self._options = check(
             request,
             logprobs=Logprobs(reported=bool(request.logprobs), top=request.top_logprobs or 0),

@@ -29,7 +29,46 @@ def read_messages(
     Raises:
         ValidationError: a message has no known role, or content other than text.
     """
-    return [_read(message, f"{field}.{i}") for i, message in enumerate(messages)]
+    return [read_message(message, f"{field}.{i}") for i, message in enumerate(messages)]
+
+
+def read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """Return one message as `read_messages` does.
+
+    Raises:
+        ValidationError: it has no known role, or content other than text.
+    """
+    role = message.get("role")
+    if role is None:
+        raise ValidationError(f"`{field}.role` is required")
+    if role not in ROLES:
+        given = quote("", role) if isinstance(role, str) else describe(role)
+        raise ValidationError(f"`{field}.role` must be one of {', '.join(ROLES)}. Given: {given}")
+    content = message.get("content")
+    if content is None:
+        if role != "assistant":
+            raise ValidationError(f"`{field}.content` is required")
+        return message | {"content": None if message.get("tool_calls") else ""}
+    return message | {"content": read_content(content, f"{field}.content")}
+
+
+def read_content(content: object, field: str) -> str:
+    """Return the text of a content, which is a string or a list of parts.
+
+    Args:
+        content: a JSON value.
+        field: the request's field that holds it, for error messages.
+
+    Raises:
+        ValidationError: it is neither, or a part is not text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValidationError(
+            f"`{field}` must be a string or a list of parts. Given: {describe(content)}"
+        )
+    return "\n".join([_read_part(part, f"{field}.{i}") for i, part in enumerate(content)])
 
 
 async def encode_conversation(
@@ -65,28 +104,6 @@ async def encode_conversation(
         continue_final_message=continues,
         variables=variables,
     )
-
-
-def _read(message: dict[str, Any], field: str) -> dict[str, Any]:
-    role = message.get("role")
-    if role is None:
-        raise ValidationError(f"`{field}.role` is required")
-    if role not in ROLES:
-        given = quote("", role) if isinstance(role, str) else describe(role)
-        raise ValidationError(f"`{field}.role` must be one of {', '.join(ROLES)}. Given: {given}")
-    content = message.get("content")
-    if content is None:
-        if role != "assistant":
-            raise ValidationError(f"`{field}.content` is required")
-        return message | {"content": None if message.get("tool_calls") else ""}
-    if isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise ValidationError(
-            f"`{field}.content` must be a string or a list of parts. Given: {describe(content)}"
-        )
-    texts = [_read_part(part, f"{field}.content.{i}") for i, part in enumerate(content)]
-    return message | {"content": "\n".join(texts)}
 
 
 def _read_part(part: object, field: str) -> str:

@@ -5,7 +5,7 @@ Fields are in the order of the JSON. msgspec encodes the records, and the OpenAP
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -209,14 +209,31 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob] = []
 
 
-class OutputMessage(msgspec.Struct, frozen=True, kw_only=True):
+class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """The model's message. `status` is `in_progress`, `completed` or `incomplete`."""
 
-    type: str = "message"
     id: str
     status: str
     role: str = "assistant"
     content: list[OutputText]
+
+
+class FunctionCall(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
+):
+    """A call of a tool. `arguments` is the text of a JSON object; `call_id` names the call in its result.
+
+    `status` is `in_progress`, `completed` or `incomplete`.
+    """
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+OutputItem: TypeAlias = OutputMessage | FunctionCall
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -238,14 +255,14 @@ class ResponseReply(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: bool = False
+    output: list[OutputItem]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: bool = False
     temperature: float
     text: dict[str, Any]
-    tool_choice: str = "none"
-    tools: list[str] = []
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_p: float
     truncation: str = "disabled"
     usage: ResponseUsage | None
@@ -261,10 +278,11 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
-    item: OutputMessage | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
     part: OutputText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
     logprobs: list[TokenLogprob] | UnsetType = UNSET
     code: str | UnsetType = UNSET
     message: str | UnsetType = UNSET

@@ -342,6 +342,40 @@ class TextSettings(BaseModel):
     verbosity: str | None = Field(None, description="Has no effect.")
 
 
+_TEXT = {"type": "string"}
+_CALL_SCHEMA = {
+    "type": "object",
+    "required": ["type", "call_id", "name", "arguments"],
+    "properties": {
+        "type": {"const": "function_call"},
+        "call_id": _TEXT,
+        "name": _TEXT,
+        "arguments": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
+_RESULT_SCHEMA = {
+    "type": "object",
+    "required": ["type", "call_id", "output"],
+    "properties": {
+        "type": {"const": "function_call_output"},
+        "call_id": _TEXT,
+        "output": {
+            "anyOf": [
+                _TEXT,
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["type", "text"],
+                        "properties": {"type": {"const": "input_text"}, "text": _TEXT},
+                    },
+                },
+            ]
+        },
+    },
+}
+
+
 class ResponseBody(SamplingFields):
     """A conversation, which the model continues. Nothing is stored between requests."""
 
@@ -351,11 +385,18 @@ class ResponseBody(SamplingFields):
             {
                 "anyOf": [
                     {"type": "string", "minLength": 1},
-                    {"type": "array", "items": MESSAGE_SCHEMA, "minItems": 1},
+                    {
+                        "type": "array",
+                        "items": {"anyOf": [MESSAGE_SCHEMA, _CALL_SCHEMA, _RESULT_SCHEMA]},
+                        "minItems": 1,
+                    },
                 ]
             }
         ),
-    ] = Field(description="A text, or a list of messages.", examples=["Hello"])
+    ] = Field(
+        description="A text, or a list of messages, calls of tools and their results.",
+        examples=["Hello"],
+    )
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX)] | None = Field(
         None, description="Maximum number of tokens to generate. Default: fills the context."
@@ -368,8 +409,16 @@ class ResponseBody(SamplingFields):
         None, description="What else to report: log-probabilities."
     )
     metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Not supported: null or empty.")
-    tool_choice: ObjectOrText | None = Field(None, description="`none` or `auto`.")
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: ObjectOrText | None = Field(
+        None,
+        description="Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether one response may call several tools."
+    )
     store: OnlyFalse | None = Field(None, description="Not supported: null or false.")
     background: OnlyFalse | None = Field(None, description="Not supported: null or false.")
     truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")

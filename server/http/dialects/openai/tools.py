@@ -79,8 +79,21 @@ class ToolUse:
             raise error from None
 
 
-def read_tools(request: ChatBody, context: AppContext) -> ToolUse | None:
+def read_tools(
+    request: ChatBody,
+    context: AppContext,
+    *,
+    nested: bool = True,
+    constraint: StructuredOutput | None = None,
+) -> ToolUse | None:
     """Read the tools of a request.
+
+    Args:
+        request: the body.
+        context: the application's context.
+        nested: whether a definition has its fields in an object `function`, and a choice of several tools in an object
+            `allowed_tools`, as in chat; otherwise they are beside `type`, as in responses.
+        constraint: on the text, if the body does not state it itself.
 
     Returns:
         None if the message cannot call any.
@@ -101,14 +114,14 @@ def read_tools(request: ChatBody, context: AppContext) -> ToolUse | None:
         )
     tools: dict[str, Tool] = {}
     for i, definition in enumerate(request.tools):
-        tool = _read_tool(definition, f"tools.{i}", context.tool_format)
+        tool = _read_tool(definition, f"tools.{i}", context.tool_format, nested=nested)
         if tool.name in tools:
             raise ValidationError(f"`tools` has several functions with the name `{tool.name}`")
         tools[tool.name] = tool
-    mode, names = _read_choice("auto" if choice is None else choice, tools)
+    mode, names = _read_choice("auto" if choice is None else choice, tools, nested=nested)
     if mode == "none":
         return None
-    if (other := find_constraint(request)) is not None:
+    if (other := constraint or find_constraint(request)) is not None:
         raise ValidationError(
             f"`{other.field}` and `tools` exclude each other, unless `tool_choice` is none"
         )
@@ -123,8 +136,9 @@ def read_tools(request: ChatBody, context: AppContext) -> ToolUse | None:
         )
     except GrammarError as error:
         raise ValidationError(f"`tools`: {error}") from None
-    constraint = StructuredOutput("lark", grammar, "tools")
-    return ToolUse(context.tool_format, allowed, request.tools, constraint)
+    definitions = request.tools if nested else [_nest(tool) for tool in request.tools]
+    calls = StructuredOutput("lark", grammar, "tools")
+    return ToolUse(context.tool_format, allowed, definitions, calls)
 
 
 def messages_for_template(
@@ -174,7 +188,7 @@ class CallRenderer:
         deltas: list[MessageDelta] = [self._parser.push(text)]
         if ended:
             deltas.append(self._parser.finish())
-        content = "".join(delta.content for delta in deltas)
+        content = "".join(delta.content + delta.trailing for delta in deltas)
         return content, [self._delta(call) for delta in deltas for call in delta.calls]
 
     def _delta(self, call: CallDelta) -> ToolCallDelta:
@@ -202,20 +216,28 @@ def whole_message(tools: ToolUse, text: str) -> tuple[str | None, list[ToolCall]
     return (content if content or not calls else None), calls
 
 
-def _read_tool(definition: dict[str, Any], field: str, format_: ToolFormat) -> Tool:
+def _nest(definition: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition of responses as one of chat. `strict` is for the server, not for the model."""
+    hidden = ("type", "strict")
+    function = {k: v for k, v in definition.items() if k not in hidden and v is not None}
+    return {"type": "function", "function": function}
+
+
+def _read_tool(
+    definition: dict[str, Any], field: str, format_: ToolFormat, *, nested: bool
+) -> Tool:
     kind = definition.get("type")
     if kind != "function":
         given = quote("", kind) if isinstance(kind, str) else describe(kind)
         raise ValidationError(f"`{field}.type` must be `function`. Given: {given}")
-    function = definition.get("function")
+    function, field = _inner(definition, "function", field, nested=nested)
     if not isinstance(function, dict):
-        raise ValidationError(f"`{field}.function` must be an object. Given: {describe(function)}")
+        raise ValidationError(f"`{field}` must be an object. Given: {describe(function)}")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         given = quote("", name) if isinstance(name, str) else describe(name)
         raise ValidationError(
-            f"`{field}.function.name` must have 1 to 64 letters, digits, `_`, `-` or `.`. "
-            f"Given: {given}"
+            f"`{field}.name` must have 1 to 64 letters, digits, `_`, `-` or `.`. Given: {given}"
         )
     for key, kinds, expected in (
         ("parameters", dict, "a JSON schema, an object"),
@@ -225,8 +247,7 @@ def _read_tool(definition: dict[str, Any], field: str, format_: ToolFormat) -> T
         value = function.get(key)
         if value is not None and not isinstance(value, kinds):
             raise ValidationError(
-                f"`{field}.function.{key}` of the tool `{name}` must be {expected}. "
-                f"Given: {describe(value)}"
+                f"`{field}.{key}` of the tool `{name}` must be {expected}. Given: {describe(value)}"
             )
     try:
         return make_tool(format_, name, function.get("parameters"))
@@ -238,7 +259,16 @@ def _refusal(name: str, reason: str) -> ValidationError:
     return ValidationError(f"`tools`: the tool `{name}` cannot be used: {reason}")
 
 
-def _read_choice(choice: object, tools: dict[str, Tool]) -> tuple[str, Sequence[str]]:
+def _inner(value: object, key: str, field: str, *, nested: bool) -> tuple[object, str]:
+    """Return the object with the fields of a definition or choice, and its field."""
+    if not nested:
+        return value, field
+    return (value.get(key) if isinstance(value, dict) else None), f"{field}.{key}"
+
+
+def _read_choice(
+    choice: object, tools: dict[str, Tool], *, nested: bool
+) -> tuple[str, Sequence[str]]:
     """Return `none`, `auto`, `required` or `function` for one by name, and the names of the tools to choose from."""
     if isinstance(choice, str):
         if choice in _CHOICES:
@@ -249,17 +279,19 @@ def _read_choice(choice: object, tools: dict[str, Tool]) -> tuple[str, Sequence[
     assert isinstance(choice, dict)
     kind, mode = choice.get("type"), "function"
     if kind == "function":
-        names = [_named(choice, "tool_choice", tools)]
+        names = [_named(choice, "tool_choice", tools, nested=nested)]
     elif kind == "allowed_tools":
-        allowed = choice.get("allowed_tools")
+        allowed, field = _inner(choice, "allowed_tools", "tool_choice", nested=nested)
         entries = allowed.get("tools") if isinstance(allowed, dict) else None
         if not isinstance(allowed, dict) or not isinstance(entries, list) or not entries:
-            raise ValidationError("`tool_choice.allowed_tools.tools` must be a list, not empty")
+            raise ValidationError(f"`{field}.tools` must be a list, not empty")
         mode = str(allowed.get("mode"))
         if mode not in _CHOICES[1:]:
-            raise ValidationError("`tool_choice.allowed_tools.mode` must be auto or required")
-        field = "tool_choice.allowed_tools.tools"
-        names = [_named(entry, f"{field}.{i}", tools) for i, entry in enumerate(entries)]
+            raise ValidationError(f"`{field}.mode` must be auto or required")
+        names = [
+            _named(entry, f"{field}.tools.{i}", tools, nested=nested)
+            for i, entry in enumerate(entries)
+        ]
     else:
         given = quote("", kind) if isinstance(kind, str) else describe(kind)
         raise ValidationError(
@@ -268,15 +300,15 @@ def _read_choice(choice: object, tools: dict[str, Tool]) -> tuple[str, Sequence[
     return mode, list(dict.fromkeys(names))
 
 
-def _named(entry: object, field: str, tools: dict[str, Tool]) -> str:
-    function = entry.get("function") if isinstance(entry, dict) else None
+def _named(entry: object, field: str, tools: dict[str, Tool], *, nested: bool) -> str:
+    function, field = _inner(entry, "function", field, nested=nested)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise ValidationError(f"`{field}.function.name` must be a string. Given: {describe(name)}")
+        raise ValidationError(f"`{field}.name` must be a string. Given: {describe(name)}")
     if name not in tools:
         known = ", ".join(f"`{tool}`" for tool in list(tools)[:8])
         raise ValidationError(
-            f"`{field}.function.name` must be the name of a tool: {known}. Given: {quote('', name)}"
+            f"`{field}.name` must be the name of a tool: {known}. Given: {quote('', name)}"
         )
     return name
 
@@ -293,17 +325,22 @@ def _with_calls(message: dict[str, Any], field: str) -> dict[str, Any]:
     }
 
 
+def decode_arguments(arguments: object) -> dict[str, Any] | None:
+    """Return the arguments of a call, given as a JSON object or as its text; None if they are neither."""
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            return None
+    return arguments if isinstance(arguments, dict) else None
+
+
 def _with_arguments(call: object, field: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
         raise ValidationError(f"`{field}.function.name` must be a string. Given: {describe(name)}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError, UnicodeError):
-            arguments = None
-    if not isinstance(arguments, dict):
+    arguments = decode_arguments(function.get("arguments"))
+    if arguments is None:
         raise ValidationError(f"`{field}.function.arguments` must be a JSON object")
     return {"function": {"name": name, "arguments": arguments}}

@@ -41,17 +41,6 @@ def large_context(engine):
 
 
 @pytest.fixture
-def answer(engine, tokenizer):
-    """Makes the model answer with a text."""
-
-    def set_script(text, reason=FinishReason.EOS):
-        ids = tokenizer.encode(text)
-        engine.script = say([*ids, EOS_ID] if reason is FinishReason.EOS else ids, reason)
-
-    return set_script
-
-
-@pytest.fixture
 async def ask(open_client, tokenizer):
     """Posts a conversation with tools to a server with a given chat template."""
 
@@ -109,6 +98,15 @@ async def test_a_call_that_is_cut_off_ends_with_length(ask, answer):
 
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city"'
+
+
+async def test_the_cut_off_end_of_a_call_is_no_content(ask, answer):
+    answer(CALL[:-6], FinishReason.LENGTH)
+
+    message = (await ask()).json()["choices"][0]["message"]
+
+    assert message["content"] is None
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Köln"}'
 
 
 async def test_calls_are_streamed_in_pieces(ask, answer):

@@ -71,6 +71,42 @@ def test_arguments_are_returned_while_they_are_generated(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_syntax_that_is_cut_off_after_the_arguments_is_dropped(name):
+    format_ = BY_NAME[name]
+    arguments = "{}" if format_.arguments == "json" else ""
+    end = format_.tail + format_.separator + format_.head_of("now")
+    begin = f"{format_.marker}{format_.opening}{format_.head_of('now')}{arguments}"
+    for length in range(len(end)):
+        parser = parser_of(name)
+        message = parse(parser, [begin + end[:length]])
+        assert [call_name for call_name, _ in message.calls] == ["now"]
+        assert message.content + message.trailing == ""
+        assert parser.call_complete or format_.arguments == "xml"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_is_complete_with_the_end_of_its_arguments(name):
+    parser, complete = parser_of(name), []
+    for character in TEXTS[name]:
+        calls = parser.num_calls
+        parser.push(character)
+        if parser.num_calls > calls or parser.call_complete:
+            complete.append((parser.num_calls, parser.call_complete))
+
+    assert [one for one, _ in itertools.groupby(complete)] == [
+        (number, ended) for number in (1, 2, 3) for ended in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_after_the_calls_is_apart_from_that_before(name):
+    message = parse(parser_of(name), [TEXTS[name] + "<|end|>"])
+
+    assert (message.content, message.trailing) == ("", "<|end|>")
+    assert message.decoded() == CALLS
+
+
+@pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_the_result_does_not_depend_on_how_the_text_is_divided(name, data):
     format_ = BY_NAME[name]
@@ -89,5 +125,4 @@ def test_the_result_does_not_depend_on_how_the_text_is_divided(name, data):
     whole, parts = parse(parser_of(name), [text]), parse(parser_of(name), divided)
     characters = parse(parser_of(name), text)
 
-    assert (whole.content, whole.calls) == (parts.content, parts.calls)
-    assert (whole.content, whole.calls) == (characters.content, characters.calls)
+    assert vars(whole) == vars(parts) == vars(characters)

@@ -86,6 +86,7 @@ class Message:
     def __init__(self):
         self.content = ""
         self.calls = []
+        self.trailing = ""
 
     def add(self, delta):
         self.content += delta.content
@@ -95,6 +96,7 @@ class Message:
                 self.calls.append([call.name, ""])
             assert call.index == len(self.calls) - 1
             self.calls[-1][1] += call.arguments
+        self.trailing += delta.trailing
 
     def decoded(self):
         return [(name, json.loads(arguments)) for name, arguments in self.calls]
