@@ -49,8 +49,6 @@ _STRUCTURE = {
     },
     "additionalProperties": False,
 }
-STRUCTURES = {"type": "array", "minItems": 1, "items": _STRUCTURE}
-TRIGGERS = {"type": "array", "minItems": 1, "items": _NAME}
 StructuralTag = Annotated[
     Any,
     BeforeValidator(_check_object_or_text),
@@ -63,8 +61,8 @@ StructuralTag = Annotated[
                     "required": ["structures", "triggers"],
                     "properties": {
                         "type": {},
-                        "structures": STRUCTURES,
-                        "triggers": TRIGGERS,
+                        "structures": {"type": "array", "minItems": 1, "items": _STRUCTURE},
+                        "triggers": {"type": "array", "minItems": 1, "items": _NAME},
                     },
                     "additionalProperties": False,
                 },

@@ -12,7 +12,6 @@ from server.errors import ValidationError
 from server.http.dialects.openai.fields import parse_body
 from server.http.dialects.openai.frames import ChunkRenderer, event_frame
 from server.http.dialects.openai.logprobs import chat_logprobs, generated
-from server.http.dialects.openai.messages import encode_conversation, read_messages
 from server.http.dialects.openai.options import (
     Logprobs,
     OutputLimit,
@@ -37,6 +36,7 @@ from server.http.dialects.openai.tools import (
     read_tools,
     whole_message,
 )
+from server.http.messages import encode_conversation, read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -89,7 +89,8 @@ def _of_response_format(wanted: ResponseFormat) -> list[StructuredOutput]:
             for name in ("structures", "triggers"):
                 if getattr(wanted, name) is None and wanted.format is None:
                     raise ValidationError(f"`{field}.{name}` is required")
-            return [StructuredOutput("structural_tag", wanted.model_dump(exclude_none=True), field)]
+            tag = wanted.model_dump(exclude_none=True, by_alias=True)
+            return [StructuredOutput("structural_tag", tag, field)]
 
 
 def _required(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from server.errors import ValidationError
-from server.http.dialects.openai.messages import read_content, read_message
 from server.http.dialects.openai.tools import decode_arguments
+from server.http.messages import read_content, read_message
 from server.http.validation import describe, quote
 
 if TYPE_CHECKING:

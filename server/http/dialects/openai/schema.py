@@ -11,8 +11,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from server.http.field_types import (
     MESSAGE_SCHEMA,
-    STRUCTURES,
-    TRIGGERS,
     MessageList,
     ObjectOrText,
     OnlyFalse,
@@ -101,6 +99,16 @@ class StructuredOutputs(BaseModel):
     structural_tag: StructuralTag | None = Field(None, description="A structural tag.")
 
 
+class Structure(BaseModel):
+    """A part of a structural tag."""
+
+    model_config = _BODY | ConfigDict(extra="forbid")
+
+    begin: Annotated[str, Field(min_length=1)]
+    schema_: ObjectOrText | None = Field(None, alias="schema")
+    end: str | None = None
+
+
 class ResponseFormat(BaseModel):
     """The format of the text."""
 
@@ -115,11 +123,11 @@ class ResponseFormat(BaseModel):
     value: ObjectOrText | None = Field(
         None, description="With `json`, `json_object` or `regex`: the schema or the expression."
     )
-    structures: Annotated[list[Any], WithJsonSchema(STRUCTURES)] | None = Field(
+    structures: Annotated[list[Structure], Field(min_length=1)] | None = Field(
         None, description="With `structural_tag`."
     )
-    triggers: Annotated[list[Any], WithJsonSchema(TRIGGERS)] | None = Field(
-        None, description="With `structural_tag`."
+    triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = (
+        Field(None, description="With `structural_tag`.")
     )
     format: dict[str, Any] | None = Field(None, description="With `structural_tag`.")
 

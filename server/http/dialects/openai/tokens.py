@@ -8,7 +8,6 @@ from server.errors import UnknownModelError
 from server.http.context import check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
 from server.http.dialects.openai.fields import parse_body
-from server.http.dialects.openai.messages import encode_conversation, read_messages
 from server.http.dialects.openai.replies import (
     DetokenizeReply,
     OpenAIErrorReply,
@@ -19,6 +18,7 @@ from server.http.dialects.openai.schema import (
     TokenizeMessagesBody,
     TokenizePromptBody,
 )
+from server.http.messages import encode_conversation, read_messages
 from server.http.token_routes import TokenForm
 
 if TYPE_CHECKING:

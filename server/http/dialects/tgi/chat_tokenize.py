@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from model.text.chat_template import RenderedChat
 from server.http.dialects.tgi.replies import PromptSpan
 from server.http.field_types import MessageList
+from server.http.messages import read_messages
 from server.http.request_body import read_json
 from server.http.validation import parse
 
@@ -87,7 +88,7 @@ async def tokenize_chat(request: Request, context: AppContext) -> ChatTokenizeRe
         variables["guideline"] = body.guideline
     text, spans = await context.convert_chat(
         RenderedChat.encode_with_offsets,
-        body.messages,
+        read_messages(body.messages),
         tools=None if body.tool_choice == "none" else body.tools,
         add_generation_prompt=(
             not body.continue_final_message

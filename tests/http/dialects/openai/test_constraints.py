@@ -7,6 +7,11 @@ from server.http.structured_output import StructuredOutput
 
 pytestmark = pytest.mark.anyio
 
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}],
+    "triggers": ["<"],
+}
 SCHEMA = {"type": "object"}
 
 
@@ -40,12 +45,8 @@ def compiled(monkeypatch):
             ("regex", "a+", "response_format.value"),
         ),
         (
-            {"response_format": {"type": "structural_tag", "triggers": ["<"], "structures": []}},
-            (
-                "structural_tag",
-                {"type": "structural_tag", "triggers": ["<"], "structures": []},
-                "response_format",
-            ),
+            {"response_format": TAG},
+            ("structural_tag", TAG, "response_format"),
         ),
         (
             {"structured_outputs": {"json": '{"type": "object"}'}},
