@@ -64,7 +64,7 @@ def error_of(response):
         ({"response_format": {"type": "x"}}, "response_format.type", "'json_object'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is required"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.structures", "is required"),
-        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.structures", "cannot be empty"),
+        ({"response_format": {"type": "text", "structures": []}}, "response_format.structures", "cannot be"),
         ({"response_format": {"type": "regex", "value": {}}}, "response_format.value", "a string"),
         ({"guided_json": 3}, "guided_json", "an object or a string"),
         ({"guided_json": "{"}, "guided_json", "must be JSON"),
