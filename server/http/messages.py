@@ -18,21 +18,25 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def read_messages(
-    messages: Sequence[dict[str, Any]], field: str = "messages"
+    messages: Sequence[dict[str, Any]], field: str = "messages", *, any_role: bool = False
 ) -> list[dict[str, Any]]:
     """Return messages whose `content` is text; null stays only beside calls of tools.
 
     Args:
         messages: JSON objects. Keys other than `role` and `content` are kept for the chat template.
         field: the request's field that holds them, for error messages.
+        any_role: whether roles other than `ROLES` are left to the chat template.
 
     Raises:
         ValidationError: a message has no known role, or content other than text.
     """
-    return [read_message(message, f"{field}.{i}") for i, message in enumerate(messages)]
+    return [
+        read_message(message, f"{field}.{i}", any_role=any_role)
+        for i, message in enumerate(messages)
+    ]
 
 
-def read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
+def read_message(message: dict[str, Any], field: str, *, any_role: bool = False) -> dict[str, Any]:
     """Return one message as `read_messages` does.
 
     Raises:
@@ -41,7 +45,7 @@ def read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
     role = message.get("role")
     if role is None:
         raise ValidationError(f"`{field}.role` is required")
-    if role not in ROLES:
+    if not any_role and role not in ROLES:
         given = quote("", role) if isinstance(role, str) else describe(role)
         raise ValidationError(f"`{field}.role` must be one of {', '.join(ROLES)}. Given: {given}")
     content = message.get("content")

@@ -130,7 +130,7 @@ BAD_PARAMETERS = [
     ({"grammar": {"type": "regex", "value": "("}}, "`grammar.value`: "),
     (
         {"grammar": {"type": "json", "value": 5}},
-        "`grammar.value`: must be a JSON schema, an object",
+        "`grammar.json.value` must be an object or a string. Given: 5",
     ),
     (
         {"grammar": {"type": "json", "value": {"not": {}}}},

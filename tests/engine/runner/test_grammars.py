@@ -170,6 +170,17 @@ def test_forced_tokens_are_sampled_if_log_probabilities_are_requested(engine_of,
     assert_valid(tokenizer, plain)
 
 
+def test_forced_tokens_are_cut_to_a_budget_of_one_token_for_each_sequence(engine_of, tokenizer):
+    requests = [structured(i, prompt=(i,), temperature=1.0, seed=i) for i in range(20)]
+    expected = engine_of(max_num_batched_tokens=2000).generate(requests)
+    engine = engine_of(max_num_batched_tokens=20)
+
+    answers = engine.generate(requests)
+
+    assert [*map(outcome, answers)] == [*map(outcome, expected)]
+    assert_all_free(engine)
+
+
 def test_forced_tokens_stop_at_the_limit_of_tokens(engine_of, tokenizer):
     engine = engine_of()
 

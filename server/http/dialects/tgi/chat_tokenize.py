@@ -88,7 +88,7 @@ async def tokenize_chat(request: Request, context: AppContext) -> ChatTokenizeRe
         variables["guideline"] = body.guideline
     text, spans = await context.convert_chat(
         RenderedChat.encode_with_offsets,
-        read_messages(body.messages),
+        read_messages(body.messages, any_role=True),
         tools=None if body.tool_choice == "none" else body.tools,
         add_generation_prompt=(
             not body.continue_final_message
