@@ -120,6 +120,12 @@ class GrammarMatcher:
         return self.library.is_accepting()
 
     @property
+    def has_usable_caches(self) -> bool:
+        """Whether no matcher with the same caches made the library fail, which leaves them locked."""
+        self.library.is_accepting()
+        return not self.library.is_error()
+
+    @property
     def error(self) -> str:
         """Why the matcher cannot continue; empty if it can."""
         if not self.library.is_error():
@@ -400,6 +406,9 @@ def _structure(structure: object, triggers: list[str], where: str) -> tuple[str,
     begin, end = structure.get("begin"), structure.get("end", "")
     if not (isinstance(begin, str) and begin and isinstance(end, str)):
         raise GrammarError(f"`{where}.begin` and `{where}.end` must be strings")
+    if not end and any(len(trigger.encode()) == 1 for trigger in triggers):
+        # A number ends at the byte after it. The library fails if that byte is a whole trigger.
+        raise GrammarError(f"`{where}.end` is required, since a trigger is a single byte")
     trigger = next((t for t in triggers if begin.startswith(t)), None)
     if trigger is None:
         raise GrammarError(f"`{where}.begin` starts with none of the triggers")
@@ -420,6 +429,7 @@ _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 def _reason(error: str) -> str:
     """Return the library's error as a phrase that names the keyword, on one line."""
+    error = error.partition("<backtrace>")[0]
     if found := _UNIMPLEMENTED.search(error):
         keys = json.loads(found[1])
         noun = "keyword" if len(keys) == 1 else "keywords"

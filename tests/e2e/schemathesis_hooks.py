@@ -8,8 +8,11 @@ import re
 import schemathesis
 from schemathesis.generation import GenerationMode
 
-# Which of its fields a format needs depends on its type: a rule between fields.
-_OF_A_FORMAT = re.compile(r"`(response_format|text\.format)\.[a-z_.]+` is required")
+# Which fields a format needs depends on its type, and what a message needs on its role: rules between fields.
+_BETWEEN_FIELDS = re.compile(
+    r"`((response_format|text\.format)\.[a-z_.]+|messages\.\d+\.content|structures\.\d+\.end)`"
+    r" is required"
+)
 _OF_THE_SCHEMA = re.compile(
     r"must be (an integer|a number|a string|a list|an object|true or false)|is required"
     r"|unknown field|cannot be empty|must be a JSON object"
@@ -32,5 +35,5 @@ def allowed_bodies_have_the_right_types(ctx, response, case):
         return
     error = response.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    if _OF_THE_SCHEMA.search(_OF_A_FORMAT.sub("", message)):
+    if _OF_THE_SCHEMA.search(_BETWEEN_FIELDS.sub("", message)):
         raise AssertionError(f"the schema allows this body: {message}")

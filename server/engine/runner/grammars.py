@@ -82,7 +82,10 @@ class Grammars:
                 compiled = self._compiled[grammar]
                 least = min(compiled, key=lambda one: one.num_copies)
                 if least.num_copies < _COPIES or len(compiled) >= self._num_masking:
-                    return least.copy()
+                    copy = least.copy()
+                    if copy.has_usable_caches:
+                        return copy
+                    compiled.remove(least)
         one = _Compiled(compile_matcher(tokenizer, grammar))
         with self._lock:
             self._compiled.setdefault(grammar, []).append(one)

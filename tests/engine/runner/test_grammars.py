@@ -4,14 +4,18 @@ import json
 import math
 import random
 import time
+from pathlib import Path
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import model
 from benchmarks.json_schemas import SchemaMaker
+from model.checkpoint.config import ModelConfig
 from model.sampling.grammar import serialize
+from model.sampling.lark import json_rule
 from model.sampling.parameters import NOTHING_ALLOWED, SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import AbortRequests
@@ -416,3 +420,31 @@ def crowded(request, checkpoint):
     engine = make_engine(checkpoint, max_num_seqs=6, max_num_batched_tokens=24, kv_cache_tokens=256)
     engine.engine._runs_ahead = request.param
     return engine
+
+
+def test_a_grammar_with_which_the_library_failed_is_compiled_again():
+    folder = Path(model.__file__).parent / "bundled"
+    compiled = grammars.Grammars(str(folder), ModelConfig.from_folder(folder))
+    # The byte that ends the number is a trigger, which the library does not expect.
+    number = json_rule({"type": "number"})
+    lark = f"""
+        start: (trigger {number})* TAIL
+        TEXT: /(?s:.*)/
+        TAIL: TEXT & ~(TEXT "0" TEXT)
+        trigger[lazy]: TEXT "0"
+    """
+    zeros = Tokenizer.from_folder(folder).encode("000", add_special_tokens=False)
+    first = compiled.compile(serialize("lark", lark)).result()
+    sibling = compiled.compile(serialize("lark", lark)).result()
+    for token_id in zeros * 3:
+        compiled.start_masks([(first, True)]).wait()
+        first.accept(token_id)
+    assert "cannot be followed" in first.error
+    assert "<backtrace>" not in first.error
+    assert sibling.caches is first.caches
+
+    again = compiled.compile(serialize("lark", lark)).result()
+
+    assert again.caches is not first.caches
+    assert compiled.start_masks([(again, True)]).wait() == {}
+    assert compiled.start_masks([(sibling, True)]).wait() != {}

@@ -118,6 +118,11 @@ def test_every_choice_is_accepted_and_nothing_else(accepts, choices, other):
         ("json_schema", {"if": {}, "else": {}}, "keywords `else`, `if` are not supported"),
         ("json_schema", False, "Unsatisfiable"),
         ("json_schema", {"description": "x" * MAX_TEXT_CHARACTERS}, "at most 131072 characters"),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "0"}], "triggers": ["0"]},
+            "`structures.0.end` is required, since a trigger is a single byte",
+        ),
         ("choice", [], "must be a list of strings, at least one"),
         ("choice", [1], "must be a list of strings, at least one"),
         ("regex", 5, "must be a string"),
