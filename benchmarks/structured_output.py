@@ -151,8 +151,9 @@ def validity(
                 continue
             num_complete += 1
             document = json.loads(text)
-            # The year 0000 is valid by RFC 3339; Python's dates begin with the year 1.
-            if not validator.is_valid(document) and '"0000-' not in text:
+            if '"0000-' in text:
+                continue  # the year 0000 is valid by RFC 3339; Python's dates begin with the year 1
+            if not validator.is_valid(document):
                 invalid.append([schema, text])
             for _ in range(8):
                 changed = mutate(document, rng)
