@@ -104,7 +104,8 @@ class _Families:
 def _number(value: float) -> str:
     if 0 <= value < _EXPONENT_FROM:
         return repr(float(value))
-    return floatToGoString(value)  # type: ignore[no-any-return, no-untyped-call]
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call] # the library has no types
+    return text
 
 
 def _lay_out(text: str, numbers: tuple[str, ...]) -> str:

@@ -233,7 +233,24 @@ class CompletionBody(TextFields):
     )
 
 
-class ChatBody(TextFields):
+class ToolFields(BaseModel):
+    """The functions that the model may call; null means the default."""
+
+    model_config = _BODY
+
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: ObjectOrText | None = Field(
+        None,
+        description="Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether one reply may call several tools."
+    )
+
+
+class ChatBody(TextFields, ToolFields):
     """A conversation, which the model continues."""
 
     messages: MessageList = Field(
@@ -261,16 +278,6 @@ class ChatBody(TextFields):
     )
     chat_template: None = Field(
         None, description="Not supported: null. The model's own template is used."
-    )
-    tools: list[dict[str, Any]] | None = Field(
-        None, description="Functions that the model may call."
-    )
-    tool_choice: ObjectOrText | None = Field(
-        None,
-        description="Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether one message may call several tools."
     )
     functions: None = Field(None, description="Not supported: null. Use `tools`.")
     function_call: None = Field(None, description="Not supported: null. Use `tool_choice`.")
@@ -384,7 +391,7 @@ _RESULT_SCHEMA = {
 }
 
 
-class ResponseBody(SamplingFields):
+class ResponseBody(SamplingFields, ToolFields):
     """A conversation, which the model continues. Nothing is stored between requests."""
 
     input: Annotated[
@@ -417,16 +424,6 @@ class ResponseBody(SamplingFields):
         None, description="What else to report: log-probabilities."
     )
     metadata: dict[str, str] | None = Field(None, description="Returned with the response.")
-    tools: list[dict[str, Any]] | None = Field(
-        None, description="Functions that the model may call."
-    )
-    tool_choice: ObjectOrText | None = Field(
-        None,
-        description="Which tools the model calls: `none`, `auto`, `required`, one by name, or `allowed_tools`.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether one response may call several tools."
-    )
     store: OnlyFalse | None = Field(None, description="Not supported: null or false.")
     background: OnlyFalse | None = Field(None, description="Not supported: null or false.")
     truncation: Literal["disabled"] | None = Field(None, description="`disabled` only.")
