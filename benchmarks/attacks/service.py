@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -35,10 +34,9 @@ def attacked_service(options: Sequence[str] = ()) -> Iterator[Target]:
     process = subprocess.Popen(
         [
             "sh", "-c", f'ulimit -n {MAX_DESCRIPTORS} && exec "$@"', "sh",
-            sys.executable, "-m", "server.cli.main", "serve", f"--port={port}", "--device=cpu",
+            sys.executable, "-m", "server.cli.main", "serve", f"--port={port}", f"--api-key={API_KEY}", "--device=cpu",
             "--log-level=warning", *options,
         ],
-        env=os.environ | {"TESSERA_API_KEY": API_KEY},
     )  # fmt: skip
     target = Target(host="127.0.0.1", port=port, api_key=API_KEY, pid=process.pid)
     try:
