@@ -151,7 +151,7 @@ def _create_front_ends(
     tokenizer = Tokenizer.from_folder(tokenizer_path)
     chat_template = load_chat_template(tokenizer_path, tokenizer, limits)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
-    return _SingleFrontEnd(HTTPServer(app), listeners[0])
+    return _SingleFrontEnd(HTTPServer(app, limits), listeners[0])
 
 
 async def _serve(

@@ -6,13 +6,20 @@ import socket
 
 import uvicorn
 
+from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
+from server.http.transport import HTTP11Protocol, protocol_factory
 
 
 class Server:
-    """uvicorn on a loopback port, in the test's own event loop."""
+    """uvicorn on a loopback port, in the test's own event loop.
 
-    def __init__(self, app, implementation, send_buffer=None):
+    `limits` are fields of `HTTPConfig` for `HTTP11Protocol`.
+    """
+
+    def __init__(self, app, implementation=HTTP11Protocol, send_buffer=None, **limits):
+        if implementation is HTTP11Protocol:
+            implementation = protocol_factory(HTTPConfig(model_id="test", **limits))
         config = uvicorn.Config(
             with_middleware(app),
             http=implementation,

@@ -86,7 +86,7 @@ async def test_the_frames_of_a_stream_bypass_the_layers(make_app, engine, monkey
         return write(writer, data)
 
     monkeypatch.setattr(DirectWriter, "write", record)
-    async with Server(make_app(**limits), "httptools") as server:
+    async with Server(make_app(**limits)) as server:
         reader, writer = await server.connect()
         body = b'{"inputs":"x"}'
         writer.write(
