@@ -35,8 +35,8 @@ class HTTPConfig:
         max_url_bytes: path and query of a request.
         header_timeout_seconds: a new connection must send its first request within this time, and a head that has
             begun must be complete within it.
-        keep_alive_timeout_seconds: a connection is closed after it has waited this long for its next request. Longer
-            than the 60 s for which many proxies keep connections, so that a proxy does not use one that is being closed.
+        keep_alive_timeout_seconds: a connection is closed after it has waited this long for its next request.
+            Longer than the 60 s for which many proxies keep connections: they close them first.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
@@ -47,6 +47,7 @@ class HTTPConfig:
         send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
         api_keys: a request must have one of them; empty for a service open to all.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
+        allowed_hosts: a request's Host must be one of them; empty for any. `*.example.com` stands for subdomains.
         access_log: whether each request is logged.
         otlp_endpoint: address of an OpenTelemetry collector, which receives a span of each generation request; None
             for no traces.
@@ -79,5 +80,6 @@ class HTTPConfig:
     send_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     cors_allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     access_log: bool = True
     otlp_endpoint: str | None = None

@@ -101,6 +101,7 @@ class HTTP11Protocol(asyncio.Protocol):
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
+        self._hosts = 0
         self._header_bytes = 0
         self._fed_bytes = 0
         self._body_bytes = 0
@@ -153,6 +154,12 @@ class HTTP11Protocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse data of the connection."""
         if self._stopped:
+            self._fed_bytes += len(data)
+            if self._fed_bytes > MAX_SKIPPED_BODY:
+                if self._running is None or self._running.complete:
+                    self._pause_reading()
+                else:
+                    self.abort()  # without reading, the end of the connection would not be noticed
             return
         self._began = False
         try:
@@ -200,6 +207,7 @@ class HTTP11Protocol(asyncio.Protocol):
         self._url = b""
         self._headers = []
         self._expects_continue = False
+        self._hosts = 0
         self._header_bytes = self._fed_bytes = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -220,7 +228,9 @@ class HTTP11Protocol(asyncio.Protocol):
             raise _RefusedError
         if self._in_head:
             name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
+            if name == b"host":
+                self._hosts += 1
+            elif name == b"expect" and value.lower() == b"100-continue":
                 self._expects_continue = True
             self._headers.append((name, value))
 
@@ -243,8 +253,7 @@ class HTTP11Protocol(asyncio.Protocol):
             "query_string": url.query or b"",
             "headers": self._headers,
         }
-        if version != "1.1" and any(name == b"transfer-encoding" for name, _ in self._headers):
-            raise httptools.HttpParserError("HTTP/1.0 has no transfer codings")
+        self._check_head(version)
         self._arriving = cycle = Cycle(
             self,
             scope,
@@ -402,6 +411,16 @@ class HTTP11Protocol(asyncio.Protocol):
             self._read_paused = True
             self.transport.pause_reading()
 
+    def _check_head(self, version: str) -> None:
+        """Refuse what the parser accepts and HTTP does not.
+
+        Source: RFC 9112, sections 3.2 (Host) and 6.1 (transfer codings).
+        """
+        if self._hosts > 1 or (self._hosts == 0 and version == "1.1"):
+            raise httptools.HttpParserError("a request has one Host")
+        if version != "1.1" and any(name == b"transfer-encoding" for name, _ in self._headers):
+            raise httptools.HttpParserError("HTTP/1.0 has no transfer codings")
+
     def _check_overhead(self, size: int) -> None:
         """Count bytes that are not of a body, which the parser keeps or skips without telling.
 
@@ -450,10 +469,12 @@ class HTTP11Protocol(asyncio.Protocol):
     def _close(self) -> None:
         """Close the connection, but let the client read the response if it may still be sending.
 
-        Closing a socket with unread data resets the connection, which can destroy what was written before.
+        Closing a socket with unread data resets the connection, which can destroy what was written before. What comes
+        is dropped for a while, and then not read any more.
         """
         if self._refused or self._arriving is not None:
             self._stopped, self._arriving = True, None
+            self._fed_bytes = 0
             self.transport.write_eof()
             self._wait(_LINGER_SECONDS)
         else:
