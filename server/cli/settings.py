@@ -166,8 +166,8 @@ class Settings(BaseModel):
         75.0,
         gt=0,
         allow_inf_nan=False,
-        description="seconds after which a connection without requests is closed; should be longer than a proxy in front "
-        "keeps its connections",
+        description="seconds after which a connection without requests is closed; should be longer than a proxy in "
+        "front keeps its connections",
     )
     max_header_bytes: int = Field(
         32_768, ge=1024, description="limit of the header fields of a request, in bytes"

@@ -109,6 +109,7 @@ class HTTP11Protocol(asyncio.Protocol):
         # after the responses to the requests before it.
         self._stopped = False
         self._refused = False
+        self._lingering = False
         self._last_words = b""
         self._read_paused = False
         self._drained: asyncio.Event | None = None
@@ -155,11 +156,8 @@ class HTTP11Protocol(asyncio.Protocol):
         """Parse data of the connection."""
         if self._stopped:
             self._fed_bytes += len(data)
-            if self._fed_bytes > MAX_SKIPPED_BODY:
-                if self._running is None or self._running.complete:
-                    self._pause_reading()
-                else:
-                    self.abort()  # without reading, the end of the connection would not be noticed
+            if self._fed_bytes > MAX_SKIPPED_BODY and self._lingering:
+                self._pause_reading()
             return
         self._began = False
         try:
@@ -473,7 +471,8 @@ class HTTP11Protocol(asyncio.Protocol):
         is dropped for a while, and then not read any more.
         """
         if self._refused or self._arriving is not None:
-            self._stopped, self._arriving = True, None
+            self._stopped = self._lingering = True
+            self._arriving = None
             self._fed_bytes = 0
             self.transport.write_eof()
             self._wait(_LINGER_SECONDS)
