@@ -164,7 +164,8 @@ async def smuggled_requests(target: Target) -> None:
     }  # fmt: skip
     paths = [
         "//info", "/./info", "/health/../info", "/docs/../info", "/docs/..%2finfo", "/docs/%2e%2e/info", "/INFO",
-        "/V1/models", "/v1%2fmodels", "/health%2f..%2finfo", "/health;/info", "/health%00/info", "/info/", "/health//info",
+        "/V1/models", "/v1%2fmodels", "/health%2f..%2finfo", "/health;/info", "/health%00/info", "/info/",
+        "/health//info",
         "//health/info", "/page/../info", "/docs//info",
     ]  # fmt: skip
     for path in paths:
