@@ -187,6 +187,12 @@ class Settings(BaseModel):
         description="seconds after which an engine that starts or has requests, and sends nothing, is restarted; must "
         "be longer than the longest step",
     )
+    restart_wait: float = Field(
+        10.0,
+        ge=0,
+        description="seconds for which requests wait for an engine that is being started again; then, or at once with "
+        "0, they get 503",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"
     )

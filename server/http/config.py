@@ -35,6 +35,8 @@ class HTTPConfig:
         keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
         send_timeout_seconds: a client that accepts no bytes for this long is treated as disconnected.
+        restart_wait_seconds: requests that arrive while the engine is being started again, and those that it has lost
+            before their first token, wait for it this long; 0 refuses the first and ends the others.
         api_keys: a request must have one of them; empty for a service open to all.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
         access_log: whether each request is logged.
@@ -61,6 +63,7 @@ class HTTPConfig:
     inline_characters: int = 1_000
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
+    restart_wait_seconds: float = 10.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     cors_allow_origins: tuple[str, ...] = ()
     access_log: bool = True

@@ -11,7 +11,6 @@ from model.errors import ChatTemplateError, TokenizerError
 from model.text.chat_template import RenderedChat
 from model.text.tools.formats import find_format
 from server.engine.link.client import EngineUnavailableError
-from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
 from server.http.grammar_compiler import GrammarCompiler
 from server.http.validation import describe
@@ -54,6 +53,7 @@ class AppContext:
         chat_template: ChatTemplate | None = None,
     ) -> None:
         self.client = client
+        client.restart_queue.seconds = config.restart_wait_seconds
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
@@ -90,20 +90,20 @@ class AppContext:
         return self.config.max_concurrent_requests or 2 * info.max_num_seqs
 
     def engine_info(self) -> EngineInfo:
-        """Return the facts that the running engine reported.
+        """Return the facts that the running engine reported, or the last one while requests wait for the next one.
 
         Raises:
-            UnavailableError: the engine is not ready.
+            UnavailableError: the engine is not ready, and requests do not wait for it.
         """
-        if self.client.state is not EngineState.READY or self.client.info is None:
+        if self.client.info is None or not self.client.takes_requests:
             raise self.unavailable()
         return self.client.info
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Submit a request to the engine.
+        """Submit a request to the engine; it waits while the engine is being started again.
 
         Raises:
-            UnavailableError: the engine is not ready.
+            UnavailableError: the engine is not ready, and the request cannot wait for it.
         """
         try:
             return self.client.submit(request)

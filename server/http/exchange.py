@@ -154,6 +154,7 @@ class Exchange(Response):
             usage: RequestUsage | None = None
             try:
                 with ClientWatch(receive, generation.abort) as watch:
+                    await generation.accepted()
                     if answer.streaming:
                         headers = _headers(answer, generation, None)
                         writer = direct_writer(scope)

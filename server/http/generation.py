@@ -65,7 +65,7 @@ class Generation:
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
-        UnavailableError: the engine is not ready.
+        UnavailableError: the engine is not ready, and requests do not wait for it.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Generation:
         options: RequestOptions = _DEFAULTS,
     ) -> None:
         self.submitted = time.perf_counter()
+        self._context = context
         self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         self.completions: list[Completion] = []
         self._per_prompt = completions_per_prompt
@@ -121,6 +122,16 @@ class Generation:
         """Free what the engine holds for this request. Does nothing for completions that have ended."""
         for completion in self.completions:
             completion.stream.abort()
+
+    async def accepted(self) -> None:
+        """Wait for the engine while it is being started again; the answer must not begin before.
+
+        Raises:
+            UnavailableError: it was not ready in time.
+        """
+        for completion in self.completions:
+            if not await completion.stream.accepted():
+                raise self._context.unavailable()
 
     async def finish(self, record: RequestRecord) -> None:
         """Wait until every completion has ended.
