@@ -77,6 +77,8 @@ def serve(
         tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
+        drain_delay_seconds=settings.drain_delay,
+        drain_timeout_seconds=settings.drain_timeout,
         api_keys=keys,
         cors_allow_origins=settings.cors_allow_origin,
         access_log=settings.access_log,
@@ -128,7 +130,7 @@ class _SingleFrontEnd:
 
     def stop(self) -> None:
         """Make `run_until_stopped` return."""
-        self._server.should_exit = True
+        self._server.stop()
 
 
 def _create_front_ends(

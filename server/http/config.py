@@ -35,6 +35,8 @@ class HTTPConfig:
         keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
         send_timeout_seconds: a client that accepts no bytes for this long is treated as disconnected.
+        drain_delay_seconds: after a signal to end, requests are served for this long while health checks already fail.
+        drain_timeout_seconds: then requests in progress may run for this long, while new ones are refused.
         api_keys: a request must have one of them; empty for a service open to all.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
         access_log: whether each request is logged.
@@ -61,6 +63,8 @@ class HTTPConfig:
     inline_characters: int = 1_000
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
+    drain_delay_seconds: float = 0.0
+    drain_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     cors_allow_origins: tuple[str, ...] = ()
     access_log: bool = True
