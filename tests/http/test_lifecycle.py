@@ -104,7 +104,7 @@ async def test_requests_are_served_during_the_delay_while_health_checks_fail(ope
 
 async def test_new_requests_are_refused_while_those_in_progress_are_completed(open_service, held):
     service = await open_service()
-    reader, writer = await service.open("/generate_stream", PROMPT)
+    reader, _ = await service.open("/generate_stream", PROMPT)
     await reader.readuntil(b"\n\n")
     await service.signal()
 
