@@ -15,7 +15,7 @@ from pathlib import Path
 
 from model.errors import ModelError
 from model.text.tokenizer import Tokenizer
-from server.cli.front_end_config import FrontEndConfig
+from server.cli.front_end_config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.client import RemoteEngine
 from server.engine.link.process_setup import exit_with_parent, freeze_startup_objects, read_config
 from server.http.app import create_app
@@ -30,8 +30,9 @@ log = logging.getLogger("tessera")
 
 def main() -> None:
     """Serve until a signal comes or the hub ends."""
-    # An interrupt often goes to the whole process group. The event loop handles it once it runs.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # They often go to the whole process group. The parent decides when this process ends; see `STOP_SIGNAL`.
+    for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
     config = read_config(FrontEndConfig)
     if config is None:
         return
@@ -47,7 +48,8 @@ def main() -> None:
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(create_app(engine, tokenizer, config.http, counters, chat_template))
+    app = create_app(engine, tokenizer, config.http, counters, chat_template)
+    server = HTTPServer(app, [STOP_SIGNAL])
     freeze_startup_objects()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
         runner.run(_serve(server, engine, socket.socket(fileno=config.listener)))

@@ -84,7 +84,8 @@ def create_app(
             *(reply for dialect in DIALECTS for reply in dialect.replies),
         ],
     )
-    install_edge(app, config, _render_error)
+    app.state.lifecycle = context.lifecycle
+    install_edge(app, config, context.lifecycle, _render_error)
     return app
 
 

@@ -37,6 +37,8 @@ class HTTPConfig:
         send_timeout_seconds: a client that accepts no bytes for this long is treated as disconnected.
         restart_wait_seconds: requests that arrive while the engine is being started again, and those that it has lost
             before their first token, wait for it this long; 0 refuses the first and ends the others.
+        drain_delay_seconds: after a signal to end, requests are served for this long while health checks already fail.
+        drain_timeout_seconds: then requests in progress may run for this long, while new ones are refused.
         api_keys: a request must have one of them; empty for a service open to all.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
         access_log: whether each request is logged.
@@ -64,6 +66,8 @@ class HTTPConfig:
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
     restart_wait_seconds: float = 10.0
+    drain_delay_seconds: float = 0.0
+    drain_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     cors_allow_origins: tuple[str, ...] = ()
     access_log: bool = True

@@ -11,8 +11,10 @@ from model.errors import ChatTemplateError, TokenizerError
 from model.text.chat_template import RenderedChat
 from model.text.tools.formats import find_format
 from server.engine.link.client import EngineUnavailableError
-from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.engine.link.protocol import EngineState
+from server.errors import OverloadedError, StoppingError, UnavailableError, ValidationError
 from server.http.grammar_compiler import GrammarCompiler
+from server.http.lifecycle import Lifecycle
 from server.http.validation import describe
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class AppContext:
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
         self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
+        self.lifecycle = Lifecycle(client, config)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 
@@ -110,8 +113,15 @@ class AppContext:
         except EngineUnavailableError:
             raise self.unavailable() from None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests should be sent here: the engine is ready, and the service is not about to end."""
+        return self.client.state is EngineState.READY and not self.lifecycle.is_draining
+
     def unavailable(self) -> UnavailableError:
         """Make the error that reports the engine's state and phase."""
+        if self.lifecycle.is_draining:
+            return StoppingError()
         return UnavailableError(
             f"the model is not ready: {self.client.state.value}, {self.phase()}"
         )
