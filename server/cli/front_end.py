@@ -30,8 +30,9 @@ log = logging.getLogger("tessera")
 
 def main() -> None:
     """Serve until a signal comes or the hub ends."""
-    # They often go to the whole process group. The parent decides when this process ends; see `STOP_SIGNAL`.
-    for number in (signal.SIGINT, signal.SIGTERM, STOP_SIGNAL):
+    # They often go to the whole process group. The parent decides when this process ends; see `STOP_SIGNAL`, which ends
+    # it at once as long as it does not serve.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     config = read_config(FrontEndConfig)
     if config is None:

@@ -9,16 +9,15 @@ ending     requests that are left get an error
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 from server.engine.link.protocol import EngineState
 
 if TYPE_CHECKING:
     from server.engine.link.client import EngineHandle
     from server.http.config import HTTPConfig
-
-_POLL_SECONDS: Final = 0.02
 
 
 class Stage(enum.IntEnum):
@@ -35,7 +34,6 @@ class Lifecycle:
 
     Attributes:
         stage: the current stage.
-        num_active: requests in progress, without those of health checks.
 
     Args:
         client: the engine's client.
@@ -44,21 +42,36 @@ class Lifecycle:
 
     def __init__(self, client: EngineHandle, config: HTTPConfig) -> None:
         self.stage = Stage.SERVING
-        self.num_active = 0
         self._client = client
         self._config = config
-        self._hurry = asyncio.Event()
+        self._requests: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
+        self._proceed = asyncio.Event()
 
     @property
     def is_draining(self) -> bool:
         """Whether the service is about to end, so that health checks must fail."""
         return self.stage is not Stage.SERVING
 
+    def add_request(self, task: asyncio.Task[Any]) -> None:
+        """Note a request in progress, of any route but those of health checks."""
+        self._requests.add(task)
+
+    def remove_request(self, task: asyncio.Task[Any]) -> None:
+        """Note the end of a request."""
+        self._requests.discard(task)
+        if self.stage is Stage.REFUSING and not self._requests:
+            self._proceed.set()
+
+    def cancel_requests(self) -> None:
+        """Cancel the requests in progress, whose clients get an error."""
+        for task in self._requests:
+            task.cancel()
+
     def stop(self) -> None:
         """Begin to end; a second call ends the requests in progress at once."""
         if self._stop.is_set():
-            self._hurry.set()
+            self._proceed.set()
         self._stop.set()
 
     async def run(self) -> None:
@@ -66,15 +79,13 @@ class Lifecycle:
         await self._stop.wait()
         self.stage = Stage.DRAINING
         if self._client.state is EngineState.READY:  # otherwise health checks have failed before
-            await self._wait(self._config.drain_delay_seconds, until_idle=False)
+            await self._wait(self._config.drain_delay_seconds)
         self.stage = Stage.REFUSING
-        await self._wait(self._config.drain_timeout_seconds, until_idle=True)
+        if self._requests:
+            await self._wait(self._config.drain_timeout_seconds)
         self.stage = Stage.ENDING
 
-    async def _wait(self, seconds: float, *, until_idle: bool) -> None:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while not self._hurry.is_set() and loop.time() < end:
-            if until_idle and not self.num_active:
-                return
-            await asyncio.sleep(min(_POLL_SECONDS, seconds))
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._proceed.wait()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from server.http.lifecycle import Lifecycle
 
 _POLL_SECONDS: Final = 0.02
+_LAST_REQUESTS_SECONDS: Final = 0.1
+"""Time for connections that were accepted just before the end: their requests are refused."""
 _FLUSH_SECONDS: Final = 1.0
 """Time for the last bytes of responses that were ended."""
 
@@ -99,10 +101,11 @@ class HTTPServer(uvicorn.Server):
 
     async def _end_requests(self) -> None:
         """End the requests that are left, close idle connections, and let clients read what was sent."""
-        tasks = set(self.server_state.tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        self._lifecycle.cancel_requests()
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_LAST_REQUESTS_SECONDS)
+        if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=_FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
             connection.shutdown()

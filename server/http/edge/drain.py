@@ -1,4 +1,4 @@
-"""Refuses requests and ends connections while the service ends; counts the requests in progress."""
+"""Refuses requests and ends connections while the service ends; knows the requests in progress."""
 
 from __future__ import annotations
 
@@ -48,36 +48,36 @@ class DrainMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if lifecycle.is_draining:
-            send = _closing(send)
+
+        def send_last(message: Message) -> Awaitable[None]:
+            # When the response begins, not when its request did: clients must not use the connection again.
+            if lifecycle.is_draining and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), _CLOSE]
+            return send(message)
+
         if scope["path"] in PROBES:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send_last)
         elif lifecycle.stage >= Stage.REFUSING:
-            await self._refuse(scope, receive, send)
+            await self._refuse(scope, receive, send_last)
         else:
-            lifecycle.num_active += 1
-            try:
-                await self._app(scope, receive, send)
-            except asyncio.CancelledError:
-                if lifecycle.stage is not Stage.ENDING:
-                    raise
-                # The service ends; the server would log the exception. A response that has begun has been ended.
-                if not current_request().status:
-                    await self._refuse(scope, receive, _closing(send))
-            finally:
-                lifecycle.num_active -= 1
+            await self._serve(scope, receive, send_last)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        lifecycle = self._lifecycle
+        task = asyncio.current_task()
+        assert task is not None
+        lifecycle.add_request(task)
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if lifecycle.stage is not Stage.ENDING:
+                raise
+            # The service ends; the server would log the exception. A response that has begun has been ended.
+            if not current_request().status:
+                await self._refuse(scope, receive, send)
+        finally:
+            lifecycle.remove_request(task)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = StoppingError()
         await error_response(error, self._render(scope["path"], error))(scope, receive, send)
-
-
-def _closing(send: Send) -> Send:
-    """Make the response the last one of its connection."""
-
-    def send_and_close(message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), _CLOSE]
-        return send(message)
-
-    return send_and_close
