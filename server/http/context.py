@@ -14,7 +14,6 @@ from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, StoppingError, UnavailableError, ValidationError
 from server.http.grammar_compiler import GrammarCompiler
-from server.http.lifecycle import Lifecycle
 from server.http.validation import describe
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from server.engine.link.client import EngineHandle
     from server.engine.link.request_stream import RequestStream
     from server.http.config import HTTPConfig
+    from server.http.lifecycle import Lifecycle
     from server.http.metrics.registry import Metrics
 
 ResultT = TypeVar("ResultT")
@@ -43,6 +43,7 @@ class AppContext:
         tokenizer: the model's tokenizer.
         config: limits and intervals.
         metrics: the service's metrics.
+        lifecycle: the stage of this front end.
         chat_template: the model's chat template; None if it has none.
     """
 
@@ -52,6 +53,7 @@ class AppContext:
         tokenizer: Tokenizer,
         config: HTTPConfig,
         metrics: Metrics,
+        lifecycle: Lifecycle,
         chat_template: ChatTemplate | None = None,
     ) -> None:
         self.client = client
@@ -59,10 +61,10 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.lifecycle = lifecycle
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
         self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
-        self.lifecycle = Lifecycle(client, config)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
         self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
 

@@ -10,6 +10,7 @@ import pytest
 
 from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
+from server.http import serving
 from server.http.serving import HTTPServer
 from tests.http.fakes import event, put
 from tests.http.serving import head
@@ -47,6 +48,12 @@ class Service:
         method = b"POST" if body else b"GET"
         writer.write(head(path, len(body)).replace(b"POST", method) + body)
         return reader, writer
+
+    async def read(self, path):
+        reader, _ = await self.open(path)
+        top = await reader.readuntil(b"\r\n\r\n")
+        length = int(top.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        return await reader.readexactly(length)
 
     async def status(self, path, body=b""):
         reader, writer = await self.open(path, body)
@@ -171,3 +178,37 @@ async def test_there_is_no_delay_before_the_engine_is_ready(open_service, engine
     await service.signal()
 
     await asyncio.wait_for(service.running, 2)
+
+
+async def test_a_response_that_begins_while_draining_ends_its_connection(open_service, held):
+    service = await open_service()
+    reader, _ = await service.open("/generate", PROMPT)
+    await asyncio.sleep(0.1)
+    await service.signal()
+    held.set()
+
+    reply = await asyncio.wait_for(reader.read(), 3)
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in reply.lower()
+
+
+async def test_a_request_of_a_connection_that_was_accepted_at_the_end_is_refused(
+    open_service, monkeypatch
+):
+    monkeypatch.setattr(serving, "_LAST_REQUESTS_SECONDS", 1.0)
+    service = await open_service()
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    await service.signal()  # nothing is in progress
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", service.port)
+    writer.write(head("/generate", len(PROMPT)) + PROMPT)
+
+    assert b"HTTP/1.1 503" in await asyncio.wait_for(reader.read(), 3)
+    writer.close()
+
+
+async def test_a_metric_says_that_the_service_is_draining(open_service):
+    service = await open_service(drain_delay_seconds=30)
+    assert b"\ntessera_draining 0" in await service.read("/metrics")
+    await service.signal()
+    assert b"\ntessera_draining 1" in await service.read("/metrics")
