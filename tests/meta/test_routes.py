@@ -22,6 +22,7 @@ ROUTES = {
     "/generate_stream": {"POST"},
     "/health": {"GET", "HEAD"},
     "/health/live": {"GET", "HEAD"},
+    "/health/ready": {"GET", "HEAD"},
     "/info": {"GET"},
     "/invocations": {"POST"},
     "/metrics": {"GET"},
@@ -40,7 +41,8 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def app():
-    return create_app(SimpleNamespace(), SimpleNamespace(folder=None), HTTPConfig(model_id="none"))
+    client = SimpleNamespace(restart_queue=SimpleNamespace())
+    return create_app(client, SimpleNamespace(folder=None), HTTPConfig(model_id="none"))
 
 
 def test_every_route_and_method_is_listed_here(app):
