@@ -33,6 +33,7 @@ from server.engine.core.messages import (
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
+from server.engine.core.step_retry import FORWARD_PASS_FAILED, retry_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,6 +58,10 @@ _STATS_SECONDS: Final = 0.002
 """Time between two messages with stats while no sequence starts or ends: they take 5 us, 3 % of a fast model's step."""
 _TOTALS_SECONDS: Final = 0.1
 """Time between two encodings of `EngineTotals`, which takes 5 us."""
+_MOST_FAILED_STEPS: Final = 5
+"""Steps in sequence of which no row could be computed, after which the engine process ends and is restarted. A few
+requests that each make a step of their own fail must not suffice.
+"""
 
 
 class EngineChannel(Protocol):
@@ -78,12 +83,20 @@ class _Step(NamedTuple):
     launched: float
 
 
+class _StepFailedError(Exception):
+    """A step has no results, and was logged; the text says why."""
+
+
 class _NotLaunched:
-    """A step whose launch or sampling raised."""
+    """A step whose launch or sampling raised, or that read the results of a step that failed.
+
+    Args:
+        error: of the launch; None in the last case.
+    """
 
     feeds_next = False
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
     def sample(self) -> None:
@@ -91,11 +104,15 @@ class _NotLaunched:
 
     def result(self) -> StepResult:
         """Raise the error of the launch."""
-        raise self._error
+        raise self._error or _StepFailedError("the step before it failed")
 
 
 class Engine:
     """Owns the scheduler and the model runner; no other object uses them.
+
+    Attributes:
+        info: see below.
+        num_failed_steps: steps so far that had to be computed again.
 
     Args:
         scheduler: decides what each step computes.
@@ -116,6 +133,7 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self.info = info
+        self.num_failed_steps = 0
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel
@@ -130,6 +148,7 @@ class Engine:
         self._totals_due = -math.inf
         self._encoded_totals = msgspec.Raw()
         self._device_free_at = -math.inf  # when the results of the newest step arrived
+        self._num_failed_steps = 0  # in sequence
         self._stopping = False
 
     @property
@@ -203,7 +222,6 @@ class Engine:
         try:
             pending = self._runner.launch(output)
         except Exception as error:
-            log.exception("launching a step failed")
             pending = _NotLaunched(error)
         self._scheduler.start(output)
         return _Step(output, started, pending, launched)
@@ -215,11 +233,10 @@ class Engine:
         try:
             self._launched.pending.sample()
         except Exception as error:
-            log.exception("sampling failed")
             self._launched = self._launched._replace(pending=_NotLaunched(error))
 
     def _book(self, step: _Step) -> None:
-        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end.
+        """Wait for the results of a step, then commit and publish them. If there are none, compute the step again.
 
         The launched step samples between the two, so that the device does not wait for the message to be sent.
         """
@@ -227,19 +244,48 @@ class Engine:
         try:
             result = pending.result()
         except Exception as error:
-            log.exception("a step failed; its sequences end with an error")
-            seconds = self._device_seconds(step)
-            events = self._scheduler.fail(output, "the forward pass failed", seconds)
-            self._sample()
-            self._publish(events, started, {})
-            if not self._runner.recover(error):
-                raise  # the process ends, and its parent starts another one
+            self._book_failed(step, error)
             return
+        if self._num_failed_steps:
+            self._num_failed_steps = 0
         seconds = self._device_seconds(step)
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
         events = self._scheduler.commit(output, result.sampled, seconds)
         self._sample()
         self._publish(events, started, prompts)
+
+    def _book_failed(self, step: _Step, error: Exception) -> None:
+        """Compute a step that failed again; only the sequences that make it fail end with an error.
+
+        The launched step has read tokens, keys and values of this one, so it is computed again as well.
+
+        Raises:
+            Exception: the device does not work any more, or step after step fails. The process ends, and its parent
+                starts another one.
+        """
+        output = step.output
+        if not isinstance(error, _StepFailedError):
+            log.error("step %d failed and is computed again", output.step, exc_info=error)
+            self.num_failed_steps += 1
+        if self._launched is not None:
+            self._launched = self._launched._replace(pending=_NotLaunched())
+        if not self._runner.recover(error):
+            events = self._scheduler.fail(output, FORWARD_PASS_FAILED, self._device_seconds(step))
+            self._publish(events, step.started, {})
+            raise error
+        with self._scheduler.not_started(output) as rows:
+            retried = retry_step(self._runner, output.step, rows)
+        seconds = self._device_seconds(step)
+        prompts = self._collect_prompt_logprobs(output, retried.prompt_logprobs)
+        events = self._scheduler.commit_parts(output, retried.results, seconds)
+        self._publish(events, step.started, prompts)
+        if retried.broken is not None:
+            raise retried.broken
+        if rows:
+            self._num_failed_steps = 0 if retried.num_succeeded else self._num_failed_steps + 1
+        if self._num_failed_steps >= _MOST_FAILED_STEPS:
+            log.critical("the last %d steps failed; the engine ends", self._num_failed_steps)
+            raise error
 
     def _device_seconds(self, step: _Step) -> float:
         """Return the device time of a step whose results have just arrived.
