@@ -70,11 +70,11 @@ def main() -> None:
     if faults:
         _patch_engines(faults)
     if sys.argv[1:2] == ["fake"]:
-        from tests.engine.link import fake_engine as process  # noqa: PLC0415 - one of two
+        from tests.engine.link import fake_engine as process
 
         del sys.argv[1]
     else:
-        from server.engine.link import process  # type: ignore[no-redef]  # noqa: PLC0415 - one of two
+        from server.engine.link import process  # type: ignore[no-redef]
     process.main()
 
 
@@ -93,7 +93,7 @@ def _patch_engines(faults: Sequence[Fault]) -> None:
     """Let every engine that is made from now on have the faults; the warm-up before has none."""
     construct = Engine.__init__
 
-    def construct_faulty(engine: Engine, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
+    def construct_faulty(engine: Engine, *arguments: Any, **options: Any) -> None:
         construct(engine, *arguments, **options)
         inject(engine, *faults)
 

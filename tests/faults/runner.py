@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from model.sampling.parameters import NOT_FINITE, SampledToken
 from server.engine.core.sequence import SequenceStatus
@@ -40,14 +40,14 @@ class FaultyRunner:
         faults: to inject.
     """
 
-    def __init__(self, runner: Any, faults: TypingSequence[Fault]) -> None:  # noqa: ANN401 - real or fake
+    def __init__(self, runner: Any, faults: TypingSequence[Fault]) -> None:
         self._runner = runner
         self._faults = [_State(fault) for fault in faults]
         self._numbers: dict[int, int] = {}
         self._num_steps = 0
         self._is_broken = False
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the runner has
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def launch(self, output: SchedulerOutput) -> PendingStep:
@@ -55,6 +55,8 @@ class FaultyRunner:
         scheduled = (*output.decode, *output.prefill)
         step = self._number_of(output)
         replaced: list[int] = []
+        for state in self._faults:
+            state.choose_row(step, scheduled)  # before one of them raises
         for state in self._faults:
             rows = state.rows(step, scheduled)
             if rows is None:
@@ -96,7 +98,7 @@ class FaultyRunner:
 
     def _run_out_of_memory(self) -> None:
         if self._on_gpu:
-            import torch  # noqa: PLC0415 - fake engines start without it
+            import torch
 
             torch.empty(1 << 60, dtype=torch.uint8, device=self._runner.device)
         if "torch" in sys.modules:
@@ -106,7 +108,7 @@ class FaultyRunner:
     def _hang(self) -> None:
         """Let the device compute without an end; without a device, stop the engine's thread."""
         if self._on_gpu:
-            import torch  # noqa: PLC0415 - see above
+            import torch
 
             torch.cuda._sleep(1 << 62)
         else:
@@ -133,34 +135,40 @@ class _State:
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
+        self._has_row = fault.row is not None or fault.kind == "nan"
+        self._row = fault.row or 0
         self._began = 0  # number of the step
         self._num_left = 0
         self._target: Sequence | None = None
 
+    def choose_row(self, step: int, scheduled: TypingSequence[ScheduledSequence]) -> None:
+        """Choose the sequence of a fault with a row, if it begins at this step."""
+        fault, target = self.fault, self._target
+        if not self._has_row or step < fault.step or self._row >= len(scheduled):
+            return
+        if target is None or (
+            fault.every and target.status is SequenceStatus.FINISHED and fault.is_due(step)
+        ):
+            self._target = scheduled[self._row].sequence
+
     def rows(self, step: int, scheduled: TypingSequence[ScheduledSequence]) -> list[int] | None:
         """Return the rows of a step that the fault applies to; None if it does not happen."""
         fault = self.fault
-        if fault.row is None and fault.kind != "nan":
-            if fault.times == 0:
-                return [] if step >= fault.step else None
-            if step > self._began and fault.is_due(step):
-                self._began, self._num_left = step, fault.times
-            # A fault of several launches also happens when the step is computed again.
-            if self._num_left == 0:
-                return None
-            self._num_left -= 1
-            return []
-        row, target = fault.row or 0, self._target
-        is_free = target is None or (
-            fault.every and target.status is SequenceStatus.FINISHED and fault.is_due(step)
-        )
-        if is_free and step >= fault.step and row < len(scheduled):
-            target = self._target = scheduled[row].sequence
-        found = [i for i, part in enumerate(scheduled) if part.sequence is target]
-        return found or None
+        if self._has_row:
+            rows = [i for i, row in enumerate(scheduled) if row.sequence is self._target]
+            return rows or None
+        if fault.times == 0:
+            return [] if step >= fault.step else None
+        if step > self._began and fault.is_due(step):
+            self._began, self._num_left = step, fault.times
+        # A fault of several launches also happens when the step is computed again.
+        if self._num_left == 0:
+            return None
+        self._num_left -= 1
+        return []
 
 
-def poison(kv_cache: Any, block: int, slots: slice = slice(None)) -> None:  # noqa: ANN401 - `KVCache`, without torch
+def poison(kv_cache: Any, block: int, slots: slice = slice(None)) -> None:
     """Overwrite keys and values of one block, in every layer, with NaN.
 
     Args:
@@ -181,12 +189,14 @@ def poison(kv_cache: Any, block: int, slots: slice = slice(None)) -> None:  # no
 def _with_errors(pending: PendingStep, rows: list[int]) -> PendingStep:
     """Return a pending step whose sampled tokens in some rows are errors, as those of NaN are."""
 
-    def result() -> Any:  # noqa: ANN401 - a fake's result
+    def result() -> Any:
         found = pending.result()
         sampled = [list(tokens) for tokens in found.sampled]
         for row in rows:
             sampled[row] = [SampledToken(error=NOT_FINITE)] * len(sampled[row])
         return SimpleNamespace(sampled=sampled, prompt_logprobs=found.prompt_logprobs)
 
-    faulty = SimpleNamespace(feeds_next=pending.feeds_next, sample=pending.sample, result=result)
-    return faulty  # type: ignore[return-value]
+    return cast(
+        "PendingStep",
+        SimpleNamespace(feeds_next=pending.feeds_next, sample=pending.sample, result=result),
+    )

@@ -7,13 +7,14 @@ in `Scheduler.accounting.now`.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import deque
 from collections.abc import Sequence as TypingSequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -28,6 +29,10 @@ from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerO
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+
+log = logging.getLogger("tessera.engine")
+
+_GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 
 _rank = attrgetter("rank")
 _num_logits = attrgetter("num_logits")
@@ -396,6 +401,18 @@ class Scheduler:
                 waiting.append(sequence)
         self._without_token = waiting
 
+    def idle_violations(self) -> list[str]:
+        """Return what contradicts the bookkeeping of a scheduler without work; fast enough for idle times."""
+        counts = {
+            "waiting sequences": self.num_waiting,
+            "running sequences": self.num_running,
+            "unfinished sequences": len(self._live),
+            "started steps": len(self._started),
+            "reserved tokens": self.accounting.num_reserved_tokens,
+        }
+        found = [f"{count} {name}, expected none" for name, count in counts.items() if count]
+        return found + self.block_manager.idle_violations()
+
     def check_invariants(self) -> None:
         """Assert the invariants. Slow: for tests and idle times."""
         running, waiting = self._running, self._waiting
@@ -489,7 +506,12 @@ class Scheduler:
                 self._fail_sequence(sequence, result.error, events)
                 return
             assert result.token_id is not None, "a result has a token or an error"
-            reason = sequence.append(result.token_id)
+            try:
+                reason = sequence.append(result.token_id)
+            except Exception:
+                log.exception("the grammar of request %d failed", sequence.request_id)
+                self._fail_sequence(sequence, _GRAMMAR_FAILED, events)
+                return
             if reason is FinishReason.ERROR:
                 assert sequence.error is not None
                 self._fail_sequence(sequence, sequence.error, events)
@@ -509,7 +531,11 @@ class Scheduler:
             sequence.num_computed_tokens -= num_rejected
         self._cache_blocks(sequence, row.start + row.num_tokens - num_rejected)
         if sampled and reason is None and sequence.sampling.skips_forced_tokens:
-            reason = self._append_forced(sequence, events)
+            try:
+                reason = self._append_forced(sequence, events)
+            except Exception:
+                log.exception("the grammar of request %d failed", sequence.request_id)
+                sequence.error = _GRAMMAR_FAILED
             if sequence.error is not None:
                 self._fail_sequence(sequence, sequence.error, events)
                 return

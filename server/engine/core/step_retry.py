@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.engine")
 
-FORWARD_PASS_FAILED: Final = "the forward pass failed"
+STEP_FAILED: Final = "the forward pass failed"
 OUT_OF_MEMORY: Final = "the memory of the device does not suffice for this request"
 
 _RUNS_WITHOUT_SUCCESS: Final = 7
@@ -53,14 +53,14 @@ class RetriedStep:
     Attributes:
         results: by sequence, see `Scheduler.commit_parts`.
         prompt_logprobs: see `StepResult`.
-        num_succeeded: parts that were computed.
-        broken: the error after which the device does not work; None if it does.
+        error: why no row could be computed, or why the device does not work any more; None if neither is so.
+        is_broken: whether the device does not work any more.
     """
 
     results: dict[Sequence, TypingSequence[SampledResult]] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    num_succeeded: int = 0
-    broken: Exception | None = None
+    error: Exception | None = None
+    is_broken: bool = False
 
 
 def retry_step(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> RetriedStep:
@@ -76,41 +76,43 @@ def retry_step(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> 
     """
     retried = RetriedStep()
     parts = deque([rows] if rows else [])
-    # Two culprits at least; the rows of all parts that are left then fail together.
-    num_left = _RUNS_WITHOUT_SUCCESS + 4 * len(rows).bit_length()
-    num_runs = 0
+    # Enough for two culprits. The rows that are left then fail together.
+    most_runs = _RUNS_WITHOUT_SUCCESS + 4 * len(rows).bit_length()
+    num_runs = num_computed = 0
+    last_error = None
     while parts:
         part = parts.popleft()
-        reason = FORWARD_PASS_FAILED
-        is_hopeless = num_runs >= _RUNS_WITHOUT_SUCCESS and not retried.num_succeeded
-        if retried.broken is None and not is_hopeless and num_runs < num_left:
-            num_runs += 1
-            try:
-                result = _compute(runner, step, part)
-            except Exception as error:
-                if isinstance(error, MemoryError) or "out of memory" in str(error):
-                    reason = OUT_OF_MEMORY
-                if not runner.recover(error):
-                    retried.broken = error
-                elif len(part) > 1:
-                    parts += [part[: len(part) // 2], part[len(part) // 2 :]]
-                    continue
-                else:
-                    log.error(  # noqa: TRY400 - one line; the first attempt had the traceback
-                        "request %d makes a step fail and ends with an error: %s: %s",
-                        part[0].sequence.request_id,
-                        type(error).__name__,
-                        error,
-                    )
-            else:
-                retried.num_succeeded += 1
-                retried.prompt_logprobs |= result.prompt_logprobs
-                for row, sampled in zip(part, result.sampled, strict=True):
-                    retried.results[row.sequence] = sampled
+        is_hopeless = num_runs >= (most_runs if num_computed else _RUNS_WITHOUT_SUCCESS)
+        if retried.is_broken or is_hopeless:
+            _fail(part, retried, STEP_FAILED)
+            continue
+        num_runs += 1
+        try:
+            result = _compute(runner, step, part)
+        except Exception as error:
+            last_error = error
+            retried.is_broken = not runner.recover(error)
+            if len(part) > 1:
+                parts += [part[: len(part) // 2], part[len(part) // 2 :]]
                 continue
-        for row in part:
-            retried.results[row.sequence] = [_Error(reason)]
+            log.exception(
+                "request %d makes its step fail and ends with an error", part[0].sequence.request_id
+            )
+            is_out_of_memory = isinstance(error, MemoryError) or "out of memory" in str(error)
+            _fail(part, retried, OUT_OF_MEMORY if is_out_of_memory else STEP_FAILED)
+            continue
+        num_computed += 1
+        retried.prompt_logprobs |= result.prompt_logprobs
+        for row, sampled in zip(part, result.sampled, strict=True):
+            retried.results[row.sequence] = sampled
+    if retried.is_broken or not num_computed:
+        retried.error = last_error
     return retried
+
+
+def _fail(rows: list[ScheduledSequence], retried: RetriedStep, reason: str) -> None:
+    for row in rows:
+        retried.results[row.sequence] = [_Error(reason)]
 
 
 def _compute(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> StepResult:
