@@ -117,7 +117,8 @@ def test_blocks_that_a_sequence_with_nan_computed_leave_the_prefix_cache(start):
     assert tokens(again) == tokens(start().generate([greedy(3, shared + own, 60)])[0])
 
 
-def test_nan_in_free_blocks_reaches_no_sequence(start):
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_nan_in_free_blocks_reaches_no_sequence(start, cache_dtype):
     """Also the unused slots of a sequence's last block, and blocks of padding rows."""
     rng = random.Random(13)
     prompts = [random_prompt(rng, 1, 70) for _ in range(12)]
@@ -130,8 +131,8 @@ def test_nan_in_free_blocks_reaches_no_sequence(start):
         )
         for i, prompt in enumerate(prompts[:6])
     ]
-    expected = start().generate(requests)
-    engine = start()
+    expected = start(kv_cache_dtype=cache_dtype).generate(requests)
+    engine = start(kv_cache_dtype=cache_dtype)
     for block in range(engine.engine.info.num_blocks):
         poison(engine.engine._runner.kv_cache, block)
 
