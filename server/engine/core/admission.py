@@ -7,6 +7,7 @@ GPU, a token id outside the vocabulary would end the process.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ class AdmissionError(Exception):
 
 class InvalidRequestError(AdmissionError):
     """A value of a request is outside its range."""
-
-    def __init__(self, name: str, value: object, limits: str) -> None:
-        super().__init__(f"{name} {value!r} is not {limits}")
 
 
 class CapacityError(AdmissionError):
@@ -79,12 +77,12 @@ def check_request(request: GenerateRequest, vocab_size: int) -> None:
     """
     _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
     if request.deadline is not None and math.isnan(request.deadline):
-        raise InvalidRequestError("deadline", request.deadline, "a time")
+        raise InvalidRequestError("the deadline is not a number")
     sampling = request.sampling
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     for word in sampling.bad_words:
         if not word:
-            raise InvalidRequestError("bad_words", word, "a word of at least one token")
+            raise InvalidRequestError("a word of bad_words has no token")
         _check_ids("bad_words", word, vocab_size)
     _check_numbers(sampling, vocab_size)
 
@@ -92,22 +90,29 @@ def check_request(request: GenerateRequest, vocab_size: int) -> None:
 def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         value = next(i for i in ids if not 0 <= i < vocab_size)
-        raise InvalidRequestError(name, value, f"a token id from 0 to {vocab_size - 1}")
+        raise InvalidRequestError(f"{name}: {value} is not a token id from 0 to {vocab_size - 1}")
 
 
 def _check_numbers(sampling: SamplingParams, vocab_size: int) -> None:
-    largest = math.inf
-    for name, value, low, high in (
-        ("temperature", sampling.temperature, 0.0, largest),
-        ("top_k", sampling.top_k, 0, largest),
-        ("top_p", sampling.top_p, 0.0, 1.0),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("typical_p", sampling.typical_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, largest),
-        ("presence_penalty", sampling.presence_penalty, -largest, largest),
-        ("frequency_penalty", sampling.frequency_penalty, -largest, largest),
-        ("top_logprobs", sampling.top_logprobs, 0, vocab_size),
-        ("prompt_top_logprobs", sampling.prompt_top_logprobs, 0, vocab_size),
+    finite = sys.float_info.max
+    if (
+        0.0 <= sampling.temperature <= finite
+        and sampling.top_k >= 0
+        and 0.0 <= sampling.top_p <= 1.0
+        and 0.0 <= sampling.min_p <= 1.0
+        and 0.0 <= sampling.typical_p <= 1.0
+        and 0.0 < sampling.repetition_penalty <= finite
+        and -finite <= sampling.presence_penalty <= finite
+        and -finite <= sampling.frequency_penalty <= finite
+        and 0 <= sampling.top_logprobs <= vocab_size
+        and 0 <= sampling.prompt_top_logprobs <= vocab_size
     ):
-        if not low <= value <= high or value in (largest, -largest):
-            raise InvalidRequestError(name, value, f"a number from {low} to {high}")
+        return
+    names = (
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "top_logprobs", "prompt_top_logprobs",
+    )  # fmt: skip
+    values = ", ".join(f"{name} {getattr(sampling, name)!r}" for name in names)
+    raise InvalidRequestError(
+        f"a number is outside its range, or there are more likely tokens than {vocab_size}: {values}"
+    )

@@ -15,7 +15,7 @@ from tests.engine.core.test_step_retry import Harness, expected_tokens, tokens_o
 from tests.engine.link.fake_engine import MAX_TOKEN_ID
 
 BAD = {
-    "a negative token": ({"prompt": [5, -1]}, "prompt_token_ids -1"),
+    "a negative token": ({"prompt": [5, -1]}, "prompt_token_ids: -1"),
     "a token above the vocabulary": (
         {"prompt": [MAX_TOKEN_ID, MAX_TOKEN_ID + 1]},
         f"0 to {MAX_TOKEN_ID}",
@@ -24,9 +24,9 @@ BAD = {
     "no prompt": ({"prompt": []}, "at least 1 prompt token"),
     "no new token": ({"max_new_tokens": 0}, "at least 1 prompt token"),
     "too many new tokens": ({"max_new_tokens": 2**62}, "at most"),
-    "a bias below the vocabulary": ({"logit_bias": {-1: 1.0}}, "logit_bias -1"),
-    "a bias above the vocabulary": ({"logit_bias": {10**9: 1.0}}, "logit_bias 1000000000"),
-    "a banned word above the vocabulary": ({"bad_words": ((1, 10**9),)}, "bad_words 1000000000"),
+    "a bias below the vocabulary": ({"logit_bias": {-1: 1.0}}, "logit_bias: -1"),
+    "a bias above the vocabulary": ({"logit_bias": {10**9: 1.0}}, "logit_bias: 1000000000"),
+    "a banned word above the vocabulary": ({"bad_words": ((1, 10**9),)}, "bad_words: 1000000000"),
     "an empty banned word": ({"bad_words": ((),)}, "bad_words"),
     "more likely tokens than the vocabulary has": ({"top_logprobs": 10**9}, "top_logprobs"),
     "fewer likely tokens than none": ({"top_logprobs": -1}, "top_logprobs -1"),
