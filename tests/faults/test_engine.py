@@ -55,12 +55,14 @@ def test_a_fault_of_one_sequence_ends_one_request_of_a_process(faults, fault):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("fault", ["exit", "segfault", "fatal", "hang"])
+@pytest.mark.parametrize(
+    "fault", ["exit", "segfault", "fatal", pytest.param("hang", marks=pytest.mark.slow)]
+)
 def test_after_a_fault_that_ends_the_process_the_next_one_serves(faults, fault):
     faults(f"{fault}@step=2", once=True)
 
     async def scenario():
-        async with running(hang_seconds=1.0) as client:
+        async with running(hang_seconds=5.0 if fault == "hang" else 60.0) as client:
             lost = await collect(submit(client, [1, 2], 5))
             assert lost[-1].finish_reason is FinishReason.ERROR
             await until(lambda: client.state is EngineState.READY and client.restarts == 1)
@@ -103,7 +105,7 @@ def test_an_idle_process_finds_its_bookkeeping_in_order():
     async def scenario():
         async with running() as client:
             await collect(submit(client, [1] * 40, 5))
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(1.2)  # until it has checked
             await collect(submit(client, [1] * 40, 5))
             assert client.stats.num_invariant_violations == 0
 
