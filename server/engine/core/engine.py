@@ -196,6 +196,8 @@ class Engine:
         """Schedule and launch a step; return None if all remaining work is in flight."""
         self._scheduler.accounting.now = launched = time.monotonic()
         output = self._scheduler.schedule()
+        if late := self._scheduler.take_late():
+            self._publish(late, [], {})
         if not output.num_tokens:
             return None
         started = self._note_started(output, launched)
