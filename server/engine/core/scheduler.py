@@ -12,7 +12,7 @@ from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -20,8 +20,9 @@ from server.engine.core.accounting import Accounting
 from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.prompt_chunks import Chunk, NoAdmission, divide
 from server.engine.core.rates import Rate
+from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.sequence import Sequence, SequenceStatus
 from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerOutput
 from server.engine.core.waiting_queue import WaitingQueue
@@ -36,19 +37,10 @@ lengths, which often begin alike, are computed one after the other, so that the 
 """
 
 _rank = attrgetter("rank")
-_row_rank = attrgetter("sequence.rank")
 _num_logits = attrgetter("num_logits")
 
 
-class _Chunk(NamedTuple):
-    """The tokens of a running sequence that are known and not computed: two or more, or all of a new sequence."""
-
-    sequence: Sequence
-    num_tokens: int
-
-
-def _chunk_order(chunk: _Chunk) -> tuple[int, int]:
-    return chunk.sequence.priority, chunk.num_tokens
+_NO_ADMISSION = NoAdmission()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +63,9 @@ class Scheduler:
     There are no prefill and decode phases: every running sequence computes its known tokens that are
     not computed yet, at least one in each step. A decoding sequence has a single one.
 
-    Chunks: what a step's token budget leaves after one token for each running sequence goes to those
-    with more tokens to compute, and to new ones. Half of it goes to the sequence that was admitted
-    first. The other half goes to the shortest: the running ones with the fewest tokens left, and
-    before each of them the waiting ones that are at most half as long. What they do not need goes to
-    the first as well, then to the next waiting sequences in turn. A short prompt therefore waits
-    for at most about two steps behind one long prompt, and a prompt takes at most twice as long as
-    if short ones waited for it.
+    Chunks: what a step's token budget leaves after one token for each running sequence is divided
+    among the longer chunks and new sequences (`prompt_chunks.divide`): half of it to the sequence
+    that was admitted first, half to the shortest. So short prompts do not wait for long ones.
 
     Order: `WaitingQueue` says which sequence is admitted next. The running list is in order of
     priority, then of first admission. Priorities are strict: a sequence waits as long as sequences
@@ -107,8 +95,9 @@ class Scheduler:
     A block may be freed and allocated again meanwhile, because the device computes steps in order.
 
     Invariants (`check_invariants`): the running list is in order, and of sequences with one priority,
-    running ones were admitted before those that wait after a preemption. Exactly the running sequences own blocks. Every running
-    sequence has a token left to compute, unless its last one is in flight.
+    running ones were admitted before those that wait after a preemption. Exactly the running
+    sequences own blocks. Every running sequence has a token left to compute, unless its last one is
+    in flight.
 
     Grammars: tokens that a grammar forces become known together with the token before them, and the
     next step computes them as one chunk. A step that was started meanwhile samples at the position of
@@ -143,6 +132,7 @@ class Scheduler:
         self._num_admitted = 0
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config)
+        self._first_scheduled: list[Sequence] = []  # by the latest `schedule`
         self._late: list[tuple[int, TokenEvent]] = []
         self._is_short_of_places = False  # sequences wait although the step has tokens left
         self._running: list[Sequence] = []
@@ -230,9 +220,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens that the next step computes, and allocate their blocks."""
         decode: list[ScheduledSequence] = []
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         preempted: list[int] = []
-        first_scheduled: list[Sequence] = []
+        self._first_scheduled = []
         budget = self.config.max_num_batched_tokens
         block_size = self.block_manager.block_size
         # A preemption removes the last sequence of the list during this loop, never one that the
@@ -250,20 +240,22 @@ class Scheduler:
             if num_known - start == 1:
                 decode.append(ScheduledSequence(sequence, start, 1, 1))
             else:
-                chunks.append(_Chunk(sequence, num_known - start))
+                chunks.append(Chunk(sequence, num_known - start))
         prefill: list[ScheduledSequence] = []
         self._is_short_of_places = False
-        self.num_prefill_tokens = 0
         if chunks or (self._waiting and not preempted):
-            for row in self._divide(budget, chunks, first_scheduled, admits=not preempted):
+            for row in divide(budget, chunks, _NO_ADMISSION if preempted else self):
                 (decode if row.num_tokens == 1 else prefill).append(row)
             decode.sort(key=_num_logits, reverse=True)
+        self.num_prefill_tokens = sum(
+            [row.sequence.num_known_tokens - row.start - row.num_tokens for row in prefill]
+        )
         output = SchedulerOutput(
             step=self.num_steps,
             decode=tuple(decode),
             prefill=tuple(prefill),
             num_tokens=len(decode) + sum(row.num_tokens for row in prefill),
-            first_scheduled=tuple(first_scheduled),
+            first_scheduled=tuple(self._first_scheduled),
             preempted=tuple(preempted),
         )
         self.num_steps += 1
@@ -422,80 +414,42 @@ class Scheduler:
         assert self.block_manager.owners == set(running)
         self.block_manager.check_invariants()
 
-    def _divide(
-        self, budget: int, chunks: list[_Chunk], first_scheduled: list[Sequence], *, admits: bool
-    ) -> list[ScheduledSequence]:
-        """Divide a step's budget among chunks, and admit waiting sequences.
-
-        Args:
-            budget: tokens left after one for each running sequence.
-            chunks: those of running sequences, in order.
-            first_scheduled: receives the sequences that were admitted for the first time.
-            admits: whether sequences may be admitted.
-
-        Returns:
-            Rows in the order of the running list.
-        """
-        rows: list[ScheduledSequence] = []
-        while True:
-            if not chunks:
-                chunk = self._admit_next(first_scheduled) if admits and budget else None
-                if chunk is None:
-                    break
-                budget -= 1
-                chunks = [chunk]
-            first = chunks[0]
-            reserved = min(first.num_tokens - 1, budget - budget // 2)
-            budget -= reserved
-            chunks.sort(key=_chunk_order)
-            for chunk in chunks:
-                while admits and budget and (short := self._admit_before(chunk, first_scheduled)):
-                    num_tokens = min(short.num_tokens, budget)
-                    budget -= num_tokens
-                    rows.append(self._row(short, num_tokens))
-                if chunk is first:
-                    budget += reserved
-                num_tokens = 1 + min(chunk.num_tokens - 1, budget)
-                budget -= num_tokens - 1
-                rows.append(self._row(chunk, num_tokens))
-            chunks = []
-        self._is_short_of_places = admits and budget > 0 and bool(self._waiting)
-        rows.sort(key=_row_rank)
-        return rows
-
-    def _row(self, chunk: _Chunk, num_tokens: int) -> ScheduledSequence:
-        self.num_prefill_tokens += chunk.num_tokens - num_tokens
-        sequence, is_whole = chunk.sequence, num_tokens == chunk.num_tokens
-        return ScheduledSequence(
-            sequence, sequence.num_computed_tokens, num_tokens, int(is_whole)
-        )
-
-    def _admit_next(self, first_scheduled: list[Sequence]) -> _Chunk | None:
-        """Admit the sequence whose turn it is, or a shorter one if there is no place for it; None if neither fits."""
-        while (head := self._waiting.head) is not None and self._is_late(head):
-            self._end_late(head)
+    def admit_next(self) -> Chunk | None:
+        """Admit the sequence whose turn it is, or a shorter one if there is no place for it; see `divide`."""
+        head = self._candidate(shortest=False)
         if head is None:
             return None
-        if (chunk := self._admit(head, first_scheduled)) is not None:
-            return chunk
-        assert self._running or head.num_tokens_in_flight, (
-            "`add` ensures that a sequence fits in an empty cache"
-        )
-        shortest = self._waiting.shortest
-        return None if shortest in (None, head) else self._admit(shortest, first_scheduled)
+        if (chunk := self._admit(head)) is None:
+            assert self._running or head.num_tokens_in_flight, (
+                "`add` ensures that a sequence fits in an empty cache"
+            )
+            self._is_short_of_places = True
+            shortest = self._candidate(shortest=True)
+            if shortest is not None and shortest is not self._waiting.head:
+                chunk = self._admit(shortest)
+        return chunk
 
-    def _admit_before(self, chunk: _Chunk, first_scheduled: list[Sequence]) -> _Chunk | None:
-        """Admit a sequence that is served before a chunk; None if there is none, or no place for it."""
-        while (shortest := self._waiting.shortest) is not None and self._is_late(shortest):
-            self._end_late(shortest)
+    def admit_before(self, chunk: Chunk) -> Chunk | None:
+        """Admit a sequence that is served before a chunk, if there is a place for it; see `divide`."""
+        shortest = self._candidate(shortest=True)
         if shortest is None or shortest.priority > chunk.sequence.priority:
             return None
         is_ahead = shortest.priority < chunk.sequence.priority
         if is_ahead or shortest.num_tokens * _SHORTER <= chunk.num_tokens:
-            return self._admit(shortest, first_scheduled)
+            return self._admit(shortest)
         return None
 
-    def _admit(self, sequence: Sequence, first_scheduled: list[Sequence]) -> _Chunk | None:
+    def _candidate(self, *, shortest: bool) -> Sequence | None:
+        """Return the queue's head or its shortest sequence; end those that cannot meet their deadline."""
+        waiting = self._waiting
+        while sequence := waiting.shortest if shortest else waiting.head:
+            if not self._is_late(sequence):
+                return sequence
+            self._finish(sequence, FinishReason.TIMEOUT)
+            self._late.append((sequence.request_id, _timeout(sequence)))
+        return None
+
+    def _admit(self, sequence: Sequence) -> Chunk | None:
         """Admit a waiting sequence; None if there is no place for it."""
         running = self._running
         if len(running) == self.config.max_num_seqs:
@@ -519,12 +473,12 @@ class Scheduler:
             self._without_token.append(sequence)
             sequence.first_scheduled_step = self.num_steps
             sequence.num_cached_tokens = sequence.num_computed_tokens
-            first_scheduled.append(sequence)
+            self._first_scheduled.append(sequence)
             self.num_prompt_tokens += sequence.num_prompt_tokens
             if self.block_manager.looks_up(sequence):
                 self.prefix_cache_query_tokens += sequence.num_prompt_tokens
                 self.prefix_cache_hit_tokens += sequence.num_cached_tokens
-        return _Chunk(sequence, sequence.num_tokens - sequence.num_computed_tokens)
+        return Chunk(sequence, sequence.num_tokens - sequence.num_computed_tokens)
 
     def _is_late(self, sequence: Sequence) -> bool:
         """Return whether even an idle engine could not compute a sequence's next token before its deadline."""
@@ -535,10 +489,6 @@ class Scheduler:
             return False
         num_cached = self.block_manager.num_cached_tokens(sequence)
         return (sequence.num_prompt_tokens - num_cached) * price > left
-
-    def _end_late(self, sequence: Sequence) -> None:
-        self._finish(sequence, FinishReason.TIMEOUT)
-        self._late.append((sequence.request_id, _timeout(sequence)))
 
     def _enter(
         self,
