@@ -112,7 +112,7 @@ class Scheduler:
         num_generated_tokens: tokens sampled.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        end_rate: sequences that ended per second while others waited for a place or for blocks.
+        end_rate: sequences that ended per second, of the steps during which others waited.
         accounting: what sequences and steps used.
     """
 
@@ -129,12 +129,12 @@ class Scheduler:
         self.prompt_rate = Rate()
         self.end_rate = Rate()
         self.num_prefill_tokens = 0
+        self._is_short_of_places = False
         self._num_admitted = 0
         self._live: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(config)
         self._first_scheduled: list[Sequence] = []  # by the latest `schedule`
         self._late: list[tuple[int, TokenEvent]] = []
-        self._is_short_of_places = False  # sequences wait although the step has tokens left
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
         self._started: deque[SchedulerOutput] = deque()
@@ -150,9 +150,21 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> WaitingQueue:
+        """The queue; only the scheduler changes it."""
+        return self._waiting
+
+    @property
     def num_running(self) -> int:
         """Number of sequences that own blocks."""
         return len(self._running)
+
+    @property
+    def num_free_places(self) -> int:
+        """Number of sequences that may be admitted before another one ends; 0 if the last schedule lacked blocks."""
+        if self._waiting and self._is_short_of_places:
+            return 0
+        return self.config.max_num_seqs - len(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -344,7 +356,7 @@ class Scheduler:
             self._enter(row, sampled, events)
         if self._without_token:
             self._note_first_tokens()
-        if self._is_short_of_places:
+        if self._waiting:
             self.end_rate.add(num_live - len(self._live), device_seconds)
         if output.num_tokens == self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)

@@ -38,11 +38,11 @@ class WaitingQueue:
     Sequences with a lower priority number always come first. Within a priority, preempted sequences come before new
     ones, in the order of their first admission. New sequences of one priority have two orders:
 
-    - in turn: clients take turns, and the sequences of one client are in order of arrival. The turns are those of start-time fair queueing: a sequence's turn is the sum of the tokens
-      (prompt and limit of the output) of its client's earlier sequences, or the queue's clock if that is later. The
-      clock advances with each admission: by its tokens, divided by the number of waiting sequences, and at least to
-      the turn of a sequence that is admitted in turn. A client that sends one request is therefore not behind all
-      requests of one that sent many.
+    - in turn: clients take turns, and the sequences of one client are in order of arrival. The turns are those of
+      start-time fair queueing: a sequence's turn is the sum of the tokens (prompt and limit of the output) of its
+      client's earlier sequences, or the queue's clock if that is later. The clock advances with each admission: by its
+      tokens, divided by the number of waiting sequences, and at least to the turn of a sequence that is admitted in
+      turn. A client that sends one request is therefore not behind all requests of one that sent many.
     - by length: the shortest prompt first. Lengths include tokens that the prefix cache may have.
 
     `head` is the first in turn, `shortest` the one that may be admitted before it. Between two admissions in turn, the
