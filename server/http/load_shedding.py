@@ -121,11 +121,12 @@ class LoadShedding:
             ahead = min(2 * shorter, self._queued_tokens(stats))
             # The engine begins several prompts in one step.
             seconds = max(0, ahead - info.max_num_batched_tokens) / stats.prompt_rate
-        if stats.end_rate and not stats.num_free_places:
+        if stats.end_rate:
             shorter = _sum(stats.waiting_by_length, stop)
             shorter += _sum(recent.counts, stop) + _sum(previous.counts, stop)
             total = sum(stats.waiting_by_length) + sum(recent.counts) + sum(previous.counts)
-            seconds = max(seconds, (min(2 * shorter, total) + 1) / stats.end_rate)
+            ahead = min(2 * shorter, total) + 1 - stats.num_free_places
+            seconds = max(seconds, ahead / stats.end_rate)
         return seconds
 
     def _queued_tokens(self, stats: EngineStats) -> int:

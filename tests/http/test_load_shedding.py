@@ -13,7 +13,7 @@ from server.http.config import HTTPConfig
 from server.http.load_shedding import LoadShedding
 from tests.http.fakes import INFO
 
-BUSY = EngineStats(prompt_rate=1000.0, end_rate=4.0, num_free_places=10)
+BUSY = EngineStats(prompt_rate=1000.0, end_rate=4.0, num_free_places=400)
 
 
 class Engine:
