@@ -22,7 +22,7 @@ _MAX_REFUSAL_P99_MS = 50.0
 _MAX_TTFT_RATIO = 2.0
 _TIMEOUT = 60.0
 _SMALL_BUFFER = 4096
-_SENDERS = 8
+_SENDERS = 4
 """Connections from which a flood is sent: more would measure how fast this process reads the answers."""
 
 
@@ -175,13 +175,13 @@ async def read_slowly(target: Target) -> None:
         streams = [
             await client.start(
                 "/generate_stream",
-                {"inputs": "x", "parameters": {"max_new_tokens": 64, "top_n_tokens": 5, "ignore_eos": True}},
+                {"inputs": "x", "parameters": {"max_new_tokens": 48, "top_n_tokens": 5, "ignore_eos": True}},
                 is_slow=is_slow,
             )
             for _ in range(100)
         ]  # fmt: skip
         readers = [] if is_slow else [asyncio.create_task(reader.read()) for reader, _ in streams]
-        times = [await client.first_token_seconds("def f(", 4) for _ in range(20)]
+        times = [await client.first_token_seconds("def f(", 4) for _ in range(6)]
         medians.append(statistics.median(times))
         await asyncio.gather(*readers)
         for _, writer in streams:
