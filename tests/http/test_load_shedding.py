@@ -140,3 +140,19 @@ async def test_a_refused_request_gets_429_with_retry_after_and_never_reaches_the
     assert (refused.status_code, refused.json()["error_type"]) == (429, "overloaded")
     assert refused.headers["retry-after"] == "20"  # 300 * 100 tokens, less a step
     assert len(engine.requests) == 1
+
+
+@pytest.mark.anyio
+async def test_requests_share_the_engine_by_api_key_or_by_address(open_client, engine):
+    body = {"inputs": "Hello", "parameters": {"max_new_tokens": 4}}
+    keyed = await open_client(api_keys=("one", "two"))
+    for name, key in (("authorization", "Bearer one"), ("x-api-key", "two"), ("x-api-key", "one")):
+        reply = await keyed.post("/generate", json=body, headers={name: key})
+        assert reply.status_code == 200
+    plain = await open_client()
+    await plain.post("/generate", json=body)
+
+    first, second, again, address = [request.client for request in engine.requests]
+    assert first == again != second
+    assert "one" not in first
+    assert address == "127.0.0.1"
