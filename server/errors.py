@@ -145,13 +145,19 @@ class CapacityError(TesseraError):
 
 
 class OverloadedError(CapacityError):
-    """The limit of requests in flight is reached."""
+    """The limit of requests in flight is reached, or the request would wait too long.
+
+    Args:
+        message: says which limit.
+        retry_after: seconds after which an equal request will probably be admitted.
+    """
 
     status = 429
     error_type = "overloaded"
 
-    def __init__(self, message: str = "Model is overloaded") -> None:
+    def __init__(self, message: str = "Model is overloaded", retry_after: int = 1) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
 
 
 class UnavailableError(CapacityError):

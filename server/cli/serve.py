@@ -76,6 +76,8 @@ def serve(
         chat_template=chat_template,
         tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,
+        max_queue_seconds=settings.max_queue_seconds,
+        max_queued_tokens=settings.max_queued_tokens,
         max_body_bytes=settings.max_body_bytes,
         api_keys=keys,
         cors_allow_origins=settings.cors_allow_origin,

@@ -148,6 +148,17 @@ class Settings(BaseModel):
         ge=1,
         description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
+    max_queue_seconds: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a request that would wait longer in the queue, by the measured rates, is refused with 429",
+    )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="limit of the prompt tokens in the queue; more are refused with 429; default: no limit",
+    )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
     api_key: tuple[str, ...] = Field(
         (),

@@ -20,6 +20,8 @@ class HTTPConfig:
             checkpoint's.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
             `best_of` counts as that many. None means twice the engine's `max_num_seqs`.
+        max_queue_seconds: a request is refused with 429 if it would wait longer before its computation begins.
+        max_queued_tokens: a request is refused with 429 if prompts of more tokens would be queued; None for no limit.
         max_best_of: sequences that one request may ask for.
         max_stop_sequences: stop strings of one request.
         max_stop_characters: length of one stop string.
@@ -49,6 +51,8 @@ class HTTPConfig:
     chat_template: str | None = None
     tool_call_format: str = "auto"
     max_concurrent_requests: int | None = None
+    max_queue_seconds: float = 60.0
+    max_queued_tokens: int | None = None
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_stop_characters: int = 1_000

@@ -14,6 +14,7 @@ from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError, UnavailableError, ValidationError
 from server.http.grammar_compiler import GrammarCompiler
+from server.http.load_shedding import LoadShedding
 from server.http.validation import describe
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.shedding = LoadShedding(client, config)
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
         self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
@@ -78,7 +80,8 @@ class AppContext:
             OverloadedError: the request would exceed the limit.
         """
         if self.metrics.in_flight + sequences > self.max_concurrent_requests(info):
-            raise OverloadedError
+            excess = self.metrics.in_flight + sequences - self.max_concurrent_requests(info)
+            raise OverloadedError(retry_after=self.shedding.retry_after(excess))
         self.metrics.add_in_flight(sequences)
         try:
             yield

@@ -239,6 +239,8 @@ class Engine:
         """Schedule and launch a step; return None if all remaining work is in flight."""
         self._scheduler.accounting.now = launched = time.monotonic()
         output = self._scheduler.schedule()
+        if late := self._scheduler.take_late():
+            self._publish(late, [], {})
         if not output.num_tokens:
             return None
         started = self._note_started(output, launched)
@@ -336,7 +338,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
-        accounting = scheduler.accounting
+        accounting, waiting = scheduler.accounting, scheduler.waiting
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
             num_running=scheduler.num_running,
@@ -354,6 +356,12 @@ class Engine:
             num_failed_steps=self.num_failed_steps,
             num_invariant_violations=self.num_invariant_violations,
             num_reserved_tokens=accounting.num_reserved_tokens,
+            num_free_places=scheduler.num_free_places,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            waiting_by_length=list(waiting.num_by_length) if waiting else [],
+            waiting_tokens_by_length=list(waiting.num_tokens_by_length) if waiting else [],
+            prompt_rate=scheduler.prompt_rate.value,
+            end_rate=scheduler.end_rate.value,
             computed_tokens=accounting.num_computed_tokens,
             computed_prompt_tokens=accounting.num_computed_prompt_tokens,
             recomputed_tokens=accounting.num_recomputed_tokens,

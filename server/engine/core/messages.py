@@ -132,6 +132,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         num_reserved_tokens: tokens that the running sequences have if all reach their limits.
         num_failed_steps: steps that had to be computed again, because they raised an error.
         num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
+        num_free_places: sequences that can be admitted before another one ends; 0 if blocks are short.
+        num_prefill_tokens: tokens of the prompts of running sequences that are not computed yet.
+        waiting_by_length: sequences in the queue by `waiting_queue.length_class`; empty if none waits.
+        waiting_tokens_by_length: tokens of their prompts.
+        prompt_rate: prompt tokens computed per second when steps are full; 0.0 if none was.
+        end_rate: sequences that end per second while others wait; 0.0 if none waited.
         computed_tokens: tokens computed, of prompts and outputs.
         computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
@@ -154,6 +160,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_failed_steps: int = 0
     num_invariant_violations: int = 0
     num_reserved_tokens: int = 0
+    num_free_places: int = 0
+    num_prefill_tokens: int = 0
+    waiting_by_length: list[int] = []
+    waiting_tokens_by_length: list[int] = []
+    prompt_rate: float = 0.0
+    end_rate: float = 0.0
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0
@@ -169,7 +181,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 _GAUGES = {
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
-    "num_reserved_tokens",
+    "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
+    "prompt_rate", "end_rate",
 }  # fmt: skip
 _COUNTERS = tuple(n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"totals"})
 

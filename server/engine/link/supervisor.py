@@ -252,6 +252,9 @@ class EngineSupervisor:
             self.stats,
             num_running=0,
             num_waiting=0,
+            num_prefill_tokens=0,
+            waiting_by_length=[],
+            waiting_tokens_by_length=[],
             num_free_blocks=self.stats.num_blocks,
             kv_usage=0.0,
         )

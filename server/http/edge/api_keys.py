@@ -7,6 +7,7 @@ import hmac
 from typing import TYPE_CHECKING, Any
 
 from server.errors import UnauthorizedError, UnavailableError
+from server.http.request_id import current_request
 from server.http.responses import error_response
 
 if TYPE_CHECKING:
@@ -66,9 +67,14 @@ class ApiKeyMiddleware:
         found = False
         for name, value in scope["headers"]:
             if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
-                found |= self._is_key(value[len(_BEARER) :].strip())
+                key = value[len(_BEARER) :].strip()
             elif name == b"x-api-key":
-                found |= self._is_key(value)
+                key = value
+            else:
+                continue
+            if self._is_key(key):
+                found = True
+                current_request().client = _digest(key).hex()
         return found
 
     def _is_key(self, given: bytes) -> bool:
