@@ -6,13 +6,13 @@ import asyncio
 import functools
 import logging
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from server.cli.front_end_config import FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
+from server.engine.link.spawn import module_command
 from server.http.metrics.registry import mark_process
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.metrics.specs import NUM_CELLS
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
     from server.log import LogFormat
 
-FRONT_END_COMMAND = (sys.executable, "-m", "server.cli.front_end")
+FRONT_END_COMMAND = module_command("server.cli.front_end")
 # Longer than the front ends wait for requests in flight.
 _STOP_SECONDS = 35.0
 

@@ -7,15 +7,40 @@ longer than reading the settings. For this reason the module has almost no impor
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-ENGINE_COMMAND = (sys.executable, "-m", "server.engine.link.process")
+
+def module_command(module: str) -> tuple[str, ...]:
+    """Return the command that runs a module of ours.
+
+    `python -m` alone would import from the working directory first, where anybody may have put a `json.py`.
+    """
+    return (sys.executable, "-P", "-m", module)
+
+
+ENGINE_COMMAND = module_command("server.engine.link.process")
 """Starts an engine process."""
+
+
+def use_safe_path() -> None:
+    """Keep the working directory out of the module path of all processes that this one starts.
+
+    They inherit two variables: PYTHONSAFEPATH, and PYTHONPATH with the folder of this source tree. The second is needed
+    where the packages are not installed, or where another copy of them is; an installed package is found without it.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+    folder = Path(__file__).resolve().parents[3]
+    if folder.name not in ("site-packages", "dist-packages"):
+        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        folders = dict.fromkeys([str(folder), *filter(None, others)])
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
 def spawn(
@@ -33,6 +58,7 @@ def spawn(
     Raises:
         OSError: the operating system refuses.
     """
+    use_safe_path()
     return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
 
 
