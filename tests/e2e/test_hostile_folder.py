@@ -41,7 +41,7 @@ def script(tmp_path):
     """The `tessera` command as pip installs it: a script in a folder of its own."""
     path = tmp_path / "bin" / "tessera"
     path.parent.mkdir()
-    path.write_text("from server.cli.main import main\nmain()\n")
+    path.write_text("from server.cli.main import main\nif __name__ == '__main__':\n    main()\n")
     return path
 
 
