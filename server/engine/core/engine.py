@@ -30,6 +30,7 @@ from server.engine.core.messages import (
     StepMessage,
     encode_totals,
 )
+from server.engine.core.progress import Activity, Progress
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
@@ -97,6 +98,10 @@ class _NotLaunched:
 class Engine:
     """Owns the scheduler and the model runner; no other object uses them.
 
+    Attributes:
+        info: the engine's properties.
+        progress: what the loop is doing; may be replaced before `run`.
+
     Args:
         scheduler: decides what each step computes.
         runner: computes the steps.
@@ -116,6 +121,7 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self.info = info
+        self.progress = Progress()
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel
@@ -151,6 +157,7 @@ class Engine:
     def _use_idle_time(self) -> None:
         """Let the runner do preparatory work until a message arrives."""
         while not self.receive(wait=0):
+            self.progress.begin(Activity.RECORDING)
             if not self._runner.use_idle_time():
                 self.receive(wait=math.inf)
                 return
@@ -165,8 +172,11 @@ class Engine:
             Whether there was a message.
         """
         any_came = False
+        if wait:
+            self.progress.begin(Activity.IDLE)
         for message in self._channel.receive(wait=wait):
             any_came = True
+            self.progress.begin(Activity.MESSAGES)
             if isinstance(message, GenerateRequest):
                 self._add(message)
             elif isinstance(message, AbortRequests):
@@ -177,6 +187,7 @@ class Engine:
 
     def step(self) -> None:
         """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
+        self.progress.begin(Activity.SCHEDULING)
         if self._compiling:
             self._add_compiled()
         before, self._launched = self._launched, None
@@ -200,6 +211,7 @@ class Engine:
             return None
         started = self._note_started(output, launched)
         pending: PendingStep
+        self.progress.begin(Activity.LAUNCHING, output.num_tokens)
         try:
             pending = self._runner.launch(output)
         except Exception as error:
@@ -224,6 +236,7 @@ class Engine:
         The launched step samples between the two, so that the device does not wait for the message to be sent.
         """
         output, started, pending, _ = step
+        self.progress.begin(Activity.WAITING, output.num_tokens)
         try:
             result = pending.result()
         except Exception as error:
@@ -236,6 +249,7 @@ class Engine:
                 raise  # the process ends, and its parent starts another one
             return
         seconds = self._device_seconds(step)
+        self.progress.end_step(output.num_tokens, seconds)
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
         events = self._scheduler.commit(output, result.sampled, seconds)
         self._sample()

@@ -81,7 +81,7 @@ class EngineHub(EngineSupervisor):
     def __init__(
         self,
         config: EngineConfig,
-        hang_seconds: float = 300.0,
+        hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
         spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.engine.core.messages import EngineMessage, EngineReady, FrontEndMessage, StartupFailed
+from server.engine.core.progress import Activity, Progress
 from server.engine.core.start_checks import StartupError
 from server.engine.link.process_setup import (
+    dump_stacks_on_signal,
     exit_with_parent,
     freeze_startup_objects,
     garbage_collection_paused,
@@ -26,6 +28,7 @@ from server.engine.link.process_setup import (
 )
 from server.engine.link.protocol import EngineLaunch
 from server.engine.link.sockets import Connection
+from server.engine.link.watchdog import EngineWatch, Watchdog
 from server.engine.runner.gpu_driver import open_gpu
 from server.engine.runner.startup_progress import log_phase
 from server.log import configure_logging
@@ -39,15 +42,18 @@ class Channel:
 
     Args:
         address: from `EngineLaunch`.
+        progress: of the engine; a message counts as progress, for example of the start.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, progress: Progress | None = None) -> None:
+        self._progress = progress or Progress()
         self.connection = Connection(address, parent=False)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontEndMessage)
 
     def send(self, message: EngineMessage) -> None:
         """Queue a message; never blocks."""
+        self._progress.count += 1
         self.connection.send(self._encoder.encode(message))
 
     def receive(self, *, wait: float) -> Iterator[FrontEndMessage]:
@@ -65,27 +71,33 @@ def main() -> None:
     # Signals often go to the whole process group; the parent decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    dump_stacks_on_signal()
     set_passive_openmp_wait()  # sets a variable of the environment, so before another thread may read it
     launches: queue.SimpleQueue[EngineLaunch] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(launches,), name="parent-watch", daemon=True).start()
+    progress = Progress()
+    threading.Thread(
+        target=_listen, args=(launches, progress), name="parent-watch", daemon=True
+    ).start()
     with garbage_collection_paused():
         from server.engine.runner.startup import start_engine  # noqa: PLC0415 - torch; signals and input first
     imported = time.perf_counter() - began
 
     launch = launches.get()
     log_phase("importing PyTorch", imported)
-    with contextlib.closing(Channel(launch.address)) as channel:
+    with contextlib.closing(Channel(launch.address, progress)) as channel:
         try:
             engine = start_engine(launch.config, channel)
         except StartupError as error:
             channel.send(StartupFailed(str(error)))
             raise SystemExit(1) from None
         freeze_startup_objects()
+        engine.progress = progress
         channel.send(EngineReady(engine.info))
         engine.run()
+        progress.begin(Activity.IDLE)  # nothing hangs while the last messages are sent
 
 
-def _listen(launches: queue.SimpleQueue[EngineLaunch]) -> None:
+def _listen(launches: queue.SimpleQueue[EngineLaunch], progress: Progress) -> None:
     """Read the configuration, initialize the GPU during the imports, and end the process when its parent ends."""
     launch = read_config(EngineLaunch)
     if launch is None:
@@ -93,8 +105,14 @@ def _listen(launches: queue.SimpleQueue[EngineLaunch]) -> None:
     configure_logging(launch.config.log_level, launch.config.log_format)
     if launch.config.device != "cpu":
         threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
+    watch_engine(launch, progress)
     launches.put(launch)
     exit_with_parent(launch.address)
+
+
+def watch_engine(launch: EngineLaunch, progress: Progress) -> None:
+    """Send heartbeats, and end this process if the engine hangs, from a thread."""
+    Watchdog(EngineWatch(launch.address, progress, launch.hang_seconds)).start()
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         address: of the `server.engine.link.sockets.Connection` to the parent.
         config: of the engine.
+        hang_seconds: see `server.engine.core.progress.Progress.allowed_seconds`.
     """
 
     address: str
     config: EngineConfig
+    hang_seconds: float = 60.0
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

@@ -18,6 +18,37 @@ _RECONNECT_MS = 10
 # Messages handled in one pass of the event loop, so that a fast sender cannot starve other callbacks.
 _MAX_BATCH = 64
 
+_SENDER_MESSAGES = 16
+_SENDER_LINGER_MS = 500
+
+
+class Sender:
+    """Sends messages to the parent from another thread than the one that owns the child's `Connection`.
+
+    Messages that cannot be sent soon are dropped. Used by one thread.
+
+    Args:
+        address: see `Connection`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set_hwm(_SENDER_MESSAGES)
+        self._socket.reconnect_ivl = _RECONNECT_MS
+        self._socket.connect(f"ipc://{address}-to-parent")
+
+    def send(self, data: bytes) -> None:
+        """Queue a message, or drop it if too many wait. Does nothing after `close`."""
+        with contextlib.suppress(zmq.Again):
+            if not self._socket.closed:
+                self._socket.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Wait a moment until the queued messages are sent, then close the socket. Calling it again does nothing."""
+        self._socket.close(_SENDER_LINGER_MS)
+        self._context.term()
+
 
 class Connection:
     """A pair of one-way sockets between a parent process and its child.

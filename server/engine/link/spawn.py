@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,12 @@ def spawn(
     """
     use_safe_path()
     return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
+
+
+def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
+    """Make one of our processes write the stacks of its threads to the log; see `dump_stacks_on_signal`."""
+    if hasattr(signal, "SIGUSR1"):
+        process.send_signal(signal.SIGUSR1)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
