@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -15,8 +16,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.engine.core.messages import EngineMessage, EngineReady, FrontEndMessage, StartupFailed
+from server.engine.core.messages import (
+    EngineMessage,
+    EngineReady,
+    FrontEndMessage,
+    StartupFailed,
+    StepMessage,
+)
 from server.engine.core.progress import Activity, Progress
+from server.engine.core.request import FinishReason
 from server.engine.core.start_checks import StartupError
 from server.engine.link.process_setup import (
     dump_stacks_on_signal,
@@ -26,8 +34,8 @@ from server.engine.link.process_setup import (
     read_config,
     set_passive_openmp_wait,
 )
-from server.engine.link.protocol import EngineLaunch
-from server.engine.link.sockets import Connection
+from server.engine.link.protocol import EngineLaunch, RequestHeader
+from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
 from server.engine.link.watchdog import EngineWatch, Watchdog
 from server.engine.runner.gpu_driver import open_gpu
 from server.engine.runner.startup_progress import log_phase
@@ -35,6 +43,9 @@ from server.log import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+log = logging.getLogger("tessera.engine")
 
 
 class Channel:
@@ -47,7 +58,7 @@ class Channel:
 
     def __init__(self, address: str, progress: Progress | None = None) -> None:
         self._progress = progress or Progress()
-        self.connection = Connection(address, parent=False)
+        self.connection = Connection(address, parent=False, max_bytes=MAX_REQUEST_BYTES)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FrontEndMessage)
 
@@ -57,8 +68,30 @@ class Channel:
         self.connection.send(self._encoder.encode(message))
 
     def receive(self, *, wait: float) -> Iterator[FrontEndMessage]:
-        """Yield all messages that have arrived; if there are none, wait up to `wait` seconds for one."""
-        return map(self._decoder.decode, self.connection.receive(wait=wait))
+        """Yield all messages that have arrived; if there are none, wait up to `wait` seconds for one.
+
+        A message that cannot be decoded is dropped. If it is a request, it ends with an error.
+        """
+        for data in self.connection.receive(wait=wait):
+            try:
+                message = self._decoder.decode(data)
+            except msgspec.DecodeError as error:
+                self._refuse(data, error)
+                continue
+            yield message
+
+    def _refuse(self, data: bytes, error: msgspec.DecodeError) -> None:
+        log.error("dropped a message of %d bytes that cannot be decoded: %s", len(data), error)
+        with contextlib.suppress(msgspec.DecodeError):
+            header = msgspec.msgpack.decode(data, type=RequestHeader)
+            self.send(
+                StepMessage(
+                    request_ids=[header.request_id],
+                    token_ids=[-1],
+                    finish_reasons=[int(FinishReason.ERROR)],
+                    errors={0: "the engine could not decode the request"},
+                )
+            )
 
     def close(self) -> None:
         """Wait until all messages are sent, then close the connection."""

@@ -30,6 +30,10 @@ ENGINE_COMMAND = module_command("server.engine.link.process")
 """Starts an engine process."""
 
 
+DUMP_SECONDS = 1.0
+"""Enough for a process to write the stacks of its threads."""
+
+
 def use_safe_path() -> None:
     """Keep the working directory out of the module path of all processes that this one starts.
 

@@ -37,7 +37,7 @@ from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import EngineLaunch, EngineState
 from server.engine.link.sockets import Connection
-from server.engine.link.spawn import ENGINE_COMMAND, ask_for_stacks
+from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
 
 if TYPE_CHECKING:
     import subprocess
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.client")
 
 _STOP_SECONDS = 5.0
-# Enough for a process to write the stacks of its threads.
-_DUMP_SECONDS = 1.0
 # A hung process that reported itself ends within this time, or is killed.
 _EXIT_SECONDS = 8.0
 # A killed process that still exists after this time waits for a device that does not answer.
@@ -67,6 +65,7 @@ class EngineSupervisor:
         past: sum of the counters of earlier engine processes.
         restarts: number of engine processes that were ready and have ended.
         directory: holds the sockets; mode 0700, so that no other user can connect.
+        hang_seconds: see the argument.
 
     Args:
         config: of the engine, for the first start and for restarts.
@@ -111,7 +110,7 @@ class EngineSupervisor:
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[None] | None = None
-        self._hang_seconds = hang_seconds
+        self.hang_seconds = hang_seconds
         self._hang_watch: asyncio.Task[None] | None = None
         self._heard = False  # since the last look
         self._beat: Heartbeat | None = None
@@ -181,6 +180,9 @@ class EngineSupervisor:
     def _on_change(self) -> None:
         """Handle a change of `state`, `phase`, `info` or `restarts`."""
 
+    def _look_after_front_ends(self) -> None:
+        """Called once per period, of `tick_seconds`."""
+
     def _on_loss(self, error: str) -> None:
         """End all requests in flight with an error: the engine has lost them."""
         raise NotImplementedError
@@ -192,10 +194,11 @@ class EngineSupervisor:
         if self._connection is not None:
             self._connection.send(data)
 
-    def _bind(self) -> Connection:
+    def _bind(self, max_bytes: int = -1) -> Connection:
         """Open a connection at a new address: ZeroMQ may remove the files of a closed one late."""
         self._num_connections += 1
-        return Connection(str(self.directory / str(self._num_connections)), parent=True)
+        address = str(self.directory / str(self._num_connections))
+        return Connection(address, parent=True, max_bytes=max_bytes)
 
     def _configure(self) -> bytes:
         self._connection = self._bind()
@@ -208,7 +211,7 @@ class EngineSupervisor:
             EngineLaunch(
                 address=self._connection.address,
                 config=self.config,
-                hang_seconds=self._hang_seconds,
+                hang_seconds=self.hang_seconds,
             )
         )
 
@@ -326,15 +329,16 @@ class EngineSupervisor:
             self._on_change()
 
     async def _watch_for_hangs(self) -> None:
-        """Look after the engine process once per period."""
+        """Look for hung processes once per period."""
         while True:
             await asyncio.sleep(self._period)
             try:
                 if self._connection is not None:
                     self._connection.drain()  # what arrived while this process was paused
                 self._look_after_engine()
+                self._look_after_front_ends()
             except Exception:  # the watch must go on
-                log.exception("looking after the engine failed")
+                log.exception("looking for hung processes failed")
 
     def _look_after_engine(self) -> None:
         """Kill an engine process that is silent, or idle although there are requests."""
@@ -346,9 +350,9 @@ class EngineSupervisor:
         if self._engine.process is None or self._hung or not expected:
             heard = True
         silent = self._silence.tick(alive=heard)
-        if silent > (self._hang_seconds if ready else start_seconds(self._hang_seconds)):
+        if silent > (self.hang_seconds if ready else start_seconds(self.hang_seconds)):
             self._ask_for_stacks()
-            self._condemn(f"has been silent for {silent:.1f} s", kill_after=_DUMP_SECONDS)
+            self._condemn(f"has been silent for {silent:.1f} s", kill_after=DUMP_SECONDS)
             return
         idle = (
             ready
@@ -358,11 +362,11 @@ class EngineSupervisor:
             and beat.count == seen.count
             and self._has_requests()
         )
-        if (idle_for := self._idleness.tick(alive=not idle)) > self._hang_seconds:
+        if (idle_for := self._idleness.tick(alive=not idle)) > self.hang_seconds:
             self._ask_for_stacks()
             self._condemn(
                 f"has been idle for {idle_for:.1f} s although there are requests",
-                kill_after=_DUMP_SECONDS,
+                kill_after=DUMP_SECONDS,
             )
 
     def _ask_for_stacks(self) -> None:

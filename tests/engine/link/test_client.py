@@ -183,7 +183,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_is_restarted():
 def test_an_idle_engine_is_not_treated_as_hung():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
-            client._hang_seconds = 0.8  # shorter than a start on a busy machine
+            client.hang_seconds = 0.8  # shorter than a start on a busy machine
             await asyncio.sleep(1.2)
 
             assert client.restarts == 0
@@ -338,14 +338,14 @@ def test_an_engine_that_hangs_during_its_first_start_is_not_restarted():
 def test_an_engine_that_hangs_during_a_restart_is_restarted():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
-            client._hang_seconds = 0.05
+            client.hang_seconds = 0.05
             ok, client.config = (
                 client.config,
                 msgspec.structs.replace(client.config, model_path="sleep"),
             )
             client._engine.process.kill()
             await until(lambda: client.restarts == 2)
-            client.config, client._hang_seconds = ok, 2.0
+            client.config, client.hang_seconds = ok, 2.0
             await until(lambda: client.state is EngineState.READY, 10)
 
     run(scenario())
