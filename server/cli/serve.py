@@ -26,6 +26,7 @@ from server.engine.link.process_setup import (
     dump_stacks_on_signal,
     freeze_startup_objects,
 )
+from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.engine.link.watchdog import LoopWatch, Watchdog
 from server.http.config import HTTPConfig
@@ -102,6 +103,7 @@ def serve(
         front_ends = _create_front_ends(
             engine, listeners, tokenizer_path, limits, settings.log_format
         )
+        remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
             runner.run(_serve(engine, front_ends, listeners[0], began))

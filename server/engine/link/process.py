@@ -111,18 +111,24 @@ def main() -> None:
     threading.Thread(
         target=_listen, args=(launches, progress), name="parent-watch", daemon=True
     ).start()
-    with garbage_collection_paused():
-        from server.engine.runner.startup import start_engine  # noqa: PLC0415 - torch; signals and input first
+    with garbage_collection_paused():  # torch; signals and input first
+        from server.engine.runner.startup import release_memory, start_engine  # noqa: PLC0415
     imported = time.perf_counter() - began
 
     launch = launches.get()
     log_phase("importing PyTorch", imported)
     with contextlib.closing(Channel(launch.address, progress)) as channel:
+        engine, failure = None, ""
         try:
             engine = start_engine(launch.config, channel)
         except StartupError as error:
-            channel.send(StartupFailed(str(error)))
-            raise SystemExit(1) from None
+            failure = str(error)
+        if engine is None:
+            # After the handler: until then, the exception's frames hold the model. Who reads the reason can use the
+            # memory, to start again for example.
+            release_memory()
+            channel.send(StartupFailed(failure))
+            raise SystemExit(1)
         freeze_startup_objects()
         engine.progress = progress
         channel.send(EngineReady(engine.info))

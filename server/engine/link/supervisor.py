@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,6 +34,7 @@ from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import EngineLaunch, EngineState
+from server.engine.link.socket_folder import SocketFolder
 from server.engine.link.sockets import Connection
 from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
 
@@ -100,12 +99,10 @@ class EngineSupervisor:
         self._connection: Connection | None = None
         self._num_connections = 0
         try:
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="tessera-", ignore_cleanup_errors=True
-            )
+            self._folder = SocketFolder()
         except OSError as error:
             raise ChildStartError(f"no directory for sockets: {error}") from error
-        self.directory = Path(self._folder.name)
+        self.directory = self._folder.path
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -219,7 +216,7 @@ class EngineSupervisor:
         """Close all connections and remove the directory."""
         if self._connection is not None:
             self._connection.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
     def _on_messages(self, batch: list[bytes]) -> None:
         """Handle messages of the engine; those of several steps are passed on together."""
