@@ -41,8 +41,9 @@ _LAST_SECONDS = 2.0
 
 def main() -> None:
     """Serve until a signal comes or the hub ends."""
-    # An interrupt often goes to the whole process group. The event loop handles it once it runs.
+    # SIGINT is blocked (`spawn`). Ignored until the event loop handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     dump_stacks_on_signal()
     parent = os.getppid()
     config = read_config(FrontEndConfig)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from server.engine.link.spawn import module_command, use_safe_path
+from server.engine.link.spawn import interrupts_blocked, module_command, use_safe_path
 from server.errors import OverloadedError
 
 log = logging.getLogger("tessera")
@@ -163,7 +163,8 @@ class _Worker:
 
     def _start(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
         use_safe_path()
-        process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
+        with interrupts_blocked():
+            process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
         self._process = process
         self._processes.append(process)
         assert process.stdin is not None

@@ -101,7 +101,7 @@ class Channel:
 def main() -> None:
     """Import PyTorch, wait for the configuration and run the engine until a shutdown message or the parent's end."""
     began = time.perf_counter()
-    # Signals often go to the whole process group; the parent decides when this process ends.
+    # Signals often go to the whole process group; the parent decides when this process ends. SIGINT is blocked too.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     dump_stacks_on_signal()

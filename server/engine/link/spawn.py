@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def module_command(module: str) -> tuple[str, ...]:
@@ -48,13 +48,27 @@ def use_safe_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread and in processes that it starts; here it is delivered when the block ends.
+
+    An interrupt often goes to the whole process group, and would otherwise end a process during its imports, with a
+    traceback. The parent decides when a child ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def spawn(
     command: Sequence[str] = ENGINE_COMMAND, pass_fds: Iterable[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a process with a pipe as its standard input.
 
-    The process reads its configuration, one line of JSON, from the pipe. It ends when the pipe is closed, before or
-    after the configuration, and therefore does not outlive this process.
+    It starts with SIGINT blocked. It reads its configuration, one line of JSON, from the pipe. It ends when the pipe is
+    closed, before or after the configuration, and therefore does not outlive this process.
 
     Args:
         command: program and arguments.
@@ -64,7 +78,8 @@ def spawn(
         OSError: the operating system refuses.
     """
     use_safe_path()
-    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
+    with interrupts_blocked():
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
 
 
 def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
