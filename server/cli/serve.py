@@ -21,8 +21,14 @@ from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient
 from server.engine.link.hub import EngineHub
-from server.engine.link.process_setup import disable_tokenizer_threads, freeze_startup_objects
+from server.engine.link.process_setup import (
+    disable_tokenizer_threads,
+    dump_stacks_on_signal,
+    freeze_startup_objects,
+)
+from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
+from server.engine.link.watchdog import LoopWatch, Watchdog
 from server.http.config import HTTPConfig
 from server.log import configure_logging
 
@@ -56,6 +62,7 @@ def serve(
     """
     began = time.perf_counter() if began is None else began
     configure_logging(settings.log_level, settings.log_format)
+    dump_stacks_on_signal()
     disable_tokenizer_threads()
     try:
         check_tracing(settings)
@@ -98,6 +105,7 @@ def serve(
         front_ends = _create_front_ends(
             engine, listeners, tokenizer_path, limits, settings.log_format
         )
+        remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
             runner.run(_serve(engine, front_ends, listeners[0], began))
@@ -163,6 +171,8 @@ async def _serve(
     began: float,
 ) -> None:
     """Serve until a signal; raises the error of an engine or a front end that cannot start."""
+    watchdog = Watchdog(LoopWatch(asyncio.get_running_loop(), engine.hang_seconds))
+    watchdog.start()
     await engine.start()
     serving = asyncio.ensure_future(front_ends.run_until_stopped())
     ready = asyncio.ensure_future(_wait_until_ready(engine, front_ends, listener, began))
@@ -176,6 +186,7 @@ async def _serve(
         ready.cancel()
         await asyncio.gather(serving, ready, return_exceptions=True)
         await engine.stop()
+        watchdog.stop()
 
 
 async def _wait_until_ready(

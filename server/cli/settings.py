@@ -193,10 +193,11 @@ class Settings(BaseModel):
         description="refuse unknown fields of the OpenAI API instead of reporting that they have no effect",
     )
     engine_hang_seconds: float = Field(
-        300.0,
+        60.0,
         gt=0,
-        description="seconds after which an engine that starts or has requests, and sends nothing, is restarted; must "
-        "be longer than the longest step",
+        description="seconds after which a silent engine, or one whose step does not end, is restarted; steps that are "
+        "usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front end that "
+        "handles nothing",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"

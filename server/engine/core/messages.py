@@ -296,5 +296,29 @@ def newest_stats(steps: Iterable[StepMessage]) -> EngineStats | None:
     return newest
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """A sign of life, which the engine process sends about once per second, also while its loop waits for the device.
+
+    Attributes:
+        activity: value of an `Activity`.
+        count: progress of the engine's loop.
+        num_tokens: of the step that it is launching or waiting for; 0 if there is none.
+    """
+
+    activity: str
+    count: int
+    num_tokens: int
+
+
+class EngineHung(msgspec.Struct, frozen=True, tag="hung"):
+    """The engine's loop hangs, and its process is about to end.
+
+    Attributes:
+        doing: what it has been doing, and for how long; completes the sentence "it has been ...".
+    """
+
+    doing: str
+
+
 FrontEndMessage = GenerateRequest | AbortRequests | Shutdown
-EngineMessage = StartupPhase | EngineReady | StartupFailed | StepMessage
+EngineMessage = StartupPhase | EngineReady | StartupFailed | StepMessage | Heartbeat | EngineHung
