@@ -48,7 +48,7 @@ class LoadShedding:
     def __init__(self, client: EngineHandle, config: HTTPConfig) -> None:
         self._client = client
         self._config = config
-        self._stats = client.stats
+        self._stats: EngineStats | None = None
         # Submitted since the newest stats, and between those and the stats before. The engine may have
         # read the latter too late to report them.
         self._recent = _Lengths()
@@ -97,6 +97,9 @@ class LoadShedding:
                     f"{most_tokens}",
                     seconds,
                 )
+        wait = self._wait(self._queued_tokens(stats), self._queued_sequences(stats), info, stats)
+        if wait <= config.max_queue_seconds and (deadline is None or not wait):
+            return  # the usual case: not even the whole queue takes too long
         wait = self._expected_wait(max(lengths), info, stats)
         if wait > config.max_queue_seconds:
             raise _overloaded(
@@ -114,25 +117,34 @@ class LoadShedding:
     def _expected_wait(self, length: int, info: EngineInfo, stats: EngineStats) -> float:
         stop = length_class(length) + 1
         recent, previous = self._recent, self._previous
+        tokens = _sum(stats.waiting_tokens_by_length, stop)
+        tokens += _sum(recent.tokens, stop) + _sum(previous.tokens, stop)
+        sequences = _sum(stats.waiting_by_length, stop)
+        sequences += _sum(recent.counts, stop) + _sum(previous.counts, stop)
+        return self._wait(
+            min(2 * tokens, self._queued_tokens(stats)),
+            min(2 * sequences, self._queued_sequences(stats)),
+            info,
+            stats,
+        )
+
+    def _wait(self, tokens: int, sequences: int, info: EngineInfo, stats: EngineStats) -> float:
+        """Return the seconds until so many tokens and sequences that are queued are computed and have places."""
         seconds = 0.0
         if stats.prompt_rate:
-            shorter = _sum(stats.waiting_tokens_by_length, stop)
-            shorter += _sum(recent.tokens, stop) + _sum(previous.tokens, stop)
-            ahead = min(2 * shorter, self._queued_tokens(stats))
             # The engine begins several prompts in one step.
-            seconds = max(0, ahead - info.max_num_batched_tokens) / stats.prompt_rate
+            seconds = max(0, tokens - info.max_num_batched_tokens) / stats.prompt_rate
         if stats.end_rate:
-            shorter = _sum(stats.waiting_by_length, stop)
-            shorter += _sum(recent.counts, stop) + _sum(previous.counts, stop)
-            total = sum(stats.waiting_by_length) + sum(recent.counts) + sum(previous.counts)
-            ahead = min(2 * shorter, total) + 1 - stats.num_free_places
-            seconds = max(seconds, ahead / stats.end_rate)
+            seconds = max(seconds, (sequences + 1 - stats.num_free_places) / stats.end_rate)
         return seconds
 
     def _queued_tokens(self, stats: EngineStats) -> int:
         """Return the prompt tokens that are submitted and not computed."""
-        submitted = sum(self._recent.tokens) + sum(self._previous.tokens)
+        submitted = self._recent.num_tokens + self._previous.num_tokens
         return stats.num_prefill_tokens + sum(stats.waiting_tokens_by_length) + submitted
+
+    def _queued_sequences(self, stats: EngineStats) -> int:
+        return sum(stats.waiting_by_length) + self._recent.num + self._previous.num
 
     def _update(self) -> EngineStats:
         stats = self._client.stats
@@ -144,22 +156,25 @@ class LoadShedding:
 
 
 class _Lengths:
-    """Numbers of prompts and of their tokens, by `length_class`; true if there is one."""
+    """Numbers of prompts and of their tokens, by `length_class` and in all; true if there is one."""
 
-    __slots__ = ("counts", "is_empty", "tokens")
+    __slots__ = ("counts", "num", "num_tokens", "tokens")
 
     def __init__(self) -> None:
         self.counts = [0] * MAX_LENGTH_CLASSES
         self.tokens = [0] * MAX_LENGTH_CLASSES
-        self.is_empty = True
+        self.num = 0
+        self.num_tokens = 0
 
     def __bool__(self) -> bool:
-        return not self.is_empty
+        return self.num > 0
 
     def add(self, length: int) -> None:
-        self.is_empty = False
-        self.counts[length_class(length)] += 1
-        self.tokens[length_class(length)] += length
+        at = length_class(length)
+        self.counts[at] += 1
+        self.tokens[at] += length
+        self.num += 1
+        self.num_tokens += length
 
 
 def _sum(values: list[int], stop: int) -> int:

@@ -130,14 +130,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
         generation_tokens: tokens sampled.
         num_reserved_tokens: tokens that the running sequences have if all reach their limits.
-        num_failed_steps: steps that had to be computed again, because they raised an error.
-        num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
         num_free_places: sequences that can be admitted before another one ends; 0 if blocks are short.
         num_prefill_tokens: tokens of the prompts of running sequences that are not computed yet.
         waiting_by_length: sequences in the queue by `waiting_queue.length_class`; empty if none waits.
         waiting_tokens_by_length: tokens of their prompts.
         prompt_rate: prompt tokens computed per second when steps are full; 0.0 if none was.
         end_rate: sequences that end per second while others wait; 0.0 if none waited.
+        num_failed_steps: steps that had to be computed again, because they raised an error.
+        num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
         computed_tokens: tokens computed, of prompts and outputs.
         computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.engine")
 
 _GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
+
 _SHORTER: Final = 2
 """A waiting prompt goes before the rest of a running one that is at least this many times as long. Prompts of similar
 lengths, which often begin alike, are computed one after the other, so that the later ones find the prefix in the cache.
