@@ -61,7 +61,9 @@ def main() -> None:
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(create_app(engine, tokenizer, config.http, counters, chat_template))
+    server = HTTPServer(
+        create_app(engine, tokenizer, config.http, counters, chat_template), config.http
+    )
     freeze_startup_objects()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
         runner.run(_serve(server, engine, socket.socket(fileno=config.listener), parent))

@@ -15,7 +15,7 @@ from model.text.template_files import read_template
 from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
-from server.cli.listening import ListenError, listen
+from server.cli.listening import ListenError, listen, local_hosts
 from server.cli.tracing import TracingError, check_tracing
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
@@ -25,6 +25,7 @@ from server.engine.link.process_setup import (
     disable_tokenizer_threads,
     dump_stacks_on_signal,
     freeze_startup_objects,
+    raise_descriptor_limit,
 )
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
@@ -64,6 +65,7 @@ def serve(
     configure_logging(settings.log_level, settings.log_format)
     dump_stacks_on_signal()
     disable_tokenizer_threads()
+    raise_descriptor_limit()
     try:
         check_tracing(settings)
         model_path, model_config = find_model(settings)
@@ -88,6 +90,11 @@ def serve(
         max_body_bytes=settings.max_body_bytes,
         api_keys=keys,
         cors_allow_origins=settings.cors_allow_origin,
+        allowed_hosts=_allowed_hosts(settings, listeners[0], keys),
+        max_connections=settings.max_connections,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_seconds=settings.header_timeout,
+        keep_alive_timeout_seconds=settings.keep_alive_timeout,
         access_log=settings.access_log,
         otlp_endpoint=settings.otlp_endpoint,
     )
@@ -161,7 +168,7 @@ def _create_front_ends(
     tokenizer = Tokenizer.from_folder(tokenizer_path)
     chat_template = load_chat_template(tokenizer_path, tokenizer, limits)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
-    return _SingleFrontEnd(HTTPServer(app), listeners[0])
+    return _SingleFrontEnd(HTTPServer(app, limits), listeners[0])
 
 
 async def _serve(
@@ -202,6 +209,15 @@ async def _wait_until_ready(
     await engine.wait_until_ready()
     seconds = time.perf_counter() - began
     log.info("ready after %.1f s: POST http://%s:%d/generate", seconds, host, port)
+
+
+def _allowed_hosts(
+    settings: Settings, listener: socket.socket, keys: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the hosts that requests may name; none for any. Keys keep out the pages that the check is against."""
+    if settings.allowed_hosts:
+        return () if "*" in settings.allowed_hosts else settings.allowed_hosts
+    return () if keys else local_hosts(settings.host, listener)
 
 
 def _tokenizer_path(settings: Settings, model_path: Path) -> Path:

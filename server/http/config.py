@@ -29,6 +29,16 @@ class HTTPConfig:
         max_top_n_tokens: alternatives reported at each position.
         max_client_batch_size: prompts in one request; only reported by /info, since TGI's routes take one.
         max_body_bytes: largest request body.
+        max_connections: connections of one front end. At the limit a new one takes the place of one that waits for its
+            next request; if there is none, it is refused. None means 8,192, or fewer if the limit of descriptors is
+            lower.
+        max_header_bytes: header fields of a request, and separately its trailers and extensions of chunks.
+        max_header_count: header fields of a request.
+        max_url_bytes: path and query of a request.
+        header_timeout_seconds: a new connection must send its first request within this time, and a head that has
+            begun must be complete within it.
+        keep_alive_timeout_seconds: a connection is closed after it has waited this long for its next request.
+            Longer than the 60 s for which many proxies keep connections: they close them first.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
@@ -36,9 +46,10 @@ class HTTPConfig:
             stream; switching to a thread takes 0.05 ms (byte-level BPE, EPYC Zen 4).
         keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
-        send_timeout_seconds: a client that accepts no bytes for this long is treated as disconnected.
+        send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
         api_keys: a request must have one of them; empty for a service open to all.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
+        allowed_hosts: a request's Host must be one of them; empty for any. `*.example.com` stands for subdomains.
         access_log: whether each request is logged.
         otlp_endpoint: address of an OpenTelemetry collector, which receives a span of each generation request; None
             for no traces.
@@ -60,6 +71,12 @@ class HTTPConfig:
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
     max_body_bytes: int = 2_000_000
+    max_connections: int | None = None
+    max_header_bytes: int = 1 << 15
+    max_header_count: int = 100
+    max_url_bytes: int = 1 << 13
+    header_timeout_seconds: float = 10.0
+    keep_alive_timeout_seconds: float = 75.0
     body_timeout_seconds: float = 30.0
     validation_workers: int = 2
     inline_characters: int = 1_000
@@ -67,5 +84,6 @@ class HTTPConfig:
     send_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     cors_allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     access_log: bool = True
     otlp_endpoint: str | None = None

@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ConfigT = TypeVar("ConfigT")
+
+_ENOUGH_DESCRIPTORS = 1 << 16
 
 
 def set_passive_openmp_wait() -> None:
@@ -36,6 +39,20 @@ def disable_tokenizer_threads() -> None:
     Child processes inherit the setting.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to what it may have. Child processes inherit it.
+
+    Many systems give 1,024, which a thousand idle connections use up. Far higher limits are not used: with one of 10^9,
+    programs that close every possible descriptor take minutes to start.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = _ENOUGH_DESCRIPTORS if hard == unlimited else min(hard, _ENOUGH_DESCRIPTORS)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS may allow fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
