@@ -27,6 +27,9 @@ class HTTPConfig:
         max_top_n_tokens: alternatives reported at each position.
         max_client_batch_size: prompts in one request; only reported by /info, since TGI's routes take one.
         max_body_bytes: largest request body.
+        max_buffered_body_bytes: bytes of request bodies, and of tokens of replies of /tokenize, that this process holds
+            at a time; requests that would exceed it are refused with 429. The first 64 KiB of each request do not
+            count. A body counts until its prompt is submitted to the engine.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
@@ -56,6 +59,7 @@ class HTTPConfig:
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
     max_body_bytes: int = 2_000_000
+    max_buffered_body_bytes: int = 64 << 20
     body_timeout_seconds: float = 30.0
     validation_workers: int = 2
     inline_characters: int = 1_000

@@ -67,6 +67,7 @@ class CurrentRequest:
     Attributes:
         id: the client's id, or a generated one. Several requests may have the same id.
         arrived: when the request arrived, `time.monotonic` seconds.
+        body_bytes: size of its body; 0 until it was read.
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
         figures: returns the figures of a request that generates; None for others.
@@ -74,11 +75,21 @@ class CurrentRequest:
         model: the name that the request gives the model; None for none.
     """
 
-    __slots__ = ("arrived", "disconnected", "figures", "id", "model", "operation", "status")
+    __slots__ = (
+        "arrived",
+        "body_bytes",
+        "disconnected",
+        "figures",
+        "id",
+        "model",
+        "operation",
+        "status",
+    )
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
         self.arrived = time.monotonic()
+        self.body_bytes = 0
         self.status: int | None = None
         self.disconnected = False
         self.figures: Callable[[], RequestFigures] | None = None
