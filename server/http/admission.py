@@ -175,12 +175,12 @@ class Buffer:
         self._held += more
 
     def add(self, size: int) -> None:
-        """Hold `size` bytes in addition.
+        """Hold `size` bytes in addition to those that count already.
 
         Raises:
             OverloadedError: other requests hold too many.
         """
-        self.hold(FREE_BYTES + self._held + size)
+        self.hold(size + (FREE_BYTES + self._held if self._held else 0))
 
     def release(self) -> None:
         """Give all bytes back."""
