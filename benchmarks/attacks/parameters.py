@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SECONDS = 60.0
 _MEGABYTES = 1_900_000
 _NEVER = 10**9
-_SERVED, _MALFORMED, _TOO_LARGE = 200, 400, 413
+_SERVED, _MALFORMED = 200, 400
 _MAX_TOKENS = 2
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
@@ -232,7 +232,7 @@ def long_texts() -> dict[str, str]:
     return {
         "one character": "a" * _MEGABYTES,
         "a few words": "a a a " * (_MEGABYTES // 6),
-        "white space": " \n\t" * (_MEGABYTES // 3),
+        "white space": " \n\t" * (_MEGABYTES // 5),  # JSON escapes two of the three
         "combining marks": "e" + "\u0301" * (_MEGABYTES // 2),
         "hieroglyphs": "\U00013000" * (_MEGABYTES // 4),
         "digits": "1234567890" * (_MEGABYTES // 10),
@@ -241,12 +241,13 @@ def long_texts() -> dict[str, str]:
 
 
 async def _long(target: Target) -> None:
-    """Texts that are too long for the model, and their tokens."""
-    for text in long_texts().values():
+    """Texts that are too long for the model, and the tokens of two of them."""
+    texts = long_texts()
+    for text in texts.values():
         content = {path: _encode(_prompt(path, text)) for path in _ALL}
         await send(target, [Case(path, content[path], _REFUSED[path]) for path in _ALL])
-        await _read_tokens(target, _encode({"inputs": text}))
-    await send(target, [Case("/tokenize", _encode({"inputs": "a" * 10_000_000}), _TOO_LARGE)])
+    for name in ("one character", "combining marks"):
+        await _read_tokens(target, _encode({"inputs": texts[name]}))
 
 
 def _encode(body: object) -> bytes:
@@ -297,7 +298,7 @@ async def _messages(target: Target) -> None:
             parts.append({"type": "video_url", "video_url": {"url": url}})
             parts.append({"type": "file", "file": {"file_data": url}})
         strange: list[Any] = [
-            [_user("a")] * 100_000, [{}], [{"role": "user"}], [{"role": "root", "content": "a"}], [_user(1)],
+            [_user("a")] * 40_000, [{}], [{"role": "user"}], [{"role": "root", "content": "a"}], [_user(1)],
             [_user([[1]])], [{"role": 1, "content": "a"}], [_user([{"type": "text"}])], [None], ["a"],
         ]  # fmt: skip
         cases = [Case(CHAT, {"messages": [_user([part])]}, 400) for part in parts]
@@ -412,7 +413,7 @@ def _streams() -> list[Case]:
 
 async def _request_ids(target: Target) -> None:
     """Ids that are long, shared, or a part of another one: they abort only requests with exactly that id."""
-    ids = ["x" * 8_000, "a b", "'\"<>", "\x7f", "\t", "\xe9"]
+    ids = ["x" * 8_000, "a b", "'\"<>", "\xe9"]
     for value in ids:
         async with httpx.AsyncClient(timeout=_SECONDS, headers=target.headers) as client:
             reply = await client.post(
