@@ -145,7 +145,7 @@ class CapacityError(TesseraError):
 
 
 class OverloadedError(CapacityError):
-    """The limit of requests in flight is reached."""
+    """A limit of requests in flight, or of the bytes of their bodies, is reached."""
 
     status = 429
     error_type = "overloaded"

@@ -77,6 +77,7 @@ def serve(
         tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
+        max_buffered_body_bytes=settings.max_buffered_body_bytes,
         api_keys=keys,
         cors_allow_origins=settings.cors_allow_origin,
         access_log=settings.access_log,

@@ -149,6 +149,12 @@ class Settings(BaseModel):
         description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    max_buffered_body_bytes: int = Field(
+        64 << 20,
+        ge=1024,
+        description="bytes of all request bodies that a front end reads or tokenizes at a time; more are refused with "
+        "429; the first 64 KiB of each body do not count",
+    )
     api_key: tuple[str, ...] = Field(
         (),
         repr=False,
