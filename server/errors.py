@@ -153,7 +153,7 @@ class CapacityError(TesseraError):
 
 
 class OverloadedError(CapacityError):
-    """The limit of requests in flight is reached, or the request would wait too long.
+    """A limit of requests in flight, or of the bytes of their bodies, is reached, or the request would wait too long.
 
     Args:
         message: says which limit.

@@ -88,6 +88,7 @@ def serve(
         max_queue_seconds=settings.max_queue_seconds,
         max_queued_tokens=settings.max_queued_tokens,
         max_body_bytes=settings.max_body_bytes,
+        max_buffered_body_bytes=settings.max_buffered_body_bytes,
         api_keys=keys,
         cors_allow_origins=settings.cors_allow_origin,
         allowed_hosts=_allowed_hosts(settings, listeners[0], keys),

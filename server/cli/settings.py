@@ -184,6 +184,12 @@ class Settings(BaseModel):
         32_768, ge=1024, description="limit of the header fields of a request, in bytes"
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    max_buffered_body_bytes: int = Field(
+        64 << 20,
+        ge=1024,
+        description="bytes of all request bodies that a front end reads or tokenizes at a time; more are refused with "
+        "429; the first 64 KiB of each body do not count",
+    )
     api_key: tuple[str, ...] = Field(
         (),
         repr=False,

@@ -39,6 +39,9 @@ class HTTPConfig:
             begun must be complete within it.
         keep_alive_timeout_seconds: a connection is closed after it has waited this long for its next request.
             Longer than the 60 s for which many proxies keep connections: they close them first.
+        max_buffered_body_bytes: bytes of request bodies, and of tokens of replies of /tokenize, that this process holds
+            at a time; requests that would exceed it are refused with 429. The first 64 KiB of each request do not
+            count. A body counts until its prompt is submitted to the engine.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
@@ -77,6 +80,7 @@ class HTTPConfig:
     max_url_bytes: int = 1 << 13
     header_timeout_seconds: float = 10.0
     keep_alive_timeout_seconds: float = 75.0
+    max_buffered_body_bytes: int = 64 << 20
     body_timeout_seconds: float = 30.0
     validation_workers: int = 2
     inline_characters: int = 1_000

@@ -67,6 +67,7 @@ class CurrentRequest:
     Attributes:
         id: the client's id, or a generated one. Several requests may have the same id.
         arrived: when the request arrived, `time.monotonic` seconds.
+        body_bytes: size of its body; 0 until it was read.
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
         figures: returns the figures of a request that generates; None for others.
@@ -76,13 +77,14 @@ class CurrentRequest:
     """
 
     __slots__ = (
-        "arrived", "client", "disconnected", "figures", "id", "model", "operation", "status",
+        "arrived", "body_bytes", "client", "disconnected", "figures", "id", "model", "operation", "status",
     )  # fmt: skip
 
     def __init__(self, request_id: str, client: str = "") -> None:
         self.id = request_id
         self.client = client
         self.arrived = time.monotonic()
+        self.body_bytes = 0
         self.status: int | None = None
         self.disconnected = False
         self.figures: Callable[[], RequestFigures] | None = None
