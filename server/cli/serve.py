@@ -78,6 +78,7 @@ def serve(
         max_concurrent_requests=settings.max_concurrent_requests,
         max_body_bytes=settings.max_body_bytes,
         api_keys=keys,
+        prefix_cache_sharing=settings.prefix_cache_sharing,
         cors_allow_origins=settings.cors_allow_origin,
         access_log=settings.access_log,
         otlp_endpoint=settings.otlp_endpoint,

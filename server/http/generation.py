@@ -88,6 +88,7 @@ class Generation:
         deadline = None
         if options.timeout_ms is not None:
             deadline = request.arrived + options.timeout_ms / 1000
+        cache_salt = options.salt_within(request.cache_namespace)
         try:
             for prompt in prompts:
                 for i in range(completions_per_prompt):
@@ -99,7 +100,7 @@ class Generation:
                         external_id=request.id,
                         priority=options.priority,
                         deadline=deadline,
-                        cache_salt=options.cache_salt,
+                        cache_salt=cache_salt,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     self.completions.append(

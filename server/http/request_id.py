@@ -70,11 +70,14 @@ class CurrentRequest:
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
         figures: returns the figures of a request that generates; None for others.
+        cache_namespace: names the prefix caches of its API key; None if the request shares those of all requests.
         operation: of a request that generates, in OpenTelemetry's terms; None until its body was accepted.
         model: the name that the request gives the model; None for none.
     """
 
-    __slots__ = ("arrived", "disconnected", "figures", "id", "model", "operation", "status")
+    __slots__ = (
+        "arrived", "cache_namespace", "disconnected", "figures", "id", "model", "operation", "status",
+    )  # fmt: skip
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
@@ -82,6 +85,7 @@ class CurrentRequest:
         self.status: int | None = None
         self.disconnected = False
         self.figures: Callable[[], RequestFigures] | None = None
+        self.cache_namespace: bytes | None = None
         self.operation: str | None = None
         self.model: str | None = None
 

@@ -38,7 +38,8 @@ def install_edge(
     def build_with_edge() -> ASGIApp:
         stack = build()
         if config.api_keys:
-            stack = ApiKeyMiddleware(stack, config.api_keys, render)
+            isolate = config.prefix_cache_sharing == "key"
+            stack = ApiKeyMiddleware(stack, config.api_keys, render, isolate_caches=isolate)
         if config.cors_allow_origins:
             # Outside of the keys: a browser asks for permission without one.
             stack = CORSMiddleware(
