@@ -90,6 +90,7 @@ def serve(
         max_body_bytes=settings.max_body_bytes,
         max_buffered_body_bytes=settings.max_buffered_body_bytes,
         api_keys=keys,
+        prefix_cache_sharing=settings.prefix_cache_sharing,
         cors_allow_origins=settings.cors_allow_origin,
         allowed_hosts=_allowed_hosts(settings, listeners[0], keys),
         max_connections=settings.max_connections,

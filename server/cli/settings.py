@@ -201,6 +201,11 @@ class Settings(BaseModel):
         None,
         description="file of further keys, one on each line; empty lines and lines that begin with # are ignored",
     )
+    prefix_cache_sharing: Literal["key", "all"] = Field(
+        "key",
+        description="key: a request shares cached prefixes only with requests of the same API key, so that no key can "
+        "find out by its speed what another has sent; all: with all requests",
+    )
     cors_allow_origin: tuple[str, ...] = Field(
         (),
         description="origin, such as https://example.com, whose pages may use the service from a browser; several as "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class HTTPConfig:
             close it.
         send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
         api_keys: a request must have one of them; empty for a service open to all.
+        prefix_cache_sharing: `key`: requests share cached prefixes only with those of the same API key; `all`: with
+            all requests.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
         allowed_hosts: a request's Host must be one of them; empty for any. `*.example.com` stands for subdomains.
         access_log: whether each request is logged.
@@ -87,6 +90,7 @@ class HTTPConfig:
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    prefix_cache_sharing: Literal["key", "all"] = "key"
     cors_allow_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     access_log: bool = True

@@ -93,6 +93,7 @@ class Generation:
             len(prompt.token_ids) for prompt in prompts for _ in range(completions_per_prompt)
         ]
         context.shedding.admit(lengths, context.engine_info(), deadline)
+        cache_salt = options.salt_within(request.cache_namespace)
         try:
             for prompt in prompts:
                 for i in range(completions_per_prompt):
@@ -104,7 +105,7 @@ class Generation:
                         external_id=request.id,
                         priority=options.priority,
                         deadline=deadline,
-                        cache_salt=options.cache_salt,
+                        cache_salt=cache_salt,
                         client=request.client,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start

@@ -40,7 +40,8 @@ def install_edge(
     def build_with_edge() -> ASGIApp:
         stack = build()
         if config.api_keys:
-            stack = ApiKeyMiddleware(stack, config.api_keys, render)
+            isolate = config.prefix_cache_sharing == "key"
+            stack = ApiKeyMiddleware(stack, config.api_keys, render, isolate_caches=isolate)
         stack = OriginMiddleware(stack, config.cors_allow_origins, render)
         if config.cors_allow_origins:
             # Outside of the keys: a browser asks for permission without one.
