@@ -30,6 +30,15 @@ _WORDS = (
 # Statuses that a correct request may get while the service is overloaded, late or broken by the benchmark.
 _EXPECTED_ERRORS = (408, 429, 499, 503, 504)
 _LOST_ENGINE = (424, 500)
+# Types of errors that a stream may end with at any time, in the names of the dialects.
+_EXPECTED_TYPES = (
+    "timeout",
+    "DeadlineExceededError",
+    "overloaded",
+    "unavailable",
+    "RateLimitError",
+)
+_LONGEST_RETRY_SECONDS = 0.5
 
 
 class Request(NamedTuple):
@@ -245,6 +254,8 @@ class Load:
             self._judge_truncated(request, error, began, ended)
             return False
         self._judge(request, reply, began, ended)
+        if (retry := reply.headers.get("retry-after", "")).isdigit():
+            await asyncio.sleep(min(int(retry), _LONGEST_RETRY_SECONDS) * self._rng.random())
         return reply.headers.get("connection") != "close"
 
     def _patience(self, request: Request, began: float) -> float:
@@ -271,7 +282,7 @@ class Load:
         if outcome == "stream without an end":
             self._note(outcome, request, began)
         elif status in _LOST_ENGINE or (is_error and status == 200):
-            known = any(f" {code}" in outcome for code in ("timeout", "overloaded", "unavailable"))
+            known = outcome.endswith(_EXPECTED_TYPES)
             if not known and not overlaps(self._faults.losses, began, ended):
                 self._note(f"unexplained: {outcome}", request, began)
         elif status != 200 and status not in _EXPECTED_ERRORS:

@@ -38,7 +38,7 @@ class ManagedService:
     Args:
         options: of `tessera serve`.
         environment: variables to add to those of this process.
-        program: arguments of Python that run the service; `options` follow.
+        program: arguments of Python that run the service; `options` follow. `{folder}` in them becomes `folder`.
         max_descriptors: limit of file descriptors of each process; None leaves the limit of this process.
         folder: existing empty folder; None makes one, which `close` removes.
     """
@@ -58,7 +58,8 @@ class ManagedService:
         (self.folder / "tmp").mkdir()
         variables = {"TMPDIR": str(self.folder / "tmp"), **(environment or {})}
         self._command = ["env", *(f"{name}={value}" for name, value in variables.items())]
-        self._command += [sys.executable, *program, f"--host={_HOST}", f"--port={self.port}"]
+        self._command += [sys.executable, *(part.format(folder=self.folder) for part in program)]
+        self._command += [f"--host={_HOST}", f"--port={self.port}"]
         self._command += options
         self._max_descriptors = max_descriptors
         self.process: subprocess.Popen[bytes]
