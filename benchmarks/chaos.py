@@ -155,16 +155,17 @@ class Chaos:
                 await asyncio.to_thread(self._service.wait_until_ready)
         elif any(word in result for word in _FAILED):
             self.failures.append(f"{name}: {result}")
+        broken = [str(v) for v in self._load.violations[violations:][:5]]
         event = {
             "event": name,
             "seconds": round(time.monotonic() - began, 1),
             "result": result,
             "outcomes": dict(self._load.outcomes - outcomes),
-            "violations": [str(v) for v in self._load.violations[violations:][:5]],
+            "violations": broken,
         }
         self.events.append(event)
         print(f"{name:18} {event['seconds']:6.1f} s  {result}  {event['outcomes']}", flush=True)
-        for violation in event["violations"]:
+        for violation in broken:
             print("    BROKEN:", violation, flush=True)
 
     async def _rest(self, when: str) -> dict[str, int]:

@@ -196,7 +196,7 @@ class Soak:
     async def _sample_until_done(
         self, load: ClientRun, running: asyncio.Future[None], began: float
     ) -> None:
-        interval = 1.0
+        interval = 0.2
         while not running.done():
             await asyncio.sleep(interval)
             now = time.monotonic() - began
@@ -207,7 +207,7 @@ class Soak:
             done = now / (60 * self._options.minutes) if self._options.minutes else (
                 load.done / self._options.requests
             )  # fmt: skip
-            interval = max(1.0, now / max(done, 1e-3) / _SAMPLES)
+            interval = max(0.2, now / max(done, 1e-3) / _SAMPLES)
             print(f"\r{now:6.0f} s  {load.done:8d} requests", end="", flush=True)
         print()
 

@@ -14,11 +14,13 @@ import tokenizers
 
 from model.errors import TokenizerError
 from model.json_input import read_json_object
+from model.text.library_errors import library_error
 from model.text.pieces import TextPieces
 from model.text.streams import decode
 
 # The largest tokenizers in use (256 thousand tokens, with merges) take 33 MiB.
 _MAX_FILE_BYTES = 128 << 20
+_PROBE = "def f(x):\n    return 'é' # 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +96,17 @@ class Tokenizer:
         text = _read(file)
         try:
             library = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file} is not a tokenizer: {error}") from error
+        except BaseException as error:
+            raise library_error(error, f"{file} is not a tokenizer") from error
         config_file = folder / "tokenizer_config.json"
         config: dict[str, Any] = {}
         if config_file.is_file():
             config = read_json_object(config_file, _MAX_FILE_BYTES, TokenizerError)
         _add_tokens(library, config.get("added_tokens_decoder") or {}, config_file)
-        return cls(
-            library,
-            _token_text(config, "bos_token", config_file),
-            _token_text(config, "eos_token", config_file),
-            folder,
-        )
+        bos_token = _token_text(config, "bos_token", config_file)
+        tokenizer = cls(library, bos_token, _token_text(config, "eos_token", config_file), folder)
+        _probe(tokenizer, file)
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Names of special tokens in the text become these tokens.
@@ -203,7 +203,21 @@ class Tokenizer:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise TokenizerError("the text has a lone surrogate, which is no character") from error
+        except BaseException as error:
+            raise library_error(error, "the tokenizer cannot encode this text") from error
         return encoding
+
+
+def _probe(tokenizer: Tokenizer, file: Path) -> None:
+    """Encode and decode a short text: some mistakes in a file show only then.
+
+    Raises:
+        TokenizerError: it does not work.
+    """
+    try:
+        tokenizer.decode(tokenizer.encode(_PROBE))
+    except BaseException as error:
+        raise library_error(error, f"{file} cannot be used") from error
 
 
 def _read(file: Path) -> str:
