@@ -122,12 +122,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step; counters start at 0 with each engine process.
 
     Attributes:
+        num_free_blocks: blocks that no running sequence holds.
+        num_cached_blocks: those of them whose content is in the prefix cache.
         kv_usage: share of the KV cache's blocks that running sequences hold, 0 to 1.
         prefix_cache_query_tokens: prompt tokens looked up in the prefix cache.
         prefix_cache_hit_tokens: prompt tokens found there.
         prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
         generation_tokens: tokens sampled.
         num_reserved_tokens: tokens that the running sequences have if all reach their limits.
+        num_failed_steps: steps that had to be computed again, because they raised an error.
+        num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
         computed_tokens: tokens computed, of prompts and outputs.
         computed_prompt_tokens, recomputed_tokens: sums of `SequenceUsage` over the ended sequences.
         prefill_seconds, decode_seconds: device time of the steps with and without a prefill.
@@ -139,6 +143,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_cached_blocks: int = 0
     kv_usage: float = 0.0
     prefix_cache_query_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
@@ -146,6 +151,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    num_failed_steps: int = 0
+    num_invariant_violations: int = 0
     num_reserved_tokens: int = 0
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
@@ -161,7 +168,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _GAUGES = {
-    "num_running", "num_waiting", "num_blocks", "num_free_blocks", "kv_usage", "num_reserved_tokens",
+    "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
+    "num_reserved_tokens",
 }  # fmt: skip
 _COUNTERS = tuple(n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"totals"})
 

@@ -7,12 +7,14 @@ in `Scheduler.accounting.now`.
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import deque
 from collections.abc import Sequence as TypingSequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,8 +27,12 @@ from server.engine.core.sequence import Sequence, SequenceStatus
 from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
+
+log = logging.getLogger("tessera.engine")
+
+_GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 
 _rank = attrgetter("rank")
 _num_logits = attrgetter("num_logits")
@@ -69,7 +75,8 @@ class Scheduler:
         schedule    chooses tokens and allocates their blocks; may be called again instead of `start`
         start       the step was launched on the device: its tokens count as computed, and the tokens
                     that it samples as known, so that the next step can be scheduled
-        commit      enters the results of the step; `fail` ends a step without results
+        commit      enters the results of the step; `fail` ends a step without results, `commit_parts` one that was
+                    computed again
 
     Steps end in the order in which they were started, and at most one started step has not ended
     when `schedule` is called. `schedule` does not know which tokens of that step end their
@@ -280,6 +287,53 @@ class Scheduler:
         assert all(bool(n) >= bool(r) and n >= len(r) for n, r in zip(counts, results, strict=True))
         return self._end(output, results, device_seconds)
 
+    @contextmanager
+    def not_started(self, output: SchedulerOutput) -> Iterator[list[ScheduledSequence]]:
+        """Return to the state in which a started step was launched, so that it can be computed again.
+
+        The steps before it must have ended. Computing a step again writes the same keys and values to the same slots.
+
+        Args:
+            output: the earliest started step that has not ended.
+
+        Yields:
+            The rows of the sequences that still own their blocks. The others have ended or were preempted meanwhile.
+        """
+        assert output is self._started[0], "an earlier step has not ended"
+        rows = [
+            row
+            for row in chain(output.decode, output.prefill)
+            if row.sequence.status is SequenceStatus.RUNNING
+        ]
+        in_flight = [row.sequence.num_tokens_in_flight for row in rows]
+        for row in rows:
+            row.sequence.num_tokens_in_flight = 0
+        try:
+            yield rows
+        finally:
+            for row, count in zip(rows, in_flight, strict=True):
+                row.sequence.num_tokens_in_flight = count
+
+    def commit_parts(
+        self,
+        output: SchedulerOutput,
+        results: Mapping[Sequence, TypingSequence[SampledResult]],
+        device_seconds: float = 0.0,
+    ) -> list[tuple[int, TokenEvent]]:
+        """Enter the results of a step that was computed again in parts.
+
+        Args:
+            output: see `commit`.
+            results: by sequence, as for `commit`. A sequence that failed has one result, with an error, also if its row
+                has no logits; one that was preempted meanwhile has none and is computed again after its preemption.
+            device_seconds: see `commit`.
+
+        Returns:
+            See `commit`.
+        """
+        rows = chain(output.decode, output.prefill)
+        return self._end(output, [results.get(row.sequence, ()) for row in rows], device_seconds)
+
     def fail(
         self, output: SchedulerOutput, error: str, device_seconds: float = 0.0
     ) -> list[tuple[int, TokenEvent]]:
@@ -346,6 +400,18 @@ class Scheduler:
             elif sequence.finish_reason is None:
                 waiting.append(sequence)
         self._without_token = waiting
+
+    def idle_violations(self) -> list[str]:
+        """Return what contradicts the bookkeeping of a scheduler without work; fast enough for idle times."""
+        counts = {
+            "waiting sequences": self.num_waiting,
+            "running sequences": self.num_running,
+            "unfinished sequences": len(self._live),
+            "started steps": len(self._started),
+            "reserved tokens": self.accounting.num_reserved_tokens,
+        }
+        found = [f"{count} {name}, expected none" for name, count in counts.items() if count]
+        return found + self.block_manager.idle_violations()
 
     def check_invariants(self) -> None:
         """Assert the invariants. Slow: for tests and idle times."""
@@ -429,7 +495,7 @@ class Scheduler:
     ) -> None:
         """Enter the result of one row, and append the events for the client."""
         sequence, num_logits = row.sequence, row.num_logits
-        if sequence.num_void_results and num_logits and sampled[0].error is None:
+        if sequence.num_void_results and num_logits and not (sampled and sampled[0].error):
             sequence.num_void_results -= 1
             self._cache_blocks(sequence, row.start + row.num_tokens)
             return
@@ -440,7 +506,12 @@ class Scheduler:
                 self._fail_sequence(sequence, result.error, events)
                 return
             assert result.token_id is not None, "a result has a token or an error"
-            reason = sequence.append(result.token_id)
+            try:
+                reason = sequence.append(result.token_id)
+            except Exception:
+                log.exception("the grammar of request %d failed", sequence.request_id)
+                self._fail_sequence(sequence, _GRAMMAR_FAILED, events)
+                return
             if reason is FinishReason.ERROR:
                 assert sequence.error is not None
                 self._fail_sequence(sequence, sequence.error, events)
@@ -460,7 +531,11 @@ class Scheduler:
             sequence.num_computed_tokens -= num_rejected
         self._cache_blocks(sequence, row.start + row.num_tokens - num_rejected)
         if sampled and reason is None and sequence.sampling.skips_forced_tokens:
-            reason = self._append_forced(sequence, events)
+            try:
+                reason = self._append_forced(sequence, events)
+            except Exception:
+                log.exception("the grammar of request %d failed", sequence.request_id)
+                sequence.error = _GRAMMAR_FAILED
             if sequence.error is not None:
                 self._fail_sequence(sequence, sequence.error, events)
                 return

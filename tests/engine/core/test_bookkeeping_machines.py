@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
 approx = partial(pytest.approx, rel=1e-6, abs=1e-9)
+LOST, READ_LOST = "lost", "computed from lost results"
+CULPRIT = "makes the step fail again"
 RESERVES = st.sampled_from([0.0, 0.5])
 
 
@@ -181,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
         self.num_steps_owed = 0
         self.in_flight = None
+        self.culprits: set[int] = set()
         self.runs_ahead = False
         self.bills = Bills()
         self.ended = []
@@ -270,7 +274,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_during_a_step(self, data):
         def execute(output):
             results = self.model.execute(output)
-            self.abort(data)
+            if self.live:  # the results of the step before may have ended all of them
+                self.abort(data)
             return results
 
         self.serve(execute)
@@ -284,6 +289,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sampling:
                 results[data.draw(st.sampled_from(sampling))] = [Token(None, error="not a number")]
             return results
+
+        self.serve(execute)
+
+    @precondition(lambda self: self.live)
+    @rule(culprits=st.sets(st.integers(0, 4), max_size=2))
+    def lose_the_results_and_compute_again(self, culprits):
+        """The step fails after it was started, and maybe after the next one was; some sequences fail again."""
+
+        def execute(output):
+            self.model.execute(output)
+            self.culprits = {row[0] for i, row in enumerate(rows_of(output)) if i in culprits}
+            return LOST
 
         self.serve(execute)
 
@@ -310,7 +327,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not in_flight:
             assert usage.device_seconds == approx(bills.device_seconds[request_id])
         assert usage.device_seconds >= bills.device_seconds[request_id] - 1e-9
-        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
+        reason = sequence.finish_reason
+        if reason in (FinishReason.ABORT, FinishReason.TIMEOUT) or sequence.error == CULPRIT:
             return  # a chunk of its prompt may be in flight
         prompt = range(sequence.num_prompt_tokens)
         assert usage.num_computed_prompt_tokens == len(bills.computed[request_id] & set(prompt))
@@ -324,12 +342,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run a step; every running sequence must advance in it, or have its last token in flight."""
         scheduler = self.scheduler
         before, self.in_flight = self.in_flight, None
+        if before is not None and before[1] is READ_LOST:
+            self.end(*before)  # the next step cannot read its results on the device
+            before = None
         self.wait(0.25)
         output = self.schedule()
         results = execute(output)
         scheduler.start(output)
         scheduler.check_invariants()
         if before is not None:
+            if before[1] is LOST:
+                results = READ_LOST
             self.end(*before)
         if self.runs_ahead:
             self.in_flight = output, results
@@ -371,8 +394,36 @@ class SchedulerMachine(RuleBasedStateMachine):
         seconds = (0.5 + output.step % 4) if output.num_tokens else 0.0
         self.wait(seconds)
         self.bills.end_step(output, seconds)
-        for request_id, event in self.scheduler.commit(output, results, seconds):
+        is_lost = results in (LOST, READ_LOST)
+        events = (
+            self.end_again(output, seconds)
+            if is_lost
+            else self.scheduler.commit(output, results, seconds)
+        )
+        for request_id, event in events:
             self.receive(request_id, event)
+
+    def end_again(self, output, seconds):
+        """Compute a step again, without its culprits, in two parts; nothing that it wrote before may be needed."""
+        results = {}
+        with self.scheduler.not_started(output) as rows:
+            for row in rows:
+                for position in range(row.start, row.start + row.num_tokens):
+                    self.model.slots[self.model.slot(row.sequence, position)] = None
+            healthy = [row for row in rows if row.sequence.request_id not in self.culprits]
+            for part in (healthy[::2], healthy[1::2]):
+                decode = tuple(row for row in part if row.num_tokens == 1)
+                prefill = tuple(row for row in part if row.num_tokens > 1)
+                again = msgspec.structs.replace(output, decode=decode, prefill=prefill)
+                results |= zip(
+                    (row.sequence for row in decode + prefill),
+                    self.model.execute(again),
+                    strict=True,
+                )
+            for row in rows:
+                results.setdefault(row.sequence, [Token(None, error=CULPRIT)])
+        self.culprits = set()
+        return self.scheduler.commit_parts(output, results, seconds)
 
     def receive(self, request_id, event):
         text = self.texts[request_id]

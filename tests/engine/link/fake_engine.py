@@ -26,6 +26,9 @@ from server.engine.link.protocol import EngineLaunch
 from tests.plans import PLAN
 
 VOCAB_SIZE = 1000
+"""Tokens that the arithmetic model samples."""
+MAX_TOKEN_ID = 999_999
+"""Largest id of a prompt: the prompts of tests have distinct tokens."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ def make_info(config, num_blocks):
         model_id=config.model_id,
         device="cpu",
         dtype="float32",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=MAX_TOKEN_ID + 1,
         max_model_len=512,
         max_total_tokens=512,
         max_num_seqs=config.max_num_seqs or 64,
