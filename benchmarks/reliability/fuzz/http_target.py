@@ -148,7 +148,7 @@ class _Errors(logging.Handler):
     """Collects log records with an exception."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.ERROR)
         self.errors: list[BaseException] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -170,10 +170,14 @@ class HTTPTarget:
         )
         self._config.load()
         self._errors = _Errors()
-        root = logging.getLogger()
-        root.setLevel(logging.ERROR)
-        root.addHandler(self._errors)
+        logging.getLogger().addHandler(self._errors)
         self._loop.set_exception_handler(self._on_loop_error)
+
+    def close(self) -> None:
+        """Close the event loop, and collect no more errors."""
+        logging.getLogger().removeHandler(self._errors)
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
     def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._errors.errors.append(context.get("exception") or FuzzError(str(context["message"])))

@@ -60,6 +60,10 @@ class _FolderTarget:
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz-model-"))
         self._files: dict[str, bytes]
 
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     def _write(self, case: bytes) -> Path:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()

@@ -146,6 +146,9 @@ class ProtocolTarget:
         with contextlib.suppress(msgspec.DecodeError):
             getattr(self, f"_to_{receiver.replace(' ', '_')}")(batch)
 
+    def close(self) -> None:
+        """Do nothing: nothing is held between cases."""
+
     def _to_client(self, batch: list[bytes]) -> None:
         client = EngineClient(_CONFIG)
         try:

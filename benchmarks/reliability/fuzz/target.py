@@ -18,6 +18,9 @@ class Target(Protocol):
     def check(self, case: bytes) -> None:
         """Run a case; any exception is a finding."""
 
+    def close(self) -> None:
+        """Release what the target holds."""
+
 
 _VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 16, 255, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 0.0, -0.5,
