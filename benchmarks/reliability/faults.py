@@ -172,6 +172,7 @@ async def _freeze(target: Target, role: Role) -> str:
         if gone is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0.5)  # until the parent has noticed
         result = await target.until_served()
     return f"{'NOT REPLACED' if gone is None else f'replaced after {gone:.1f} s'}, {result}"
 
