@@ -29,7 +29,7 @@ from server.engine.link.protocol import EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
-from server.http.transport import HTTP11Protocol
+from server.http.transport import Connections, HTTP11Protocol
 
 if TYPE_CHECKING:
     import random
@@ -169,6 +169,7 @@ class HTTPTarget:
             with_middleware(app), lifespan="off", log_config=None, access_log=False
         )
         self._config.load()
+        self._connections = Connections(config)
         self._errors = _Errors()
         logging.getLogger().addHandler(self._errors)
         self._loop.set_exception_handler(self._on_loop_error)
@@ -204,7 +205,7 @@ class HTTPTarget:
     async def _serve(self, pieces: list[bytes]) -> None:
         transport = _Transport()
         state = ServerState()
-        protocol = HTTP11Protocol(self._config, state, {})
+        protocol = HTTP11Protocol(self._connections, self._config, state, {})
         protocol.connection_made(transport)
         for piece in pieces:
             if not transport.closed:
