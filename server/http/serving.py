@@ -11,7 +11,7 @@ import uvicorn
 
 from server.http.edge.access_log import MAX_DELAY_SECONDS
 from server.http.fair_start import FairStart
-from server.http.transport import DirectWriterMiddleware, HTTP11Protocol
+from server.http.transport import protocol_factory
 
 if TYPE_CHECKING:
     import socket
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
+    from server.http.config import HTTPConfig
     from server.http.lifecycle import Lifecycle
 
 _POLL_SECONDS: Final = 0.02
@@ -31,23 +32,25 @@ _FLUSH_SECONDS: Final = 1.0
 
 def with_middleware(app: ASGIApp) -> ASGIApp:
     """Wrap an application in the middleware that the service needs under uvicorn."""
-    return DirectWriterMiddleware(FairStart(app))
+    return FairStart(app)
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server, which ends in the stages of `server.http.lifecycle` and listens until the last of them.
+    """uvicorn's server with our protocol, which ends in the stages of `server.http.lifecycle`.
 
-    It does not raise a signal again after it has stopped; that would end the process before the engine is shut down in
-    order.
+    It listens until the last of them, and does not raise a signal again after it has stopped; that would end the
+    process before the engine is shut down in order.
 
     Args:
         app: the application.
+        config: limits of connections.
         signals: the first of them begins the end, and a second one ends the requests in progress.
     """
 
     def __init__(
         self,
         app: FastAPI,
+        config: HTTPConfig,
         signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
     ) -> None:
         self._state = app.state
@@ -56,12 +59,13 @@ class HTTPServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
-                http=HTTP11Protocol,
+                http=protocol_factory(config),  # type: ignore[arg-type] # uvicorn only calls it
                 lifespan="off",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                ws="none",
                 proxy_headers=False,  # the client's address is never used
             )
         )

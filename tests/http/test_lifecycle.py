@@ -12,6 +12,7 @@ from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from server.http import serving
 from server.http.serving import HTTPServer
+from tests.http.conftest import CONFIG
 from tests.http.fakes import event, put
 from tests.http.serving import head
 
@@ -22,7 +23,7 @@ class Service:
     """An `HTTPServer` with the signal SIGUSR1, which the test sends to itself."""
 
     def __init__(self, app):
-        self._server = HTTPServer(app, [signal.SIGUSR1])
+        self._server = HTTPServer(app, CONFIG, [signal.SIGUSR1])
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self._writers = []
