@@ -319,7 +319,10 @@ async def _special_tokens(target: Target) -> None:
 
         async def tokens(content: str) -> list[int]:
             body = {"messages": [_user(content)], "add_generation_prompt": False}
-            return (await client.post(f"{target.url}/tokenize", json=body)).json()["tokens"]
+            found: list[int] = (await client.post(f"{target.url}/tokenize", json=body)).json()[
+                "tokens"
+            ]
+            return found
 
         def name(token: str) -> dict[str, Any]:
             return {"prompt": token, "add_special_tokens": False}
@@ -397,13 +400,14 @@ def _bodies() -> list[Case]:
 
 
 def _streams() -> list[Case]:
+    junk: tuple[object, ...] = (1, "a", [], {"include_usage": 1}, {"include_obfuscation": True})
     return [
         *_field("stream", ("true", 1, []), _OPENAI, None),
         *_field("stream_options", ({"include_usage": True}, 1, "a", []), _OPENAI, None),
         *[
             Case(path, body_of(path, stream=True, stream_options=options), 400)
             for path in _OPENAI
-            for options in (1, "a", [], {"include_usage": 1}, {"include_obfuscation": True})
+            for options in junk
         ],
         *[Case(path, body_of(path, stream=True, n=2), _SERVED) for path in _OPENAI],
         Case(COMPLETIONS, body_of(COMPLETIONS, stream=True, n=1, best_of=2), 400),
@@ -419,7 +423,7 @@ async def _request_ids(target: Target) -> None:
             reply = await client.post(
                 f"{target.url}{GENERATE}",
                 json=body_of(GENERATE),
-                headers={"x-request-id": value.encode("latin-1")},
+                headers={b"x-request-id": value.encode("latin-1")},
             )
         assert reply.status_code == _SERVED, f"the id {value[:20]!r} got {reply.status_code}"
         assert len(reply.headers["x-request-id"]) <= 128, f"the id {value[:20]!r} was returned"

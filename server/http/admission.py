@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from server.errors import OverloadedError, ValidationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Self
 
     from server.engine.core.messages import EngineInfo
@@ -33,11 +33,15 @@ class Admission:
     Args:
         config: the limits.
         metrics: counts the sequences in flight in all processes of the service.
+        retry_after: returns the seconds after which a number of sequences will probably have ended.
     """
 
-    def __init__(self, config: HTTPConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, config: HTTPConfig, metrics: Metrics, retry_after: Callable[[int], int]
+    ) -> None:
         self._config = config
         self._metrics = metrics
+        self._retry_after = retry_after
         self._budget = _Budget(config.max_buffered_body_bytes)
         self._tokenizing = 0
 
@@ -59,8 +63,7 @@ class Admission:
         Raises:
             OverloadedError: no place is free.
         """
-        if self._metrics.in_flight >= self.limit(info):
-            raise OverloadedError
+        self._check_places(1, info)
 
     def check_sequences(self, field: str, count: int, info: EngineInfo) -> None:
         """Check that a request asks for no more sequences than are ever admitted.
@@ -93,13 +96,17 @@ class Admission:
         Raises:
             OverloadedError: the request would exceed the limit.
         """
-        if self._metrics.in_flight + sequences > self.limit(info):
-            raise OverloadedError
+        self._check_places(sequences, info)
         self._metrics.add_in_flight(sequences)
         try:
             yield
         finally:
             self._metrics.add_in_flight(-sequences)
+
+    def _check_places(self, sequences: int, info: EngineInfo) -> None:
+        excess = self._metrics.in_flight + sequences - self.limit(info)
+        if excess > 0:
+            raise OverloadedError(retry_after=self._retry_after(excess))
 
     @contextlib.contextmanager
     def admit_tokenizing(self, info: EngineInfo | None) -> Iterator[None]:

@@ -14,7 +14,6 @@ import logging
 import queue
 import signal
 import subprocess
-import sys
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from server.engine.link.spawn import interrupts_blocked, module_command, use_safe_path
 from server.errors import OverloadedError
 from server.http.tokenizing import run_in_place
 
@@ -35,7 +35,7 @@ _MAX_BYTES: Final = 512 * 1024
 _WORKERS: Final = 2
 _QUEUE_SECONDS: Final = 5 * SECONDS
 _KEPT: Final = 256
-_COMMAND: Final = (sys.executable, "-m", "server.http.grammar_worker")
+_COMMAND: Final = module_command("server.http.grammar_worker")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -161,7 +161,9 @@ class _Worker:
         return Verdict(error="is too complex to compile")
 
     def _start(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
+        use_safe_path()
+        with interrupts_blocked():
+            process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
         self._process = process
         self._processes.append(process)
         assert process.stdin is not None

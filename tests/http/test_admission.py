@@ -21,7 +21,7 @@ ROUTES = ("/generate", "/v1/completions", "/v1/responses", "/invocations", "/tok
 
 @pytest.fixture
 def admission():
-    return Admission(replace(CONFIG, max_buffered_body_bytes=LIMIT), None)
+    return Admission(replace(CONFIG, max_buffered_body_bytes=LIMIT), None, None)
 
 
 @pytest.fixture

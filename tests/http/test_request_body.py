@@ -20,7 +20,7 @@ LIMITS = replace(CONFIG, max_body_bytes=1000, body_timeout_seconds=0.1)
 
 
 def buffer(limits=LIMITS):
-    return Admission(limits, None).buffer()
+    return Admission(limits, None, None).buffer()
 
 
 def scope(**headers):
