@@ -4,6 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from server.http.app import create_app
 from server.http.config import HTTPConfig
@@ -42,7 +44,8 @@ ROUTES = {
 @pytest.fixture(scope="module")
 def app():
     client = SimpleNamespace(restart_queue=SimpleNamespace())
-    return create_app(client, SimpleNamespace(folder=None), HTTPConfig(model_id="none"))
+    tokenizer = SimpleNamespace(folder=None, library=Tokenizer(BPE()))
+    return create_app(client, tokenizer, HTTPConfig(model_id="none"))
 
 
 def test_every_route_and_method_is_listed_here(app):
