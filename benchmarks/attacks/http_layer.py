@@ -165,8 +165,7 @@ async def smuggled_requests(target: Target) -> None:
     paths = [
         "//info", "/./info", "/health/../info", "/docs/../info", "/docs/..%2finfo", "/docs/%2e%2e/info", "/INFO",
         "/V1/models", "/v1%2fmodels", "/health%2f..%2finfo", "/health;/info", "/health%00/info", "/info/",
-        "/health//info",
-        "//health/info", "/page/../info", "/docs//info",
+        "/health//info", "//health/info", "/page/../info", "/docs//info",
     ]  # fmt: skip
     for path in paths:
         cases[path] = ([401, 404], head(target, f"GET {path}", close, key=False))

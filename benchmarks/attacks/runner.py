@@ -119,7 +119,7 @@ async def _probe(target: Target) -> AsyncIterator[list[tuple[float, int | None]]
         await asyncio.sleep(0.3)  # until it runs
         yield measured
     finally:
-        output, _ = await process.communicate(b"")  # closes its standard input
+        output, _ = await process.communicate(b"")
         measured += json.loads(output)
 
 

@@ -23,10 +23,13 @@ from server.engine.link.client import EngineClient
 from server.engine.link.hub import EngineHub
 from server.engine.link.process_setup import (
     disable_tokenizer_threads,
+    dump_stacks_on_signal,
     freeze_startup_objects,
     raise_descriptor_limit,
 )
+from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
+from server.engine.link.watchdog import LoopWatch, Watchdog
 from server.http.config import HTTPConfig
 from server.log import configure_logging
 
@@ -59,7 +62,11 @@ def serve(
         began: `time.perf_counter()` at the start of the command; None means now.
     """
     began = time.perf_counter() if began is None else began
+    # Until the event loop handles them, exit through the `finally` blocks.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
     configure_logging(settings.log_level, settings.log_format)
+    dump_stacks_on_signal()
     disable_tokenizer_threads()
     raise_descriptor_limit()
     try:
@@ -71,8 +78,6 @@ def serve(
         chat_template = settings.chat_template and read_template(settings.chat_template)
     except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
         fail(str(error))
-    # Until the event loop handles SIGTERM, exit through the `finally` blocks.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     limits = HTTPConfig(
         model_id=settings.model,
         served_model_names=settings.served_model_name,
@@ -81,8 +86,15 @@ def serve(
         chat_template=chat_template,
         tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,
+        max_queue_seconds=settings.max_queue_seconds,
+        max_queued_tokens=settings.max_queued_tokens,
         max_body_bytes=settings.max_body_bytes,
+        max_buffered_body_bytes=settings.max_buffered_body_bytes,
+        restart_wait_seconds=settings.restart_wait,
+        drain_delay_seconds=settings.drain_delay,
+        drain_timeout_seconds=settings.drain_timeout,
         api_keys=keys,
+        prefix_cache_sharing=settings.prefix_cache_sharing,
         cors_allow_origins=settings.cors_allow_origin,
         allowed_hosts=_allowed_hosts(settings, listeners[0], keys),
         max_connections=settings.max_connections,
@@ -106,6 +118,7 @@ def serve(
         front_ends = _create_front_ends(
             engine, listeners, tokenizer_path, limits, settings.log_format
         )
+        remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
             runner.run(_serve(engine, front_ends, listeners[0], began))
@@ -138,7 +151,7 @@ class _SingleFrontEnd:
 
     def stop(self) -> None:
         """Make `run_until_stopped` return."""
-        self._server.should_exit = True
+        self._server.stop()
 
 
 def _create_front_ends(
@@ -171,6 +184,8 @@ async def _serve(
     began: float,
 ) -> None:
     """Serve until a signal; raises the error of an engine or a front end that cannot start."""
+    watchdog = Watchdog(LoopWatch(asyncio.get_running_loop(), engine.hang_seconds))
+    watchdog.start()
     await engine.start()
     serving = asyncio.ensure_future(front_ends.run_until_stopped())
     ready = asyncio.ensure_future(_wait_until_ready(engine, front_ends, listener, began))
@@ -184,6 +199,7 @@ async def _serve(
         ready.cancel()
         await asyncio.gather(serving, ready, return_exceptions=True)
         await engine.stop()
+        watchdog.stop()
 
 
 async def _wait_until_ready(

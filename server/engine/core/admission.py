@@ -1,21 +1,36 @@
-"""Errors of requests that the scheduler refuses."""
+"""What the engine requires of a request, and the errors of requests that it refuses.
+
+The front end has checked what a client may send. These checks protect the engine from a front end with a defect: on a
+GPU, a token id outside the vocabulary would end the process.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from model.sampling.parameters import SamplingParams
+    from server.engine.core.request import GenerateRequest
     from server.engine.core.sequence import Sequence
 
 
 class AdmissionError(Exception):
-    """`Scheduler.add` refuses a request.
+    """The engine refuses a request.
 
     AdmissionError
+      InvalidRequestError      a value that no front end sends
       CapacityError            more tokens than a sequence can have
       EmptyRequestError        no prompt, or no token to generate
       DuplicateRequestError    the id is in use
     """
+
+
+class InvalidRequestError(AdmissionError):
+    """A value of a request is outside its range."""
 
 
 class CapacityError(AdmissionError):
@@ -48,3 +63,56 @@ class DuplicateRequestError(AdmissionError):
     def __init__(self, request_id: int) -> None:
         super().__init__(f"request id {request_id} is in use")
         self.request_id = request_id
+
+
+def check_request(request: GenerateRequest, vocab_size: int) -> None:
+    """Check the values on which a step would fail.
+
+    Args:
+        request: as it was decoded; its types are right.
+        vocab_size: of the model.
+
+    Raises:
+        InvalidRequestError: a value is outside its range; the message names the value and the range.
+    """
+    _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
+    if request.deadline is not None and math.isnan(request.deadline):
+        raise InvalidRequestError("the deadline is not a number")
+    sampling = request.sampling
+    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    for word in sampling.bad_words:
+        if not word:
+            raise InvalidRequestError("a word of bad_words has no token")
+        _check_ids("bad_words", word, vocab_size)
+    _check_numbers(sampling, vocab_size)
+
+
+def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        value = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequestError(f"{name}: {value} is not a token id from 0 to {vocab_size - 1}")
+
+
+def _check_numbers(sampling: SamplingParams, vocab_size: int) -> None:
+    finite = sys.float_info.max
+    if (
+        0.0 <= sampling.temperature <= finite
+        and sampling.top_k >= 0
+        and 0.0 <= sampling.top_p <= 1.0
+        and 0.0 <= sampling.min_p <= 1.0
+        and 0.0 <= sampling.typical_p <= 1.0
+        and 0.0 < sampling.repetition_penalty <= finite
+        and -finite <= sampling.presence_penalty <= finite
+        and -finite <= sampling.frequency_penalty <= finite
+        and 0 <= sampling.top_logprobs <= vocab_size
+        and 0 <= sampling.prompt_top_logprobs <= vocab_size
+    ):
+        return
+    names = (
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "top_logprobs", "prompt_top_logprobs",
+    )  # fmt: skip
+    values = ", ".join(f"{name} {getattr(sampling, name)!r}" for name in names)
+    raise InvalidRequestError(
+        f"a number is outside its range, or there are more likely tokens than {vocab_size}: {values}"
+    )

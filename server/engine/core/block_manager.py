@@ -95,6 +95,10 @@ class BlockManager:
         """Return whether a sequence's leading tokens are looked up in the prefix cache."""
         return self.enable_prefix_caching and not sequence.sampling.prompt_logprobs
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return how many leading tokens of a sequence that owns no block are in the prefix cache."""
+        return len(self._find_prefix(sequence)[0]) * self.block_size
+
     def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Allocate blocks for all known tokens of a sequence and for one more token.
 
@@ -177,6 +181,19 @@ class BlockManager:
                 self._empty.release(block)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
+
+    def idle_violations(self) -> list[str]:
+        """Return what contradicts the bookkeeping while no sequence owns a block."""
+        empty, idle, total = self._empty.num_free, len(self._idle), self.num_blocks
+        used = total - self._references.count(0)
+        found = []
+        if used or self._owners:
+            found.append(f"{used} blocks are used, by {len(self._owners)} sequences, expected none")
+        if empty + idle + used != total:
+            found.append(f"{empty} empty, {idle} cached and {used} used blocks are not {total}")
+        if not len(self._cached) == len(self._key_of) == len(self._link_of) == idle:
+            found.append(f"{len(self._cached)} blocks are in the prefix cache, {idle} are cached")
+        return found
 
     def check_invariants(self) -> None:
         """Assert the invariants. Takes time proportional to the blocks and the tokens."""

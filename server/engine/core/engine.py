@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from server.engine.core.admission import AdmissionError, DuplicateRequestError
+from server.engine.core.admission import AdmissionError, DuplicateRequestError, check_request
 from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
@@ -30,9 +30,11 @@ from server.engine.core.messages import (
     StepMessage,
     encode_totals,
 )
+from server.engine.core.progress import Activity, Progress
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
+from server.engine.core.step_retry import STEP_FAILED, retry_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,10 +55,23 @@ otherwise that request would wait for the preparatory work.
 """
 
 
+# Constants, since looking a member up takes three times as long as `Progress.begin`.
+_RECORDING: Final = Activity.RECORDING
+_IDLE: Final = Activity.IDLE
+_MESSAGES: Final = Activity.MESSAGES
+_SCHEDULING: Final = Activity.SCHEDULING
+_LAUNCHING: Final = Activity.LAUNCHING
+_WAITING: Final = Activity.WAITING
+_IDLE_CHECK_SECONDS: Final = 1.0
+"""Time without work before the bookkeeping is checked; nothing changes after that until a message arrives."""
 _STATS_SECONDS: Final = 0.002
 """Time between two messages with stats while no sequence starts or ends: they take 5 us, 3 % of a fast model's step."""
 _TOTALS_SECONDS: Final = 0.1
 """Time between two encodings of `EngineTotals`, which takes 5 us."""
+_MOST_FAILED_STEPS: Final = 5
+"""Steps in sequence of which no row could be computed, after which the engine process ends and is restarted. A few
+requests that each make a step of their own fail must not suffice.
+"""
 
 
 class EngineChannel(Protocol):
@@ -78,24 +93,46 @@ class _Step(NamedTuple):
     launched: float
 
 
-class _NotLaunched:
-    """A step whose launch or sampling raised."""
+class _NoResultsError(Exception):
+    """A step has no results.
+
+    Attributes:
+        cause: the error of its launch, which was logged; None if it was launched on the results of a step that failed.
+    """
+
+    def __init__(self, cause: Exception | None) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+class _NoResults:
+    """The pending results of a step that has none.
+
+    Args:
+        cause: see `_NoResultsError`.
+    """
 
     feeds_next = False
 
-    def __init__(self, error: Exception) -> None:
-        self._error = error
+    def __init__(self, cause: Exception | None) -> None:
+        self._cause = cause
 
     def sample(self) -> None:
         """Do nothing."""
 
     def result(self) -> StepResult:
-        """Raise the error of the launch."""
-        raise self._error
+        """Raise a `_NoResultsError`."""
+        raise _NoResultsError(self._cause)
 
 
 class Engine:
     """Owns the scheduler and the model runner; no other object uses them.
+
+    Attributes:
+        info: the engine's properties.
+        progress: what the loop is doing; may be replaced before `run`.
+        num_failed_steps: steps so far that had to be computed again.
+        num_invariant_violations: contradictions in the bookkeeping that `check_idle` has found.
 
     Args:
         scheduler: decides what each step computes.
@@ -116,6 +153,9 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self.info = info
+        self.progress = Progress()
+        self.num_failed_steps = 0
+        self.num_invariant_violations = 0
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel
@@ -130,6 +170,7 @@ class Engine:
         self._totals_due = -math.inf
         self._encoded_totals = msgspec.Raw()
         self._device_free_at = -math.inf  # when the results of the newest step arrived
+        self._num_without_success = 0  # steps in sequence of which no row could be computed
         self._stopping = False
 
     @property
@@ -151,9 +192,22 @@ class Engine:
     def _use_idle_time(self) -> None:
         """Let the runner do preparatory work until a message arrives."""
         while not self.receive(wait=0):
+            self.progress.begin(_RECORDING)
             if not self._runner.use_idle_time():
-                self.receive(wait=math.inf)
+                if not self.receive(wait=_IDLE_CHECK_SECONDS):
+                    self.check_idle()
+                    self.receive(wait=math.inf)
                 return
+
+    def check_idle(self) -> None:
+        """Check the bookkeeping of an engine without work; log and count contradictions."""
+        found = self._scheduler.idle_violations()
+        if self._arrivals or self._deadlines or self._prompt_logprobs:
+            found.append(f"{len(self._arrivals)} open requests, expected none")
+        if found:
+            log.error("the engine's bookkeeping is wrong: %s", "; ".join(found))
+            self.num_invariant_violations += len(found)
+            self._publish([], [], {})
 
     def receive(self, *, wait: float) -> bool:
         """Handle the messages of the front end.
@@ -165,8 +219,11 @@ class Engine:
             Whether there was a message.
         """
         any_came = False
+        if wait:
+            self.progress.begin(_IDLE)
         for message in self._channel.receive(wait=wait):
             any_came = True
+            self.progress.begin(_MESSAGES)
             if isinstance(message, GenerateRequest):
                 self._add(message)
             elif isinstance(message, AbortRequests):
@@ -177,6 +234,7 @@ class Engine:
 
     def step(self) -> None:
         """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
+        self.progress.begin(_SCHEDULING)
         if self._compiling:
             self._add_compiled()
         before, self._launched = self._launched, None
@@ -196,15 +254,18 @@ class Engine:
         """Schedule and launch a step; return None if all remaining work is in flight."""
         self._scheduler.accounting.now = launched = time.monotonic()
         output = self._scheduler.schedule()
+        if late := self._scheduler.take_late():
+            self._publish(late, [], {})
         if not output.num_tokens:
             return None
         started = self._note_started(output, launched)
         pending: PendingStep
+        self.progress.begin(_LAUNCHING, output.num_tokens)
         try:
             pending = self._runner.launch(output)
         except Exception as error:
-            log.exception("launching a step failed")
-            pending = _NotLaunched(error)
+            log.exception("launching step %d failed", output.step)
+            pending = _NoResults(error)
         self._scheduler.start(output)
         return _Step(output, started, pending, launched)
 
@@ -215,31 +276,70 @@ class Engine:
         try:
             self._launched.pending.sample()
         except Exception as error:
-            log.exception("sampling failed")
-            self._launched = self._launched._replace(pending=_NotLaunched(error))
+            log.exception("sampling in step %d failed", self._launched.output.step)
+            self._launched = self._launched._replace(pending=_NoResults(error))
 
     def _book(self, step: _Step) -> None:
-        """Wait for the results of a step, then commit and publish them. If the step failed, its sequences end.
+        """Wait for the results of a step, then commit and publish them. If there are none, compute the step again.
 
         The launched step samples between the two, so that the device does not wait for the message to be sent.
         """
         output, started, pending, _ = step
+        self.progress.begin(_WAITING, output.num_tokens)
         try:
             result = pending.result()
-        except Exception as error:
-            log.exception("a step failed; its sequences end with an error")
-            seconds = self._device_seconds(step)
-            events = self._scheduler.fail(output, "the forward pass failed", seconds)
-            self._sample()
-            self._publish(events, started, {})
-            if not self._runner.recover(error):
-                raise  # the process ends, and its parent starts another one
+        except _NoResultsError as error:
+            self._book_again(step, error.cause)
             return
+        except Exception as error:
+            log.exception("step %d failed", output.step)
+            self._book_again(step, error)
+            return
+        if self._num_without_success:
+            self._num_without_success = 0
         seconds = self._device_seconds(step)
+        self.progress.end_step(output.num_tokens, seconds)
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
         events = self._scheduler.commit(output, result.sampled, seconds)
         self._sample()
         self._publish(events, started, prompts)
+
+    def _book_again(self, step: _Step, error: Exception | None) -> None:
+        """Compute a step that has no results again; only the sequences that make it fail end with an error.
+
+        The launched step has read tokens, keys and values of this one, so it has to be computed again as well.
+
+        Args:
+            step: the step.
+            error: why it has no results; None if it was launched on the results of a step that failed.
+
+        Raises:
+            Exception: the device does not work any more, or step after step fails. The process ends, and its parent
+                starts another one.
+        """
+        output = step.output
+        if self._launched is not None:
+            self._launched = self._launched._replace(pending=_NoResults(None))
+        if error is not None:
+            self.num_failed_steps += 1
+            if not self._runner.recover(error):
+                seconds = self._device_seconds(step)
+                events = self._scheduler.fail(output, STEP_FAILED, seconds)
+                self._publish(events, step.started, {})
+                raise error
+        with self._scheduler.not_started(output) as rows:
+            retried = retry_step(self._runner, output.step, rows, self.progress)
+        seconds = self._device_seconds(step)
+        prompts = self._collect_prompt_logprobs(output, retried.prompt_logprobs)
+        events = self._scheduler.commit_parts(output, retried.results, seconds)
+        self._publish(events, step.started, prompts)
+        if retried.error is None:
+            self._num_without_success = 0
+            return
+        self._num_without_success += 1
+        if retried.is_broken or self._num_without_success >= _MOST_FAILED_STEPS:
+            log.critical("the engine ends: its model cannot be computed any more")
+            raise retried.error
 
     def _device_seconds(self, step: _Step) -> float:
         """Return the device time of a step whose results have just arrived.
@@ -256,13 +356,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
-        accounting = scheduler.accounting
+        accounting, waiting = scheduler.accounting, scheduler.waiting
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
+            num_cached_blocks=blocks.num_idle_blocks,
             kv_usage=used / blocks.num_blocks,
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
@@ -270,7 +371,15 @@ class Engine:
             prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=scheduler.num_generated_tokens,
             num_steps=scheduler.num_steps,
+            num_failed_steps=self.num_failed_steps,
+            num_invariant_violations=self.num_invariant_violations,
             num_reserved_tokens=accounting.num_reserved_tokens,
+            num_free_places=scheduler.num_free_places,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            waiting_by_length=list(waiting.num_by_length) if waiting else [],
+            waiting_tokens_by_length=list(waiting.num_tokens_by_length) if waiting else [],
+            prompt_rate=scheduler.prompt_rate.value,
+            end_rate=scheduler.end_rate.value,
             computed_tokens=accounting.num_computed_tokens,
             computed_prompt_tokens=accounting.num_computed_prompt_tokens,
             recomputed_tokens=accounting.num_recomputed_tokens,
@@ -297,18 +406,30 @@ class Engine:
         return self._encoded_totals
 
     def _add(self, request: GenerateRequest) -> None:
-        sequence = Sequence(request)
+        """Admit a request; one that cannot be admitted ends with an error, and no other is affected."""
         if request.request_id in self._arrivals:
             error = str(DuplicateRequestError(request.request_id))
             event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
             self._send([(request.request_id, event)], [], {})  # keeps the state of the other one
             return
+        try:
+            self._admit(request)
+        except AdmissionError as error:
+            self._refuse(request.request_id, str(error))
+        except Exception:
+            log.exception("admitting request %d failed", request.request_id)
+            self._scheduler.abort(request.request_id)
+            self._refuse(request.request_id, "the request cannot be admitted: an internal error")
+
+    def _admit(self, request: GenerateRequest) -> None:
+        check_request(request, self.info.vocab_size)
+        sequence = Sequence(request)
         self._arrivals[request.request_id] = time.monotonic()
         if request.deadline is not None:
             self._deadlines[request.request_id] = request.deadline
             self._next_deadline = min(self._next_deadline, request.deadline)
         if request.sampling.grammar is None:
-            self._enqueue(sequence)
+            self._scheduler.add(sequence)
         else:
             self._compiling.add(sequence)
 
@@ -316,20 +437,17 @@ class Engine:
         """Enqueue the sequences whose grammar is compiled; wait a moment for one if there is nothing else to do."""
         idle = not self._scheduler.has_work and self._launched is None
         for sequence, error in self._compiling.take(wait=idle):
-            if error is None:
-                self._enqueue(sequence)
-            else:
-                self._refuse(sequence, error)
+            if error is not None:
+                self._refuse(sequence.request_id, error)
+                continue
+            try:
+                self._scheduler.add(sequence)
+            except AdmissionError as refusal:
+                self._refuse(sequence.request_id, str(refusal))
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        try:
-            self._scheduler.add(sequence)
-        except AdmissionError as error:
-            self._refuse(sequence, str(error))
-
-    def _refuse(self, sequence: Sequence, error: str) -> None:
+    def _refuse(self, request_id: int, error: str) -> None:
         event = TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error)
-        self._publish([(sequence.request_id, event)], [], {})
+        self._publish([(request_id, event)], [], {})
 
     def _end_expired(self) -> None:
         """End the sequences whose deadline has passed, before a step could compute them."""

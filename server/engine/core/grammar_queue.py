@@ -36,7 +36,14 @@ class GrammarQueue:
     def add(self, sequence: Sequence) -> None:
         """Start to compile the grammar of a new sequence."""
         assert sequence.sampling.grammar is not None
-        self._waiting[sequence.request_id] = sequence, self._compile(sequence.sampling.grammar)
+        future: Future[Matcher]
+        try:
+            future = self._compile(sequence.sampling.grammar)
+        except Exception as error:
+            log.exception("a grammar cannot be compiled")
+            future = concurrent.futures.Future()
+            future.set_exception(error)
+        self._waiting[sequence.request_id] = sequence, future
 
     def remove(self, request_id: int) -> None:
         """Drop a sequence; unknown ids are ignored."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -72,6 +74,16 @@ def freeze_startup_objects() -> None:
     """Exclude the existing objects from garbage collection: they live until the process ends."""
     gc.collect()
     gc.freeze()
+
+
+def dump_stacks_on_signal() -> None:
+    """Make SIGUSR1, and signals of a crash, write the stacks of all threads to standard error.
+
+    It works while the process hangs with Python's global lock. The parent sends the signal before it kills the process.
+    """
+    faulthandler.enable()
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
 
 
 def read_config(kind: type[ConfigT]) -> ConfigT | None:

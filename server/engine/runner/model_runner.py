@@ -158,10 +158,15 @@ class ModelRunner:
         masks = None if greedy or waits else self._start_masks(rows, sampling)
         prompts: dict[int, PromptLogprobs] = {}
         computed = None
-        if self.recorded is not None and not any(map(_scores_prompt, scheduled)):
-            computed = self.recorded.compute(output.decode, output.prefill)
-        if computed is None:
-            computed, prompts = self._compute(output)
+        try:
+            if self.recorded is not None and not any(map(_scores_prompt, scheduled)):
+                computed = self.recorded.compute(output.decode, output.prefill)
+            if computed is None:
+                computed, prompts = self._compute(output)
+        except Exception:
+            if masks is not None:
+                masks[1].wait()  # the step may be computed again, with masks of the same grammars
+            raise
         self._sampled.note(scheduled)
         if greedy and all(part.tokens is not None for part in computed):
             return GreedyStep(computed, scheduled)

@@ -75,6 +75,7 @@ REQUESTS = Spec("tessera_requests", _COUNTER, "Requests answered, by outcome.", 
 IN_FLIGHT = Spec("tessera_requests_in_flight", _GAUGE, "Sequences admitted and not yet answered.")
 RESTARTS = Spec("tessera_engine_restarts", _COUNTER, "Times the engine process was started again.")
 ENGINE_UP = Spec("tessera_engine_up", _GAUGE, "1 while the engine takes requests.")
+DRAINING = Spec("tessera_draining", _GAUGE, "1 while the service ends and its health checks fail.")
 ENGINE_STATE = Spec("tessera_engine_state", _GAUGE, "1 for the state the engine is in.", ("state",))
 BUILD = Spec("tessera_build", _INFO, "What is served, and by which version.")
 CACHE_CONFIG = Spec("tessera_cache_config", _INFO, "Size and dtype of the KV cache.")
@@ -154,6 +155,9 @@ ENGINE_GAUGES = {
     ),
     "num_blocks": Spec("tessera_kv_blocks", _GAUGE, "Blocks of the KV cache."),
     "num_free_blocks": Spec("tessera_kv_blocks_free", _GAUGE, "Blocks that no running sequence holds."),
+    "num_cached_blocks": Spec(
+        "tessera_kv_blocks_cached", _GAUGE, "Blocks that no running sequence holds, with content of the prefix cache.",
+    ),
     "num_reserved_tokens": Spec(
         "tessera_reserved_tokens", _GAUGE, "Tokens that the running sequences have if all reach their limits.",
     ),
@@ -171,6 +175,12 @@ ENGINE_COUNTERS = {
         "tessera_preemptions", _COUNTER, "Sequences put back into the queue because KV blocks ran out.",
     ),
     "num_steps": Spec("tessera_engine_steps", _COUNTER, "Forward passes of the engine."),
+    "num_failed_steps": Spec(
+        "tessera_engine_failed_steps", _COUNTER, "Steps that failed and were computed again, in parts if necessary.",
+    ),
+    "num_invariant_violations": Spec(
+        "tessera_engine_invariant_violations", _COUNTER, "Contradictions in the idle engine's bookkeeping; always 0.",
+    ),
     "computed_tokens": Spec("tessera_computed_tokens", _COUNTER, "Tokens computed, of prompts and outputs."),
     "computed_prompt_tokens": Spec(
         "tessera_computed_prompt_tokens", _COUNTER, "Prompt tokens of ended sequences that were computed.",
@@ -195,6 +205,7 @@ SPECS: tuple[Spec, ...] = (
     SEQUENCE_DEVICE_SECONDS,
     SEQUENCE_BLOCK_SECONDS,
     RESTARTS,
+    DRAINING,
     ENGINE_UP,
     ENGINE_STATE,
     BUILD,

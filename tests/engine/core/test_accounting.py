@@ -19,6 +19,8 @@ from server.engine.core.request import FinishReason
 from server.engine.core.sequence import Sequence
 from tests.engine.core.bookkeeping import Token, begin, make_request, make_scheduler, make_sequence
 
+INFO = SimpleNamespace(vocab_size=1_000_000)
+
 
 def end(scheduler, output, seconds, token_id=7):
     rows = (*output.decode, *output.prefill)
@@ -146,7 +148,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_overlapping_steps_are_not_charged_twice(clock, runs_ahead):
     channel = Channel(make_request(1, 3, 5), make_request(2, 3, 5))
-    engine = Engine(make_scheduler(16), Device(clock), channel, None, runs_ahead=runs_ahead)
+    engine = Engine(make_scheduler(16), Device(clock), channel, INFO, runs_ahead=runs_ahead)
     engine.receive(wait=math.inf)
     while engine.has_work:
         engine.step()
@@ -164,7 +166,7 @@ def test_overlapping_steps_are_not_charged_twice(clock, runs_ahead):
 
 def test_a_request_that_the_front_end_stops_gets_a_last_event_with_its_usage(clock):
     channel = Channel(make_request(1, 3, 50), make_request(2, 3, 50))
-    engine = Engine(make_scheduler(64), Device(clock), channel, None)
+    engine = Engine(make_scheduler(64), Device(clock), channel, INFO)
     engine.receive(wait=math.inf)
     engine.step()
     channel.inbox = [AbortRequests([1, 9], FinishReason.STOP), AbortRequests([2])]

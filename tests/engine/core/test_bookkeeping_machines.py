@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
 approx = partial(pytest.approx, rel=1e-6, abs=1e-9)
+LOST, READ_LOST = "lost", "computed from lost results"
+CULPRIT = "makes the step fail again"
 RESERVES = st.sampled_from([0.0, 0.5])
 
 
@@ -181,9 +184,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_added = 0
         self.num_steps_owed = 0
         self.in_flight = None
+        self.culprits: set[int] = set()
         self.runs_ahead = False
         self.bills = Bills()
         self.ended = []
+        self.head = None
+        self.num_overtaken = 0
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
@@ -194,9 +200,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.booleans(),
         salt=st.sampled_from([None, "a"]),
         priority=st.sampled_from([0, 0, 0, -1, 5]),
+        client=st.sampled_from(["", "", "b", "c"]),
+        seconds=st.sampled_from([None, None, None, 0.5, 5.0]),
     )
     def add(
-        self, prompts, max_new_tokens, min_new_tokens, eos, stop, prompt_logprobs, salt, priority
+        self,
+        prompts,
+        max_new_tokens,
+        min_new_tokens,
+        eos,
+        stop,
+        prompt_logprobs,
+        salt,
+        priority,
+        client,
+        seconds,
     ):
         for prompt in prompts:
             self.add_one(
@@ -210,6 +228,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     prompt_logprobs=prompt_logprobs,
                     salt=salt,
                     priority=priority,
+                    client=client,
+                    deadline=None if seconds is None else self.bills.now + seconds,
                 )
             )
 
@@ -270,7 +290,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort_during_a_step(self, data):
         def execute(output):
             results = self.model.execute(output)
-            self.abort(data)
+            if self.live:  # the results of the step before may have ended all of them
+                self.abort(data)
             return results
 
         self.serve(execute)
@@ -287,9 +308,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.serve(execute)
 
+    @precondition(lambda self: self.live)
+    @rule(culprits=st.sets(st.integers(0, 4), max_size=2))
+    def lose_the_results_and_compute_again(self, culprits):
+        """The step fails after it was started, and maybe after the next one was; some sequences fail again."""
+
+        def execute(output):
+            self.model.execute(output)
+            self.culprits = {row[0] for i, row in enumerate(rows_of(output)) if i in culprits}
+            return LOST
+
+        self.serve(execute)
+
     @rule()
     def fail_to_compute_and_try_again(self):
         self.scheduler.schedule()
+        self.end_late()
 
     @rule(runs_ahead=st.booleans())
     def run_ahead_or_not(self, runs_ahead):
@@ -310,7 +344,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not in_flight:
             assert usage.device_seconds == approx(bills.device_seconds[request_id])
         assert usage.device_seconds >= bills.device_seconds[request_id] - 1e-9
-        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT):
+        reason = sequence.finish_reason
+        if reason in (FinishReason.ABORT, FinishReason.TIMEOUT) or sequence.error == CULPRIT:
             return  # a chunk of its prompt may be in flight
         prompt = range(sequence.num_prompt_tokens)
         assert usage.num_computed_prompt_tokens == len(bills.computed[request_id] & set(prompt))
@@ -324,12 +359,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run a step; every running sequence must advance in it, or have its last token in flight."""
         scheduler = self.scheduler
         before, self.in_flight = self.in_flight, None
+        if before is not None and before[1] is READ_LOST:
+            self.end(*before)  # the next step cannot read its results on the device
+            before = None
         self.wait(0.25)
         output = self.schedule()
         results = execute(output)
         scheduler.start(output)
         scheduler.check_invariants()
         if before is not None:
+            if before[1] is LOST:
+                results = READ_LOST
             self.end(*before)
         if self.runs_ahead:
             self.in_flight = output, results
@@ -347,8 +387,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request_id, sequence in self.live.items()
             if sequence.num_known_tokens == sequence.max_num_tokens
         }
+        head = scheduler._waiting.head
         output = scheduler.schedule()
         scheduler.check_invariants()
+        self.end_late()
+        self.check_overtaking(head, output)
         rows = rows_of(output)
         assert output.num_tokens == sum(row[2] for row in rows)
         assert output.num_tokens <= scheduler.config.max_num_batched_tokens
@@ -359,7 +402,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.live:
             assert served
         if len({sequence.priority for sequence in self.live.values()}) == 1:
-            assert min(self.live) in served  # the oldest
+            admitted = [s for s in self.live.values() if s.first_scheduled_step is not None]
+            assert min(admitted, key=lambda s: s.rank).request_id in served  # never preempted
         for row in (*output.decode, *output.prefill):
             assert (row.num_tokens == 1) == (row in output.decode)
             assert bool(row.num_logits) == (
@@ -367,12 +411,66 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         return output
 
+    def end_late(self):
+        """Sequences without a token end if the fastest step so far would be too slow for their deadline."""
+        price = self.scheduler.accounting.least_price
+        for request_id, event in self.scheduler.take_late():
+            sequence = self.live[request_id]
+            assert not sequence.num_output_tokens
+            assert sequence.deadline < self.bills.now + sequence.num_prompt_tokens * price
+            sequence.is_expired = True
+            self.receive(request_id, event)
+
+    def check_overtaking(self, head, output):
+        """Shorter prompts are admitted before the one whose turn it is, but only so many."""
+        if head is not self.head:
+            self.head, self.num_overtaken = head, 0
+        if head is None or head not in self.scheduler._waiting:
+            return
+        config = self.scheduler.config
+        share = config.max_num_batched_tokens // config.max_num_seqs
+        for sequence in output.first_scheduled:
+            assert sequence.priority <= head.priority
+            if sequence.priority == head.priority:
+                assert not head.num_preemptions
+                assert sequence.num_prompt_tokens <= head.num_prompt_tokens
+                self.num_overtaken += max(sequence.num_prompt_tokens, share)
+        assert self.num_overtaken <= max(head.num_prompt_tokens, config.max_num_batched_tokens)
+
     def end(self, output, results):
         seconds = (0.5 + output.step % 4) if output.num_tokens else 0.0
         self.wait(seconds)
         self.bills.end_step(output, seconds)
-        for request_id, event in self.scheduler.commit(output, results, seconds):
+        is_lost = results in (LOST, READ_LOST)
+        events = (
+            self.end_again(output, seconds)
+            if is_lost
+            else self.scheduler.commit(output, results, seconds)
+        )
+        for request_id, event in events:
             self.receive(request_id, event)
+
+    def end_again(self, output, seconds):
+        """Compute a step again, without its culprits, in two parts; nothing that it wrote before may be needed."""
+        results = {}
+        with self.scheduler.not_started(output) as rows:
+            for row in rows:
+                for position in range(row.start, row.start + row.num_tokens):
+                    self.model.slots[self.model.slot(row.sequence, position)] = None
+            healthy = [row for row in rows if row.sequence.request_id not in self.culprits]
+            for part in (healthy[::2], healthy[1::2]):
+                decode = tuple(row for row in part if row.num_tokens == 1)
+                prefill = tuple(row for row in part if row.num_tokens > 1)
+                again = msgspec.structs.replace(output, decode=decode, prefill=prefill)
+                results |= zip(
+                    (row.sequence for row in decode + prefill),
+                    self.model.execute(again),
+                    strict=True,
+                )
+            for row in rows:
+                results.setdefault(row.sequence, [Token(None, error=CULPRIT)])
+        self.culprits = set()
+        return self.scheduler.commit_parts(output, results, seconds)
 
     def receive(self, request_id, event):
         text = self.texts[request_id]

@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 import model
 from benchmarks.json_schemas import SchemaMaker
 from model.checkpoint.config import ModelConfig
-from model.sampling.grammar import serialize
+from model.sampling.grammar import GrammarMatcher, serialize
 from model.sampling.lark import json_rule
 from model.sampling.parameters import NOTHING_ALLOWED, SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import AbortRequests
 from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.core.step_retry import STEP_FAILED
 from server.engine.runner import grammars
 from tests.engine.runner.test_engine_model import assert_all_free, make_engine, random_prompt
 from tests.engine.runner.test_recordings import Again
+from tests.faults.engine import inject
 from tests.http.fakes import EOS_ID, IM_END_ID, save_tokenizer
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -448,3 +450,67 @@ def test_a_grammar_with_which_the_library_failed_is_compiled_again():
     assert again.caches is not first.caches
     assert compiled.start_masks([(again, True)]).wait() == {}
     assert compiled.start_masks([(sibling, True)]).wait() != {}
+
+
+def test_steps_that_are_computed_again_follow_the_grammars(tokenizer, engine_of):
+    requests = mixed(16, seed=3)
+    expected = engine_of().generate(requests)
+    engine = engine_of()
+    inject(engine.engine, *(f"raise@step={step}" for step in range(1, 200, 4)))
+
+    found = engine.generate(requests)
+
+    assert engine.engine.num_failed_steps > 10
+    assert [[event.token_id for event in events] for events in found] == [
+        [event.token_id for event in events] for events in expected
+    ]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("method", ["accept", "forced_tokens"])
+def test_an_exception_in_a_grammar_ends_only_its_sequence(
+    tokenizer, engine_of, monkeypatch, method
+):
+    engine = engine_of()
+    original = getattr(GrammarMatcher, method)
+    calls = []
+
+    def fail(matcher, *arguments):
+        first = calls[0] if calls else matcher
+        calls.append(matcher)
+        if matcher is first and len(calls) > 6:
+            raise RuntimeError("a defect of the library")
+        return original(matcher, *arguments)
+
+    monkeypatch.setattr(GrammarMatcher, method, fail)
+    found = engine.generate([structured(1), structured(2), structured(3)])
+
+    failed = [events for events in found if events[-1].finish_reason is FinishReason.ERROR]
+    (events,) = failed
+    assert "internal error" in events[-1].error
+    for events in found:
+        if events not in failed:
+            assert_valid(tokenizer, events)
+    assert_all_free(engine)
+
+
+def test_an_exception_while_masks_are_computed_ends_only_its_sequence(
+    tokenizer, engine_of, monkeypatch
+):
+    engine = engine_of()
+    start = grammars.TokenMasker.start
+    bad = []
+
+    def fail(masker, rows):
+        if not bad and len(rows) > 1:
+            bad.append(rows[1][0])
+        if any(matcher in bad for matcher, _ in rows):
+            raise RuntimeError("a defect of the library")
+        return start(masker, rows)
+
+    monkeypatch.setattr(grammars.TokenMasker, "start", fail)
+    found = engine.generate([structured(i) for i in range(4)])
+
+    assert [events[-1].error for events in found if events[-1].error] == [STEP_FAILED]
+    assert sum(events[-1].finish_reason is FinishReason.EOS for events in found) == 3
+    assert_all_free(engine)
