@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from model.text.tokenizer import Tokenizer
 from server.http.app import create_app
 from server.http.config import HTTPConfig
+from tests.http.fakes import save_tokenizer
 
 ROUTES = {
     "/": {"GET", "HEAD", "POST"},
@@ -40,9 +42,11 @@ ROUTES = {
 
 
 @pytest.fixture(scope="module")
-def app():
-    client = SimpleNamespace(restart_queue=SimpleNamespace())
-    return create_app(client, SimpleNamespace(folder=None), HTTPConfig(model_id="none"))
+def app(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    client = SimpleNamespace(restart_queue=SimpleNamespace(), info=None)
+    return create_app(client, Tokenizer.from_folder(folder), HTTPConfig(model_id="none"))
 
 
 def test_every_route_and_method_is_listed_here(app):
