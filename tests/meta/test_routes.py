@@ -4,11 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
-from model.text.tokenizer import Tokenizer
 from server.http.app import create_app
 from server.http.config import HTTPConfig
-from tests.http.fakes import save_tokenizer
 
 ROUTES = {
     "/": {"GET", "HEAD", "POST"},
@@ -42,11 +42,10 @@ ROUTES = {
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    client = SimpleNamespace(restart_queue=SimpleNamespace(), info=None)
-    return create_app(client, Tokenizer.from_folder(folder), HTTPConfig(model_id="none"))
+def app():
+    client = SimpleNamespace(restart_queue=SimpleNamespace())
+    tokenizer = SimpleNamespace(folder=None, library=Tokenizer(BPE()))
+    return create_app(client, tokenizer, HTTPConfig(model_id="none"))
 
 
 def test_every_route_and_method_is_listed_here(app):
