@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.attacks import http_layer
+from benchmarks.attacks import http_layer, load
 
 if TYPE_CHECKING:
     from benchmarks.attacks.record import Attack
 
 ATTACKS: list[Attack] = [
     *http_layer.ATTACKS,
+    *load.ATTACKS,
 ]
 """In the order in which they run."""
