@@ -70,7 +70,7 @@ class Load:
             self._model = json.load(reply)["data"][0]["id"]
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
-        self._random = random.Random(_SEED)  # noqa: S311
+        self._random = random.Random(_SEED)
 
     async def keep_streams(self, streams: int, seconds: float) -> list[Sent]:
         """Keep a number of requests in progress."""

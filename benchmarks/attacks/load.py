@@ -153,7 +153,7 @@ async def flood_queue(target: Target) -> None:
 
 async def disconnect(target: Target) -> None:
     """C2: 1,000 clients disconnect at random moments, some of them within the request."""
-    client, rng = _Client(target), random.Random(2)  # noqa: S311
+    client, rng = _Client(target), random.Random(2)
     todo = iter(range(1000))
 
     async def send() -> None:
@@ -196,7 +196,7 @@ async def send_long_prompts(target: Target) -> None:
     longest = (await client.get("/info"))["max_input_tokens"]
     stop = time.perf_counter() + 8
     model = (await client.get("/v1/models"))["data"][0]["id"]
-    rng = random.Random(4)  # noqa: S311
+    rng = random.Random(4)
     long_times: list[float] = []
 
     async def send() -> None:

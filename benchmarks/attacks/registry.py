@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.attacks import http_layer, load
+from benchmarks.attacks import auth, http_layer, load, parameters
 
 if TYPE_CHECKING:
     from benchmarks.attacks.record import Attack
 
 ATTACKS: list[Attack] = [
     *http_layer.ATTACKS,
+    *parameters.ATTACKS,
     *load.ATTACKS,
+    *auth.ATTACKS,
 ]
 """In the order in which they run."""

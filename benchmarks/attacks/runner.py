@@ -119,9 +119,7 @@ async def _probe(target: Target) -> AsyncIterator[list[tuple[float, int | None]]
         await asyncio.sleep(0.3)  # until it runs
         yield measured
     finally:
-        output, _ = await process.communicate(
-            b""
-        )  # without input, Python 3.11 leaves the pipe open
+        output, _ = await process.communicate(b"")
         measured += json.loads(output)
 
 

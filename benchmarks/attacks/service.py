@@ -20,6 +20,7 @@ API_KEY = "key-of-the-attacked-service"
 MAX_DESCRIPTORS = 1024
 """Limit of descriptors of each of its processes, which many systems have as their default."""
 _START_SECONDS = 120.0
+_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def attacked_service(options: Sequence[str] = ()) -> Iterator[Target]:
         [
             "sh", "-c", f'ulimit -n {MAX_DESCRIPTORS} && exec "$@"', "sh",
             sys.executable, "-m", "server.cli.main", "serve", f"--port={port}", f"--api-key={API_KEY}", "--device=cpu",
-            "--log-level=warning", *options,
+            f"--chat-template={_TEMPLATE}", "--log-level=warning", *options,
         ],
     )  # fmt: skip
     target = Target(host="127.0.0.1", port=port, api_key=API_KEY, pid=process.pid)

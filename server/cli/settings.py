@@ -184,6 +184,12 @@ class Settings(BaseModel):
         32_768, ge=1024, description="limit of the header fields of a request, in bytes"
     )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    max_buffered_body_bytes: int = Field(
+        64 << 20,
+        ge=1024,
+        description="bytes of all request bodies that a front end reads or tokenizes at a time; more are refused with "
+        "429; the first 64 KiB of each body do not count",
+    )
     api_key: tuple[str, ...] = Field(
         (),
         repr=False,
@@ -194,6 +200,11 @@ class Settings(BaseModel):
     api_key_file: Path | None = Field(
         None,
         description="file of further keys, one on each line; empty lines and lines that begin with # are ignored",
+    )
+    prefix_cache_sharing: Literal["key", "all"] = Field(
+        "key",
+        description="key: a request shares cached prefixes only with requests of the same API key, so that no key can "
+        "find out by its speed what another has sent; all: with all requests",
     )
     cors_allow_origin: tuple[str, ...] = Field(
         (),
@@ -228,6 +239,24 @@ class Settings(BaseModel):
         description="seconds after which a silent engine, or one whose step does not end, is restarted; steps that are "
         "usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front end that "
         "handles nothing",
+    )
+    restart_wait: float = Field(
+        10.0,
+        ge=0,
+        description="seconds for which requests wait for an engine that is being started again; then, or at once with "
+        "0, they get 503",
+    )
+    drain_delay: float = Field(
+        0.0,
+        ge=0,
+        description="seconds for which requests are still served after SIGTERM or SIGINT, while health checks already "
+        "fail: set it to the time that a load balancer needs to notice",
+    )
+    drain_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="seconds after that for which requests in progress may run, while new ones get 503; those that are "
+        "left get an error. A second signal ends both times",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,9 @@ class HTTPConfig:
             begun must be complete within it.
         keep_alive_timeout_seconds: a connection is closed after it has waited this long for its next request.
             Longer than the 60 s for which many proxies keep connections: they close them first.
+        max_buffered_body_bytes: bytes of request bodies, and of tokens of replies of /tokenize, that this process holds
+            at a time; requests that would exceed it are refused with 429. The first 64 KiB of each request do not
+            count. A body counts until its prompt is submitted to the engine.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
@@ -47,7 +51,13 @@ class HTTPConfig:
         keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
         send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
+        restart_wait_seconds: requests that arrive while the engine is being started again, and those that it has lost
+            before their first token, wait for it this long; 0 refuses the first and ends the others.
+        drain_delay_seconds: after a signal to end, requests are served for this long while health checks already fail.
+        drain_timeout_seconds: then requests in progress may run for this long, while new ones are refused.
         api_keys: a request must have one of them; empty for a service open to all.
+        prefix_cache_sharing: `key`: requests share cached prefixes only with those of the same API key; `all`: with
+            all requests.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
         allowed_hosts: a request's Host must be one of them; empty for any. `*.example.com` stands for subdomains.
         access_log: whether each request is logged.
@@ -77,12 +87,17 @@ class HTTPConfig:
     max_url_bytes: int = 1 << 13
     header_timeout_seconds: float = 10.0
     keep_alive_timeout_seconds: float = 75.0
+    max_buffered_body_bytes: int = 64 << 20
     body_timeout_seconds: float = 30.0
     validation_workers: int = 2
     inline_characters: int = 1_000
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
+    restart_wait_seconds: float = 10.0
+    drain_delay_seconds: float = 0.0
+    drain_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    prefix_cache_sharing: Literal["key", "all"] = "key"
     cors_allow_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     access_log: bool = True

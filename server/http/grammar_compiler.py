@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import queue
@@ -22,6 +23,7 @@ import msgspec
 
 from server.engine.link.spawn import interrupts_blocked, module_command, use_safe_path
 from server.errors import OverloadedError
+from server.http.tokenizing import run_in_place
 
 log = logging.getLogger("tessera")
 
@@ -109,11 +111,8 @@ class GrammarCompiler:
                 await self._places.acquire()
         except TimeoutError:
             raise OverloadedError("too many grammars wait to be compiled") from None
-        try:
-            loop = asyncio.get_running_loop()
-            verdict = await loop.run_in_executor(self._threads, self._ask, config, line)
-        finally:
-            self._places.release()
+        ask = functools.partial(self._ask, config, line)
+        verdict = await run_in_place(self._threads, self._places, ask)
         self._cache[key] = verdict
         if len(self._cache) > _KEPT:
             self._cache.popitem(last=False)

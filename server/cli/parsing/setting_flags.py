@@ -29,7 +29,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "HTTP": (
         "host", "port", "frontends", "max_concurrent_requests", "max_queue_seconds", "max_queued_tokens",
-        "max_body_bytes",
+        "max_body_bytes", "max_buffered_body_bytes",
     ),
     "process": ("engine_hang_seconds", "log_level", "log_format", "otlp_endpoint", "ignore_unknown_env"),
 }  # fmt: skip

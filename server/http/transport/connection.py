@@ -142,7 +142,7 @@ class HTTP11Protocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - of asyncio
         """End all requests of the connection."""
-        self._state.connections.discard(self)  # type: ignore[arg-type] # see above
+        self._state.connections.discard(self)
         self._connections.remove(self)
         self._stopped = True
         for cycle in (self._running, *self._pipelined):
