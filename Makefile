@@ -9,7 +9,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve test test-slow test-gpu check format docs bench clean
+.PHONY: help setup dev serve test test-slow test-gpu check audit sbom format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -47,6 +47,19 @@ check: dev ## Lint, types, import contracts, the Dockerfile
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 
+audit: dev ## Find insecure calls, committed secrets and known vulnerabilities of dependencies (needs PyPI)
+	$(BIN)/bandit --quiet --severity-level medium --recursive kernels model server deploy
+	git ls-files -z -- . ':!benchmarks/results' ':!model/bundled' | xargs -0 $(BIN)/detect-secrets-hook \
+		--disable-plugin Base64HighEntropyString --disable-plugin HexHighEntropyString --exclude-secrets '^none$$'
+	$(BIN)/pip-audit --skip-editable --desc off
+
+# The tool has an environment of its own, or it would list itself.
+sbom: setup ## List what .venv contains in sbom.json (CycloneDX); before `make dev` that is what runs
+	$(PYTHON) -m venv .venv-sbom
+	.venv-sbom/bin/python -m pip install --quiet --disable-pip-version-check 'cyclonedx-bom>=7,<8'
+	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-format JSON --output-file sbom.json $(BIN)/python
+
 format: dev ## Apply the formatter and the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -58,4 +71,4 @@ bench: dev ## Measure the bundled model on the CPU, compared with transformers
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.cpu # the same setting as in the engine process
 
 clean: ## Remove the environment and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-sbom .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -204,7 +204,7 @@ DECODE = _table(
 
 def _sampled(count: int, least: int, most: int, sample: Callable[[random.Random], float]) -> Shape:
     """Return a decode with sampled lengths, the same in every run; `replace` derives other shapes from it."""
-    source = random.Random(0)  # noqa: S311
+    source = random.Random(0)
     lengths = tuple(min(most, max(least, round(sample(source)))) for _ in range(count))
     return Shape("decode", 32, 8, 128, count, max(lengths), lengths=lengths)
 

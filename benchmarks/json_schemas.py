@@ -31,7 +31,7 @@ class SchemaMaker:
     """
 
     def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+        self._random = random.Random(seed)
 
     def make(self) -> Schema:
         """Return the next schema."""

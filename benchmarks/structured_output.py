@@ -73,7 +73,7 @@ class Walker:
     def __init__(self, tokenizer: Tokenizer, vocabulary: GrammarTokenizer, seed: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._masker = TokenMasker(vocabulary)
-        self._random = random.Random(seed)  # noqa: S311 - not for secrets
+        self._random = random.Random(seed)
         self.mask_seconds: list[float] = []
 
     def walk(self, matcher: GrammarMatcher, most: int) -> str | None:
@@ -123,7 +123,7 @@ def validity(
         seed: of the schemas.
         walks: outputs for each schema.
     """
-    maker, rng = SchemaMaker(seed), random.Random(seed)  # noqa: S311 - not for secrets
+    maker, rng = SchemaMaker(seed), random.Random(seed)
     walker = Walker(tokenizer, vocabulary, seed)
     compile_seconds: list[float] = []
     check_seconds: list[float] = []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 4
 _COMMAND = Path("/proc/1/cmdline")
 # Addresses that a server can listen on but a client should not connect to, and what to connect to instead.
-_REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound to it here
+_REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # nosec B104 # noqa: S104 - nothing is bound here
 
 
 def main() -> None:

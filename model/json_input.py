@@ -19,6 +19,8 @@ Harmless: TypeAlias = tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...]
 _WORDS: Final = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string", "array": "a list",
 }  # fmt: skip
+_MAX_DEPTH: Final = 100
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 _MISFIT: Final = re.compile(r"(.+?)(?:, got .*)? - at `\$\.(\w+)(?:\[(\d+)\])?`")
 
@@ -35,7 +37,10 @@ def read_json_object(
         size = file.stat().st_size
         if size > max_bytes:
             raise error(f"{file} has {size} bytes; at most {max_bytes} are read")
-        value = json.loads(file.read_bytes())
+        # Decoded here, because `json` lets lone surrogates in UTF-8 pass, which other libraries do not take.
+        value = json.loads(file.read_bytes().decode("utf-8-sig"))
+        if _has_lone_surrogate(value):
+            raise ValueError("it has half of a surrogate pair, which is no character")
     except OSError as problem:
         raise error(f"{file} cannot be read: {problem.strerror}") from None
     except (ValueError, RecursionError) as problem:
@@ -43,6 +48,29 @@ def read_json_object(
     if not isinstance(value, dict):
         raise error(f"{file} must hold a JSON object, found {type(value).__name__}")
     return value
+
+
+def _has_lone_surrogate(value: object) -> bool:
+    """Whether a text in a JSON value cannot be encoded.
+
+    Raises:
+        RecursionError: the value has more than `_MAX_DEPTH` levels: some of what reads it recurses.
+    """
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        parts: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                parts += node
+                parts += node.values()
+            elif isinstance(node, list):
+                parts += node
+            elif isinstance(node, str) and _SURROGATE.search(node):
+                return True
+        if not parts:
+            return False
+        level = parts
+    raise RecursionError(f"it has more than {_MAX_DEPTH} levels")
 
 
 def convert(

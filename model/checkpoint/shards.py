@@ -84,7 +84,7 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
             f"{named_by} names the file {name!r}; only plain names of .safetensors files are opened"
         )
     file = folder / name
-    if not file.is_file():
+    if not _is_file(file):
         raise WeightsError(f"{named_by} names {name}, which is not in {folder}")
     root = folder.resolve()
     allowed = [root]
@@ -93,6 +93,13 @@ def _inside(folder: Path, name: str, named_by: str) -> Path:
     if not any(file.resolve().is_relative_to(place) for place in allowed):
         raise WeightsError(f"{file} is a link that leads out of the model folder, which is refused")
     return file
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # the name is too long
+        return False
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:

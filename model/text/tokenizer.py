@@ -5,20 +5,26 @@ The front end calls it from worker threads. This module does not import PyTorch.
 
 from __future__ import annotations
 
+import json
+import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import tokenizers
 
 from model.errors import TokenizerError
 from model.json_input import read_json_object
+from model.text.library_errors import library_error
 from model.text.pieces import TextPieces
 from model.text.streams import decode
 
 # The largest tokenizers in use (256 thousand tokens, with merges) take 33 MiB.
 _MAX_FILE_BYTES = 128 << 20
+_PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
+_PROBE = "def f(x):\n    return 'é' # 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,54 @@ class TokenSpan:
     text: str
     start: int
     stop: int
+
+
+class TokenSpans(Sequence[TokenSpan]):
+    """The tokens of a text, twelve bytes each; `TokenSpan` objects are made when they are read.
+
+    Args:
+        text: the text.
+        ids: token ids.
+        starts: for each token, the number of characters of the text before it.
+        stops: for each token, the number of characters of the text up to its end.
+    """
+
+    __slots__ = ("_ids", "_starts", "_stops", "_text")
+
+    def __init__(self, text: str, ids: array[int], starts: array[int], stops: array[int]) -> None:
+        self._text = text
+        self._ids = ids
+        self._starts = starts
+        self._stops = stops
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenSpan: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> TokenSpans: ...
+
+    def __getitem__(self, index: int | slice) -> TokenSpan | TokenSpans:
+        if isinstance(index, slice):
+            return TokenSpans(self._text, self._ids[index], self._starts[index], self._stops[index])
+        start, stop = self._starts[index], self._stops[index]
+        return TokenSpan(self._ids[index], self._text[start:stop], start, stop)
+
+
+def read_offsets(encoding: tokenizers.Encoding) -> tuple[array[int], array[int]]:
+    """Return where the characters of each token of an encoding begin and end.
+
+    The library's own list of pairs takes ten times the memory, and the interpreter lock while it is made.
+    """
+    starts, stops = array("I"), array("I")
+    find = encoding.token_to_chars
+    for i in range(len(encoding)):
+        start, stop = find(i) or (0, 0)
+        starts.append(start)
+        stops.append(stop)
+    return starts, stops
 
 
 class Tokenizer:
@@ -92,21 +146,20 @@ class Tokenizer:
                 hint = "; only this format is read: save the tokenizer once with transformers to convert it"
             raise TokenizerError(f"{file} does not exist{hint}")
         text = _read(file)
+        _check_prefixes(text, file)
         try:
             library = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(f"{file} is not a tokenizer: {error}") from error
+        except BaseException as error:
+            raise library_error(error, f"{file} is not a tokenizer") from error
         config_file = folder / "tokenizer_config.json"
         config: dict[str, Any] = {}
         if config_file.is_file():
             config = read_json_object(config_file, _MAX_FILE_BYTES, TokenizerError)
         _add_tokens(library, config.get("added_tokens_decoder") or {}, config_file)
-        return cls(
-            library,
-            _token_text(config, "bos_token", config_file),
-            _token_text(config, "eos_token", config_file),
-            folder,
-        )
+        bos_token = _token_text(config, "bos_token", config_file)
+        tokenizer = cls(library, bos_token, _token_text(config, "eos_token", config_file), folder)
+        _probe(tokenizer, file)
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Names of special tokens in the text become these tokens.
@@ -123,13 +176,10 @@ class Tokenizer:
         ids: list[int] = self._encode(text, add_special_tokens, offsets=False).ids
         return ids
 
-    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> TokenSpans:
         """Return the tokens of a text and the characters that each stands for; otherwise like `encode`."""
         encoding = self._encode(text, add_special_tokens, offsets=True)
-        return [
-            TokenSpan(token_id, text[start:stop], start, stop)
-            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-        ]
+        return TokenSpans(text, array("I", encoding.ids), *read_offsets(encoding))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids without a token add nothing.
@@ -203,7 +253,44 @@ class Tokenizer:
             (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise TokenizerError("the text has a lone surrogate, which is no character") from error
+        except BaseException as error:
+            raise library_error(error, "the tokenizer cannot encode this text") from error
         return encoding
+
+
+def _check_prefixes(text: str, file: Path) -> None:
+    """Check that every merge fits the prefix of continuing tokens, which the library cuts off without looking.
+
+    If the prefix is not there, the library ends the process (tokenizers 0.23.3). Only old BPE checkpoints have one.
+
+    Raises:
+        TokenizerError: a merge does not fit.
+    """
+    if not _PREFIX.search(text) or '"merges"' not in text:
+        return
+    try:
+        model = json.loads(text)["model"]
+        prefix = model["continuing_subword_prefix"] or ""
+        merges = [m if isinstance(m, list) else m.split(" ") for m in model.get("merges") or ()]
+        wrong = next((m for m in merges if not m[1].startswith(prefix)), None)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise TokenizerError(f"{file} is not a tokenizer: {error!r}") from None
+    if wrong is not None:
+        raise TokenizerError(
+            f"{file}: the merge {wrong!r} does not continue with continuing_subword_prefix = {prefix!r}"
+        )
+
+
+def _probe(tokenizer: Tokenizer, file: Path) -> None:
+    """Encode and decode a short text: some mistakes in a file show only then.
+
+    Raises:
+        TokenizerError: it does not work.
+    """
+    try:
+        tokenizer.decode(tokenizer.encode(_PROBE))
+    except BaseException as error:
+        raise library_error(error, f"{file} cannot be used") from error
 
 
 def _read(file: Path) -> str:

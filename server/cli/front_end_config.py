@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Final
+
 import msgspec
 
 from server.http.config import HTTPConfig
 from server.log import LogFormat
+
+STOP_SIGNAL: Final = signal.SIGUSR2
+"""Makes a front end end its service; a second one ends its requests at once. Its parent translates SIGTERM and SIGINT,
+which a front end ignores: a terminal or a container may send them to all processes, and both would then arrive twice.
+"""
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +27,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
         rows: number of rows in that file.
         row: index of this process's row.
         tokenizer_path: folder with tokenizer.json.
+        hang_seconds: a hub that is silent for this long is lost.
         http: limits and intervals.
         log_level: name of a logging level.
         log_format: "text" or "json".
@@ -31,6 +40,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     row: int
     tokenizer_path: str
+    hang_seconds: float
     http: HTTPConfig
     log_level: str
     log_format: LogFormat = "text"

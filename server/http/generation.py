@@ -65,7 +65,8 @@ class Generation:
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
-        UnavailableError: the engine is not ready.
+        OverloadedError: the request would wait too long.
+        UnavailableError: the engine is not ready, and requests do not wait for it.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Generation:
         options: RequestOptions = _DEFAULTS,
     ) -> None:
         self.submitted = time.perf_counter()
+        self._context = context
         self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         self.completions: list[Completion] = []
         self._per_prompt = completions_per_prompt
@@ -88,6 +90,10 @@ class Generation:
         deadline = None
         if options.timeout_ms is not None:
             deadline = request.arrived + options.timeout_ms / 1000
+        lengths = [
+            len(prompt.token_ids) for prompt in prompts for _ in range(completions_per_prompt)
+        ]
+        context.shedding.admit(lengths, context.engine_info(), deadline)
         cache_salt = options.salt_within(request.cache_namespace)
         try:
             for prompt in prompts:
@@ -101,6 +107,7 @@ class Generation:
                         priority=options.priority,
                         deadline=deadline,
                         cache_salt=cache_salt,
+                        client=request.client,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     self.completions.append(
@@ -122,6 +129,16 @@ class Generation:
         """Free what the engine holds for this request. Does nothing for completions that have ended."""
         for completion in self.completions:
             completion.stream.abort()
+
+    async def accepted(self) -> None:
+        """Wait for the engine while it is being started again; the answer must not begin before.
+
+        Raises:
+            UnavailableError: it was not ready in time.
+        """
+        for completion in self.completions:
+            if not await completion.stream.accepted():
+                raise self._context.unavailable()
 
     async def finish(self, record: RequestRecord) -> None:
         """Wait until every completion has ended.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from server.engine.core.messages import (
     newest_stats,
 )
 from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
@@ -25,10 +27,13 @@ from server.engine.link.protocol import (
     EngineState,
     EngineStatus,
     ExternalAborted,
+    FrontEndBeat,
+    HubBeat,
     HubMessage,
     matches,
 )
 from server.engine.link.request_stream import RequestStream
+from server.engine.link.restart_queue import RestartQueue
 from server.engine.link.sockets import Connection
 from server.engine.link.supervisor import EngineSupervisor
 
@@ -37,6 +42,9 @@ if TYPE_CHECKING:
 
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
+
+
+log = logging.getLogger("tessera.client")
 
 
 class EngineUnavailableError(Exception):
@@ -52,6 +60,7 @@ class EngineHandle:
         stats: its newest statistics.
         past: sum of the counters of earlier engine processes.
         restarts: number of those processes.
+        restart_queue: requests that wait for the engine to start again; its `seconds` may be set.
 
     Args:
         first_id: first request id.
@@ -67,30 +76,45 @@ class EngineHandle:
     def __init__(self, first_id: int = 1) -> None:
         self._ids = itertools.count(first_id)
         self._streams: dict[int, RequestStream] = {}
+        self.restart_queue = RestartQueue()
 
     def next_request_id(self) -> int:
         """Return an id that no other request has."""
         return next(self._ids)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Send a request to the engine.
+        """Send a request to the engine, or let it wait while the engine is being started again.
 
         Raises:
-            EngineUnavailableError: the engine is not ready.
+            EngineUnavailableError: the engine is not ready, and the request cannot wait for it.
         """
-        if self.state is not EngineState.READY:
+        if not self.takes_requests:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
-        self._send(request)
         stream = RequestStream(
             request.request_id, self.abort, self.stop_request, request.external_id
         )
-        self._streams[request.request_id] = stream
+        stream.request = request
+        if self.state is EngineState.READY:
+            self._send(request)
+            self._streams[request.request_id] = stream
+        else:
+            stream.hold()
+            self.restart_queue.add(stream)
         return stream
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the engine is ready, or being started again and requests can wait for it."""
+        if self.state is EngineState.READY:
+            return True
+        return self.state is EngineState.RESTARTING and self.restart_queue.seconds > 0
 
     def abort(self, request_id: int) -> None:
         """Make the engine drop a request; unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None:
             self._send(AbortRequests([request_id]))
+        else:
+            self.restart_queue.discard(request_id)
 
     async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
         """Abort the requests with these external ids, whichever front end has submitted them.
@@ -103,7 +127,8 @@ class EngineHandle:
         Returns:
             The ids of the aborted requests.
         """
-        streams = [s for s in self._streams.values() if matches(s.external_id, external_ids)]
+        running = list(self._streams.values()) + self.restart_queue.streams
+        streams = [stream for stream in running if matches(stream.external_id, external_ids)]
         for stream in streams:
             stream.abort()
         return {stream.external_id for stream in streams}
@@ -149,18 +174,49 @@ class EngineHandle:
                 del streams[request_id]
 
     def _fail(self, error: str) -> list[int]:
-        """End all requests in flight with an error; returns their ids."""
+        """End the requests in flight with an error, except those that wait for another engine process.
+
+        Returns:
+            The ids of all that were in flight.
+        """
         streams, self._streams = self._streams, {}
+        restarting = self.state is EngineState.RESTARTING
+        if not restarting:
+            self.restart_queue.fail(error)
         for stream in streams.values():
+            if restarting and self.restart_queue.accepts(stream):
+                self.restart_queue.add(stream)
+                continue
             stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
             stream.deliver()
         return list(streams)
+
+    def _serve_restart_queue(self) -> None:
+        """Send the waiting requests if the engine is ready; end them if it will not be.
+
+        Must be called after a change of `state`.
+        """
+        if self.state is EngineState.STOPPED:
+            self.restart_queue.fail(self.phase)
+        if self.state is not EngineState.READY:
+            return
+        for stream in self.restart_queue.take():
+            request = stream.request
+            assert request is not None
+            # Late events of an earlier process have the earlier id.
+            stream.request_id = self.next_request_id()
+            request = msgspec.structs.replace(request, request_id=stream.request_id)
+            stream.request = request if stream.is_held else None  # None: was sent before
+            self._send(request)
+            self._streams[stream.request_id] = stream
+            stream.release(accepted=True)
 
 
 class EngineClient(EngineSupervisor, EngineHandle):
     """The engine of a single front end, which owns the engine process. For the arguments see `EngineSupervisor`.
 
-    If the engine process ends, the requests in flight end with an error event.
+    If the engine process ends, the requests in flight that have output end with an error event, and so do the others if
+    no engine is ready in time.
     """
 
     def _has_requests(self) -> bool:
@@ -172,16 +228,23 @@ class EngineClient(EngineSupervisor, EngineHandle):
     def _on_loss(self, error: str) -> None:
         self._fail(error)
 
+    def _on_change(self) -> None:
+        self._serve_restart_queue()
+
 
 class RemoteEngine(EngineHandle):
     """The engine of one of several front ends, which reaches it through the hub. Not thread-safe.
 
+    Attributes:
+        hub_lost: done, with the reason, when the hub hangs; exists from `start` on. The state is `STOPPED` then.
+
     Args:
         address: of the connection to the hub.
         first_id: first request id; this and the next 2**40 - 1 ids belong to this front end.
+        hang_seconds: a hub that sends nothing for this long is lost.
     """
 
-    def __init__(self, address: str, first_id: int) -> None:
+    def __init__(self, address: str, first_id: int, hang_seconds: float = 60.0) -> None:
         super().__init__(first_id)
         self.state = EngineState.STARTING
         self.phase = "starting a front end"
@@ -195,6 +258,11 @@ class RemoteEngine(EngineHandle):
         self._attached: asyncio.Future[None] | None = None
         self._serials = itertools.count(1)
         self._aborting: dict[int, asyncio.Future[set[str]]] = {}
+        self.hub_lost: asyncio.Future[str]
+        self._hang_seconds = hang_seconds
+        self._received_bytes = 0
+        self._heard = False
+        self._contact: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Attach to the running event loop and wait for the hub's first status."""
@@ -202,26 +270,34 @@ class RemoteEngine(EngineHandle):
         self._attached = loop.create_future()
         self._connection.attach(loop, self._on_messages)
         self._connection.send(self._encoder.encode(Attached()))
-        await self._attached
+        self.hub_lost = loop.create_future()
+        self._contact = asyncio.create_task(self._keep_contact())
+        waiting: set[asyncio.Future[Any]] = {self._attached, self.hub_lost}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
 
     def stop(self) -> None:
         """End all requests in flight and close the connection."""
         self.state = EngineState.STOPPED
         self.phase = "shutting down"
+        if self._contact is not None:
+            self._contact.cancel()
         self._lose("the server is shutting down")
         for reply in self._aborting.values():
             reply.cancel()
         self._connection.close(linger_ms=100)  # for the aborts
 
     async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
-        """Ask the hub, which knows the requests of all front ends. See `EngineHandle`."""
+        """Ask the hub, which knows the requests of all front ends that it has passed on. See `EngineHandle`."""
+        waiting = [s for s in self.restart_queue.streams if matches(s.external_id, external_ids)]
+        for stream in waiting:
+            stream.abort()
         serial = next(self._serials)
         reply: asyncio.Future[set[str]] = asyncio.get_running_loop().create_future()
         self._aborting[serial] = reply
         ids = None if external_ids is None else list(external_ids)
         self._connection.send(self._encoder.encode(AbortExternal(serial, ids)))
         try:
-            return await reply
+            return await reply | {stream.external_id for stream in waiting}
         finally:
             del self._aborting[serial]
 
@@ -230,6 +306,10 @@ class RemoteEngine(EngineHandle):
 
     def _on_messages(self, batch: list[bytes]) -> None:
         """Handle messages of the hub in order; a stream gets its events of successive steps together."""
+        self._heard = True
+        self._received_bytes += sum(map(len, batch))
+        if self.state is EngineState.STOPPED:
+            return
         messages = map(self._decoder.decode, batch)
         for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
             if is_step:
@@ -240,7 +320,28 @@ class RemoteEngine(EngineHandle):
                 for message in group:
                     self._handle(message)
 
-    def _handle(self, message: EngineStatus | AbortStreams | ExternalAborted) -> None:
+    async def _keep_contact(self) -> None:
+        """Send heartbeats to the hub, and look for its own."""
+        silence = Patience(tick_seconds(self._hang_seconds))
+        while not self.hub_lost.done():
+            await asyncio.sleep(tick_seconds(self._hang_seconds))
+            try:
+                self._connection.drain()  # what arrived while this process was paused
+            except Exception:  # the hub must not be blamed for it
+                log.exception("handling a message of the hub failed")
+            self._connection.send(self._encoder.encode(FrontEndBeat(self._received_bytes)))
+            heard, self._heard = self._heard, False
+            if (silent := silence.tick(alive=heard)) > self._hang_seconds:
+                self.state = EngineState.STOPPED
+                self.phase = "the main process of the service does not respond"
+                self._fail("the main process of the service does not respond")
+                for reply in self._aborting.values():
+                    reply.cancel()
+                self.hub_lost.set_result(f"silent for {silent:.1f} s")
+
+    def _handle(self, message: EngineStatus | AbortStreams | ExternalAborted | HubBeat) -> None:
+        if isinstance(message, HubBeat):
+            return
         if isinstance(message, EngineStatus):
             self._update(message)
         elif isinstance(message, AbortStreams):
@@ -259,6 +360,7 @@ class RemoteEngine(EngineHandle):
             self._attached.set_result(None)
         if status.lost is not None:
             self._lose(status.lost)
+        self._serve_restart_queue()
 
     def _lose(self, error: str) -> None:
         # The hub may read a request only after the engine has restarted, and its tokens would never be read.

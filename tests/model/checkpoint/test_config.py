@@ -259,6 +259,16 @@ def test_the_error_for_a_broken_file_names_it(tmp_path, content, message):
     assert str(tmp_path / "config.json") in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"model_type": "\\ud800"}', b'{"\\udc00": 1}', b'{"x": "\xed\xa0\x80"}']
+)
+def test_text_with_a_lone_surrogate_is_an_error(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+
+    with pytest.raises(ModelFolderError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_folder(tmp_path)
+
+
 def test_the_error_for_an_invalid_value_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": -1}))
 

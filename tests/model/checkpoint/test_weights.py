@@ -238,6 +238,14 @@ def test_an_index_cannot_name_a_file_outside_the_folder(sharded, name):
         load(sharded)
 
 
+@pytest.mark.parametrize("name", ["x" * 300 + ".safetensors", "\0.safetensors"])
+def test_the_name_of_a_shard_that_no_file_can_have_is_an_error(sharded, name):
+    edit_index(sharded, lambda weight_map: weight_map.update({"lm_head.weight": name}))
+
+    with pytest.raises(WeightsError, match="which is not in"):
+        load(sharded)
+
+
 def test_a_link_out_of_the_folder_is_rejected(sharded, tmp_path_factory):
     shard = first_shard(sharded)
     shard.rename(tmp_path_factory.mktemp("elsewhere") / "shard")

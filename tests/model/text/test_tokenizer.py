@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from model.errors import ModelError, TokenizerError
+from model.text.library_errors import library_error
 from model.text.tokenizer import Tokenizer, TokenSpan
 
 
@@ -294,3 +295,71 @@ def test_the_tokenizer_does_not_import_torch() -> None:
     code = "import model.text.tokenizer, sys; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- found by fuzzing ---------------------------------------------------------------------------------------------
+
+
+def edit(folder, change) -> None:
+    """Apply `change` to the content of tokenizer.json."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def test_a_merge_without_the_prefix_of_continuing_tokens_is_an_error(folder) -> None:
+    """The library ends the process with such a file."""
+    edit(folder, lambda it: it["model"].update(continuing_subword_prefix="\x00"))
+
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: the merge .* does not continue"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_template_with_an_unknown_token_is_an_error_of_the_file_not_of_the_first_text(
+    folder,
+) -> None:
+    def change(content) -> None:
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+            "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+            "special_tokens": {},
+        }
+
+    edit(folder, change)
+
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be used"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_vocabulary_without_its_unknown_token_is_an_error_of_the_file(folder) -> None:
+    model = {"type": "WordPiece", "unk_token": "?", "continuing_subword_prefix": "##"}
+    model |= {"max_input_chars_per_word": 100, "vocab": {"a": 0}}
+    edit(folder, lambda it: it.update(model=model, added_tokens=[], decoder=None))
+    write_config(folder)
+
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_a_special_token_with_a_lone_surrogate_is_an_error(folder, name) -> None:
+    write_config(folder, **{name: "\ud800"})
+
+    with pytest.raises(TokenizerError, match="half of a surrogate pair"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("depth", [101, 500, 950, 100_000])
+def test_a_nested_configuration_is_an_error(folder, depth) -> None:
+    nested = '{"bos_token": ' * depth + "1" + "}" * depth
+    (folder / "tokenizer_config.json").write_text(nested)
+
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer.from_folder(folder)
+
+
+def test_an_interrupt_is_not_taken_for_an_error_of_the_library() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        library_error(KeyboardInterrupt(), "loading")

@@ -1,0 +1,1 @@
+"""Parts of the reliability benchmarks: `benchmarks.chaos`, `benchmarks.soak` and `benchmarks.fuzz`."""

@@ -1,0 +1,1 @@
+"""The targets of `benchmarks.fuzz` and the processes that run them."""

@@ -1,0 +1,201 @@
+"""Fuzzes the messages between the processes: their decoders, and the handlers of what can be decoded.
+
+The parent must handle any message of the engine and of the front ends, and the engine any request that the hub forwards
+to it without decoding it. A front end trusts the parent, which has decoded all messages that it forwards. A case is a
+receiver's name and messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from benchmarks.reliability.fuzz.target import mutate_tree
+from benchmarks.reliability.malformed import mutate
+from model.errors import GrammarError
+from model.sampling.parameters import SamplingParams
+from server.engine.core.grammar_queue import GrammarQueue
+from server.engine.core.messages import (
+    AbortRequests,
+    EngineConfig,
+    EngineMessage,
+    EngineReady,
+    EngineStats,
+    FrontEndMessage,
+    SequenceStarted,
+    StartupFailed,
+    StartupPhase,
+    StepMessage,
+)
+from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
+from server.engine.link.client import EngineClient, RemoteEngine
+from server.engine.link.hub import EngineHub
+from server.engine.link.protocol import (
+    AbortExternal,
+    AbortStreams,
+    Attached,
+    EngineState,
+    EngineStatus,
+    ExternalAborted,
+    HubMessage,
+)
+from tests.engine.link.fake_engine import make_engine, make_info
+
+if TYPE_CHECKING:
+    import random
+
+_CONFIG = EngineConfig(model_path="ok", model_id="m")
+_INFO = make_info(_CONFIG, 256)
+_MAX_STEPS = 200
+_STEPS = [
+    StepMessage(
+        request_ids=[1, 2], token_ids=[5, -1], finish_reasons=[0, int(FinishReason.LENGTH)],
+        stats=EngineStats(num_running=1), started=[SequenceStarted(1, 0.1, 0)], logprobs={0: -1.0},
+        top_tokens={0: [(5, -1.0)]}, errors={1: "x"}, usage={1: SequenceUsage()}, prompt_logprobs={1: [-1.0]},
+        prompt_top_tokens={1: [[(5, -1.0)]]},
+    ),
+    StepMessage(request_ids=[3], token_ids=[7], finish_reasons=[0]),
+]  # fmt: skip
+_REQUESTS = [
+    GenerateRequest(
+        request_id=1, prompt_token_ids=[5, 6, 7], sampling=SamplingParams(max_new_tokens=3)
+    ),
+    GenerateRequest(
+        request_id=2, prompt_token_ids=list(range(40)), external_id="a", priority=-3, deadline=1e12, cache_salt="s",
+        sampling=SamplingParams(max_new_tokens=5, temperature=0.5, seed=3, top_k=4, logit_bias={3: 1.0}),
+    ),
+    AbortRequests([1, 2]),
+    AbortRequests([2], FinishReason.STOP),
+]  # fmt: skip
+_STATUS = EngineStatus(
+    state=EngineState.READY, phase="ready", info=_INFO, stats=EngineStats(), past=EngineStats(), restarts=0, lost=None
+)  # fmt: skip
+_TO_CLIENT = [*_STEPS, StartupPhase("x"), EngineReady(_INFO), StartupFailed("x")]
+_TO_FRONT_END = [*_STEPS, _STATUS, AbortStreams([1]), ExternalAborted(1, ["a"])]
+_TO_HUB = [*_REQUESTS, Attached(), AbortExternal(1, ["a"]), AbortExternal(2, None)]
+MESSAGES: dict[str, list[Any]] = {
+    "client": _TO_CLIENT,
+    "front end": _TO_FRONT_END,
+    "hub": _TO_HUB,
+    "engine": _REQUESTS,
+}
+"""Correct messages by receiver."""
+
+
+def _refuse_grammar(_: object) -> Future[Any]:
+    refused: Future[Any] = Future()
+    refused.set_exception(GrammarError("none is supported"))
+    return refused
+
+
+class _Sockets:
+    """Has the methods of a `Connection` that the receivers use; drops what is sent."""
+
+    address = ""
+
+    def send(self, data: bytes) -> None:
+        pass
+
+    def close(self, linger_ms: int = 0) -> None:
+        pass
+
+    def attach(self, *_: object) -> None:
+        pass
+
+
+class _Channel:
+    """The engine's channel, with messages of a case."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Any] = []
+
+    def send(self, message: EngineMessage) -> None:
+        msgspec.msgpack.encode(message)
+
+    def receive(self, *, wait: float) -> list[Any]:  # noqa: ARG002 - of the interface
+        messages, self.inbox = self.inbox, []
+        return messages
+
+
+class ProtocolTarget:
+    """See the module."""
+
+    def make(self, rng: random.Random) -> bytes:
+        """Mutate one or more messages for one receiver, as a tree of values or as bytes."""
+        receiver = rng.choice(list(MESSAGES))
+        batch = []
+        for message in rng.choices(MESSAGES[receiver], k=rng.randint(1, 5)):
+            data = msgspec.msgpack.encode(message)
+            kind = rng.random()
+            if kind < 0.6:
+                tree = mutate_tree(msgspec.msgpack.decode(data, strict=False), rng)
+                with contextlib.suppress(OverflowError, RecursionError, ValueError):
+                    data = msgspec.msgpack.encode(tree)
+            elif kind < 0.8:
+                data = mutate(data, rng)
+            batch.append(data)
+        return msgspec.msgpack.encode([receiver, batch])
+
+    def check(self, case: bytes) -> None:
+        """Give the messages to the receiver."""
+        receiver, batch = msgspec.msgpack.decode(case, type=tuple[str, list[bytes]])
+        getattr(self, f"_to_{receiver.replace(' ', '_')}")(batch)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held between cases."""
+
+    def _to_client(self, batch: list[bytes]) -> None:
+        client = EngineClient(_CONFIG)
+        try:
+            client._connection = cast("Any", _Sockets())  # noqa: SLF001
+            client.state = EngineState.READY
+            for request in _REQUESTS[:2]:
+                client.submit(cast("GenerateRequest", request))
+            client._on_messages(batch)  # noqa: SLF001
+        finally:
+            client.kill()
+
+    def _to_front_end(self, batch: list[bytes]) -> None:
+        engine = RemoteEngine.__new__(RemoteEngine)
+        super(RemoteEngine, engine).__init__(1)
+        engine.__dict__ |= {
+            "state": EngineState.READY, "phase": "", "info": None, "stats": EngineStats(), "past": EngineStats(),
+            "restarts": 0, "_connection": _Sockets(), "_encoder": msgspec.msgpack.Encoder(), "_attached": None,
+            "_decoder": msgspec.msgpack.Decoder(HubMessage), "_aborting": {},
+        }  # fmt: skip
+        for request in _REQUESTS[:2]:
+            engine.submit(cast("GenerateRequest", request))
+        engine._on_messages(batch)  # noqa: SLF001
+
+    def _to_hub(self, batch: list[bytes]) -> None:
+        hub = EngineHub(_CONFIG)
+        try:
+            hub._connection = cast("Any", _Sockets())  # noqa: SLF001
+            hub.state = EngineState.READY
+            front_end = SimpleNamespace(
+                sockets=_Sockets(), attached=False, on_attached=lambda: None, external_ids={}, forget=lambda _: None
+            )  # fmt: skip
+            hub._front_ends = cast("Any", [front_end])  # noqa: SLF001
+            hub._on_front_end_messages(cast("Any", front_end), batch)  # noqa: SLF001
+            hub._front_ends = []  # noqa: SLF001
+        finally:
+            hub.kill()
+
+    def _to_engine(self, batch: list[bytes]) -> None:
+        channel = _Channel()
+        engine = make_engine(_CONFIG, channel)
+        engine._compiling = GrammarQueue(_refuse_grammar)  # noqa: SLF001 - the arithmetic runner has none
+        decoder = msgspec.msgpack.Decoder(FrontEndMessage)
+        with contextlib.suppress(
+            msgspec.DecodeError
+        ):  # ends the engine process, which is started again
+            channel.inbox = [decoder.decode(data) for data in batch]
+        engine.receive(wait=0)
+        for _ in range(_MAX_STEPS):
+            if not engine.has_work:
+                break
+            engine.step()

@@ -1,0 +1,140 @@
+"""The reliability benchmarks for a short time, and what they rely on. `docs/reliability.md` has the long runs."""
+
+import asyncio
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from benchmarks.chaos import is_idle
+from benchmarks.reliability.exchange import encode_post
+from benchmarks.reliability.fast_client import ClientRun
+from benchmarks.reliability.managed_service import ManagedService
+from benchmarks.reliability.processes import Role, listening_ports, process_tree
+from tests.e2e.test_serve import until
+
+pytestmark = pytest.mark.e2e
+
+
+def unix_sockets(pids):
+    """Return the paths of the UNIX sockets that processes have bound to files."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            inodes.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {Path(f[7]) for f in lines if len(f) > 7 and f[6] in inodes and f[7].startswith("/")}
+
+
+def assert_only_http_listens(root, port):
+    pids = [process.pid for process in process_tree(root)]
+    assert len(pids) > 1
+    assert listening_ports(pids) == {port}
+    sockets = unix_sockets(pids)
+    assert len(sockets) >= 2
+    for path in sockets:
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_only_the_http_port_listens_and_sockets_are_in_a_private_folder(bundled_service):
+    assert_only_http_listens(bundled_service.process.pid, bundled_service.port)
+
+
+@pytest.fixture
+def fake_service(tmp_path):
+    service = ManagedService(
+        ["--frontends=2", "--device=cpu"],
+        program=("-m", "benchmarks.reliability.counted_service", "{folder}/counts", "fake"),
+        folder=tmp_path,
+    )
+    service.start()
+    service.wait_until_ready()
+    yield service
+    service.close()
+
+
+@pytest.mark.slow
+def test_only_the_http_port_listens_with_several_front_ends(fake_service):
+    assert len(fake_service.processes(Role.FRONT_END)) == 2
+    assert_only_http_listens(fake_service.process.pid, fake_service.port)
+
+
+@pytest.mark.slow
+def test_1000_disconnects_at_random_moments_leave_all_blocks_free(start_service):
+    service = start_service("--device=cpu", "--max-num-seqs=16", "--max-concurrent-requests=64")
+    service.wait_until_healthy()
+    parameters = {"max_new_tokens": 300, "ignore_eos": True}
+    texts = ["x = 1\n" * n for n in (1, 20, 200)]  # the last one has several chunks of prefill
+    requests = [
+        encode_post(path, {"inputs": text, "parameters": parameters})
+        for path in ("/generate", "/generate_stream")
+        for text in texts
+    ]
+    run = ClientRun(service.port, requests, 32, 1000, disconnects=1.0, leave_seconds=1.0)
+
+    uvloop.run(asyncio.wait_for(run.run(), 100))
+
+    assert run.done == 1000
+    assert set(run.statuses) <= {-1, 200}
+    assert run.statuses[-1] > 700
+    managed = ManagedServiceMetrics(service)
+    until(lambda: is_idle(managed()), 5)
+    assert service.metric("tessera_kv_blocks_free") == service.metric("tessera_kv_blocks")
+
+
+class ManagedServiceMetrics:
+    """Reads the metrics that `is_idle` needs."""
+
+    NAMES = (
+        "tessera_requests_in_flight", "tessera_requests_running", "tessera_requests_waiting", "tessera_kv_blocks_free",
+        "tessera_kv_blocks",
+    )  # fmt: skip
+
+    def __init__(self, service):
+        self._service = service
+
+    def __call__(self):
+        return {name: self._service.metric(name) for name in self.NAMES}
+
+
+def run(module, *arguments, timeout):
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, timeout=timeout, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_minute_of_chaos_gives_every_client_a_status(tmp_path):
+    events = ["kill-engine", "kill-front-end", "pause-engine", "pause-front-end", "kill-parent"]
+    events += ["malformed-traffic", "slow-clients", "full-disk"]
+    ended = run(
+        "benchmarks.chaos", "--minutes=1", f"--out={tmp_path / 'chaos.json'}", "--events", *events, timeout=380
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
+    summary, *rows = json.loads((tmp_path / "chaos.json").read_text())["rows"]
+    assert summary["passed"]
+    assert summary["violations"] == 0
+    assert len(rows) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_memory_does_not_grow_over_20000_requests_to_a_fake_engine(tmp_path):
+    ended = run(
+        "benchmarks.soak", "--engine=fake", "--requests=20000", f"--out={tmp_path / 'soak.json'}", timeout=280
+    )  # fmt: skip
+
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert {row["quantity"] for row in report["rows"]} == {
+        "memory",
+        "descriptors",
+        "tasks",
+        "objects",
+    }
+    assert report["summary"]["requests"] == 20_000
