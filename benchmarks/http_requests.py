@@ -40,13 +40,14 @@ from server.engine.link.protocol import EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
-from server.http.transport import HTTP11Protocol
+from server.http.transport import Connections, HTTP11Protocol
 from server.log import configure_logging
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from server.engine.core.messages import AbortRequests
+    from server.http.transport.cycle import Cycle
 
 _LIMIT = 1 << 20
 _FIRST_TOKEN, _TOKENS = 300, 200
@@ -136,8 +137,8 @@ class _Protocol(HTTP11Protocol):
 
     answered: asyncio.Future[None]
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
+    def on_response_complete(self, cycle: Cycle) -> None:
+        super().on_response_complete(cycle)
         self.answered.set_result(None)
 
 
@@ -170,12 +171,13 @@ REQUESTS = {
 async def measure(rounds: int) -> dict[str, list[float]]:
     """Return the seconds of CPU time of each request, by round."""
     folder = resolve(BUNDLED)
-    app = create_app(ScriptedEngine(), Tokenizer.from_folder(folder), HTTPConfig(model_id="m"))
+    limits = HTTPConfig(model_id="m")
+    app = create_app(ScriptedEngine(), Tokenizer.from_folder(folder), limits)
     config = uvicorn.Config(
         with_middleware(app), lifespan="off", log_config=None, access_log=False, server_header=False
     )
     config.load()
-    protocol = _Protocol(config, ServerState(), {})
+    protocol = _Protocol(Connections(limits), config, ServerState(), {})
     protocol.connection_made(_Transport())
     loop = asyncio.get_running_loop()
 

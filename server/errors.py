@@ -6,6 +6,7 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     ├── ClientError                                the request must be changed
     │   ├── MalformedBodyError                400  malformed_body
     │   ├── UnauthorizedError                 401  unauthorized
+    │   ├── ForbiddenError                    403  forbidden
     │   ├── NotFoundError                     404  not_found
     │   ├── UnknownModelError                 404  model_not_found
     │   ├── MethodNotAllowedError             405  method_not_allowed
@@ -69,6 +70,13 @@ class UnauthorizedError(ClientError):
         super().__init__(
             "an API key is required: send `Authorization: Bearer KEY` or `X-API-Key: KEY`"
         )
+
+
+class ForbiddenError(ClientError):
+    """The request is for another host, or from a page of another origin."""
+
+    status = 403
+    error_type = "forbidden"
 
 
 class NotFoundError(ClientError):
@@ -145,13 +153,19 @@ class CapacityError(TesseraError):
 
 
 class OverloadedError(CapacityError):
-    """The limit of requests in flight is reached."""
+    """A limit of requests in flight, or of the bytes of their bodies, is reached, or the request would wait too long.
+
+    Args:
+        message: says which limit.
+        retry_after: seconds after which an equal request will probably be admitted.
+    """
 
     status = 429
     error_type = "overloaded"
 
-    def __init__(self, message: str = "Model is overloaded") -> None:
+    def __init__(self, message: str = "Model is overloaded", retry_after: int = 1) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
 
 
 class UnavailableError(CapacityError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 GREEDY, UNFILTERED, FILTERED = range(3)
-"""Kinds of rows: argmax; sampled in the order of token ids; sampled in the order of probability."""
+"""Kinds of rows: argmax; sampled from all tokens; sampled from those that filters keep."""
 
 WEIGHT_SCALE = 2.0**40
 """Probabilities are summed as integers: the weight exp(logit - largest logit) in units of 2^-40.
@@ -19,7 +19,7 @@ _MOST_LISTED = 2048
 
 
 class SampleSizes(NamedTuple):
-    """Tile sizes of the kernels. No size changes a result.
+    """Tile sizes of the kernels. Sizes change no result, but `tile` the rounding of an unfiltered row's sums.
 
     Attributes:
         tile: logits per program of the kernels that read whole rows.
@@ -51,11 +51,12 @@ class SampleRow(NamedTuple):
         target: row of the output.
         mask: row of the token masks; -1 for none.
         kind: `GREEDY`, `UNFILTERED` or `FILTERED`.
-        uniform: random number in [0, 1).
+        noise_low: the lower 32 bits of the key of the row's noise (`kernels.sampling.noise`).
+        noise_high: the upper 32 bits.
         inverse_temperature: factor on differences of logits.
         top_k: tokens kept, with all that tie with the last of them; 0 keeps all.
         top_p: probability mass kept; 1 keeps all.
-        min_p_distance: largest distance of a kept token's scaled logit from the largest one.
+        min_p_distance: largest distance of a kept token's scaled logit from the largest one; not -0.
         reach: number of groups, by descending maximum, that the candidates cover at least; 0 if every token with a
             weight is a candidate.
         least: smallest weight of a candidate.
@@ -65,7 +66,8 @@ class SampleRow(NamedTuple):
     target: int
     mask: int
     kind: int
-    uniform: float = 0.0
+    noise_low: int = 0
+    noise_high: int = 0
     inverse_temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0

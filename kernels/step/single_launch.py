@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
 
-__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "unsupported"]
+__all__ = ["LayerWeights", "StepShape", "StepWeights", "bind_step", "launch_refusal", "unsupported"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _HEAD_DIMS: Final = (64, 128)
@@ -32,6 +32,8 @@ _MOST_GROUP: Final = 4
 _MOST_SMS: Final = 256
 """Programs whose results the argmax reduces, at most."""
 _TILE: Final = 8
+_REFUSALS: Final = ("too many blocks in cooperative launch", "operation not supported")
+"""The driver's texts of CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE and CUDA_ERROR_NOT_SUPPORTED, part of Triton's."""
 
 
 StepKernel: TypeAlias = Callable[..., None]
@@ -79,6 +81,18 @@ def unsupported(shape: StepShape, dtype: torch.dtype, arch: GPUArch) -> tuple[st
         (vocab % _TILE > 0, f"a vocabulary of {vocab}, not a multiple of {_TILE}"),
     )
     return arch.unsupported(HOPPER) + tuple(reason for fails, reason in tests if fails)
+
+
+def launch_refusal(error: RuntimeError) -> str | None:
+    """Return why the driver has refused the launch, None if the error is another one.
+
+    The kernel's programs wait for each other, so all must run at once. Where other processes may use a part of the GPU
+    (MPS, MIG, limited SMs), the driver does not promise that. The refusal leaves the device as it was.
+    """
+    for text in _REFUSALS:
+        if text in str(error):
+            return f"the driver refuses the launch ({text})"
+    return None
 
 
 def bind_step(

@@ -100,6 +100,7 @@ class DecoderLM(nn.Module):
         self._eps = config.rms_norm_eps
         self._bound = self._bind(trainable=True)
         self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
+        self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
 
     def optimize(self) -> None:
@@ -152,7 +153,12 @@ class DecoderLM(nn.Module):
         if rows == num_logits == 1 and not prompt_seqs and not shared_blocks:
             kernel = self._step_kernel(kv_cache)
             if kernel is not None:
-                return self._launch_once(kernel, step, sampled, out)
+                try:
+                    return self._launch_once(kernel, step, sampled, out)
+                except RuntimeError as error:
+                    if (refusal := single_launch.launch_refusal(error)) is None:
+                        raise
+                    self._refuse_single_launch(refusal)
         return self.score(step, self.hidden_states(step, kv_cache, sampled), sampled, out)
 
     def hidden_states(
@@ -280,7 +286,8 @@ class DecoderLM(nn.Module):
     def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
         """List why `arch` cannot run a decode step of one sequence as a single launch; empty if it can."""
         dtype = self.embed_tokens.dtype
-        return single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
+        reasons = single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
+        return reasons + self._launch_refusals
 
     @property
     def is_quantized(self) -> bool:
@@ -422,6 +429,13 @@ class DecoderLM(nn.Module):
             torch.empty_like(tokens) if sampled is None else sampled,
         )
         return StepOutput(logits, tokens, logprobs)
+
+    def _refuse_single_launch(self, reason: str) -> None:
+        """Compute all later steps layer by layer."""
+        _logger.warning("a decode step of one sequence is not a single launch: %s", reason)
+        self._launch_refusals = (reason,)
+        for kv_cache in self._step_kernels:
+            self._step_kernels[kv_cache] = None
 
     def _step_kernel(self, kv_cache: KVCache) -> StepKernel | None:
         """Return the single-launch step kernel bound to a cache; None if it is unsupported."""

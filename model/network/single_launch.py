@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels import detect
-from kernels.step.single_launch import LayerWeights, StepShape, StepWeights, bind_step
+from kernels.step.single_launch import (
+    LayerWeights,
+    StepShape,
+    StepWeights,
+    bind_step,
+    launch_refusal,
+)
 from kernels.step.single_launch import unsupported as shape_unsupported
+
+__all__ = ["bind_single_launch", "launch_refusal", "step_shape", "unsupported"]
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

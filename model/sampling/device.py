@@ -32,8 +32,9 @@ from kernels.sampling.tokens import (
 from model.device.transfer import Download, HostArray, upload
 from model.sampling.logprobs import RANKING_ID_MASK, ranking_keys
 from model.sampling.mask import WORD_BITS, build_masks
+from model.sampling.noise import gumbel_noise, noise_key
 from model.sampling.parameters import SampledToken, no_token_error
-from model.sampling.rows import SamplingRow, uniform
+from model.sampling.rows import SamplingRow
 
 # Candidates of a filtered row that PyTorch considers first: sorting a whole vocabulary takes far longer, and top_p and
 # top_k rarely reach further. A row whose last candidate is kept is sampled again from the whole vocabulary.
@@ -198,14 +199,14 @@ def kernel_row(row: SamplingRow, source: int, target: int, mask: int, size: int)
     parameters = row.parameters
     if parameters.temperature == 0.0:
         return SampleRow(source, target, mask, GREEDY)
-    number = uniform(parameters.seed, row.position)
+    key = noise_key(parameters.seed, row.position)
     scale = parameters.inverse_temperature
     if not parameters.is_filtered:
-        return SampleRow(source, target, mask, UNFILTERED, number, scale)
+        return SampleRow(source, target, mask, UNFILTERED, *key, scale)
     top_k = parameters.top_k if parameters.top_k < size else 0
     bounds = candidate_bounds(size, top_k, parameters.top_p)
     return SampleRow(
-        source, target, mask, FILTERED, number, scale,
+        source, target, mask, FILTERED, *key, scale,
         top_k, parameters.top_p, parameters.min_p_distance, *bounds,
     )  # fmt: skip
 
@@ -309,12 +310,14 @@ def sample_rows(
         Token ids [R] int64, and [R] bool: whether the filters kept only candidates, so that sampling from the whole
         vocabulary gives the same token. Rows without a finite largest logit get an arbitrary valid id.
     """
-    u, top_k, top_p, min_p_distance, typical_p, inverse_temperature = _parameters(rows, logits)
+    *key, top_k, top_p, min_p_distance, typical_p, inverse_temperature = _parameters(rows, logits)
     distances = (logits.amax(-1, keepdim=True) - logits) * inverse_temperature.float()
-    weights = (torch.exp(-distances) * WEIGHT_SCALE).long()
     if not rows[0].parameters.is_filtered:
-        return _invert(weights, u)[:, 0], torch.ones_like(u[:, 0], dtype=torch.bool)
+        all_ids = torch.arange(logits.shape[1], device=logits.device)
+        chosen = (gumbel_noise(all_ids, *key) - distances).argmax(-1)
+        return chosen, torch.ones_like(chosen, dtype=torch.bool)
 
+    weights = (torch.exp(-distances) * WEIGHT_SCALE).long()
     keys = ranking_keys(distances)
     complete = num_candidates >= logits.shape[1]
     keys = (
@@ -337,14 +340,18 @@ def sample_rows(
         exact = ~keep[:, -1] & (top_k[:, 0] <= num_candidates)
     if any(row.parameters.typical_p < 1.0 for row in rows):
         keep = _typical(distances, weights * keep, typical_p)
-    return ids.gather(1, _invert(weights * keep, u))[:, 0], exact
+    sums = (gumbel_noise(ids, *key) - distances).masked_fill(~keep, -torch.inf)
+    best = sums == sums.amax(-1, keepdim=True)
+    # A row of NaN has no best token; its id must still be valid.
+    chosen = ids.masked_fill(~best, logits.shape[1] - 1).amin(-1)
+    return chosen, exact
 
 
 def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ...]:
     """Return the parameters that `sample_rows` needs, each [R, 1] float64, in one transfer."""
     table = [
         (
-            uniform(row.parameters.seed, row.position),
+            *noise_key(row.parameters.seed, row.position),
             min(row.parameters.top_k, logits.shape[1]),
             # A mass of 1 never cuts: rounding the integer total to a float must not drop a token.
             row.parameters.top_p if row.parameters.top_p < 1.0 else 2.0,
@@ -355,15 +362,6 @@ def _parameters(rows: Sequence[SamplingRow], logits: Tensor) -> tuple[Tensor, ..
         for row in rows
     ]
     return upload([np.array(table, np.float64)], logits.device)[0][:, :, None].unbind(1)
-
-
-def _invert(weights: Tensor, u: Tensor) -> Tensor:
-    """Return the first position [R, 1] whose cumulative weight exceeds the fraction `u` [R, 1] of the total."""
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:]
-    target = torch.minimum((u * total).long(), total - 1)
-    found = torch.searchsorted(cumulative, target, right=True)
-    return found.clamp(max=weights.shape[1] - 1)  # a row of NaN must not index past its end
 
 
 def _typical(distances: Tensor, weights: Tensor, mass: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kernels.sampling.tokens import WEIGHT_SCALE, log_softmax
 from model.sampling.mask import build_masks
-from model.sampling.parameters import SampledToken, no_token_error
-from model.sampling.rows import SamplingRow, uniform
+from model.sampling.noise import HostNoise, noise_key
+from model.sampling.parameters import SampledToken, SamplingParams, no_token_error
+from model.sampling.rows import SamplingRow
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -45,6 +46,7 @@ class HostSampler:
         self._keys = np.empty(size, np.int64)
         self._mask = np.empty(size, np.bool_)
         self._positions = np.arange(size, dtype=np.int64)
+        self._noise = HostNoise(size)
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """Choose one token for each row.
@@ -113,30 +115,25 @@ class HostSampler:
             if parameters.temperature != 0.0:
                 distances = np.subtract(peak, logits, out=self._distances[: len(logits)])
                 distances *= np.float32(parameters.inverse_temperature)
-                best = self._sample(distances, row)
+                return self._sample(distances, row, ids)
             return best if ids is None else int(ids[best])
 
-    def _sample(self, distances: Floats, row: SamplingRow) -> int:
-        """Sample a position with weights exp(-distance) by inverting their cumulative sum.
-
-        Filters follow transformers' order: top_k, top_p, min_p, typical_p. Each filters what the previous one kept.
+    def _sample(self, distances: Floats, row: SamplingRow, ids: Ints | None) -> int:
+        """Return the token whose noise minus its distance is largest among those that the filters keep.
 
         Args:
             distances: [n] float32, >= 0: how far below the largest one each scaled logit is; in order of ids.
             row: filters, seed and position.
+            ids: [n], the tokens' ids; None for 0 to n - 1.
         """
         parameters = row.parameters
-        ids: Ints | None = (
-            None  # all of them in ascending order: without filters, no sorting is needed
-        )
         if parameters.is_filtered:
-            ids, cumulative = self._keep(distances, row)
-        else:
-            cumulative = self._weigh(distances).cumsum(out=self._sums[: len(distances)])
-        total = int(cumulative[-1])
-        target = min(int(uniform(parameters.seed, row.position) * total), total - 1)
-        index = int(cumulative.searchsorted(target, side="right"))
-        return index if ids is None else int(ids[index])
+            kept = self._keep(distances, row)
+            distances = distances[kept]
+            ids = kept if ids is None else ids[kept]
+        key = noise_key(parameters.seed, row.position)
+        best = self._noise.argmax(distances, key, ids)
+        return best if ids is None else int(ids[best])
 
     def _weigh(self, distances: Floats) -> Ints:
         weights = self._weights[: len(distances)]
@@ -146,18 +143,30 @@ class HostSampler:
         np.copyto(weights, floats, casting="unsafe")
         return weights
 
-    def _keep(self, distances: Floats, row: SamplingRow) -> tuple[Ints, Ints]:
-        """Return the ids that the filters keep, most likely first, and the cumulative sum of their weights."""
+    def _keep(self, distances: Floats, row: SamplingRow) -> Ints:
+        """Return the positions of the tokens that the filters keep, at least one, in any order.
+
+        Filters follow transformers' order: top_k, top_p, min_p, typical_p. Each filters what the previous one kept.
+        """
         parameters, top_k = row.parameters, row.parameters.top_k
-        ids: Ints | None = None
+        positions: Ints | None = None
         if 0 < top_k < len(distances):
             floats = self._floats[: len(distances)]
             floats[:] = distances
             floats.partition(top_k - 1)
             last = floats[top_k - 1]
             mask = self._mask[: len(distances)]
-            ids = np.flatnonzero(np.less_equal(distances, last, out=mask))
-            distances = distances[ids]
+            positions = np.flatnonzero(np.less_equal(distances, last, out=mask))
+            distances = distances[positions]
+        if parameters.top_p < 1.0 or parameters.typical_p < 1.0:
+            kept = self._keep_by_mass(distances, parameters)
+        else:
+            kept = np.flatnonzero(distances <= np.float32(parameters.min_p_distance))
+        return kept if positions is None else positions[kept]
+
+    def _keep_by_mass(self, distances: Floats, parameters: SamplingParams) -> Ints:
+        """Apply top_p, min_p and typical_p; return as `_keep` does."""
+        positions: Ints | None = None
         weights = self._weigh(distances)
         total = int(weights.sum())
         # Tokens below this weight together hold less than 1 - top_p, so all of them lie outside the nucleus. Without
@@ -170,20 +179,18 @@ class HostSampler:
         num_kept = int(np.count_nonzero(kept))
         # Kept tokens come first when sorted: dropping only a few from a row takes longer than sorting them.
         if num_kept < 0.75 * len(weights):
-            where = np.flatnonzero(kept)
-            ids = where if ids is None else ids[where]
-            distances = distances.take(where, out=self._floats[:num_kept], mode="clip")
-            weights = weights[where]
+            positions = np.flatnonzero(kept)
+            distances = distances.take(positions, out=self._floats[:num_kept], mode="clip")
+            weights = weights[positions]
         order = self._ascending(distances)[:num_kept]
-        sums = self._sums[:num_kept]
-        weights.take(order, out=sums, mode="clip").cumsum(out=sums)
         if parameters.top_p < 1.0:
+            sums = self._sums[:num_kept]
+            weights.take(order, out=sums, mode="clip").cumsum(out=sums)
             end = int(sums.searchsorted(math.ceil(parameters.top_p * total))) + 1
-            order, sums = order[:end], sums[:end]
+            order = order[:end]
         if parameters.typical_p < 1.0:
             order = self._typical(distances, weights, order, parameters.typical_p)
-            sums = weights[order].cumsum()
-        return (order if ids is None else ids[order]), sums
+        return order if positions is None else positions[order]
 
     def _ascending(self, values: Floats) -> Ints:
         """Return the positions of non-negative `values` in ascending order, equals by smaller position.

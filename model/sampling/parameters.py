@@ -98,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def min_p_distance(self) -> float:
         """Largest distance of a scaled logit from the largest one that `min_p` keeps."""
-        return -math.log(self.min_p) if self.min_p > 0.0 else math.inf
+        return abs(math.log(self.min_p)) if self.min_p > 0.0 else math.inf
 
     @cached_property
     def wants_logprobs(self) -> bool:

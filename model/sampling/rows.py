@@ -1,7 +1,4 @@
-"""The input of the sampler for one row: request parameters, position of the token, and the tokens before it.
-
-Also computes the random number of a token from its seed and position.
-"""
+"""The input of the sampler for one row: request parameters, position of the token, and the tokens before it."""
 
 from __future__ import annotations
 
@@ -12,9 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from model.sampling.parameters import SamplingParams
-
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class TokenHistory:
@@ -53,8 +47,7 @@ class SamplingRow(msgspec.Struct, frozen=True):
 
     Attributes:
         parameters: the sampling parameters of the request.
-        position: position in the sequence of the token to sample; together with the seed it determines the random
-            number.
+        position: position in the sequence of the token to sample; together with the seed it determines the noise.
         history: the tokens before it; may lack the latest tokens unless `parameters.needs_history`.
         allowed: [>= ceil(V / 32)] int32, the tokens that a grammar allows, as in `model.sampling.mask.TokenMasks`; may
             be written after the row was made, but before sampling. None for all.
@@ -78,25 +71,3 @@ class SamplingRow(msgspec.Struct, frozen=True):
     def banned_ids(self) -> tuple[int, ...]:
         """Return the ids that cannot be sampled."""
         return self.parameters.banned_ids(self.history.token_ids, self.num_output_tokens)
-
-
-def _mix(value: int) -> int:
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of one token of one sequence, a multiple of 2^-53.
-
-    It depends on its arguments alone: there is no generator state, so a sampled token does not depend on the rest of
-    the batch, on preemption or on how often the step was repeated.
-
-    Args:
-        seed: taken modulo 2^64. Neighbouring seeds give unrelated streams: the seed is mixed before use.
-        position: >= 0.
-
-    Source: SplitMix64 (Steele, Lea, Flood 2014), its state set to the mixed seed and advanced by `position`.
-    """
-    state = (_mix((seed + _GOLDEN) & _MASK64) + (position + 1) * _GOLDEN) & _MASK64
-    return (_mix(state) >> 11) * 2.0**-53

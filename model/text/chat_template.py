@@ -20,7 +20,7 @@ from model.text.special_text import SpecialText, special_tokens
 from model.text.template_files import DEFAULT, find_templates, read_config, special_variables
 from model.text.template_limits import TemplateLimitError, TemplateRefusalError
 from model.text.template_sandbox import BoundedEnvironment
-from model.text.tokenizer import Tokenizer, TokenSpan
+from model.text.tokenizer import Tokenizer, TokenSpans
 
 _MAX_MESSAGE = 500
 _WITH_TOOLS: Final = "tool_use"
@@ -57,7 +57,7 @@ class RenderedChat:
         """
         return self._special.encode(self.marked)
 
-    def encode_with_offsets(self) -> tuple[str, list[TokenSpan]]:
+    def encode_with_offsets(self) -> tuple[str, TokenSpans]:
         """Return the text and its tokens with the characters that each stands for; otherwise like `encode`."""
         return self._special.encode_with_offsets(self.marked)
 

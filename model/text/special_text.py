@@ -8,19 +8,23 @@ a template does to texts in between does not matter: a mark that it cuts into pi
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 import secrets
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 
 import tokenizers
 
 from model.errors import ChatTemplateError, TokenizerError
-from model.text.tokenizer import Tokenizer, TokenSpan
+from model.text.tokenizer import Tokenizer, TokenSpans, read_offsets
 
 # The last plane of private-use characters. No pre-tokenizer or normalizer knows them.
 _FIRST_MARK = 0x100000
 _NONCE_CHARACTERS = 8
+MARK_BYTES = 4 * (_NONCE_CHARACTERS + 1)
+"""Length of a mark in UTF-8."""
 _NOWHERE = "\U0010fffd"  # a character that no vocabulary has
 # Where the text of a special token is tried, to find out whether ordinary text can become that token.
 _SURROUNDINGS = ("{}", " {}", "a{}", "a {} b", "\n{}\n")
@@ -91,26 +95,34 @@ class SpecialText:
         """
         return self._ids_of(self._encode(marked, self._library.encode_batch_fast))
 
-    def encode_with_offsets(self, marked: str) -> tuple[str, list[TokenSpan]]:
+    def encode_with_offsets(self, marked: str) -> tuple[str, TokenSpans]:
         """Return the text without marks, and its tokens with their characters; otherwise like `encode`."""
         encoding = self._encode(marked, self._library.encode_batch)
-        ids = self._ids_of(encoding)
+        ids = array("I", self._ids_of(encoding))
+        place = self._places(marked)
+        starts, stops = (array("I", map(place, offsets)) for offsets in read_offsets(encoding))
         text = self.unmark(marked)
-        # From each position of the marked text to that of the text.
-        positions: list[int] = []
-        position = end = 0
+        return text, TokenSpans(text, ids, starts, stops)
+
+    def _places(self, marked: str) -> Callable[[int], int]:
+        """Return a function from each position of a marked text to that of the text; within a mark, the mark's."""
+        begins, ends, places = [], [], []
+        shift = 0
         for found in self._find_mark.finditer(marked):
-            positions.extend(range(position, position + found.start() - end))
-            position += found.start() - end
-            positions.extend([position] * len(found[0]))
-            position += len(self._texts[found[0]])
-            end = found.end()
-        positions.extend(range(position, position + len(marked) - end + 1))
-        spans = []
-        for token_id, (start, stop) in zip(ids, encoding.offsets, strict=True):
-            first, last = positions[start], positions[stop]
-            spans.append(TokenSpan(token_id, text[first:last], first, last))
-        return text, spans
+            begins.append(found.start())
+            ends.append(found.end())
+            places.append(found.start() + shift)
+            shift += len(self._texts[found[0]]) - len(found[0])
+
+        def place(position: int) -> int:
+            i = bisect.bisect_right(begins, position) - 1
+            if i < 0:
+                return position
+            if position < ends[i]:
+                return places[i]
+            return places[i] + len(self._texts[marked[begins[i] : ends[i]]]) + position - ends[i]
+
+        return place
 
     def _build(
         self, library: tokenizers.Tokenizer, model: tokenizers.models.Model

@@ -7,17 +7,26 @@ input. It ends with the process that started it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 from model.errors import ModelError
 from model.text.tokenizer import Tokenizer
 from server.cli.front_end_config import FrontEndConfig
 from server.engine.link.client import RemoteEngine
-from server.engine.link.process_setup import exit_with_parent, freeze_startup_objects, read_config
+from server.engine.link.process_setup import (
+    dump_stacks_on_signal,
+    exit_with_parent,
+    freeze_startup_objects,
+    read_config,
+)
+from server.engine.link.watchdog import HANG_EXIT_CODE
 from server.http.app import create_app
 from server.http.chat import load_chat_template
 from server.http.metrics.shared_counters import SharedCounters
@@ -27,11 +36,16 @@ from server.log import configure_logging
 
 log = logging.getLogger("tessera")
 
+_LAST_SECONDS = 2.0
+
 
 def main() -> None:
     """Serve until a signal comes or the hub ends."""
-    # An interrupt often goes to the whole process group. The event loop handles it once it runs.
+    # SIGINT is blocked (`spawn`). Ignored until the event loop handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    dump_stacks_on_signal()
+    parent = os.getppid()
     config = read_config(FrontEndConfig)
     if config is None:
         return
@@ -39,7 +53,7 @@ def main() -> None:
     threading.Thread(
         target=exit_with_parent, args=(config.address,), name="parent-watch", daemon=True
     ).start()
-    engine = RemoteEngine(config.address, config.first_id)
+    engine = RemoteEngine(config.address, config.first_id, config.hang_seconds)
     counters = SharedCounters.shared(Path(config.counters), config.rows, NUM_CELLS, config.row)
     try:
         tokenizer = Tokenizer.from_folder(config.tokenizer_path)
@@ -47,18 +61,43 @@ def main() -> None:
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(create_app(engine, tokenizer, config.http, counters, chat_template))
+    server = HTTPServer(
+        create_app(engine, tokenizer, config.http, counters, chat_template), config.http
+    )
     freeze_startup_objects()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
-        runner.run(_serve(server, engine, socket.socket(fileno=config.listener)))
+        runner.run(_serve(server, engine, socket.socket(fileno=config.listener), parent))
 
 
-async def _serve(server: HTTPServer, engine: RemoteEngine, listener: socket.socket) -> None:
+async def _serve(
+    server: HTTPServer, engine: RemoteEngine, listener: socket.socket, parent: int
+) -> None:
     try:
         await engine.start()
-        await server.run_until_stopped(listener)
+        serving = asyncio.ensure_future(server.run_until_stopped(listener))
+        waiting: set[asyncio.Future[Any]] = {serving, engine.hub_lost}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await _end_service(parent, engine.hub_lost.result())
+        await serving
     finally:
         engine.stop()
+
+
+async def _end_service(parent: int, reason: str) -> None:
+    """Kill the main process, which hangs, and end this one, so that the whole service is started again.
+
+    Requests are answered with 503 for a moment. If the main process is the first of a container, it cannot be killed
+    from inside; the container's health check fails then.
+    """
+    log.critical("the main process of the service hangs (%s); ending the service", reason)
+    with contextlib.suppress(OSError):
+        if os.getppid() == parent:
+            os.kill(parent, signal.SIGUSR1)  # logs its stacks
+        await asyncio.sleep(_LAST_SECONDS)
+        if os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+    os._exit(HANG_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
         rows: number of rows in that file.
         row: index of this process's row.
         tokenizer_path: folder with tokenizer.json.
+        hang_seconds: a hub that is silent for this long is lost.
         http: limits and intervals.
         log_level: name of a logging level.
         log_format: "text" or "json".
@@ -31,6 +32,7 @@ class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     row: int
     tokenizer_path: str
+    hang_seconds: float
     http: HTTPConfig
     log_level: str
     log_format: LogFormat = "text"

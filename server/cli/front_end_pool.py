@@ -6,13 +6,13 @@ import asyncio
 import functools
 import logging
 import signal
-import sys
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from server.cli.front_end_config import FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
+from server.engine.link.spawn import DUMP_SECONDS, ask_for_stacks, module_command
 from server.http.metrics.registry import mark_process
 from server.http.metrics.shared_counters import SharedCounters
 from server.http.metrics.specs import NUM_CELLS
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
     from server.log import LogFormat
 
-FRONT_END_COMMAND = (sys.executable, "-m", "server.cli.front_end")
+log = logging.getLogger("tessera")
+
+FRONT_END_COMMAND = module_command("server.cli.front_end")
 # Longer than the front ends wait for requests in flight.
 _STOP_SECONDS = 35.0
 
@@ -59,7 +61,7 @@ class _FrontEnd:
         self._connection: FrontEndConnection
 
     def _configure(self) -> bytes:
-        self._connection = self._hub.connect(self._on_attached)
+        self._connection = self._hub.connect(self._on_attached, self._on_failure)
         config = self._config(
             address=self._connection.sockets.address, first_id=self._connection.first_id
         )
@@ -69,6 +71,12 @@ class _FrontEnd:
         self.child.reset_backoff()
         if not self.serving.done():
             self.serving.set_result(None)
+
+    def _on_failure(self, reason: str) -> None:
+        log.error("a front end %s; restarting it", reason)
+        if self.child.process is not None:
+            ask_for_stacks(self.child.process)
+        self.child.kill_after(DUMP_SECONDS)
 
     def _on_exit(self, code: int) -> bool:
         self._hub.disconnect(self._connection)
@@ -126,6 +134,7 @@ class FrontEndPool:
                 rows=rows,
                 row=row,
                 tokenizer_path=str(self._tokenizer_path),
+                hang_seconds=self._hub.hang_seconds,
                 http=self._limits,
                 log_level=logging.getLevelName(logging.getLogger().level).lower(),
                 log_format=self._log_format,

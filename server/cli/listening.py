@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 
@@ -35,6 +36,20 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ListenError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+def local_hosts(host: str, listener: socket.socket) -> tuple[str, ...]:
+    """Return the names by which programs of this machine reach the service; none if others can reach it too.
+
+    Args:
+        host: as given to `listen`.
+        listener: one of the sockets.
+    """
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    if not address.is_loopback:
+        return ()
+    bound = f"[{host}]" if ":" in host else host
+    return tuple(dict.fromkeys(["localhost", "127.0.0.1", "[::1]", bound.lower()]))
 
 
 def _bind(family: int, address: object, *, shared: bool = False) -> socket.socket:

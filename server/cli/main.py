@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from server.engine.link.spawn import end, spawn, use_safe_path
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -20,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: without the program's name; None means those of the command line.
     """
     began = time.perf_counter()
+    use_safe_path()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if arguments[:1] == ["serve"] and not {"-h", "--help"} & set(arguments):
@@ -34,8 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(arguments: list[str], began: float) -> None:
     """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
-    from server.engine.link.spawn import end, spawn  # noqa: PLC0415 - only for `serve`
-
     try:
         engine = spawn()
     except OSError as error:

@@ -15,14 +15,21 @@ from model.text.template_files import read_template
 from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
-from server.cli.listening import ListenError, listen
+from server.cli.listening import ListenError, listen, local_hosts
 from server.cli.tracing import TracingError, check_tracing
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient
 from server.engine.link.hub import EngineHub
-from server.engine.link.process_setup import disable_tokenizer_threads, freeze_startup_objects
+from server.engine.link.process_setup import (
+    disable_tokenizer_threads,
+    dump_stacks_on_signal,
+    freeze_startup_objects,
+    raise_descriptor_limit,
+)
+from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
+from server.engine.link.watchdog import LoopWatch, Watchdog
 from server.http.config import HTTPConfig
 from server.log import configure_logging
 
@@ -56,7 +63,9 @@ def serve(
     """
     began = time.perf_counter() if began is None else began
     configure_logging(settings.log_level, settings.log_format)
+    dump_stacks_on_signal()
     disable_tokenizer_threads()
+    raise_descriptor_limit()
     try:
         check_tracing(settings)
         model_path, model_config = find_model(settings)
@@ -76,9 +85,18 @@ def serve(
         chat_template=chat_template,
         tool_call_format=settings.tool_call_format,
         max_concurrent_requests=settings.max_concurrent_requests,
+        max_queue_seconds=settings.max_queue_seconds,
+        max_queued_tokens=settings.max_queued_tokens,
         max_body_bytes=settings.max_body_bytes,
+        max_buffered_body_bytes=settings.max_buffered_body_bytes,
         api_keys=keys,
+        prefix_cache_sharing=settings.prefix_cache_sharing,
         cors_allow_origins=settings.cors_allow_origin,
+        allowed_hosts=_allowed_hosts(settings, listeners[0], keys),
+        max_connections=settings.max_connections,
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_seconds=settings.header_timeout,
+        keep_alive_timeout_seconds=settings.keep_alive_timeout,
         access_log=settings.access_log,
         otlp_endpoint=settings.otlp_endpoint,
     )
@@ -96,6 +114,7 @@ def serve(
         front_ends = _create_front_ends(
             engine, listeners, tokenizer_path, limits, settings.log_format
         )
+        remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
             runner.run(_serve(engine, front_ends, listeners[0], began))
@@ -151,7 +170,7 @@ def _create_front_ends(
     tokenizer = Tokenizer.from_folder(tokenizer_path)
     chat_template = load_chat_template(tokenizer_path, tokenizer, limits)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
-    return _SingleFrontEnd(HTTPServer(app), listeners[0])
+    return _SingleFrontEnd(HTTPServer(app, limits), listeners[0])
 
 
 async def _serve(
@@ -161,6 +180,8 @@ async def _serve(
     began: float,
 ) -> None:
     """Serve until a signal; raises the error of an engine or a front end that cannot start."""
+    watchdog = Watchdog(LoopWatch(asyncio.get_running_loop(), engine.hang_seconds))
+    watchdog.start()
     await engine.start()
     serving = asyncio.ensure_future(front_ends.run_until_stopped())
     ready = asyncio.ensure_future(_wait_until_ready(engine, front_ends, listener, began))
@@ -174,6 +195,7 @@ async def _serve(
         ready.cancel()
         await asyncio.gather(serving, ready, return_exceptions=True)
         await engine.stop()
+        watchdog.stop()
 
 
 async def _wait_until_ready(
@@ -189,6 +211,15 @@ async def _wait_until_ready(
     await engine.wait_until_ready()
     seconds = time.perf_counter() - began
     log.info("ready after %.1f s: POST http://%s:%d/generate", seconds, host, port)
+
+
+def _allowed_hosts(
+    settings: Settings, listener: socket.socket, keys: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the hosts that requests may name; none for any. Keys keep out the pages that the check is against."""
+    if settings.allowed_hosts:
+        return () if "*" in settings.allowed_hosts else settings.allowed_hosts
+    return () if keys else local_hosts(settings.host, listener)
 
 
 def _tokenizer_path(settings: Settings, model_path: Path) -> Path:

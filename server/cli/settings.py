@@ -24,6 +24,7 @@ _KUBERNETES = re.compile(
 _is_key = re.compile(r"[!-+\--~]+").fullmatch  # visible ASCII without the comma
 _is_http_address = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?").fullmatch
 _is_origin = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+").fullmatch
+_is_host = re.compile(r"\*|(\*\.)?[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\]").fullmatch
 
 
 class Settings(BaseModel):
@@ -148,7 +149,47 @@ class Settings(BaseModel):
         ge=1,
         description="limit of requests in progress; more are refused with 429; default: twice --max-num-seqs",
     )
+    max_queue_seconds: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a request that would wait longer in the queue, by the measured rates, is refused with 429",
+    )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="limit of the prompt tokens in the queue; more are refused with 429; default: no limit",
+    )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="limit of open connections of one front end; at the limit a new connection takes the place of the "
+        "one that has waited longest for its next request; default: 8192, or 128 fewer than the limit of open files",
+    )
+    header_timeout: float = Field(
+        10.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds in which a new connection must send its first request, and in which a request's header "
+        "fields must arrive",
+    )
+    keep_alive_timeout: float = Field(
+        75.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which a connection without requests is closed; should be longer than a proxy in "
+        "front keeps its connections",
+    )
+    max_header_bytes: int = Field(
+        32_768, ge=1024, description="limit of the header fields of a request, in bytes"
+    )
     max_body_bytes: int = Field(2_000_000, ge=1024, description="largest request body, in bytes")
+    max_buffered_body_bytes: int = Field(
+        64 << 20,
+        ge=1024,
+        description="bytes of all request bodies that a front end reads or tokenizes at a time; more are refused with "
+        "429; the first 64 KiB of each body do not count",
+    )
     api_key: tuple[str, ...] = Field(
         (),
         repr=False,
@@ -160,10 +201,21 @@ class Settings(BaseModel):
         None,
         description="file of further keys, one on each line; empty lines and lines that begin with # are ignored",
     )
+    prefix_cache_sharing: Literal["key", "all"] = Field(
+        "key",
+        description="key: a request shares cached prefixes only with requests of the same API key, so that no key can "
+        "find out by its speed what another has sent; all: with all requests",
+    )
     cors_allow_origin: tuple[str, ...] = Field(
         (),
         description="origin, such as https://example.com, whose pages may use the service from a browser; several as "
         "with --api-key; * for all; without one no CORS headers are sent",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        (),
+        description="host names that requests may have in Host, without a port; several as with --api-key; "
+        "*.example.com for all subdomains, * for any; default: any, but only those of this machine if the service "
+        "listens on a loopback address and has no API key",
     )
     access_log: bool = Field(
         True,
@@ -182,10 +234,11 @@ class Settings(BaseModel):
         description="refuse unknown fields of the OpenAI API instead of reporting that they have no effect",
     )
     engine_hang_seconds: float = Field(
-        300.0,
+        60.0,
         gt=0,
-        description="seconds after which an engine that starts or has requests, and sends nothing, is restarted; must "
-        "be longer than the longest step",
+        description="seconds after which a silent engine, or one whose step does not end, is restarted; steps that are "
+        "usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front end that "
+        "handles nothing",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of messages to log"
@@ -224,6 +277,19 @@ class Settings(BaseModel):
                     {"origin": repr(origin)},
                 )
         return origins
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_have_no_port(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not _is_host(host):
+                raise PydanticCustomError(
+                    "host",
+                    "{host} is not a host: it must be a name, *. and a name, an IPv4 address, an IPv6 address in "
+                    "brackets, or *, without a scheme and a port",
+                    {"host": repr(host)},
+                )
+        return hosts
 
     @model_validator(mode="after")
     def _budget_serves_every_sequence(self) -> Self:

@@ -58,7 +58,8 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
     async def abort(request: Request) -> Response:
         """End running requests by the ids that their clients gave them."""
         try:
-            body = await read_json(request.scope, request.receive, context.config)
+            with context.admission.buffer() as buffer:
+                body = await read_json(request.scope, request.receive, context.config, buffer)
         except ClientDisconnectedError:
             return Response(status_code=_CLIENT_CLOSED)
         wanted = _wanted(body)

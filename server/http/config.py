@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class HTTPConfig:
             checkpoint's.
         max_concurrent_requests: sequences in flight; further ones are refused with 429. A request with
             `best_of` counts as that many. None means twice the engine's `max_num_seqs`.
+        max_queue_seconds: a request is refused with 429 if it would wait longer before its computation begins.
+        max_queued_tokens: a request is refused with 429 if prompts of more tokens would be queued; None for no limit.
         max_best_of: sequences that one request may ask for.
         max_stop_sequences: stop strings of one request.
         max_stop_characters: length of one stop string.
@@ -27,6 +30,19 @@ class HTTPConfig:
         max_top_n_tokens: alternatives reported at each position.
         max_client_batch_size: prompts in one request; only reported by /info, since TGI's routes take one.
         max_body_bytes: largest request body.
+        max_connections: connections of one front end. At the limit a new one takes the place of one that waits for its
+            next request; if there is none, it is refused. None means 8,192, or fewer if the limit of descriptors is
+            lower.
+        max_header_bytes: header fields of a request, and separately its trailers and extensions of chunks.
+        max_header_count: header fields of a request.
+        max_url_bytes: path and query of a request.
+        header_timeout_seconds: a new connection must send its first request within this time, and a head that has
+            begun must be complete within it.
+        keep_alive_timeout_seconds: a connection is closed after it has waited this long for its next request.
+            Longer than the 60 s for which many proxies keep connections: they close them first.
+        max_buffered_body_bytes: bytes of request bodies, and of tokens of replies of /tokenize, that this process holds
+            at a time; requests that would exceed it are refused with 429. The first 64 KiB of each request do not
+            count. A body counts until its prompt is submitted to the engine.
         body_timeout_seconds: a body that takes longer to arrive is refused with 408.
         validation_workers: threads that tokenize.
         inline_characters: prompts of up to this length are tokenized on the event loop, longer ones in a
@@ -34,9 +50,12 @@ class HTTPConfig:
             stream; switching to a thread takes 0.05 ms (byte-level BPE, EPYC Zen 4).
         keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
-        send_timeout_seconds: a client that accepts no bytes for this long is treated as disconnected.
+        send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
         api_keys: a request must have one of them; empty for a service open to all.
+        prefix_cache_sharing: `key`: requests share cached prefixes only with those of the same API key; `all`: with
+            all requests.
         cors_allow_origins: origins whose pages may read the answers, or "*" for all.
+        allowed_hosts: a request's Host must be one of them; empty for any. `*.example.com` stands for subdomains.
         access_log: whether each request is logged.
         otlp_endpoint: address of an OpenTelemetry collector, which receives a span of each generation request; None
             for no traces.
@@ -49,6 +68,8 @@ class HTTPConfig:
     chat_template: str | None = None
     tool_call_format: str = "auto"
     max_concurrent_requests: int | None = None
+    max_queue_seconds: float = 60.0
+    max_queued_tokens: int | None = None
     max_best_of: int = 2
     max_stop_sequences: int = 4
     max_stop_characters: int = 1_000
@@ -56,12 +77,21 @@ class HTTPConfig:
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
     max_body_bytes: int = 2_000_000
+    max_connections: int | None = None
+    max_header_bytes: int = 1 << 15
+    max_header_count: int = 100
+    max_url_bytes: int = 1 << 13
+    header_timeout_seconds: float = 10.0
+    keep_alive_timeout_seconds: float = 75.0
+    max_buffered_body_bytes: int = 64 << 20
     body_timeout_seconds: float = 30.0
     validation_workers: int = 2
     inline_characters: int = 1_000
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    prefix_cache_sharing: Literal["key", "all"] = "key"
     cors_allow_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     access_log: bool = True
     otlp_endpoint: str | None = None

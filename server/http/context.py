@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from model.errors import ChatTemplateError, TokenizerError
 from model.text.chat_template import RenderedChat
+from model.text.special_text import MARK_BYTES
+from model.text.token_length import longest_token
 from model.text.tools.formats import find_format
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from server.errors import OverloadedError, UnavailableError, ValidationError
+from server.errors import UnavailableError, ValidationError
+from server.http.admission import Admission
 from server.http.grammar_compiler import GrammarCompiler
+from server.http.load_shedding import LoadShedding
+from server.http.request_id import current_request
+from server.http.tokenizing import TokenizerThreads
 from server.http.validation import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+    from collections.abc import Callable, Mapping, Sequence, Sized
 
     from model.text.chat_template import ChatTemplate
     from model.text.tokenizer import Tokenizer
@@ -32,6 +35,7 @@ ResultT = TypeVar("ResultT")
 
 # A phase is free text and may be long after a failed start.
 _MAX_PHASE_CHARACTERS = 200
+_MAX_UTF8_BYTES = 4
 
 
 class AppContext:
@@ -57,37 +61,14 @@ class AppContext:
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
+        self.shedding = LoadShedding(client, config)
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
         self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
+        self.admission = Admission(config, metrics, self.shedding.retry_after)
         self.grammars = GrammarCompiler(str(tokenizer.folder), config.eos_token_ids)
-        self._workers = ThreadPoolExecutor(config.validation_workers, "tokenize")
-
-    @contextlib.contextmanager
-    def admit(self, sequences: int, info: EngineInfo) -> Iterator[None]:
-        """Count the sequences of a request as in flight.
-
-        The limit applies to the whole service. Front ends that admit at the same moment may exceed it by one request
-        each.
-
-        Args:
-            sequences: number of sequences of the request.
-            info: reported by the running engine.
-
-        Raises:
-            OverloadedError: the request would exceed the limit.
-        """
-        if self.metrics.in_flight + sequences > self.max_concurrent_requests(info):
-            raise OverloadedError
-        self.metrics.add_in_flight(sequences)
-        try:
-            yield
-        finally:
-            self.metrics.add_in_flight(-sequences)
-
-    def max_concurrent_requests(self, info: EngineInfo) -> int:
-        """Return the limit of sequences in flight: the configured one, or twice the engine's `max_num_seqs`."""
-        return self.config.max_concurrent_requests or 2 * info.max_num_seqs
+        self._longest_token = longest_token(tokenizer.library)
+        self._workers = TokenizerThreads(config.validation_workers)
 
     def engine_info(self) -> EngineInfo:
         """Return the facts that the running engine reported.
@@ -120,17 +101,23 @@ class AppContext:
         """Return the engine's current phase on one line."""
         return " ".join(self.client.phase.split())[:_MAX_PHASE_CHARACTERS]
 
-    async def encode(self, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, field: str, *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[int]:
         """Tokenize a prompt.
 
         Args:
             text: the prompt.
             field: the request's field that holds it, for error messages.
             add_special_tokens: whether to add the tokens that the tokenizer adds to every text, such as BOS.
+            most: limit of tokens. A text that certainly has more is refused without being tokenized; the caller checks
+                the tokens. None for no limit.
 
         Raises:
             ValidationError: the prompt cannot be tokenized, or has no tokens.
         """
+        if most is not None and len(text) > self.config.inline_characters:
+            self._check_length(text, field, most, self._longest_token)
         token_ids = await self.tokenize(
             text, field, lambda: self.tokenizer.encode(text, add_special_tokens)
         )
@@ -146,6 +133,7 @@ class AppContext:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Render a conversation with the model's chat template and tokenize it, in a thread.
 
@@ -155,12 +143,20 @@ class AppContext:
             add_generation_prompt: whether to end with the beginning of the assistant's next message.
             continue_final_message: whether to leave the last message open, so that the model continues it.
             variables: further variables for the template.
+            most: limit of tokens, as for `encode`.
 
         Raises:
             ValidationError: the model has no chat template, or the template rejects the messages.
         """
+        longest = self._longest_token and max(self._longest_token, MARK_BYTES)
+
+        def encode(rendered: RenderedChat) -> list[int]:
+            if most is not None:
+                self._check_length(rendered.marked, "messages", most, longest)
+            return rendered.encode()
+
         token_ids = await self.convert_chat(
-            RenderedChat.encode,
+            encode,
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -191,7 +187,7 @@ class AppContext:
             return convert(template.render(messages, **options))
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+            return await self._workers.run(work, current_request().body_bytes)
         except ChatTemplateError as error:
             raise ValidationError(str(error)) from None
         except TokenizerError as error:
@@ -238,9 +234,29 @@ class AppContext:
         try:
             if len(text) <= self.config.inline_characters:
                 return work()
-            return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+            return await self._workers.run(work, len(text))
         except TokenizerError as error:
             raise ValidationError(f"`{field}` cannot be tokenized: {error}") from None
+
+    def _check_length(self, text: str, field: str, most: int, longest: int | None) -> None:
+        """Check that a text may have at most `most` tokens; may be called in a thread.
+
+        Args:
+            text: the text.
+            field: the request's field that holds it, for error messages.
+            most: limit of tokens.
+            longest: bytes that one token can stand for; None if that is not known.
+
+        Raises:
+            ValidationError: it has more.
+        """
+        if longest is None or len(text) * _MAX_UTF8_BYTES <= most * longest:
+            return
+        least = -(-len(text.encode("utf-8", "surrogatepass")) // longest)
+        if least > most:
+            raise ValidationError(
+                f"`{field}` must have at most {most} tokens. Given: at least {least} tokens"
+            )
 
 
 def check_vocabulary(token_ids: list[int], field: str, info: EngineInfo) -> None:

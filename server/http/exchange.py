@@ -144,16 +144,20 @@ class Exchange(Response):
     ) -> None:
         context = self._context
         info = context.engine_info()
-        answer = self._parse(await read_json(scope, receive, context.config), info)
+        admission = context.admission
+        admission.check(info)
         request = current_request()
-        request.operation = answer.operation
-        with context.admit(answer.num_sequences, info):
-            generation = await answer.generate()
-            request.figures = functools.partial(_figures, record, generation)
-            scope[GENERATION] = generation
-            usage: RequestUsage | None = None
-            try:
-                with ClientWatch(receive, generation.abort) as watch:
+        with admission.buffer() as buffer:
+            answer = self._parse(await read_json(scope, receive, context.config, buffer), info)
+            request.operation = answer.operation
+            with admission.admit(answer.num_sequences, info), ClientWatch(receive) as watch:
+                generation = await answer.generate()
+                buffer.release()
+                watch.on_gone = generation.abort
+                request.figures = functools.partial(_figures, record, generation)
+                scope[GENERATION] = generation
+                usage: RequestUsage | None = None
+                try:
                     if answer.streaming:
                         headers = _headers(answer, generation, None)
                         writer = direct_writer(scope)
@@ -170,17 +174,17 @@ class Exchange(Response):
                         if watch.gone:
                             raise ClientDisconnectedError
                         await send_json(send, body, headers)
-            finally:
-                generation.abort()
-            record.succeed(
-                generation.returned[0].finish_reason,
-                usage=usage or generation.usage(),
-                submitted=generation.submitted,
-                prompt_tokens=generation.prompt_tokens,
-                completion_tokens=generation.completion_tokens,
-                longest=max(completion.num_tokens for completion in generation.completions),
-                max_new_tokens=generation.max_new_tokens,
-            )
+                finally:
+                    generation.abort()
+        record.succeed(
+            generation.returned[0].finish_reason,
+            usage=usage or generation.usage(),
+            submitted=generation.submitted,
+            prompt_tokens=generation.prompt_tokens,
+            completion_tokens=generation.completion_tokens,
+            longest=max(completion.num_tokens for completion in generation.completions),
+            max_new_tokens=generation.max_new_tokens,
+        )
 
     async def _finish(
         self,

@@ -65,6 +65,7 @@ class Generation:
         submitted: when the prompts were submitted to the engine, `time.perf_counter` seconds.
 
     Raises:
+        OverloadedError: the request would wait too long.
         UnavailableError: the engine is not ready.
     """
 
@@ -88,6 +89,11 @@ class Generation:
         deadline = None
         if options.timeout_ms is not None:
             deadline = request.arrived + options.timeout_ms / 1000
+        lengths = [
+            len(prompt.token_ids) for prompt in prompts for _ in range(completions_per_prompt)
+        ]
+        context.shedding.admit(lengths, context.engine_info(), deadline)
+        cache_salt = options.salt_within(request.cache_namespace)
         try:
             for prompt in prompts:
                 for i in range(completions_per_prompt):
@@ -99,7 +105,8 @@ class Generation:
                         external_id=request.id,
                         priority=options.priority,
                         deadline=deadline,
-                        cache_salt=options.cache_salt,
+                        cache_salt=cache_salt,
+                        client=request.client,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     self.completions.append(

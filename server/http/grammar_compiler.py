@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import queue
 import signal
 import subprocess
-import sys
 import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,9 @@ from typing import Any, Final
 
 import msgspec
 
+from server.engine.link.spawn import interrupts_blocked, module_command, use_safe_path
 from server.errors import OverloadedError
+from server.http.tokenizing import run_in_place
 
 log = logging.getLogger("tessera")
 
@@ -33,7 +35,7 @@ _MAX_BYTES: Final = 512 * 1024
 _WORKERS: Final = 2
 _QUEUE_SECONDS: Final = 5 * SECONDS
 _KEPT: Final = 256
-_COMMAND: Final = (sys.executable, "-m", "server.http.grammar_worker")
+_COMMAND: Final = module_command("server.http.grammar_worker")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -109,11 +111,8 @@ class GrammarCompiler:
                 await self._places.acquire()
         except TimeoutError:
             raise OverloadedError("too many grammars wait to be compiled") from None
-        try:
-            loop = asyncio.get_running_loop()
-            verdict = await loop.run_in_executor(self._threads, self._ask, config, line)
-        finally:
-            self._places.release()
+        ask = functools.partial(self._ask, config, line)
+        verdict = await run_in_place(self._threads, self._places, ask)
         self._cache[key] = verdict
         if len(self._cache) > _KEPT:
             self._cache.popitem(last=False)
@@ -162,7 +161,9 @@ class _Worker:
         return Verdict(error="is too complex to compile")
 
     def _start(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
+        use_safe_path()
+        with interrupts_blocked():
+            process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603 - our own command
         self._process = process
         self._processes.append(process)
         assert process.stdin is not None

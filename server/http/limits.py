@@ -87,6 +87,11 @@ def logit_biases(biases: Mapping[str, float], info: EngineInfo) -> dict[int, flo
     return converted
 
 
+def longest_prompt(info: EngineInfo, truncate: int | None) -> int | None:
+    """Return the limit of a prompt's tokens before it is truncated; None if any length is truncated to what fits."""
+    return None if truncate is not None else info.max_total_tokens - 1
+
+
 def check_prompt_length(length: int, field: str, info: EngineInfo) -> None:
     """Check that a prompt of `length` tokens leaves room for one more."""
     longest = info.max_total_tokens - 1

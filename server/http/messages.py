@@ -83,6 +83,7 @@ async def encode_conversation(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     variables: dict[str, Any] | None,
+    most: int | None = None,
 ) -> list[int]:
     """Render checked messages with the chat template and tokenize them.
 
@@ -93,6 +94,7 @@ async def encode_conversation(
         add_generation_prompt: None means true, unless the final message is continued.
         continue_final_message: None means false.
         variables: further variables for the template.
+        most: limit of tokens, as for `AppContext.encode`.
 
     Raises:
         ValidationError: the model has no chat template, or the template rejects the messages.
@@ -107,6 +109,7 @@ async def encode_conversation(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continues,
         variables=variables,
+        most=most,
     )
 
 

@@ -30,13 +30,13 @@ _BODY_ERRORS: tuple[type[errors.TesseraError], ...] = (
     errors.BodyTooLargeError,
     errors.MediaTypeError,
     errors.ValidationError,
+    errors.OverloadedError,
     errors.UnavailableError,
 )
 _GENERATE_ERRORS: tuple[type[errors.TesseraError], ...] = (
     errors.AbortedError,
     errors.DeadlineExceededError,
     errors.GenerationError,
-    errors.OverloadedError,
     errors.IncompleteGenerationError,
 )
 

@@ -9,12 +9,15 @@ import msgspec
 
 from server.errors import BodyTimeoutError, BodyTooLargeError, MalformedBodyError, MediaTypeError
 from server.http.eager import Begun
+from server.http.request_id import current_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Self
 
     from starlette.types import Receive, Scope
 
+    from server.http.admission import Buffer
     from server.http.config import HTTPConfig
 
 _DECODER = msgspec.json.Decoder()
@@ -26,15 +29,24 @@ class ClientDisconnectedError(Exception):
     """The client closed the connection, so no response can be sent."""
 
 
-async def read_json(scope: Scope, receive: Receive, config: HTTPConfig) -> object:
+async def read_json(scope: Scope, receive: Receive, config: HTTPConfig, buffer: Buffer) -> object:
     """Read the body of a request and decode it.
+
+    A declared length is reserved before the body is read; without one, bytes are counted as they arrive.
 
     The last of duplicate keys counts, as in nearly every JSON decoder. Integers keep their precision. NaN, Infinity,
     numbers outside a double's range, lone surrogates, invalid UTF-8 and nesting that exhausts the stack are rejected.
 
+    Args:
+        scope: of the request.
+        receive: the ASGI server's `receive`.
+        config: the limits.
+        buffer: the account of the request's bytes.
+
     Raises:
         MediaTypeError: the headers declare anything but uncompressed JSON in UTF-8.
         BodyTooLargeError: the body has more than `max_body_bytes`, by its declared length or as read.
+        OverloadedError: the bodies of all requests together have too many bytes.
         BodyTimeoutError: it did not arrive within `body_timeout_seconds`.
         MalformedBodyError: it is not JSON.
         ClientDisconnectedError: the client disconnected before the body was complete.
@@ -42,17 +54,20 @@ async def read_json(scope: Scope, receive: Receive, config: HTTPConfig) -> objec
     headers = dict(scope["headers"])
     _check_encoding(headers.get(b"content-encoding", b""))
     _check_media_type(headers.get(b"content-type", _JSON))
-    _check_length(headers.get(b"content-length"), config.max_body_bytes)
-    reading = Begun(_read(receive, config.max_body_bytes))
+    buffer.hold(_check_length(headers.get(b"content-length"), config.max_body_bytes))
+    reading = Begun(_read(receive, config.max_body_bytes, buffer))
     if reading.rest is None:
-        return decode(reading.result)
-    try:
-        async with asyncio.timeout(config.body_timeout_seconds):
-            return decode(await reading.rest)
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"the request body did not arrive within {config.body_timeout_seconds:g} seconds"
-        ) from None
+        body = reading.result
+    else:
+        try:
+            async with asyncio.timeout(config.body_timeout_seconds):
+                body = await reading.rest
+        except TimeoutError:
+            raise BodyTimeoutError(
+                f"the request body did not arrive within {config.body_timeout_seconds:g} seconds"
+            ) from None
+    current_request().body_bytes = len(body)
+    return decode(body)
 
 
 def decode(body: bytes) -> object:
@@ -91,19 +106,21 @@ def _check_media_type(declared: bytes) -> None:
         raise MediaTypeError("the request body must be encoded in UTF-8")
 
 
-def _check_length(given: bytes | None, limit: int) -> None:
+def _check_length(given: bytes | None, limit: int) -> int:
+    """Return the declared length of a body; 0 if it is not declared."""
     if given is None:
-        return
+        return 0
     declared = given.decode("latin-1")
     if not (declared.isascii() and declared.isdigit()):
         raise MalformedBodyError("Content-Length must be a number of bytes")
-    if len(declared) > _MOST_DIGITS or int(declared) > limit:
+    if len(declared) > _MOST_DIGITS or (length := int(declared)) > limit:
         raise BodyTooLargeError(
             f"the request body must have at most {limit} bytes. Given: {declared[:_MOST_DIGITS]}"
         )
+    return length
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int, buffer: Buffer) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -114,39 +131,60 @@ async def _read(receive: Receive, limit: int) -> bytes:
         size += len(chunk)
         if size > limit:
             raise BodyTooLargeError(f"the request body must have at most {limit} bytes")
+        buffer.hold(size)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
 
 
 class ClientWatch:
-    """Context manager that calls a function once, when the client closes its connection. Use after the body was read.
+    """Context manager that notices when the client closes its connection. Use after the body was read.
 
     Starlette cancels a stream when its client disconnects, but lets any other handler run to its end, while the engine
     would continue to compute. This class covers both cases.
 
+    Args:
+        receive: the ASGI server's `receive`.
+        on_gone: called once, when the client has disconnected; None cancels the block, which then raises
+            `ClientDisconnectedError`.
+
     Attributes:
         gone: whether the client has closed the connection.
+        on_gone: may be replaced while the client is there.
     """
 
-    __slots__ = ("_on_gone", "_receive", "_task", "gone")
+    __slots__ = ("_cancelled", "_cancelling", "_owner", "_receive", "_task", "gone", "on_gone")
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, on_gone: Callable[[], None] | None = None) -> None:
         self.gone = False
+        self.on_gone = on_gone
         self._receive = receive
-        self._on_gone = on_gone
-        self._task: asyncio.Task[None] | None = None
+        self._cancelled = False
 
-    def __enter__(self) -> ClientWatch:
+    def __enter__(self) -> Self:
+        owner = asyncio.current_task()
+        assert owner is not None
+        self._owner = owner
+        self._cancelling = owner.cancelling()
         self._task = asyncio.get_running_loop().create_task(self._watch())
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        assert self._task is not None
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._task.cancel()
+        # As `asyncio.timeout` does: the task continues unless somebody else has cancelled it too.
+        if (
+            self._cancelled
+            and self._owner.uncancel() <= self._cancelling
+            and kind is asyncio.CancelledError
+        ):
+            raise ClientDisconnectedError from None
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone = True
-        self._on_gone()
+        if self.on_gone is not None:
+            self.on_gone()
+        else:
+            self._cancelled = True
+            self._owner.cancel()

@@ -67,21 +67,30 @@ class CurrentRequest:
     Attributes:
         id: the client's id, or a generated one. Several requests may have the same id.
         arrived: when the request arrived, `time.monotonic` seconds.
+        body_bytes: size of its body; 0 until it was read.
         status: of the response; None until it begins.
         disconnected: whether the client disconnected before the end of the response.
         figures: returns the figures of a request that generates; None for others.
+        client: who sent it, for fair shares of the engine: a digest of its API key, else the address of its connection.
+        cache_namespace: names the prefix caches of its API key; None if the request shares those of all requests.
         operation: of a request that generates, in OpenTelemetry's terms; None until its body was accepted.
         model: the name that the request gives the model; None for none.
     """
 
-    __slots__ = ("arrived", "disconnected", "figures", "id", "model", "operation", "status")
+    __slots__ = (
+        "arrived", "body_bytes", "cache_namespace", "client", "disconnected", "figures", "id", "model", "operation",
+        "status",
+    )  # fmt: skip
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, client: str = "") -> None:
         self.id = request_id
+        self.client = client
         self.arrived = time.monotonic()
+        self.body_bytes = 0
         self.status: int | None = None
         self.disconnected = False
         self.figures: Callable[[], RequestFigures] | None = None
+        self.cache_namespace: bytes | None = None
         self.operation: str | None = None
         self.model: str | None = None
 
@@ -115,7 +124,9 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         value = _given(scope) or secrets.token_hex(16).encode("ascii")
-        scope[_KEY] = request = CurrentRequest(value.decode("ascii"))
+        address = scope.get("client")
+        client = address[0] if address else ""
+        scope[_KEY] = request = CurrentRequest(value.decode("ascii"), client)
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
@@ -23,6 +24,19 @@ class RequestOptions(NamedTuple):
     priority: int = 0
     timeout_ms: int | None = None
     cache_salt: str | None = None
+
+    def salt_within(self, namespace: bytes | None) -> str | None:
+        """Return the salt for the engine.
+
+        Args:
+            namespace: names the prefix caches of the request's API key; None for those that all requests share. No salt
+                of a client gives that of another namespace: it is a keyed digest.
+        """
+        if namespace is None:
+            return self.cache_salt
+        if self.cache_salt is None:
+            return namespace.hex()
+        return hmac.digest(namespace, self.cache_salt.encode(), "sha256").hex()
 
 
 class RequestOptionFields(BaseModel):

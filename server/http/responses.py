@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
+JSON_HEADER = (b"content-type", b"application/json")
 ErrorBody: TypeAlias = tuple[int, msgspec.Struct]
 """Status and JSON body of an error response."""
 
@@ -76,7 +77,7 @@ async def send_json(send: Send, body: bytes, headers: Headers) -> None:
     """
     headers = [
         *headers,
-        (b"content-type", b"application/json"),
+        JSON_HEADER,
         header(b"content-length", len(body)),
     ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

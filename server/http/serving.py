@@ -11,7 +11,7 @@ import uvicorn
 
 from server.http.edge.access_log import MAX_DELAY_SECONDS
 from server.http.fair_start import FairStart
-from server.http.transport import DirectWriterMiddleware, HTTP11Protocol
+from server.http.transport import protocol_factory
 
 if TYPE_CHECKING:
     import socket
@@ -20,32 +20,39 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
+    from server.http.config import HTTPConfig
+
 # After a signal, requests in flight may run for this long before they are cancelled.
 _SHUTDOWN_SECONDS = 30
 
 
 def with_middleware(app: ASGIApp) -> ASGIApp:
     """Wrap an application in the middleware that the service needs under uvicorn."""
-    return DirectWriterMiddleware(FairStart(app))
+    return FairStart(app)
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server, except that it does not raise a signal again after it has stopped.
+    """uvicorn's server with our protocol; it does not raise a signal again after it has stopped.
 
     That would end the process before the engine is shut down in order.
+
+    Args:
+        app: the application.
+        config: limits of connections.
     """
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, config: HTTPConfig) -> None:
         self._state = app.state
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
-                http=HTTP11Protocol,
+                http=protocol_factory(config),  # type: ignore[arg-type] # uvicorn only calls it
                 lifespan="off",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                ws="none",
                 proxy_headers=False,  # the client's address is never used
                 timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             )

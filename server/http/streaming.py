@@ -104,10 +104,9 @@ class TokenSender:
                 await self._settle()
         except (ClientDisconnectedError, OSError):
             raise
-        except asyncio.CancelledError:
-            if not self.out.stalled:  # the server is stopping
-                self.record.finish(Outcome.ERROR)
-                await self._fail(IncompleteGenerationStreamError())
+        except asyncio.CancelledError:  # the server is stopping
+            self.record.finish(Outcome.ERROR)
+            await self._fail(IncompleteGenerationStreamError())
             raise
         except Exception:
             log.exception("a stream failed")
@@ -183,33 +182,25 @@ class TokenSender:
 
 
 class EventStream:
-    """Sends the frames of one response in the order of the calls. Created by `open_event_stream`.
-
-    Attributes:
-        stalled: whether the response was ended because the client accepted no bytes for too long.
-    """
+    """Sends the frames of one response in the order of the calls. Created by `open_event_stream`."""
 
     __slots__ = (
-        "_backlog", "_blocked", "_blocked_since", "_comment", "_config", "_deadline", "_draining", "_last", "_loop",
-        "_more", "_send", "_timer", "_writer", "stalled",
+        "_backlog", "_blocked", "_comment", "_config", "_draining", "_last", "_loop", "_more", "_send", "_timer",
+        "_writer",
     )  # fmt: skip
 
     def __init__(
         self,
         send: Send,
         config: HTTPConfig,
-        deadline: asyncio.Timeout,
         writer: DirectWriter | None,
     ) -> None:
         self._send = send
         self._writer = writer
         self._config = config
-        self._deadline = deadline
         self._loop = asyncio.get_running_loop()
-        self.stalled = False
         # A send that waits for the client, and the frames written since.
         self._blocked: Awaitable[None] | None = None
-        self._blocked_since = 0.0
         self._backlog: list[bytes] = []
         self._more = True
         self._draining = asyncio.Lock()
@@ -240,7 +231,6 @@ class EventStream:
             self._last = self._loop.time()
             return True
         self._blocked = sent.rest
-        self._blocked_since = self._loop.time()
         return False
 
     async def drain(self) -> None:
@@ -261,7 +251,7 @@ class EventStream:
                 self.write(data, more=self._more)
 
     def close(self) -> None:
-        """Stop the timers."""
+        """Stop the timer."""
         self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
@@ -272,22 +262,13 @@ class EventStream:
             await self.drain()
 
     def _tick(self) -> None:
-        """Send a comment if there was no event for long; end the response if the client accepts no bytes for too long.
-
-        Runs whenever either interval may have passed.
-        """
+        """Send a comment if there was no event for long. A client that is too slow for the events needs none."""
         now = self._loop.time()
-        if self._blocked is not None:
-            due = self._blocked_since + self._config.send_timeout_seconds
-            if now >= due:
-                self.stalled = True
-                self._deadline.reschedule(now)
-                return
-        else:
-            due = self._last + self._config.keep_alive_seconds
-            if now >= due:
+        due = self._last + self._config.keep_alive_seconds
+        if now >= due:
+            if self._blocked is None:
                 self._comment = self._loop.create_task(self._send_comment())
-                due = now + self._config.keep_alive_seconds
+            due = now + self._config.keep_alive_seconds
         self._timer = self._loop.call_at(due, self._tick)
 
 
@@ -307,22 +288,20 @@ async def open_event_stream(
         writer: sends frames faster than `send`; None if the server does not support it.
 
     Raises:
-        ClientDisconnectedError: the client accepted no bytes for `send_timeout_seconds`, or the server
-            reported that it disconnected.
+        ClientDisconnectedError: the server reported that the client disconnected.
     """
     try:
-        async with asyncio.timeout(None) as deadline:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [*STREAM_HEADERS, *headers],
-                }
-            )
-            stream = EventStream(send, config, deadline, writer)
-            try:
-                yield stream
-            finally:
-                stream.close()
-    except (TimeoutError, OSError) as error:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [*STREAM_HEADERS, *headers],
+            }
+        )
+        stream = EventStream(send, config, writer)
+        try:
+            yield stream
+        finally:
+            stream.close()
+    except OSError as error:
         raise ClientDisconnectedError from error

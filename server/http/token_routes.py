@@ -1,45 +1,46 @@
-"""POST /tokenize and /detokenize: one route each for the forms of all dialects, chosen by the fields of the body."""
+"""Routes that tokenize without generating; /tokenize and /detokenize have a form for each dialect."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
 from server.http.openapi import describe_error, describe_route
-from server.http.request_body import ClientDisconnectedError, read_json
-from server.http.responses import error_response, json_response, warnings_header
+from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
+from server.http.request_id import current_request
+from server.http.responses import error_response, warnings_header
+from server.http.token_replies import TokenReply, send_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from fastapi import FastAPI
     from pydantic import BaseModel
+    from starlette.types import Receive, Scope, Send
 
     from server.http.context import AppContext
     from server.http.responses import ErrorBody
 
-_CLIENT_CLOSED = 499
 ENDPOINTS = ("tokenize", "detokenize")
 """Metric labels of the routes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenForm:
-    """One form of the body of /tokenize or /detokenize, and its reply.
+    """One form of the body of a route, and its reply.
 
     Attributes:
-        endpoint: one of `ENDPOINTS`.
+        endpoint: one of `ENDPOINTS`, or a route of its dialect.
         keys: a body with any of these fields has this form.
         body: type of the body.
         reply: type of the reply: a record or a list of records.
         error_reply: type of the body of every error.
-        answer: makes the reply from the decoded body, and a warning for each accepted field without effect.
+        answer: makes the reply from the decoded body.
         render_error: returns the status and body of the response to an error.
         status_of: returns the status alone, for the OpenAPI document.
         errors: errors that only this form has, for the OpenAPI document.
@@ -50,7 +51,7 @@ class TokenForm:
     body: type[BaseModel]
     reply: Any
     error_reply: Any
-    answer: Callable[[AppContext, object], Awaitable[tuple[object, tuple[str, ...]]]]
+    answer: Callable[[AppContext, object], Awaitable[TokenReply]]
     render_error: Callable[[TesseraError], ErrorBody]
     status_of: Callable[[type[TesseraError]], int] = lambda error: error.status
     errors: tuple[type[TesseraError], ...] = ()
@@ -70,30 +71,60 @@ def install(app: FastAPI, context: AppContext, forms: Iterable[TokenForm]) -> No
             _add_route(app, context, own)
 
 
-def _add_route(app: FastAPI, context: AppContext, forms: list[TokenForm]) -> None:
-    endpoint = forms[-1].endpoint
+class TokenExchange(Response):
+    """Reads a request, tokenizes, and sends the reply; does nothing more when the client has disconnected.
 
-    async def respond(request: Request) -> Response:
-        form = forms[-1]
+    Args:
+        context: the application's context.
+        forms: of the route; the last one is for bodies that have no form's fields.
+    """
+
+    def __init__(self, context: AppContext, forms: Sequence[TokenForm]) -> None:
+        self.background = None
+        self._context = context
+        self._forms = forms
+        self._form = forms[-1]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request."""
         try:
-            with RequestRecord(context.metrics, endpoint) as record:
-                body = await read_json(request.scope, request.receive, context.config)
-                if isinstance(body, dict):
-                    form = next((f for f in forms if not body.keys().isdisjoint(f.keys)), form)
-                reply, warnings = await form.answer(context, body)
-                record.finish(Outcome.OK)
+            with RequestRecord(self._context.metrics, self._form.endpoint) as record:
+                await self._serve(scope, receive, send, record)
         except ClientDisconnectedError:
-            return Response(status_code=_CLIENT_CLOSED)
+            current_request().disconnected = True
         except TesseraError as error:
-            return error_response(error, form.render_error(error))
-        response = json_response(reply)
-        response.raw_headers += warnings_header(warnings)
-        return response
+            await error_response(error, self._form.render_error(error))(scope, receive, send)
 
-    app.add_api_route(f"/{endpoint}", respond, methods=["POST"], **_describe(forms))
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
+        context = self._context
+        admission = context.admission
+        with admission.buffer() as buffer:
+            body = await read_json(scope, receive, context.config, buffer)
+            if isinstance(body, dict):
+                self._form = next(
+                    (form for form in self._forms if not body.keys().isdisjoint(form.keys)),
+                    self._form,
+                )
+            with ClientWatch(receive):
+                with admission.admit_tokenizing(context.client.info):
+                    reply = await self._form.answer(context, body)
+                buffer.add(reply.held)
+                record.finish(Outcome.OK)
+                headers = warnings_header(reply.warnings)
+                await send_pieces(send, reply.pieces, headers, context.config)
 
 
-def _describe(forms: list[TokenForm]) -> dict[str, Any]:
+def _add_route(app: FastAPI, context: AppContext, forms: list[TokenForm]) -> None:
+    async def respond() -> Response:
+        return TokenExchange(context, forms)
+
+    path = f"/{forms[-1].endpoint}"
+    app.add_api_route(path, respond, methods=["POST"], **describe_forms(forms))
+
+
+def describe_forms(forms: Sequence[TokenForm]) -> dict[str, Any]:
     """Document a route: what its forms' documents say, together."""
     merged: dict[str, Any] = {}
     for form in forms:

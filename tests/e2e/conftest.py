@@ -22,14 +22,14 @@ CLIENT = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 class Service:
     """One running `tessera serve`."""
 
-    def __init__(self, arguments, environment=()):
+    def __init__(self, arguments, environment=(), program=("-m", "server.cli.main"), folder=None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "server.cli.main", "serve", f"--port={self.port}"]
+        command = [sys.executable, *program, "serve", f"--port={self.port}"]
         self.process, self._log = start_logged(
-            [*command, *arguments], env=os.environ | dict(environment)
+            [*command, *arguments], env=os.environ | dict(environment), cwd=folder
         )
         weakref.finalize(self, self._log.unlink)
         self.started = time.monotonic()

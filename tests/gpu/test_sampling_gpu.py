@@ -12,10 +12,11 @@ from kernels.sampling import tokens as token_ops
 from kernels.sampling.gpu.argmax import argmax_tokens
 from kernels.sampling.rows import SampleSizes
 from model.sampling.device import DeviceTokens
+from model.sampling.noise import gumbel_noise, noise_key
 from model.sampling.sampler import Sampler
 from tests.gpu.synchronization import forbid_synchronization
 from tests.kernels.sampling.sampled import by_host, by_kernel, by_rule
-from tests.model.sampling.sampling_rows import sampling_row, varied_rows
+from tests.model.sampling.sampling_rows import oracle, sampling_row, varied_rows
 
 VOCABULARIES = [512, 32003, 151936, 262144]
 FILTERS = [
@@ -62,7 +63,76 @@ def test_tokens_equal_those_of_the_reference_rules(vocab, scale, dtype):
         logits = logits_on_gpu(32, vocab, scale, dtype, seed)
         rows = filtered_rows(32, seed)
 
-        assert by_kernel(logits, rows) == by_rule(logits, rows)
+        pairs = zip(by_kernel(logits, rows), by_rule(logits, rows), strict=True)
+
+        # The device's logarithm and the order of two subtractions round differently: 1e-6 of the best sum.
+        differing = [
+            (logits[i], rows[i], tokens) for i, tokens in enumerate(pairs) if len(set(tokens)) > 1
+        ]
+        assert all(is_near_tie(*case) for case in differing)
+        assert len(differing) <= 1
+
+
+def is_near_tie(logits, row, tokens):
+    """Whether the sums of noise and scaled logit of two tokens are equal up to rounding."""
+    ids = torch.tensor(tokens)
+    key = torch.tensor([noise_key(row.parameters.seed, row.position)], dtype=torch.float64)
+    noise = gumbel_noise(ids, key[:, :1], key[:, 1:])[0].double()
+    scaled = logits[ids.to(logits.device)].double().cpu() * row.parameters.inverse_temperature
+    sums = noise + scaled
+    return abs(float(sums[0] - sums[1])) < 1e-5
+
+
+def test_at_least_999_of_1000_tokens_equal_those_of_the_host_sampler():
+    agreed, count = 0, 0
+    for seed in range(8):
+        logits = logits_on_gpu(512, 50257, 2.5 - 0.25 * seed, torch.float32, seed)
+        rows = filtered_rows(512, seed)
+        pairs = list(zip(by_kernel(logits, rows), by_host(logits, rows), strict=True))
+        agreed += sum(ours == host for ours, host in pairs)
+        count += len(pairs)
+
+    assert agreed >= 0.999 * count
+
+
+def test_tokens_equal_those_of_the_host_where_the_best_sums_are_well_separated():
+    vocab, count, compared = 50257, 512, 0
+    logits = logits_on_gpu(count, vocab, dtype=torch.float32)
+    rows = [sampling_row(seed=3, position=i, temperature=0.7) for i in range(count)]
+    keys = torch.tensor([noise_key(3, i) for i in range(count)], dtype=torch.float64).cuda()
+    noise = gumbel_noise(torch.arange(vocab, device="cuda"), keys[:, :1], keys[:, 1:])
+    best = (logits * rows[0].parameters.inverse_temperature + noise).topk(2).values
+
+    pairs = zip(by_kernel(logits, rows), by_host(logits, rows), strict=True)
+
+    for gap, (ours, host) in zip((best[:, 0] - best[:, 1]).tolist(), pairs, strict=True):
+        if gap > 1e-4:
+            compared += 1
+            assert ours == host
+    assert compared > 0.99 * count
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.02}], ids=str)
+def test_tokens_follow_the_filtered_distribution(filters):
+    vocab, count = 5000, 20_000
+    logits = logits_on_gpu(1, vocab, 2.0, torch.float32)
+    rows = [sampling_row(seed=1, position=i, **filters) for i in range(count)]
+
+    sampled = torch.tensor(by_kernel(logits.expand(count, -1), rows), device="cuda")
+
+    probabilities = torch.softmax(oracle(logits, filters), -1)[0].double()
+    order = probabilities.argsort(descending=True)
+    counts = torch.bincount(sampled, minlength=vocab)[order].double()
+    expected = probabilities[order] * count
+    assert not counts[expected == 0].any()
+    # Bins of one likely token each, and one of all others.
+    likely = int((expected >= 20).sum())
+    observed = torch.cat([counts[:likely], counts[likely:].sum()[None]])
+    expected = torch.cat([expected[:likely], expected[likely:].sum()[None]])
+    kept = expected > 0
+    chi_square = float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+    freedom = int(kept.sum()) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
 @pytest.mark.parametrize("kind", ["equal", "few", "tiny", "huge", "sparse"])
@@ -79,14 +149,6 @@ def test_ties_and_extreme_logits_follow_the_reference_rules(kind):
     rows = filtered_rows(len(FILTERS))
 
     assert by_kernel(logits, rows) == by_rule(logits, rows)
-
-
-def test_tokens_equal_those_of_the_host_sampler_up_to_rounding():
-    logits, rows = logits_on_gpu(240, 50257), filtered_rows(240)
-
-    pairs = zip(by_kernel(logits, rows), by_host(logits, rows), strict=True)
-
-    assert sum(ours == host for ours, host in pairs) >= 238
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

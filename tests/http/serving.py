@@ -6,13 +6,20 @@ import socket
 
 import uvicorn
 
+from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
+from server.http.transport import HTTP11Protocol, protocol_factory
 
 
 class Server:
-    """uvicorn on a loopback port, in the test's own event loop."""
+    """uvicorn on a loopback port, in the test's own event loop.
 
-    def __init__(self, app, implementation, send_buffer=None):
+    `limits` are fields of `HTTPConfig` for `HTTP11Protocol`.
+    """
+
+    def __init__(self, app, implementation=HTTP11Protocol, send_buffer=None, **limits):
+        if implementation is HTTP11Protocol:
+            implementation = protocol_factory(HTTPConfig(model_id="test", **limits))
         config = uvicorn.Config(
             with_middleware(app),
             http=implementation,
@@ -21,6 +28,7 @@ class Server:
             access_log=False,
         )
         self._server = uvicorn.Server(config)
+        self._writers = []
         self._socket = socket.create_server(("127.0.0.1", 0))
         if send_buffer:  # connections inherit it
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -34,8 +42,14 @@ class Server:
         return self
 
     async def __aexit__(self, *exception):
+        for writer in self._writers:
+            writer.transport.abort()
         self._server.force_exit = True
         await self._server.shutdown(sockets=[self._socket])
+
+    @property
+    def connections(self):
+        return self._server.server_state.connections
 
     async def connect(self, receive_buffer=None):
         sock = socket.socket()
@@ -43,7 +57,9 @@ class Server:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
-        return await asyncio.open_connection(sock=sock, limit=1024)
+        reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        self._writers.append(writer)
+        return reader, writer
 
     async def post(self, path, body=None, **options):
         reader, writer = await self.connect(**options)
@@ -64,3 +80,10 @@ async def read_reply(reader):
     text = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = int(text.split("content-length: ")[1].split("\r\n")[0])
     return (await reader.readexactly(length)).decode()
+
+
+async def until(condition):
+    """Wait at most ten seconds for a condition."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - no event signals that the state has changed
+            await asyncio.sleep(0.002)

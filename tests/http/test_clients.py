@@ -9,8 +9,8 @@ from huggingface_hub.errors import OverloadedError, ValidationError
 
 from server.engine.core.request import FinishReason
 from server.http.transport import HTTP11Protocol
-from tests.http.fakes import EOS_ID, say
-from tests.http.serving import Server
+from tests.http.fakes import EOS_ID, event, put, say, silent
+from tests.http.serving import Server, until
 
 pytestmark = pytest.mark.anyio
 
@@ -71,6 +71,13 @@ async def test_errors_become_the_clients_exceptions(ask, stream):
         await ask(top_k=0, stream=stream)
 
 
-async def test_too_many_requests_become_the_clients_overload_exception(ask):
+async def test_too_many_requests_become_the_clients_overload_exception(ask, engine):
+    engine.script = silent
+    first = asyncio.ensure_future(ask())
+    await until(lambda: engine.running)
+
     with pytest.raises(OverloadedError, match="Model is overloaded"):
-        await ask(best_of=2, do_sample=True)
+        await ask()
+
+    put(engine.streams[0], event(1, FinishReason.LENGTH))
+    await first

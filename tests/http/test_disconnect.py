@@ -179,8 +179,9 @@ async def test_a_disconnect_during_tokenization_aborts_the_request(
 
     monkeypatch.setattr(type(tokenizer), "encode", lambda _self, text, _special: slow(text))
     engine.script = say([1] * 50, FinishReason.LENGTH, wait=0.02)
-    _, writer = await server.post(path, {"inputs": "x" * 5000})
-    await tokenizing.wait()
+    body = {"inputs": "x" * 5000, "parameters": {"truncate": 100}}
+    _, writer = await server.post(path, body)
+    await asyncio.wait_for(tokenizing.wait(), 10)
 
     writer.close()
     await asyncio.sleep(0.02)

@@ -1,5 +1,6 @@
 """POST /generate and POST /: replies, details, headers, and the parameters that the engine receives."""
 
+import asyncio
 import math
 import threading
 
@@ -9,7 +10,8 @@ import pytest
 from server.engine.core.request import FinishReason
 from server.engine.link.protocol import EngineState
 from server.http.dialects.tgi.replies import GenerateReply
-from tests.http.fakes import EOS_ID, IM_END_ID, INFO, FakeEngine, event, put, say
+from tests.http.fakes import EOS_ID, IM_END_ID, INFO, FakeEngine, event, put, say, silent
+from tests.http.serving import until
 
 pytestmark = pytest.mark.anyio
 
@@ -394,18 +396,29 @@ async def test_one_failed_sequence_of_best_of_ends_the_other(generate, engine):
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
 async def test_requests_beyond_the_limit_are_refused(open_client, engine, path):
+    engine.script = silent
+    client = await open_client(max_concurrent_requests=1)
+    first = asyncio.ensure_future(client.post("/generate", json={"inputs": "x"}))
+    await until(lambda: engine.running)
+
+    response = await client.post(path, json={"inputs": "x"})
+
+    assert response.status_code == 429
+    assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
+    assert response.headers["retry-after"] == "1"
+    first.cancel()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/"])
+async def test_more_sequences_than_there_are_places_are_refused_for_good(open_client, path):
     client = await open_client(max_concurrent_requests=1)
 
     response = await client.post(
         path, json={"inputs": "x", "parameters": {"best_of": 2, "do_sample": True}}
     )
 
-    if path == "/generate_stream":
-        assert response.status_code == 422
-        return
-    assert response.status_code == 429
-    assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
-    assert response.headers["retry-after"] == "1"
+    assert response.status_code == 422
+    assert "`best_of` must ask for at most 1 completions in all. Given: 2" in response.text
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/info"])
@@ -475,6 +488,6 @@ async def test_a_long_prompt_is_tokenized_in_a_thread(client, tokenizer, monkeyp
         monkeypatch.setattr(type(tokenizer), name, spy)
 
     await client.post(path, json={"inputs": "x" * 100})
-    await client.post(path, json={"inputs": "x" * 5000})
+    await client.post(path, json={"inputs": "x" * 5000, "parameters": {"truncate": 100}})
 
     assert threads == [True, False]

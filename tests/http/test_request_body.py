@@ -10,12 +10,17 @@ from server.errors import (
     BodyTooLargeError,
     MalformedBodyError,
 )
+from server.http.admission import Admission
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from tests.http.conftest import CONFIG
 
 pytestmark = pytest.mark.anyio
 
 LIMITS = replace(CONFIG, max_body_bytes=1000, body_timeout_seconds=0.1)
+
+
+def buffer(limits=LIMITS):
+    return Admission(limits, None, None).buffer()
 
 
 def scope(**headers):
@@ -40,7 +45,7 @@ async def test_a_declared_length_over_the_limit_is_refused_before_reading():
     receive, taken = body(b"x")
 
     with pytest.raises(BodyTooLargeError, match=r"at most 1000 bytes\. Given: 1001"):
-        await read_json(scope(content_length="1001"), receive, LIMITS)
+        await read_json(scope(content_length="1001"), receive, LIMITS, buffer())
 
     assert taken == []
 
@@ -49,7 +54,7 @@ async def test_a_body_without_a_length_is_refused_at_the_limit():
     receive, taken = body(*[b"x" * 100] * 500)
 
     with pytest.raises(BodyTooLargeError, match="at most 1000 bytes"):
-        await read_json(scope(), receive, LIMITS)
+        await read_json(scope(), receive, LIMITS, buffer())
 
     assert len(taken) == 11
 
@@ -57,7 +62,7 @@ async def test_a_body_without_a_length_is_refused_at_the_limit():
 async def test_a_body_of_exactly_the_limit_is_read():
     receive, _ = body(b'"', b"x" * 998, b'"')
 
-    assert await read_json(scope(content_length="1000"), receive, LIMITS) == "x" * 998
+    assert await read_json(scope(content_length="1000"), receive, LIMITS, buffer()) == "x" * 998
 
 
 @pytest.mark.parametrize("length", ["-1", "1e3", "", "٣"])
@@ -65,14 +70,16 @@ async def test_a_length_that_is_not_a_number_is_refused(length):
     receive, _ = body(b"{}")
 
     with pytest.raises(MalformedBodyError, match="Content-Length"):
-        await read_json({"headers": [(b"content-length", length.encode())]}, receive, LIMITS)
+        await read_json(
+            {"headers": [(b"content-length", length.encode())]}, receive, LIMITS, buffer()
+        )
 
 
 async def test_a_length_with_thousands_of_digits_is_too_large():
     receive, _ = body(b"{}")
 
     with pytest.raises(BodyTooLargeError):
-        await read_json(scope(content_length="9" * 5000), receive, LIMITS)
+        await read_json(scope(content_length="9" * 5000), receive, LIMITS, buffer())
 
 
 async def test_a_body_that_does_not_arrive_times_out():
@@ -81,7 +88,7 @@ async def test_a_body_that_does_not_arrive_times_out():
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     with pytest.raises(BodyTimeoutError, match=r"within 0\.1 seconds"):
-        await read_json(scope(), receive, LIMITS)
+        await read_json(scope(), receive, LIMITS, buffer())
 
 
 async def test_a_disconnect_while_the_body_is_read_is_an_error():
@@ -89,7 +96,7 @@ async def test_a_disconnect_while_the_body_is_read_is_an_error():
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientDisconnectedError):
-        await read_json(scope(), receive, LIMITS)
+        await read_json(scope(), receive, LIMITS, buffer())
 
 
 async def test_the_watch_calls_back_once_when_the_client_disconnects():

@@ -237,24 +237,6 @@ async def test_a_stream_with_events_gets_no_comments(make_app, engine, tokenizer
     assert b":\n\n" not in connection.bodies
 
 
-async def test_a_client_that_accepts_no_bytes_is_disconnected(make_app, engine, tokenizer):
-    engine.script = say(tokenizer.encode("x" * 20), FinishReason.LENGTH, wait=0.01)
-    connection = Sends(make_app(keep_alive_seconds=0.05, send_timeout_seconds=0.1), {"inputs": "x"})
-    take = connection.send
-
-    async def send(message):
-        await take(message)
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    connection.send = send
-
-    async with asyncio.timeout(5):
-        await connection.run()
-
-    assert engine.aborted == [1]
-
-
 async def test_a_stopping_server_ends_its_streams_with_an_error_event(make_app, engine):
     async def script(_engine, _request, stream):
         put(stream, event(1))

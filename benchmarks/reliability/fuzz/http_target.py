@@ -29,7 +29,7 @@ from server.engine.link.protocol import EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
-from server.http.transport import HTTP11Protocol
+from server.http.transport import Connections, HTTP11Protocol
 
 if TYPE_CHECKING:
     import random
@@ -108,6 +108,9 @@ class _Transport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def write_eof(self) -> None:
+        pass
+
     def get_write_buffer_size(self) -> int:
         return 0
 
@@ -163,8 +166,8 @@ class HTTPTarget:
         self._loop = asyncio.new_event_loop()
         self._engine = InstantEngine()
         folder = resolve(BUNDLED)
-        config = HTTPConfig(model_id="m", access_log=False, max_body_bytes=300_000)
-        app = create_app(self._engine, Tokenizer.from_folder(folder), config)
+        self._limits = HTTPConfig(model_id="m", access_log=False, max_body_bytes=300_000)
+        app = create_app(self._engine, Tokenizer.from_folder(folder), self._limits)
         self._config = uvicorn.Config(
             with_middleware(app), lifespan="off", log_config=None, access_log=False
         )
@@ -204,7 +207,7 @@ class HTTPTarget:
     async def _serve(self, pieces: list[bytes]) -> None:
         transport = _Transport()
         state = ServerState()
-        protocol = HTTP11Protocol(self._config, state, {})
+        protocol = HTTP11Protocol(Connections(self._limits), self._config, state, {})
         protocol.connection_made(transport)
         for piece in pieces:
             if not transport.closed:

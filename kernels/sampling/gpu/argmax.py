@@ -25,8 +25,17 @@ from kernels.gpu.functions import (
     ranked_is_finite,
     ranked_value,
     ranking_bits,
+    ranking_keys,
 )
-from kernels.sampling.gpu.row_table import apply_mask, load_logits, logits_of
+from kernels.sampling.gpu.noise import gumbel_noise, load_noise_key
+from kernels.sampling.gpu.row_table import (
+    INVERSE_TEMPERATURE,
+    KIND,
+    UNFILTERED,
+    apply_mask,
+    load_logits,
+    logits_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +54,7 @@ def rank_tiles(
     table,
     masks,
     best,
+    noisy,
     groups,
     sums,
     row_stride,
@@ -60,6 +70,8 @@ def rank_tiles(
     Args:
         table: [rows, COLUMNS] float64, the row table; unused where COLUMNS is 0, and rows are those of `logits`.
         masks: [masks, ceil(V / 32)] int32, the masks that the table refers to; unused where COLUMNS is 0.
+        noisy: [rows, tiles] int64, written for unfiltered rows with the best key of scaled logits, less the largest of
+            the tile, with noise; unused where COLUMNS is 0.
         groups: [rows, groups] int32, written with the largest bits of each group unless COLUMNS is 0.
         sums: [rows, tiles] float32, written with the sum of exp(logit - largest of the tile) where SUMS.
     """
@@ -90,6 +102,15 @@ def rank_tiles(
     if COLUMNS:
         num_groups = (V + GROUP - 1) // GROUP
         tl.store(groups + row * num_groups + group, of_groups, mask=group < num_groups)
+        entry = table + row * COLUMNS
+        if tl.load(entry + KIND).to(tl.int32) == UNFILTERED:
+            # The row's largest logit is not known yet. `set_limits` adds the distances of the tiles' largest.
+            scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
+            noise = gumbel_noise(load_noise_key(entry), ids)
+            totals = noise - (ranked_value(largest) - values) * scale
+            winner = tl.max(tl.max(ranking_keys(totals, ids), 1), 0)
+            # Infinities of the same sign have no difference. The row fails where the largest is positive or NaN.
+            tl.store(noisy + place, tl.where(ranked_is_finite(key), winner, LOWEST_KEY))
 
 
 @triton.jit
@@ -199,7 +220,7 @@ def _rank(logits: Tensor, *, pdl: bool, tile: int) -> tuple[Tensor, Tensor]:
     best = torch.empty((rows, tiles), dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, tiles), dtype=torch.float32, device=logits.device)
     rank_tiles[(tiles, rows)](
-        logits, best, best, best, best, sums, logits.stride(0),
+        logits, best, best, best, best, best, sums, logits.stride(0),
         V=size, BLOCK=tile, GROUP=tile, COLUMNS=0, SUMS=True, num_warps=TILE_WARPS,
         **dependent_launch(pdl),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Samples a filtered row: weighted selection in the order of probability, without sorting.
+"""Samples a filtered row: the filters select tokens in the order of probability, without sorting.
 
 The tokens of a row are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps a
-prefix of that order. Each filter, and the sampling, thus looks for the first key whose cumulative amount exceeds a
-target: the count of tokens for top_k, their weight for the others. It is found by dividing a window of keys, [low,
+prefix of that order. top_k and top_p thus look for the first key whose cumulative amount exceeds a target: the count of
+tokens for top_k, their weight for top_p. It is found by dividing a window of keys, [low,
 high), into parts until one token is left: in the list of candidates where the window lies within it, else in the logits
 until the window is small enough for a list.
 
@@ -16,19 +16,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gpu.functions import LOWEST_KEY, ranked_id, ranking_keys
+from kernels.sampling.gpu.noise import gumbel_noise, load_noise_key
 from kernels.sampling.gpu.row_table import (
     COLUMNS,
     FILTERED,
     INVERSE_TEMPERATURE,
+    MIN_P_DISTANCE,
     TARGET,
     TOP_K,
     TOP_P,
-    UNIFORM,
     apply_mask,
     load_logits,
     logits_of,
 )
-from kernels.sampling.gpu.sample_tiles import ordering_keys, target_weight, weights_of
+from kernels.sampling.gpu.sample_tiles import ordering_keys, weights_of
 
 _NOWHERE = tl.constexpr(0x7F800000)
 """Bits of an infinite distance."""
@@ -229,6 +231,30 @@ def weight_below(
 
 
 @triton.jit
+def sample_below(
+    row,
+    noise_key,
+    size,
+    edge,
+    IN_LIST: tl.constexpr,
+    ID_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
+):
+    """Return the id of the token with the largest sum of noise minus distance among all keys below an edge."""
+    best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
+    for start in range(0, size, BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
+        for i in tl.static_range(LOADS):
+            keys, _ = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
+            ids = (keys & ((1 << ID_BITS) - 1)).to(tl.int32)
+            distances = (keys >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+            totals = ranking_keys(gumbel_noise(noise_key, ids) - distances, ids)
+            best = tl.maximum(best, tl.where(keys < edge, totals, LOWEST_KEY))
+    return ranked_id(tl.max(best, 0))
+
+
+@triton.jit
 def find(
     row,
     size,
@@ -315,9 +341,12 @@ def sample_filtered(
     size = tl.where(candidates <= CAPACITY, candidates, 0)
     low, high, low_amount, high_amount = first, end, first, size.to(tl.int64)
 
+    # Tokens whose keys are below `limit` are kept; their weight is at most `kept`.
     kept = tl.sum(tl.load(of_tiles, mask=tile < NUM_TILES, other=0), 0)
-    found = first
-    for stage in range(3):
+    limit = end
+    listed_weight = first
+    is_listed = candidates <= CAPACITY
+    for stage in range(2):
         counting = stage == 0
         # Where there are fewer candidates than top_k, they are all tokens with a weight.
         top_k = tl.load(entry + TOP_K).to(tl.int32)
@@ -332,9 +361,7 @@ def sample_filtered(
             kept = tl.minimum(kept, tl.sum(near, 0))
             # A mass of 1 never cuts: rounding the total to a float must not drop a token.
             needed = (top_p < 1.0) & (target < kept)
-        if stage == 2:
-            target = target_weight(tl.load(entry + UNIFORM), kept)
-            needed = kept > 0
+            is_listed = is_listed & ((target < high_amount) | (needed == 0))
         if needed:
             found, edge, reached, size, low, high, low_amount, high_amount = find(
                 row, size, target, counting,
@@ -350,11 +377,21 @@ def sample_filtered(
                     kept = weight_below(row, V, edge, False, ID_BITS, BLOCK, LOADS)
             if stage == 1:
                 kept = tl.minimum(kept, reached)
+            limit = tl.minimum(limit, edge)
         if stage == 0:
             size = tl.where(candidates <= CAPACITY, size, 0)
             high_amount = weight_below(row, size, end, True, ID_BITS, BLOCK, 1)
             low_amount = first
-    token = found & ((1 << ID_BITS) - 1)
+            listed_weight = high_amount
+    most = tl.load(entry + MIN_P_DISTANCE).to(tl.float32)
+    beyond = (most.to(tl.int32, bitcast=True).to(tl.int64) + 1) << ID_BITS
+    limit = tl.minimum(limit, beyond)
+    noise_key = load_noise_key(entry)
+    # The list of candidates is a prefix of the order, so it holds all kept tokens if it has their weight.
+    if is_listed & (kept <= listed_weight):
+        token = sample_below(row, noise_key, size, limit, True, ID_BITS, BLOCK, 1)
+    else:
+        token = sample_below(row, noise_key, V, limit, False, ID_BITS, BLOCK, LOADS)
     to = tl.load(entry + TARGET).to(tl.int64)
     tl.store(tokens + to, token)
     tl.store(checked + to, token)

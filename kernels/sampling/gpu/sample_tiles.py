@@ -1,4 +1,4 @@
-"""The sampling kernels that read whole rows: weights, their sums by tile, and the candidates of filtered rows.
+"""The tokens of unfiltered rows, and for filtered rows the weights, their sums by tile, and the candidates.
 
 Weights are integers, so a sum does not depend on the order of the additions. The list of candidates has no order.
 """
@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.gpu.functions import ranked_id, ranked_is_finite, ranked_value
+from kernels.gpu.functions import (
+    LOWEST_KEY,
+    MINUS_INFINITY,
+    ranked_bits,
+    ranked_id,
+    ranked_is_finite,
+    ranked_value,
+    ranking_keys,
+)
 from kernels.sampling.gpu.argmax import LOWEST_BITS, best_key
 from kernels.sampling.gpu.row_table import (
     COLUMNS,
@@ -23,7 +31,6 @@ from kernels.sampling.gpu.row_table import (
     TARGET,
     TOP_K,
     UNFILTERED,
-    UNIFORM,
     WEIGHT_SCALE,
     apply_mask,
     load_logits,
@@ -41,6 +48,7 @@ def weights_of(distances):
 def set_limits(
     table,
     best,
+    noisy,
     groups,
     kinds,
     peaks,
@@ -54,9 +62,10 @@ def set_limits(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the argmax of a row, and the largest distance of its candidates from its peak; program (row).
+    """Write the token of a row, or the largest distance of its candidates from its peak; program (row).
 
-    The argmax is the result of rows that are greedy or have no finite peak.
+    The argmax is the result of rows that are greedy or have no finite peak, and that of logits with noise the result of
+    unfiltered rows. The tokens of filtered rows are overwritten by `sample_filtered`.
     """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -67,9 +76,22 @@ def set_limits(
     entry = table + row * COLUMNS
     target = tl.load(entry + TARGET).to(tl.int64)
     kind = tl.where(finite, tl.load(entry + KIND).to(tl.int32), GREEDY)
-    peak = ranked_value((key >> 32).to(tl.int32))
-    tl.store(tokens + target, ranked_id(key))
-    tl.store(checked + target, tl.where(finite, ranked_id(key), -1))
+    peak = ranked_value(ranked_bits(key))
+    token = ranked_id(key)
+    if kind == UNFILTERED:
+        tile = tl.arange(0, TILES)
+        place = row * NUM_TILES + tile
+        of_tiles = tl.load(best + place, mask=tile < NUM_TILES, other=LOWEST_KEY)
+        winners = tl.load(noisy + place, mask=tile < NUM_TILES, other=LOWEST_KEY)
+        # Tiles of minus infinity and places past the last tile have no winner.
+        exists = ranked_is_finite(winners)
+        peaks_of_tiles = ranked_value(tl.where(exists, ranked_bits(of_tiles), ranked_bits(key)))
+        scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
+        totals = ranked_value(tl.where(exists, ranked_bits(winners), MINUS_INFINITY))
+        totals -= (peak - peaks_of_tiles) * scale
+        token = ranked_id(tl.max(ranking_keys(totals, ranked_id(winners)), 0))
+    tl.store(tokens + target, token)
+    tl.store(checked + target, tl.where(finite, token, -1))
     tl.store(kinds + row, kind)
     tl.store(peaks + row, peak)
     tl.store(counts + row, 0)
@@ -113,7 +135,10 @@ def weigh_tiles(
     ID_BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum the weights of a tile, all and those that min_p keeps, and list its candidates; program (tile, row)."""
+    """Sum the weights of a tile, all and those that min_p keeps, and list its candidates; program (tile, row).
+
+    Only filtered rows need them.
+    """
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if PDL:
@@ -128,78 +153,28 @@ def weigh_tiles(
     ids = tile * BLOCK + tl.arange(0, BLOCK)
     source = logits_of(logits, masks, entry, row_stride)
     values = load_logits(source, ids, V)
-    if kind == GREEDY:
+    if kind != FILTERED:
         return
     distances = (peak - apply_mask(source, values, tile * BLOCK, V)) * scale
     weights = weights_of(distances)
     of_tile = sums + row * 2 * tl.num_programs(0) + tile
     total = tl.sum(weights, 0)
     tl.store(of_tile, total)
-    if kind == FILTERED:
-        near = total
-        if most < float("inf"):
-            near = tl.sum(tl.where(distances <= most, weights, 0), 0)
-        tl.store(of_tile + tl.num_programs(0), near)
-        least = tl.load(entry + LEAST).to(tl.int64)
-        wanted = (weights >= least) & (distances <= tl.load(limits + row))
-        number = tl.sum(wanted.to(tl.int32), 0)
-        if number > 0:
-            before = tl.atomic_add(counts + row, number, sem="relaxed")
-            at = before + tl.cumsum(wanted.to(tl.int32), 0) - 1
-            keys = ordering_keys(distances, ids, ID_BITS)
-            tl.store(listed + row * CAPACITY + at, keys, mask=wanted & (at < CAPACITY))
+    near = total
+    if most < float("inf"):
+        near = tl.sum(tl.where(distances <= most, weights, 0), 0)
+    tl.store(of_tile + tl.num_programs(0), near)
+    least = tl.load(entry + LEAST).to(tl.int64)
+    wanted = (weights >= least) & (distances <= tl.load(limits + row))
+    number = tl.sum(wanted.to(tl.int32), 0)
+    if number > 0:
+        before = tl.atomic_add(counts + row, number, sem="relaxed")
+        at = before + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        keys = ordering_keys(distances, ids, ID_BITS)
+        tl.store(listed + row * CAPACITY + at, keys, mask=wanted & (at < CAPACITY))
 
 
 @triton.jit
 def ordering_keys(distances, ids, ID_BITS: tl.constexpr):
     """Return int64 keys, all distinct, that order by distance, float32 >= 0, then by id."""
     return (distances.to(tl.int32, bitcast=True).to(tl.int64) << ID_BITS) | ids.to(tl.int64)
-
-
-@triton.jit
-def sample_unfiltered(
-    logits,
-    table,
-    masks,
-    kinds,
-    peaks,
-    sums,
-    tokens,
-    checked,
-    row_stride,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Find the first id whose cumulative weight exceeds the fraction; program (row)."""
-    row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    if tl.load(kinds + row) != UNFILTERED:
-        return
-    entry = table + row * COLUMNS
-    tile = tl.arange(0, TILES)
-    of_tiles = tl.load(sums + row * 2 * NUM_TILES + tile, mask=tile < NUM_TILES, other=0)
-    target = target_weight(tl.load(entry + UNIFORM), tl.sum(of_tiles, 0))
-    passed = tl.cumsum(of_tiles, 0) <= target
-    before = tl.sum(tl.where(passed, of_tiles, 0), 0)
-    first = tl.sum((passed & (tile < NUM_TILES)).to(tl.int32), 0) * BLOCK
-    scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
-    ids = first + tl.arange(0, BLOCK)
-    source = logits_of(logits, masks, entry, row_stride)
-    values = apply_mask(source, load_logits(source, ids, V), first, V)
-    weights = weights_of((tl.load(peaks + row) - values) * scale)
-    passed = before + tl.cumsum(weights, 0) <= target
-    token = first + tl.sum(passed.to(tl.int32), 0)
-    to = tl.load(entry + TARGET).to(tl.int64)
-    tl.store(tokens + to, token.to(tl.int64))
-    tl.store(checked + to, token.to(tl.int64))
-
-
-@triton.jit
-def target_weight(uniform, total):
-    """Return the cumulative weight, int64, at the fraction `uniform`, float64 in [0, 1), of a total."""
-    return tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)

@@ -1,6 +1,9 @@
-"""Samples a token for each row of logits in a few launches: peaks, weights and candidates, then the tokens.
+"""Samples a token for each row of logits in two launches, and in four where a row is filtered.
 
-    rank_tiles > set_limits > weigh_tiles > sample_unfiltered, sample_filtered
+    rank_tiles > set_limits [ > weigh_tiles > sample_filtered ]
+
+The first two read the logits once and sample all rows without filters: greedy ones by the argmax, others by that of the
+logits with noise. The others find the tokens that filters keep and sample from these.
 
 Neither the logits nor the host decide how often a kernel is launched, and sums are of integers: the bits of a row's
 token do not depend on the other rows.
@@ -16,8 +19,8 @@ import triton
 from kernels.gpu.dependent_launch import dependent_launch
 from kernels.sampling.gpu.argmax import TILE_WARPS, rank_tiles
 from kernels.sampling.gpu.sample_filtered import sample_filtered
-from kernels.sampling.gpu.sample_tiles import sample_unfiltered, set_limits, weigh_tiles
-from kernels.sampling.rows import FILTERED, GREEDY, SAMPLE_SIZES, UNFILTERED, SampleRow, SampleSizes
+from kernels.sampling.gpu.sample_tiles import set_limits, weigh_tiles
+from kernels.sampling.rows import FILTERED, SAMPLE_SIZES, SampleRow, SampleSizes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,8 +37,9 @@ class _Scratch(NamedTuple):
 
     Attributes:
         best: [R, tiles] int64 keys.
+        noisy: likewise, of sums of noise and logits.
         groups: [R, groups] int32, the `ranking_bits` of each group's largest logit.
-        kinds: [R] int32, `GREEDY` where the token is known.
+        kinds: [R] int32, `GREEDY` where the row has no finite peak.
         peaks: [R] float32, the largest logit.
         limits: [R] float32, the largest distance of a candidate from the peak.
         counts: [R] int32, number of candidates.
@@ -44,6 +48,7 @@ class _Scratch(NamedTuple):
     """
 
     best: Tensor
+    noisy: Tensor
     groups: Tensor
     kinds: Tensor
     peaks: Tensor
@@ -61,6 +66,7 @@ def _scratch(rows: int, size: int, sizes: SampleSizes, device: torch.device) -> 
 
     return _Scratch(
         best=empty(rows, tiles, dtype=torch.int64),
+        noisy=empty(rows, tiles, dtype=torch.int64),
         groups=empty(rows, groups, dtype=torch.int32),
         kinds=empty(rows, dtype=torch.int32),
         peaks=empty(rows, dtype=torch.float32),
@@ -105,27 +111,21 @@ def sample_tokens(
     id_bits = max(1, (size - 1).bit_length())
 
     rank_tiles[(num_tiles, rows)](
-        logits, table, masks, it.best, it.groups, it.best, stride,
+        logits, table, masks, it.best, it.noisy, it.groups, it.best, stride,
         V=size, BLOCK=sizes.tile, GROUP=sizes.group, COLUMNS=len(SampleRow._fields), SUMS=False, **wide,
     )  # fmt: skip
     set_limits[(rows,)](
-        table, it.best, it.groups, it.kinds, it.peaks, it.limits, it.counts, tokens, checked,
+        table, it.best, it.noisy, it.groups, it.kinds, it.peaks, it.limits, it.counts, tokens, checked,
         NUM_GROUPS=num_groups, GROUPS=triton.next_power_of_2(num_groups), **tiles, **narrow,
     )  # fmt: skip
-    if set(kinds) == {GREEDY}:
+    if FILTERED not in kinds:
         return
     weigh_tiles[(num_tiles, rows)](
         logits, table, masks, it.kinds, it.peaks, it.limits, it.counts, it.sums, it.listed, stride,
         V=size, BLOCK=sizes.tile, CAPACITY=sizes.capacity, ID_BITS=id_bits, **wide,
     )  # fmt: skip
-    if UNFILTERED in kinds:
-        sample_unfiltered[(rows,)](
-            logits, table, masks, it.kinds, it.peaks, it.sums, tokens, checked, stride,
-            V=size, BLOCK=sizes.tile, **tiles, **narrow,
-        )  # fmt: skip
-    if FILTERED in kinds:
-        sample_filtered[(rows,)](
-            logits, table, masks, it.kinds, it.peaks, it.counts, it.sums, it.listed, tokens, checked, stride,
-            V=size, CAPACITY=sizes.capacity, BLOCK=sizes.chunk, LOADS=sizes.loads, WAYS=sizes.ways,
-            ROW_WAYS=sizes.row_ways, ID_BITS=id_bits, maxnreg=_ROW_REGISTERS, **tiles, **narrow,
-        )  # fmt: skip
+    sample_filtered[(rows,)](
+        logits, table, masks, it.kinds, it.peaks, it.counts, it.sums, it.listed, tokens, checked, stride,
+        V=size, CAPACITY=sizes.capacity, BLOCK=sizes.chunk, LOADS=sizes.loads, WAYS=sizes.ways,
+        ROW_WAYS=sizes.row_ways, ID_BITS=id_bits, maxnreg=_ROW_REGISTERS, **tiles, **narrow,
+    )  # fmt: skip

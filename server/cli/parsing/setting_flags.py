@@ -27,7 +27,10 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "memory": (
         "block_size", "kv_cache_dtype", "kv_cache_tokens", "kv_cache_gib", "enable_prefix_caching",
     ),
-    "HTTP": ("host", "port", "frontends", "max_concurrent_requests", "max_body_bytes"),
+    "HTTP": (
+        "host", "port", "frontends", "max_concurrent_requests", "max_queue_seconds", "max_queued_tokens",
+        "max_body_bytes", "max_buffered_body_bytes",
+    ),
     "process": ("engine_hang_seconds", "log_level", "log_format", "otlp_endpoint", "ignore_unknown_env"),
 }  # fmt: skip
 """Groups of the help text; a setting in none of them is in "engine" if `EngineConfig` has it, else in "HTTP"."""

@@ -122,6 +122,7 @@ class Accounting:
         ended_device_seconds: device time charged to them.
         ended_block_seconds: KV blocks times seconds charged to them.
         num_reserved_tokens: tokens that the sequences of the batch have if all reach their limits.
+        least_price: lowest device time of one token of a step so far; 0.0 before the first.
     """
 
     def __init__(self) -> None:
@@ -135,6 +136,7 @@ class Accounting:
         self.ended_device_seconds = [0.0] * len(FinishReason)
         self.ended_block_seconds = [0.0] * len(FinishReason)
         self.num_reserved_tokens = 0
+        self.least_price = 0.0
         self._price = 0.0  # of the newest step
         self._price_sum = 0.0  # over all steps
         self._num_steps = 0
@@ -167,6 +169,8 @@ class Accounting:
         self._price = price = seconds / max(1, num_tokens)
         self._price_sum += price
         self._num_steps += 1
+        if price < self.least_price or not self.least_price:
+            self.least_price = price
         return price
 
     def charge_ended(self, reason: FinishReason, num_tokens: int) -> None:

@@ -95,6 +95,10 @@ class BlockManager:
         """Return whether a sequence's leading tokens are looked up in the prefix cache."""
         return self.enable_prefix_caching and not sequence.sampling.prompt_logprobs
 
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return how many leading tokens of a sequence that owns no block are in the prefix cache."""
+        return len(self._find_prefix(sequence)[0]) * self.block_size
+
     def admit(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Allocate blocks for all known tokens of a sequence and for one more token.
 

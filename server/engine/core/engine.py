@@ -30,6 +30,7 @@ from server.engine.core.messages import (
     StepMessage,
     encode_totals,
 )
+from server.engine.core.progress import Activity, Progress
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
@@ -54,6 +55,13 @@ otherwise that request would wait for the preparatory work.
 """
 
 
+# Constants, since looking a member up takes three times as long as `Progress.begin`.
+_RECORDING: Final = Activity.RECORDING
+_IDLE: Final = Activity.IDLE
+_MESSAGES: Final = Activity.MESSAGES
+_SCHEDULING: Final = Activity.SCHEDULING
+_LAUNCHING: Final = Activity.LAUNCHING
+_WAITING: Final = Activity.WAITING
 _IDLE_CHECK_SECONDS: Final = 1.0
 """Time without work before the bookkeeping is checked; nothing changes after that until a message arrives."""
 _STATS_SECONDS: Final = 0.002
@@ -121,7 +129,8 @@ class Engine:
     """Owns the scheduler and the model runner; no other object uses them.
 
     Attributes:
-        info: see below.
+        info: the engine's properties.
+        progress: what the loop is doing; may be replaced before `run`.
         num_failed_steps: steps so far that had to be computed again.
         num_invariant_violations: contradictions in the bookkeeping that `check_idle` has found.
 
@@ -144,6 +153,7 @@ class Engine:
         runs_ahead: bool = False,
     ) -> None:
         self.info = info
+        self.progress = Progress()
         self.num_failed_steps = 0
         self.num_invariant_violations = 0
         self._scheduler = scheduler
@@ -182,6 +192,7 @@ class Engine:
     def _use_idle_time(self) -> None:
         """Let the runner do preparatory work until a message arrives."""
         while not self.receive(wait=0):
+            self.progress.begin(_RECORDING)
             if not self._runner.use_idle_time():
                 if not self.receive(wait=_IDLE_CHECK_SECONDS):
                     self.check_idle()
@@ -208,8 +219,11 @@ class Engine:
             Whether there was a message.
         """
         any_came = False
+        if wait:
+            self.progress.begin(_IDLE)
         for message in self._channel.receive(wait=wait):
             any_came = True
+            self.progress.begin(_MESSAGES)
             if isinstance(message, GenerateRequest):
                 self._add(message)
             elif isinstance(message, AbortRequests):
@@ -220,6 +234,7 @@ class Engine:
 
     def step(self) -> None:
         """Launch a step and commit the previous one; unless the engine runs ahead, commit the launched step as well."""
+        self.progress.begin(_SCHEDULING)
         if self._compiling:
             self._add_compiled()
         before, self._launched = self._launched, None
@@ -239,10 +254,13 @@ class Engine:
         """Schedule and launch a step; return None if all remaining work is in flight."""
         self._scheduler.accounting.now = launched = time.monotonic()
         output = self._scheduler.schedule()
+        if late := self._scheduler.take_late():
+            self._publish(late, [], {})
         if not output.num_tokens:
             return None
         started = self._note_started(output, launched)
         pending: PendingStep
+        self.progress.begin(_LAUNCHING, output.num_tokens)
         try:
             pending = self._runner.launch(output)
         except Exception as error:
@@ -267,6 +285,7 @@ class Engine:
         The launched step samples between the two, so that the device does not wait for the message to be sent.
         """
         output, started, pending, _ = step
+        self.progress.begin(_WAITING, output.num_tokens)
         try:
             result = pending.result()
         except _NoResultsError as error:
@@ -279,6 +298,7 @@ class Engine:
         if self._num_without_success:
             self._num_without_success = 0
         seconds = self._device_seconds(step)
+        self.progress.end_step(output.num_tokens, seconds)
         prompts = self._collect_prompt_logprobs(output, result.prompt_logprobs)
         events = self._scheduler.commit(output, result.sampled, seconds)
         self._sample()
@@ -308,7 +328,7 @@ class Engine:
                 self._publish(events, step.started, {})
                 raise error
         with self._scheduler.not_started(output) as rows:
-            retried = retry_step(self._runner, output.step, rows)
+            retried = retry_step(self._runner, output.step, rows, self.progress)
         seconds = self._device_seconds(step)
         prompts = self._collect_prompt_logprobs(output, retried.prompt_logprobs)
         events = self._scheduler.commit_parts(output, retried.results, seconds)
@@ -336,7 +356,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
         scheduler, blocks = self._scheduler, self._scheduler.block_manager
-        accounting = scheduler.accounting
+        accounting, waiting = scheduler.accounting, scheduler.waiting
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
             num_running=scheduler.num_running,
@@ -354,6 +374,12 @@ class Engine:
             num_failed_steps=self.num_failed_steps,
             num_invariant_violations=self.num_invariant_violations,
             num_reserved_tokens=accounting.num_reserved_tokens,
+            num_free_places=scheduler.num_free_places,
+            num_prefill_tokens=scheduler.num_prefill_tokens,
+            waiting_by_length=list(waiting.num_by_length) if waiting else [],
+            waiting_tokens_by_length=list(waiting.num_tokens_by_length) if waiting else [],
+            prompt_rate=scheduler.prompt_rate.value,
+            end_rate=scheduler.end_rate.value,
             computed_tokens=accounting.num_computed_tokens,
             computed_prompt_tokens=accounting.num_computed_prompt_tokens,
             recomputed_tokens=accounting.num_recomputed_tokens,

@@ -130,6 +130,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: prompt tokens of admitted sequences, computed or found in the prefix cache.
         generation_tokens: tokens sampled.
         num_reserved_tokens: tokens that the running sequences have if all reach their limits.
+        num_free_places: sequences that can be admitted before another one ends; 0 if blocks are short.
+        num_prefill_tokens: tokens of the prompts of running sequences that are not computed yet.
+        waiting_by_length: sequences in the queue by `waiting_queue.length_class`; empty if none waits.
+        waiting_tokens_by_length: tokens of their prompts.
+        prompt_rate: prompt tokens computed per second when steps are full; 0.0 if none was.
+        end_rate: sequences that end per second while others wait; 0.0 if none waited.
         num_failed_steps: steps that had to be computed again, because they raised an error.
         num_invariant_violations: contradictions that the engine found in its own bookkeeping while it was idle.
         computed_tokens: tokens computed, of prompts and outputs.
@@ -154,6 +160,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_failed_steps: int = 0
     num_invariant_violations: int = 0
     num_reserved_tokens: int = 0
+    num_free_places: int = 0
+    num_prefill_tokens: int = 0
+    waiting_by_length: list[int] = []
+    waiting_tokens_by_length: list[int] = []
+    prompt_rate: float = 0.0
+    end_rate: float = 0.0
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     recomputed_tokens: int = 0
@@ -169,7 +181,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 _GAUGES = {
     "num_running", "num_waiting", "num_blocks", "num_free_blocks", "num_cached_blocks", "kv_usage",
-    "num_reserved_tokens",
+    "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
+    "prompt_rate", "end_rate",
 }  # fmt: skip
 _COUNTERS = tuple(n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"totals"})
 
@@ -283,5 +296,29 @@ def newest_stats(steps: Iterable[StepMessage]) -> EngineStats | None:
     return newest
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """A sign of life, which the engine process sends about once per second, also while its loop waits for the device.
+
+    Attributes:
+        activity: value of an `Activity`.
+        count: progress of the engine's loop.
+        num_tokens: of the step that it is launching or waiting for; 0 if there is none.
+    """
+
+    activity: str
+    count: int
+    num_tokens: int
+
+
+class EngineHung(msgspec.Struct, frozen=True, tag="hung"):
+    """The engine's loop hangs, and its process is about to end.
+
+    Attributes:
+        doing: what it has been doing, and for how long; completes the sentence "it has been ...".
+    """
+
+    doing: str
+
+
 FrontEndMessage = GenerateRequest | AbortRequests | Shutdown
-EngineMessage = StartupPhase | EngineReady | StartupFailed | StepMessage
+EngineMessage = StartupPhase | EngineReady | StartupFailed | StepMessage | Heartbeat | EngineHung

@@ -43,6 +43,7 @@ class GenerateRequest(
         deadline: when the request ends, complete or not: `time.monotonic` seconds, which all processes of a machine
             share. None for never.
         cache_salt: the request uses only cached blocks of requests with an equal salt.
+        client: who sent it, in any form; waiting requests of different clients take turns.
     """
 
     request_id: int
@@ -52,6 +53,7 @@ class GenerateRequest(
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    client: str = ""
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -22,9 +22,12 @@ from server.engine.core.accounting import Accounting
 from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
+from server.engine.core.prompt_chunks import Chunk, NoAdmission, divide
+from server.engine.core.rates import Rate
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.sequence import Sequence, SequenceStatus
 from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerOutput
+from server.engine.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -34,8 +37,16 @@ log = logging.getLogger("tessera.engine")
 
 _GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 
+_SHORTER: Final = 2
+"""A waiting prompt goes before the rest of a running one that is at least this many times as long. Prompts of similar
+lengths, which often begin alike, are computed one after the other, so that the later ones find the prefix in the cache.
+"""
+
 _rank = attrgetter("rank")
 _num_logits = attrgetter("num_logits")
+
+
+_NO_ADMISSION = NoAdmission()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +59,34 @@ class _Failed:
     top: tuple[()] = ()
 
 
+def _timeout(sequence: Sequence) -> TokenEvent:
+    return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT, usage=sequence.usage)
+
+
 class Scheduler:
     """Owns the waiting queue and the running list, and decides what each step computes.
 
-    Sequences have an order: lower priority numbers first, then earlier arrivals. Every running
-    sequence computes its known tokens that are not computed yet, first sequence first, and gets at
-    least one token of each step. Waiting sequences join in order, within the limits of tokens,
-    sequences and blocks. There are no prefill and decode phases: a decoding sequence is a sequence
-    with a single token left to compute.
+    There are no prefill and decode phases: every running sequence computes its known tokens that are
+    not computed yet, at least one in each step. A decoding sequence has a single one.
 
-    Priorities are strict: a sequence waits as long as sequences with lower numbers keep coming and
-    fill the limits. A waiting sequence never preempts a running one.
+    Chunks: what a step's token budget leaves after one token for each running sequence is divided
+    among the longer chunks and new sequences (`prompt_chunks.divide`): half of it to the sequence
+    that was admitted first, half to the shortest. So short prompts do not wait for long ones.
+
+    Order: `WaitingQueue` says which sequence is admitted next. The running list is in order of
+    priority, then of first admission. Priorities are strict: a sequence waits as long as sequences
+    with lower numbers keep coming and fill the limits. A waiting sequence never preempts a running one.
 
     Admission: a sequence is admitted if blocks are free for all its known tokens and one more token.
     It gets these blocks at once, so a prompt in chunks never waits for blocks half way. One further
     block must stay free for each running sequence that may still grow; otherwise the new sequence
-    would soon be preempted and its work lost.
+    would soon be preempted and its work lost. A sequence that has no token yet and could not get one
+    before its deadline, at the lowest price of a token so far, ends instead.
 
     Preemption: if no block is free for the next token of a running sequence, the last running
-    sequence loses all its blocks and returns to its place in the queue until its whole context fits
-    again. That step admits no sequence. The first running sequence therefore always advances, and
-    of sequences with one priority each eventually is the first.
+    sequence loses all its blocks and returns to the queue, before all new sequences of its priority,
+    until its whole context fits again. That step admits no sequence. The first running sequence
+    therefore always advances, and of sequences with one priority each eventually is the first.
 
     Only the engine's loop calls it, from one thread. The life of a step:
 
@@ -83,9 +101,10 @@ class Scheduler:
     sequences, so it may schedule a row for a finished sequence; the result of that row is ignored.
     A block may be freed and allocated again meanwhile, because the device computes steps in order.
 
-    Invariants (`check_invariants`): both lists are in order, and of sequences with one priority,
-    running ones come before waiting ones. Exactly the running sequences own blocks. Every running
-    sequence has a token left to compute, unless its last one is in flight.
+    Invariants (`check_invariants`): the running list is in order, and of sequences with one priority,
+    running ones were admitted before those that wait after a preemption. Exactly the running
+    sequences own blocks. Every running sequence has a token left to compute, unless its last one is
+    in flight.
 
     Grammars: tokens that a grammar forces become known together with the token before them, and the
     next step computes them as one chunk. A step that was started meanwhile samples at the position of
@@ -98,6 +117,9 @@ class Scheduler:
         prefix_cache_hit_tokens: prompt tokens found there.
         num_prompt_tokens: prompt tokens of the sequences admitted so far, including cached tokens.
         num_generated_tokens: tokens sampled.
+        num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
+        prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
+        end_rate: sequences that ended per second, of the steps during which others waited.
         accounting: what sequences and steps used.
     """
 
@@ -111,9 +133,15 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.accounting = Accounting()
-        self._num_arrivals = 0
+        self.prompt_rate = Rate()
+        self.end_rate = Rate()
+        self.num_prefill_tokens = 0
+        self._is_short_of_places = False
+        self._num_admitted = 0
         self._live: dict[int, Sequence] = {}
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue(config)
+        self._first_scheduled: list[Sequence] = []  # by the latest `schedule`
+        self._late: list[tuple[int, TokenEvent]] = []
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
         self._started: deque[SchedulerOutput] = deque()
@@ -129,9 +157,21 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def waiting(self) -> WaitingQueue:
+        """The queue; only the scheduler changes it."""
+        return self._waiting
+
+    @property
     def num_running(self) -> int:
         """Number of sequences that own blocks."""
         return len(self._running)
+
+    @property
+    def num_free_places(self) -> int:
+        """Number of sequences that may be admitted before another one ends; 0 if the last schedule lacked blocks."""
+        if self._waiting and self._is_short_of_places:
+            return 0
+        return self.config.max_num_seqs - len(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -158,10 +198,8 @@ class Scheduler:
             raise CapacityError(sequence.max_num_tokens, self.max_total_tokens)
         if sequence.request_id in self._live:
             raise DuplicateRequestError(sequence.request_id)
-        sequence.rank = (sequence.priority, self._num_arrivals)
-        self._num_arrivals += 1
         self._live[sequence.request_id] = sequence
-        bisect.insort(self._waiting, sequence, key=_rank)
+        self._waiting.add(sequence)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> Sequence | None:
         """End a sequence in any state and free its blocks.
@@ -196,54 +234,57 @@ class Scheduler:
             sequence.is_expired = True
             return None
         self._remove(sequence, FinishReason.TIMEOUT)
-        return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT, usage=sequence.usage)
+        return _timeout(sequence)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the tokens that the next step computes, and allocate their blocks."""
         decode: list[ScheduledSequence] = []
-        prefill: list[ScheduledSequence] = []
+        chunks: list[Chunk] = []
         preempted: list[int] = []
-        first_scheduled: list[Sequence] = []
-        is_cut = False
+        self._first_scheduled = []
         budget = self.config.max_num_batched_tokens
         block_size = self.block_manager.block_size
-        # One token of the budget is kept for each sequence that follows.
-        num_following = len(self._running)
         # A preemption removes the last sequence of the list during this loop, never one that the
         # loop has already passed.
         for sequence in self._running:
-            num_following -= 1
             start = sequence.num_computed_tokens
             num_known = len(sequence.token_ids) + sequence.num_tokens_in_flight
             if num_known == sequence.max_num_tokens:
                 continue  # its last token is in flight
-            num_tokens = num_known - start
-            if num_tokens > budget - num_following:
-                num_tokens = budget - num_following
-                is_cut = True
-            stop = start + num_tokens
-            if stop > len(sequence.block_table) * block_size and not self._reserve_blocks(
-                sequence, stop, preempted
+            if num_known > len(sequence.block_table) * block_size and not self._reserve_blocks(
+                sequence, num_known, preempted
             ):
                 break
-            budget -= num_tokens
-            rows = decode if num_tokens == 1 else prefill
-            rows.append(ScheduledSequence(sequence, start, num_tokens, int(stop == num_known)))
-        if not preempted:
-            self._admit(budget, decode, prefill, first_scheduled)
-        if is_cut:
+            budget -= 1
+            if num_known - start == 1:
+                decode.append(ScheduledSequence(sequence, start, 1, 1))
+            else:
+                chunks.append(Chunk(sequence, num_known - start))
+        prefill: list[ScheduledSequence] = []
+        self._is_short_of_places = False
+        if chunks or (self._waiting and not preempted):
+            for row in divide(budget, chunks, _NO_ADMISSION if preempted else self):
+                (decode if row.num_tokens == 1 else prefill).append(row)
             decode.sort(key=_num_logits, reverse=True)
+        self.num_prefill_tokens = sum(
+            [row.sequence.num_known_tokens - row.start - row.num_tokens for row in prefill]
+        )
         output = SchedulerOutput(
             step=self.num_steps,
             decode=tuple(decode),
             prefill=tuple(prefill),
             num_tokens=len(decode) + sum(row.num_tokens for row in prefill),
-            first_scheduled=tuple(first_scheduled),
+            first_scheduled=tuple(self._first_scheduled),
             preempted=tuple(preempted),
         )
         self.num_steps += 1
         self._scheduled = output
         return output
+
+    def take_late(self) -> list[tuple[int, TokenEvent]]:
+        """Return (request id, event) of the sequences that `schedule` ended because of their deadline."""
+        late, self._late = self._late, []
+        return late
 
     def start(self, output: SchedulerOutput) -> None:
         """Note that a step was launched on the device.
@@ -369,6 +410,10 @@ class Scheduler:
             self._enter(row, sampled, events)
         if self._without_token:
             self._note_first_tokens()
+        if self._waiting:
+            self.end_rate.add(num_live - len(self._live), device_seconds)
+        if output.num_tokens == self.config.max_num_batched_tokens and output.prefill:
+            self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
         if len(self._live) < num_live:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
@@ -415,14 +460,15 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert the invariants. Slow: for tests and idle times."""
-        running, waiting = self._running, self._waiting
-        for sequences in (running, waiting):
-            ranks = [sequence.rank for sequence in sequences]
-            assert ranks == sorted(ranks), "sequences out of order"
+        running, waiting = self._running, list(self._waiting)
+        self._waiting.check_invariants()
+        ranks = [sequence.rank for sequence in running]
+        assert ranks == sorted(ranks), "sequences out of order"
         last_running = {sequence.priority: sequence.rank for sequence in running}
         for sequence in waiting:
             rank = last_running.get(sequence.priority)
-            assert rank is None or rank < sequence.rank, f"{sequence} was overtaken"
+            if sequence.num_preemptions and rank is not None:
+                assert rank < sequence.rank, f"{sequence} was overtaken"
         assert len(running) <= self.config.max_num_seqs
         assert all(sequence.status is SequenceStatus.RUNNING for sequence in running)
         for sequence in waiting:
@@ -446,46 +492,81 @@ class Scheduler:
         assert self.block_manager.owners == set(running)
         self.block_manager.check_invariants()
 
-    def _admit(
-        self,
-        budget: int,
-        decode: list[ScheduledSequence],
-        prefill: list[ScheduledSequence],
-        first_scheduled: list[Sequence],
-    ) -> None:
-        """Admit waiting sequences to a step that has `budget` tokens left."""
-        running, waiting = self._running, self._waiting
-        while budget and waiting and len(running) < self.config.max_num_seqs:
-            sequence = waiting[0]
-            if sequence.num_tokens_in_flight:
-                return  # preempted by a schedule that was not started: not all its tokens have ids
-            if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
-                assert running, "`add` ensures that a sequence fits in an empty cache"
-                return
-            del waiting[0]
-            bisect.insort(running, sequence, key=_rank)
-            sequence.status = SequenceStatus.RUNNING
-            self.accounting.admit(
-                sequence.account, len(sequence.block_table), sequence.num_computed_tokens
+    def admit_next(self) -> Chunk | None:
+        """Admit the sequence whose turn it is, or a shorter one if there is no place for it; see `divide`."""
+        head = self._candidate(shortest=False)
+        if head is None:
+            return None
+        if (chunk := self._admit(head)) is None:
+            assert self._running or head.num_tokens_in_flight, (
+                "`add` ensures that a sequence fits in an empty cache"
             )
-            self.accounting.num_reserved_tokens += sequence.max_num_tokens
-            self._entering.append(sequence)
-            if sequence.first_scheduled_step is None:
-                self._without_token.append(sequence)
-                sequence.first_scheduled_step = self.num_steps
-                sequence.num_cached_tokens = sequence.num_computed_tokens
-                first_scheduled.append(sequence)
-                self.num_prompt_tokens += sequence.num_prompt_tokens
-                if self.block_manager.looks_up(sequence):
-                    self.prefix_cache_query_tokens += sequence.num_prompt_tokens
-                    self.prefix_cache_hit_tokens += sequence.num_cached_tokens
-            start = sequence.num_computed_tokens
-            num_remaining = sequence.num_tokens - start
-            num_tokens = min(num_remaining, budget)
-            budget -= num_tokens
-            rows = decode if num_tokens == 1 else prefill
-            num_logits = int(num_tokens == num_remaining)
-            rows.append(ScheduledSequence(sequence, start, num_tokens, num_logits))
+            self._is_short_of_places = True
+            shortest = self._candidate(shortest=True)
+            if shortest is not None and shortest is not self._waiting.head:
+                chunk = self._admit(shortest)
+        return chunk
+
+    def admit_before(self, chunk: Chunk) -> Chunk | None:
+        """Admit a sequence that is served before a chunk, if there is a place for it; see `divide`."""
+        shortest = self._candidate(shortest=True)
+        if shortest is None or shortest.priority > chunk.sequence.priority:
+            return None
+        is_ahead = shortest.priority < chunk.sequence.priority
+        if is_ahead or shortest.num_tokens * _SHORTER <= chunk.num_tokens:
+            return self._admit(shortest)
+        return None
+
+    def _candidate(self, *, shortest: bool) -> Sequence | None:
+        """Return the queue's head or its shortest sequence; end those that cannot meet their deadline."""
+        waiting = self._waiting
+        while sequence := waiting.shortest if shortest else waiting.head:
+            if not self._is_late(sequence):
+                return sequence
+            self._finish(sequence, FinishReason.TIMEOUT)
+            self._late.append((sequence.request_id, _timeout(sequence)))
+        return None
+
+    def _admit(self, sequence: Sequence) -> Chunk | None:
+        """Admit a waiting sequence; None if there is no place for it."""
+        running = self._running
+        if len(running) == self.config.max_num_seqs:
+            return None
+        if sequence.num_tokens_in_flight:
+            return None  # preempted by a schedule that was not started: not all its tokens have ids
+        if not self.block_manager.admit(sequence, num_spare=self._num_growing()):
+            return None
+        self._waiting.admit(sequence)
+        if not sequence.num_preemptions:
+            sequence.rank = (sequence.priority, self._num_admitted)
+            self._num_admitted += 1
+        bisect.insort(running, sequence, key=_rank)
+        sequence.status = SequenceStatus.RUNNING
+        self.accounting.admit(
+            sequence.account, len(sequence.block_table), sequence.num_computed_tokens
+        )
+        self.accounting.num_reserved_tokens += sequence.max_num_tokens
+        self._entering.append(sequence)
+        if sequence.first_scheduled_step is None:
+            self._without_token.append(sequence)
+            sequence.first_scheduled_step = self.num_steps
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self._first_scheduled.append(sequence)
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+            if self.block_manager.looks_up(sequence):
+                self.prefix_cache_query_tokens += sequence.num_prompt_tokens
+                self.prefix_cache_hit_tokens += sequence.num_cached_tokens
+        return Chunk(sequence, sequence.num_tokens - sequence.num_computed_tokens)
+
+    def _is_late(self, sequence: Sequence) -> bool:
+        """Return whether even an idle engine could not compute a sequence's next token before its deadline."""
+        if sequence.deadline is None or sequence.num_output_tokens:
+            return False
+        left, price = sequence.deadline - self.accounting.now, self.accounting.least_price
+        if sequence.num_prompt_tokens * price <= left:
+            return False
+        num_cached = self.block_manager.num_cached_tokens(sequence)
+        return (sequence.num_prompt_tokens - num_cached) * price > left
 
     def _enter(
         self,
@@ -612,7 +693,7 @@ class Scheduler:
             victim.num_preemptions += 1
             self.num_preemptions += 1
             preempted.append(victim.request_id)
-            bisect.insort(self._waiting, victim, key=_rank)
+            self._waiting.put_back(victim)
             if victim is sequence:
                 assert self._running, "`add` ensures that the first sequence fits in the cache"
                 return False
@@ -638,7 +719,7 @@ class Scheduler:
             self._leave(sequence)
             self.block_manager.free(sequence, discard_cached=reason is FinishReason.ERROR)
         else:
-            del self._waiting[bisect.bisect_left(self._waiting, sequence.rank, key=_rank)]
+            self._waiting.remove(sequence)
         sequence.usage = self.accounting.end(
             sequence.account,
             reason,

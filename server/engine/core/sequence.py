@@ -45,12 +45,16 @@ class Sequence:
         sampling: how its tokens are chosen.
         matcher: state of its grammar after the tokens with known ids; None without a grammar.
         cache_salt: only sequences with equal salts share cached blocks.
+        client: who sent the request; the queue shares the engine among clients.
+        deadline: when the sequence ends, complete or not, on the clock of `Accounting.now`; None for never.
         priority: sequences with a lower number are served first.
         is_expired: whether its deadline has passed; it ends with its next token.
         status: waiting, running or finished.
         finish_reason: None until it is finished.
         error: description of the error that ended the sequence; else None.
-        rank: its place in the scheduler's order: `priority`, then the number of sequences added before it.
+        turn: its place among the new sequences of its priority in the queue; set by `WaitingQueue.add`.
+        rank: its place in the running list: `priority`, then the number of sequences admitted before it for the first
+            time.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
         first_scheduled_step: number of the first step that scheduled it; None before.
         num_preemptions: times it was preempted.
@@ -65,6 +69,8 @@ class Sequence:
         "account",
         "block_table",
         "cache_salt",
+        "client",
+        "deadline",
         "error",
         "finish_reason",
         "first_scheduled_step",
@@ -85,6 +91,7 @@ class Sequence:
         "sampling",
         "status",
         "token_ids",
+        "turn",
         "usage",
     )
 
@@ -101,11 +108,14 @@ class Sequence:
         self.sampling = sampling
         self.matcher: Matcher | None = None
         self.cache_salt = request.cache_salt
+        self.client = request.client
+        self.deadline = request.deadline
         self.priority = request.priority
         self.is_expired = False
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.turn = (0, 0)
         self.rank = (request.priority, 0)
         self.num_cached_tokens = 0
         self.first_scheduled_step: int | None = None

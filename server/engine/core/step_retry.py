@@ -18,6 +18,7 @@ from server.engine.core.step import SchedulerOutput
 if TYPE_CHECKING:
     from collections.abc import Sequence as TypingSequence
 
+    from server.engine.core.progress import Progress
     from server.engine.core.sequence import Sequence
     from server.engine.core.step import (
         PromptLogprobs,
@@ -63,13 +64,19 @@ class RetriedStep:
     is_broken: bool = False
 
 
-def retry_step(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> RetriedStep:
+def retry_step(
+    runner: StepRunner,
+    step: int,
+    rows: list[ScheduledSequence],
+    progress: Progress | None = None,
+) -> RetriedStep:
     """Compute a step again, in parts where necessary. The device works.
 
     Args:
         runner: computes the parts and waits for each.
         step: number of the step.
         rows: see `Scheduler.not_started`.
+        progress: each part counts as progress.
 
     Returns:
         The results of all rows. Every row has an error if no part could be computed.
@@ -87,6 +94,8 @@ def retry_step(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> 
             _fail(part, retried, STEP_FAILED)
             continue
         num_runs += 1
+        if progress is not None:
+            progress.count += 1
         try:
             result = _compute(runner, step, part)
         except Exception as error:

@@ -127,6 +127,20 @@ class ChildProcess:
         finally:
             self.kill()
 
+    def kill_after(self, seconds: float) -> None:
+        """Kill the process if it still runs after a time; `on_exit` is called, which decides about a restart."""
+        process = self.process
+        if process is None:
+            return
+        if seconds and self._loop is not None:
+            self._loop.call_later(seconds, self._kill_if_current, process)
+        else:
+            process.kill()
+
+    def _kill_if_current(self, process: subprocess.Popen[bytes]) -> None:
+        if process is self.process:
+            process.kill()
+
     def kill(self) -> None:
         """End the process at once, without `on_exit` and without a restart. Calling it again does nothing."""
         if self._restart is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from server.engine.core.messages import (
     newest_stats,
 )
 from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
@@ -25,6 +27,8 @@ from server.engine.link.protocol import (
     EngineState,
     EngineStatus,
     ExternalAborted,
+    FrontEndBeat,
+    HubBeat,
     HubMessage,
     matches,
 )
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
+
+
+log = logging.getLogger("tessera.client")
 
 
 class EngineUnavailableError(Exception):
@@ -176,12 +183,16 @@ class EngineClient(EngineSupervisor, EngineHandle):
 class RemoteEngine(EngineHandle):
     """The engine of one of several front ends, which reaches it through the hub. Not thread-safe.
 
+    Attributes:
+        hub_lost: done, with the reason, when the hub hangs; exists from `start` on. The state is `STOPPED` then.
+
     Args:
         address: of the connection to the hub.
         first_id: first request id; this and the next 2**40 - 1 ids belong to this front end.
+        hang_seconds: a hub that sends nothing for this long is lost.
     """
 
-    def __init__(self, address: str, first_id: int) -> None:
+    def __init__(self, address: str, first_id: int, hang_seconds: float = 60.0) -> None:
         super().__init__(first_id)
         self.state = EngineState.STARTING
         self.phase = "starting a front end"
@@ -195,6 +206,11 @@ class RemoteEngine(EngineHandle):
         self._attached: asyncio.Future[None] | None = None
         self._serials = itertools.count(1)
         self._aborting: dict[int, asyncio.Future[set[str]]] = {}
+        self.hub_lost: asyncio.Future[str]
+        self._hang_seconds = hang_seconds
+        self._received_bytes = 0
+        self._heard = False
+        self._contact: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Attach to the running event loop and wait for the hub's first status."""
@@ -202,12 +218,17 @@ class RemoteEngine(EngineHandle):
         self._attached = loop.create_future()
         self._connection.attach(loop, self._on_messages)
         self._connection.send(self._encoder.encode(Attached()))
-        await self._attached
+        self.hub_lost = loop.create_future()
+        self._contact = asyncio.create_task(self._keep_contact())
+        waiting: set[asyncio.Future[Any]] = {self._attached, self.hub_lost}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
 
     def stop(self) -> None:
         """End all requests in flight and close the connection."""
         self.state = EngineState.STOPPED
         self.phase = "shutting down"
+        if self._contact is not None:
+            self._contact.cancel()
         self._lose("the server is shutting down")
         for reply in self._aborting.values():
             reply.cancel()
@@ -230,6 +251,10 @@ class RemoteEngine(EngineHandle):
 
     def _on_messages(self, batch: list[bytes]) -> None:
         """Handle messages of the hub in order; a stream gets its events of successive steps together."""
+        self._heard = True
+        self._received_bytes += sum(map(len, batch))
+        if self.state is EngineState.STOPPED:
+            return
         messages = map(self._decoder.decode, batch)
         for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
             if is_step:
@@ -240,7 +265,28 @@ class RemoteEngine(EngineHandle):
                 for message in group:
                     self._handle(message)
 
-    def _handle(self, message: EngineStatus | AbortStreams | ExternalAborted) -> None:
+    async def _keep_contact(self) -> None:
+        """Send heartbeats to the hub, and look for its own."""
+        silence = Patience(tick_seconds(self._hang_seconds))
+        while not self.hub_lost.done():
+            await asyncio.sleep(tick_seconds(self._hang_seconds))
+            try:
+                self._connection.drain()  # what arrived while this process was paused
+            except Exception:  # the hub must not be blamed for it
+                log.exception("handling a message of the hub failed")
+            self._connection.send(self._encoder.encode(FrontEndBeat(self._received_bytes)))
+            heard, self._heard = self._heard, False
+            if (silent := silence.tick(alive=heard)) > self._hang_seconds:
+                self.state = EngineState.STOPPED
+                self.phase = "the main process of the service does not respond"
+                self._fail("the main process of the service does not respond")
+                for reply in self._aborting.values():
+                    reply.cancel()
+                self.hub_lost.set_result(f"silent for {silent:.1f} s")
+
+    def _handle(self, message: EngineStatus | AbortStreams | ExternalAborted | HubBeat) -> None:
+        if isinstance(message, HubBeat):
+            return
         if isinstance(message, EngineStatus):
             self._update(message)
         elif isinstance(message, AbortStreams):

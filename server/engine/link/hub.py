@@ -6,6 +6,9 @@
 
 All requests pass through the hub, which can therefore detect a hung engine and abort the requests of a front end that
 died. It forwards steps as the bytes that it received. `server.cli.front_end_pool` starts the front ends.
+
+Hub and front ends send each other heartbeats from their event loops. A front end that is silent, does not read or sends
+what cannot be decoded is cut off, and the pool replaces it.
 """
 
 from __future__ import annotations
@@ -17,16 +20,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from server.engine.core.messages import AbortRequests
+from server.engine.core.progress import start_seconds
 from server.engine.core.request import FinishReason
+from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import (
+    DECODE_ERRORS,
     AbortExternal,
     AbortStreams,
     Attached,
     EngineState,
     EngineStatus,
     ExternalAborted,
+    FrontEndBeat,
+    HubBeat,
+    RequestHeader,
     matches,
 )
+from server.engine.link.sockets import MAX_REQUEST_BYTES
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.engine.link.supervisor import EngineSupervisor
 
@@ -41,14 +51,10 @@ if TYPE_CHECKING:
 _IDS_PER_CONNECTION = 1 << 40
 
 
-class _RequestHeader(msgspec.Struct, frozen=True, tag="generate"):
-    """The part of a `GenerateRequest` that forwarding it needs; the other fields are not decoded."""
+# A front end that has left this many bytes of messages unread is too slow, or hangs, and is killed.
+_MAX_UNREAD_BYTES = 256 * 2**20
 
-    request_id: int
-    external_id: str = ""
-
-
-_FrontEndMessage = _RequestHeader | AbortRequests | AbortExternal | Attached
+_FrontEndMessage = RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndBeat
 
 
 @dataclass(eq=False, slots=True)
@@ -59,15 +65,30 @@ class FrontEndConnection:
         sockets: the sockets of the connection.
         first_id: first request id of the front end.
         on_attached: called once the front end receives messages.
+        on_failure: called with the reason if the process must be replaced.
+        silence: time since its last sign of life.
         attached: whether the front end receives messages.
+        failed: whether `on_failure` was called; nothing is sent or received any more.
+        heard: whether there was a message since the last look.
+        sent_bytes, read_bytes: total size of the messages to it, and of those that it has handled.
         external_ids: external ids of its requests in flight, by request id.
     """
 
     sockets: Connection
     first_id: int
     on_attached: Callable[[], None]
+    on_failure: Callable[[str], None]
+    silence: Patience
     attached: bool = False
+    failed: bool = False
+    heard: bool = False
+    sent_bytes: int = 0
+    read_bytes: int = 0
     external_ids: dict[int, str] = field(default_factory=dict)
+
+    def owns(self, request_ids: Iterable[int]) -> bool:
+        """Return whether the ids are in the range of this front end."""
+        return all(0 <= i - self.first_id < _IDS_PER_CONNECTION for i in request_ids)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop requests that have ended; ids of other front ends are ignored."""
@@ -81,7 +102,7 @@ class EngineHub(EngineSupervisor):
     def __init__(
         self,
         config: EngineConfig,
-        hang_seconds: float = 300.0,
+        hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
         spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
@@ -89,19 +110,24 @@ class EngineHub(EngineSupervisor):
         self._front_ends: list[FrontEndConnection] = []
         self._front_end_decoder = msgspec.msgpack.Decoder(_FrontEndMessage)
 
-    def connect(self, on_attached: Callable[[], None]) -> FrontEndConnection:
+    def connect(
+        self, on_attached: Callable[[], None], on_failure: Callable[[str], None]
+    ) -> FrontEndConnection:
         """Open the connection to a front end that is about to start.
 
         Args:
             on_attached: called once the front end receives messages.
+            on_failure: called at most once if its process must be killed, with a text that completes the sentence
+                "the front end ...". `disconnect` follows when the process has ended.
 
         Raises:
             OSError: the operating system refuses.
         """
         assert self._loop is not None
-        sockets = self._bind()
+        sockets = self._bind(MAX_REQUEST_BYTES)
         first_id = self._num_connections * _IDS_PER_CONNECTION
-        front_end = FrontEndConnection(sockets, first_id, on_attached)
+        silence = Patience(tick_seconds(self.hang_seconds))
+        front_end = FrontEndConnection(sockets, first_id, on_attached, on_failure, silence)
         self._front_ends.append(front_end)
         sockets.attach(self._loop, functools.partial(self._on_front_end_messages, front_end))
         return front_end
@@ -109,9 +135,44 @@ class EngineHub(EngineSupervisor):
     def disconnect(self, front_end: FrontEndConnection) -> None:
         """Close the connection to a front end that has ended, and abort its requests."""
         self._front_ends.remove(front_end)
+        self._cut_off(front_end)
+
+    def _cut_off(self, front_end: FrontEndConnection) -> None:
+        """Close the connection, which drops what the front end has not read, and abort its requests."""
         front_end.sockets.close()
         if front_end.external_ids:
             self._send(AbortRequests(list(front_end.external_ids)))
+            front_end.external_ids.clear()
+
+    def _fail(self, front_end: FrontEndConnection, reason: str) -> None:
+        if not front_end.failed:
+            front_end.failed = True
+            self._cut_off(front_end)
+            front_end.on_failure(reason)
+
+    def _look_after_front_ends(self) -> None:
+        """Send heartbeats to the front ends, and replace those that are silent."""
+        beat = self._encoder.encode(HubBeat())
+        for front_end in [f for f in self._front_ends if not f.failed]:
+            front_end.sockets.drain()  # what arrived while this process was paused
+            heard, front_end.heard = front_end.heard, False
+            silent = front_end.silence.tick(alive=heard)
+            limit = self.hang_seconds
+            if not front_end.attached:
+                limit = start_seconds(limit)
+            if silent > limit:
+                self._fail(front_end, f"has been silent for {silent:.1f} s")
+            elif front_end.attached:
+                self._send_to(front_end, beat)
+
+    def _send_to(self, front_end: FrontEndConnection, data: bytes) -> None:
+        if front_end.failed:
+            return
+        front_end.sockets.send(data)
+        front_end.sent_bytes += len(data)
+        unread = front_end.sent_bytes - front_end.read_bytes
+        if unread > _MAX_UNREAD_BYTES:
+            self._fail(front_end, f"has not read {unread} bytes")
 
     def _close(self) -> None:
         for front_end in self._front_ends:
@@ -119,22 +180,41 @@ class EngineHub(EngineSupervisor):
         super()._close()
 
     def _on_front_end_messages(self, front_end: FrontEndConnection, batch: list[bytes]) -> None:
+        front_end.heard = True
         for data in batch:
-            message = self._front_end_decoder.decode(data)
-            if isinstance(message, Attached):
-                front_end.attached = True
-                front_end.sockets.send(self._status())
-                front_end.on_attached()
-            elif isinstance(message, AbortRequests):
-                if message.reason is FinishReason.ABORT:  # otherwise a last event follows
-                    front_end.forget(message.request_ids)
-                self._send_encoded(data)
-            elif isinstance(message, AbortExternal):
-                self._abort_external(front_end, message)
-            elif self.state is EngineState.READY:
-                # Otherwise the front end will receive the loss of the engine and end the request itself.
-                self._send_encoded(data)
-                front_end.external_ids[message.request_id] = message.external_id
+            if front_end.failed:
+                return
+            try:
+                message = self._front_end_decoder.decode(data)
+            except DECODE_ERRORS as error:
+                self._fail(front_end, f"sent a message that cannot be decoded: {error}")
+                return
+            self._on_front_end_message(front_end, message, data)
+
+    def _on_front_end_message(
+        self, front_end: FrontEndConnection, message: _FrontEndMessage, data: bytes
+    ) -> None:
+        if isinstance(message, FrontEndBeat):
+            front_end.read_bytes = message.received_bytes
+        elif isinstance(message, Attached):
+            front_end.attached = True
+            self._send_to(front_end, self._status())
+            front_end.on_attached()
+        elif isinstance(message, AbortRequests):
+            if not front_end.owns(message.request_ids):
+                self._fail(front_end, "sent ids of another front end's requests")
+                return
+            if message.reason is FinishReason.ABORT:  # otherwise a last event follows
+                front_end.forget(message.request_ids)
+            self._send_encoded(data)
+        elif isinstance(message, AbortExternal):
+            self._abort_external(front_end, message)
+        elif not front_end.owns([message.request_id]):
+            self._fail(front_end, "sent the id of another front end's request")
+        elif self.state is EngineState.READY:
+            # Otherwise the front end will receive the loss of the engine and end the request itself.
+            self._send_encoded(data)
+            front_end.external_ids[message.request_id] = message.external_id
 
     def _abort_external(self, asking: FrontEndConnection, message: AbortExternal) -> None:
         """Make the front ends abort their requests with these external ids, and report which there are."""
@@ -143,9 +223,9 @@ class EngineHub(EngineSupervisor):
         for front_end in self._front_ends:
             found = {i: e for i, e in front_end.external_ids.items() if matches(e, wanted)}
             if found:
-                front_end.sockets.send(self._encoder.encode(AbortStreams(list(found))))
+                self._send_to(front_end, self._encoder.encode(AbortStreams(list(found))))
                 aborted.update(found.values())
-        asking.sockets.send(self._encoder.encode(ExternalAborted(message.serial, list(aborted))))
+        self._send_to(asking, self._encoder.encode(ExternalAborted(message.serial, list(aborted))))
 
     def _status(self, lost: str | None = None) -> bytes:
         return self._encoder.encode(
@@ -163,7 +243,7 @@ class EngineHub(EngineSupervisor):
     def _broadcast(self, data: bytes) -> None:
         for front_end in self._front_ends:
             if front_end.attached:
-                front_end.sockets.send(data)
+                self._send_to(front_end, data)
 
     def _has_requests(self) -> bool:
         return any(front_end.external_ids for front_end in self._front_ends)

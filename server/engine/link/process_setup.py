@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
+import resource
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ConfigT = TypeVar("ConfigT")
+
+_ENOUGH_DESCRIPTORS = 1 << 16
 
 
 def set_passive_openmp_wait() -> None:
@@ -34,6 +39,20 @@ def disable_tokenizer_threads() -> None:
     Child processes inherit the setting.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to what it may have. Child processes inherit it.
+
+    Many systems give 1,024, which a thousand idle connections use up. Far higher limits are not used: with one of 10^9,
+    programs that close every possible descriptor take minutes to start.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = _ENOUGH_DESCRIPTORS if hard == unlimited else min(hard, _ENOUGH_DESCRIPTORS)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS may allow fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
@@ -55,6 +74,16 @@ def freeze_startup_objects() -> None:
     """Exclude the existing objects from garbage collection: they live until the process ends."""
     gc.collect()
     gc.freeze()
+
+
+def dump_stacks_on_signal() -> None:
+    """Make SIGUSR1, and signals of a crash, write the stacks of all threads to standard error.
+
+    It works while the process hangs with Python's global lock. The parent sends the signal before it kills the process.
+    """
+    faulthandler.enable()
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
 
 
 def read_config(kind: type[ConfigT]) -> ConfigT | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -11,6 +11,10 @@ from server.engine.core.messages import EngineConfig, EngineInfo, EngineStats, S
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+
+DECODE_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError)
+"""What decoding a damaged message raises: msgspec reports text that is not UTF-8 by the second one."""
 
 
 class EngineState(enum.Enum):
@@ -28,10 +32,12 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         address: of the `server.engine.link.sockets.Connection` to the parent.
         config: of the engine.
+        hang_seconds: see `server.engine.core.progress.Progress.allowed_seconds`.
     """
 
     address: str
     config: EngineConfig
+    hang_seconds: float = 60.0
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
@@ -52,8 +58,30 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     lost: str | None = None
 
 
+class RequestHeader(msgspec.Struct, frozen=True, tag="generate"):
+    """The part of a `GenerateRequest` that forwarding it needs; the other fields are not decoded."""
+
+    request_id: int
+    external_id: str = ""
+
+
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """A front end is ready to receive the hub's messages."""
+
+
+class HubBeat(msgspec.Struct, frozen=True, tag="hub_beat"):
+    """A sign of life of the hub, about once per second."""
+
+
+class FrontEndBeat(msgspec.Struct, frozen=True, tag="front_end_beat"):
+    """A sign of life of a front end's event loop, about once per second.
+
+    Attributes:
+        received_bytes: total size of the messages that the front end has handled, so that the hub knows what it has not
+            read.
+    """
+
+    received_bytes: int
 
 
 class AbortExternal(msgspec.Struct, frozen=True, tag="abort_external"):
@@ -86,7 +114,7 @@ class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
     external_ids: list[str]
 
 
-HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted
+HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted | HubBeat
 
 
 def matches(external_id: str, external_ids: Collection[str] | None) -> bool:

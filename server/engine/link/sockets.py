@@ -18,23 +18,59 @@ _RECONNECT_MS = 10
 # Messages handled in one pass of the event loop, so that a fast sender cannot starve other callbacks.
 _MAX_BATCH = 64
 
+# Largest message towards the engine. The largest legal one, a prompt of a million tokens, has 5 MB.
+MAX_REQUEST_BYTES = 256 * 2**20
+
+_SENDER_MESSAGES = 16
+_SENDER_LINGER_MS = 500
+
+
+class Sender:
+    """Sends messages to the parent from another thread than the one that owns the child's `Connection`.
+
+    Messages that cannot be sent soon are dropped. Used by one thread.
+
+    Args:
+        address: see `Connection`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.set_hwm(_SENDER_MESSAGES)
+        self._socket.reconnect_ivl = _RECONNECT_MS
+        self._socket.connect(f"ipc://{address}-to-parent")
+
+    def send(self, data: bytes) -> None:
+        """Queue a message, or drop it if too many wait. Does nothing after `close`."""
+        with contextlib.suppress(zmq.Again):
+            if not self._socket.closed:
+                self._socket.send(data, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Wait a moment until the queued messages are sent, then close the socket. Calling it again does nothing."""
+        self._socket.close(_SENDER_LINGER_MS)
+        self._context.term()
+
 
 class Connection:
     """A pair of one-way sockets between a parent process and its child.
 
-    Messages are bytes and arrive in order. The queues have no limit, so sending never blocks. Each side binds the
-    socket that receives and connects the one that sends: a connecting socket queues messages from the beginning, while
-    a bound one would drop those sent before its peer has connected. Not thread-safe.
+    Messages are bytes and arrive in order. The queues have no limit, so sending never blocks; the sender must watch
+    that the receiver reads, as `server.engine.link.hub` does. Each side binds the socket that receives and connects the
+    one that sends: a connecting socket queues messages from the beginning, while a bound one would drop those sent
+    before its peer has connected. Not thread-safe.
 
     Args:
         address: common prefix of the sockets' paths; equal in both processes.
         parent: whether this is the parent's side.
+        max_bytes: larger messages of the peer are dropped, and its connection closed and opened again; -1 for no limit.
 
     Raises:
         OSError: a socket cannot be created or bound.
     """
 
-    def __init__(self, address: str, *, parent: bool) -> None:
+    def __init__(self, address: str, *, parent: bool, max_bytes: int = -1) -> None:
         self.address = address
         # A child has a single connection and a context of its own, so that `close` can wait until messages are sent.
         self._context: zmq.Context[zmq.Socket[bytes]]
@@ -46,6 +82,7 @@ class Connection:
         sends, receives = ("to-child", "to-parent") if parent else ("to-parent", "to-child")
         try:
             self._receiver = self._open(zmq.PULL)
+            self._receiver.maxmsgsize = max_bytes
             self._receiver.bind(f"ipc://{address}-{receives}")
             self._sender = self._open(zmq.PUSH)
             self._sender.connect(f"ipc://{address}-{sends}")

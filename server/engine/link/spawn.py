@@ -7,15 +7,59 @@ longer than reading the settings. For this reason the module has almost no impor
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-ENGINE_COMMAND = (sys.executable, "-m", "server.engine.link.process")
+
+def module_command(module: str) -> tuple[str, ...]:
+    """Return the command that runs a module of ours.
+
+    `python -m` alone would import from the working directory first, where anybody may have put a `json.py`.
+    """
+    return (sys.executable, "-P", "-m", module)
+
+
+ENGINE_COMMAND = module_command("server.engine.link.process")
 """Starts an engine process."""
+
+
+DUMP_SECONDS = 1.0
+"""Enough for a process to write the stacks of its threads."""
+
+
+def use_safe_path() -> None:
+    """Keep the working directory out of the module path of all processes that this one starts.
+
+    They inherit two variables: PYTHONSAFEPATH, and PYTHONPATH with the folder of this source tree. The second is needed
+    where the packages are not installed, or where another copy of them is; an installed package is found without it.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+    folder = Path(__file__).resolve().parents[3]
+    if folder.name not in ("site-packages", "dist-packages"):
+        others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        folders = dict.fromkeys([str(folder), *filter(None, others)])
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in this thread and in processes that it starts; here it is delivered when the block ends.
+
+    An interrupt often goes to the whole process group, and would otherwise end a process during its imports, with a
+    traceback. The parent decides when a child ends.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def spawn(
@@ -23,8 +67,8 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start a process with a pipe as its standard input.
 
-    The process reads its configuration, one line of JSON, from the pipe. It ends when the pipe is closed, before or
-    after the configuration, and therefore does not outlive this process.
+    It starts with SIGINT blocked. It reads its configuration, one line of JSON, from the pipe. It ends when the pipe is
+    closed, before or after the configuration, and therefore does not outlive this process.
 
     Args:
         command: program and arguments.
@@ -33,7 +77,15 @@ def spawn(
     Raises:
         OSError: the operating system refuses.
     """
-    return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
+    use_safe_path()
+    with interrupts_blocked():
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
+
+
+def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:
+    """Make one of our processes write the stacks of its threads to the log; see `dump_stacks_on_signal`."""
+    if hasattr(signal, "SIGUSR1"):
+        process.send_signal(signal.SIGUSR1)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -1,26 +1,28 @@
 """Supervises the engine process: connection, state, restarts and hang detection.
 
 Imports no PyTorch.
+
+The engine process watches itself (`watchdog`) and reports a step that does not end. This side detects what the process
+cannot report: that it is silent, because it was stopped or holds Python's global lock, or idle in spite of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from server.engine.core.messages import (
     EngineConfig,
+    EngineHung,
     EngineInfo,
     EngineMessage,
     EngineReady,
     EngineStats,
     FrontEndMessage,
+    Heartbeat,
     Shutdown,
     StartupFailed,
     StartupPhase,
@@ -28,10 +30,13 @@ from server.engine.core.messages import (
     add_counters,
     newest_stats,
 )
+from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
-from server.engine.link.protocol import EngineLaunch, EngineState
+from server.engine.link.patience import Patience, tick_seconds
+from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineState
+from server.engine.link.socket_folder import SocketFolder
 from server.engine.link.sockets import Connection
-from server.engine.link.spawn import ENGINE_COMMAND
+from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
 
 if TYPE_CHECKING:
     import subprocess
@@ -40,6 +45,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera.client")
 
 _STOP_SECONDS = 5.0
+# A hung process that reported itself ends within this time, or is killed.
+_EXIT_SECONDS = 8.0
+# A killed process that still exists after this time waits for a device that does not answer.
+_KILL_SECONDS = 30.0
 
 
 class EngineSupervisor:
@@ -55,11 +64,13 @@ class EngineSupervisor:
         past: sum of the counters of earlier engine processes.
         restarts: number of engine processes that were ready and have ended.
         directory: holds the sockets; mode 0700, so that no other user can connect.
+        hang_seconds: see the argument.
 
     Args:
         config: of the engine, for the first start and for restarts.
-        hang_seconds: an engine that is starting or has requests in flight is killed and restarted if it sends nothing
-            for this long.
+        hang_seconds: an engine that sends no heartbeat for this long, or is idle for this long while requests are in
+            flight, is killed and restarted; also the limit of a step, see
+            `server.engine.core.progress.Progress.allowed_seconds`.
         command: starts an engine process.
         spawned: an engine process without a configuration, for the first start; None spawns one.
 
@@ -70,7 +81,7 @@ class EngineSupervisor:
     def __init__(
         self,
         config: EngineConfig,
-        hang_seconds: float = 300.0,
+        hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
         spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
@@ -88,19 +99,23 @@ class EngineSupervisor:
         self._connection: Connection | None = None
         self._num_connections = 0
         try:
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="tessera-", ignore_cleanup_errors=True
-            )
+            self._folder = SocketFolder()
         except OSError as error:
             raise ChildStartError(f"no directory for sockets: {error}") from error
-        self.directory = Path(self._folder.name)
+        self.directory = self._folder.path
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[None] | None = None
-        self._hang_seconds = hang_seconds
+        self.hang_seconds = hang_seconds
         self._hang_watch: asyncio.Task[None] | None = None
-        self._last_message = time.monotonic()
+        self._heard = False  # since the last look
+        self._beat: Heartbeat | None = None
+        self._seen_beat: Heartbeat | None = None
+        self._period = tick_seconds(hang_seconds)
+        self._silence = Patience(self._period)
+        self._idleness = Patience(self._period)
+        self._hung = ""  # why the running process is about to end
 
     def launch(self) -> None:
         """Start the engine process and send it its configuration; returns at once.
@@ -162,6 +177,9 @@ class EngineSupervisor:
     def _on_change(self) -> None:
         """Handle a change of `state`, `phase`, `info` or `restarts`."""
 
+    def _look_after_front_ends(self) -> None:
+        """Called once per period, of `tick_seconds`."""
+
     def _on_loss(self, error: str) -> None:
         """End all requests in flight with an error: the engine has lost them."""
         raise NotImplementedError
@@ -170,41 +188,46 @@ class EngineSupervisor:
         self._send_encoded(self._encoder.encode(message))
 
     def _send_encoded(self, data: bytes) -> None:
-        if not self._has_requests():
-            self._last_message = time.monotonic()  # until now, silence was no sign of a hang
         if self._connection is not None:
             self._connection.send(data)
 
-    def _bind(self) -> Connection:
+    def _bind(self, max_bytes: int = -1) -> Connection:
         """Open a connection at a new address: ZeroMQ may remove the files of a closed one late."""
         self._num_connections += 1
-        return Connection(str(self.directory / str(self._num_connections)), parent=True)
+        address = str(self.directory / str(self._num_connections))
+        return Connection(address, parent=True, max_bytes=max_bytes)
 
     def _configure(self) -> bytes:
         self._connection = self._bind()
         if self._loop is not None:
             self._connection.attach(self._loop, self._on_messages)
-        self._last_message = time.monotonic()
+        self._hung = ""
+        self._beat = self._seen_beat = None
+        self._silence.seconds = self._idleness.seconds = 0.0
         return msgspec.json.encode(
-            EngineLaunch(address=self._connection.address, config=self.config)
+            EngineLaunch(
+                address=self._connection.address,
+                config=self.config,
+                hang_seconds=self.hang_seconds,
+            )
         )
 
     def _close(self) -> None:
         """Close all connections and remove the directory."""
         if self._connection is not None:
             self._connection.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
     def _on_messages(self, batch: list[bytes]) -> None:
         """Handle messages of the engine; those of several steps are passed on together."""
-        if self.state is EngineState.STOPPED:
+        if self.state is EngineState.STOPPED or self._hung:
             return
-        self._last_message = time.monotonic()
+        self._heard = True
         try:
             messages = [self._decoder.decode(data) for data in batch]
-        except msgspec.DecodeError:
-            log.exception("the engine sent a message that cannot be decoded; killing it")
-            self._kill_engine()
+        except DECODE_ERRORS:
+            log.exception("the engine sent a message that cannot be decoded")
+            self._condemn("sent a message that cannot be decoded", kill_after=0.0)
             return
         steps: list[tuple[bytes, StepMessage]] = []
         for data, message in zip(batch, messages, strict=True):
@@ -214,9 +237,20 @@ class EngineSupervisor:
                 self._handle(message)
         if steps:
             self.stats = newest_stats(step for _, step in steps) or self.stats
-            self._on_steps(steps)
+            try:
+                self._on_steps(steps)
+            except Exception:
+                # Some of the steps' tokens are lost: their requests must not wait for ever.
+                log.exception("the engine sent a step that contradicts itself")
+                self._condemn("sent a step that contradicts itself", kill_after=0.0)
 
     def _handle(self, message: EngineMessage) -> None:
+        if isinstance(message, Heartbeat):
+            self._beat = message
+            return
+        if isinstance(message, EngineHung):
+            self._condemn(f"has been {message.doing}", kill_after=_EXIT_SECONDS)
+            return
         if isinstance(message, StartupPhase):
             self.phase = message.name
         elif isinstance(message, EngineReady):
@@ -252,11 +286,15 @@ class EngineSupervisor:
             self.stats,
             num_running=0,
             num_waiting=0,
+            num_prefill_tokens=0,
+            waiting_by_length=[],
+            waiting_tokens_by_length=[],
             num_free_blocks=self.stats.num_blocks,
             kv_usage=0.0,
         )
         if self.info is None:
-            self._on_start_failure(f"the engine process ended with code {code} while starting")
+            why = f": it {self._hung}" if self._hung else ""
+            self._on_start_failure(f"the engine process ended with code {code} while starting{why}")
             self.state = EngineState.STOPPED
             self._on_change()
             return False
@@ -266,21 +304,76 @@ class EngineSupervisor:
         self._on_loss("the engine stopped unexpectedly and is being started again")
         return True
 
-    def _kill_engine(self) -> None:
-        """Kill the engine process, which is then restarted, and read no more of its messages."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._engine.process is not None:
-            self._engine.process.kill()
+    def _condemn(self, reason: str, kill_after: float) -> None:
+        """End all requests and refuse new ones, since the engine process must end; it is then restarted.
+
+        Args:
+            reason: completes the sentence "the engine ...".
+            kill_after: seconds after which the process is killed if it has not ended by itself.
+        """
+        process = self._engine.process
+        if process is None or self._hung:
+            return
+        log.error("the engine %s; restarting it", reason)
+        self._hung = reason
+        if self.info is not None:
+            self.state = EngineState.RESTARTING
+            self.phase = "starting again because the engine did not respond"
+            self._on_loss("the engine stopped responding and is being started again")
+            self._on_change()
+        self._engine.kill_after(kill_after)
+        assert self._loop is not None
+        self._loop.call_later(kill_after + _KILL_SECONDS, self._give_up_on, process)
+
+    def _give_up_on(self, process: subprocess.Popen[bytes]) -> None:
+        """Report a killed process that does not end as fatal, so that the whole service is restarted."""
+        if process is self._engine.process and self.state is not EngineState.STOPPED:
+            log.critical("the engine process %d cannot be killed", process.pid)
+            self.state = EngineState.STOPPED
+            self.phase = "the engine process hangs and cannot be ended"
+            self._on_change()
 
     async def _watch_for_hangs(self) -> None:
-        """Kill an engine process that should send something, tokens or start-up phases, and does not."""
+        """Look for hung processes once per period."""
         while True:
-            await asyncio.sleep(min(1.0, self._hang_seconds / 4))
-            silent = time.monotonic() - self._last_message
-            busy = self._has_requests() or self.state is not EngineState.READY
-            if busy and self._engine.process is not None and silent > self._hang_seconds:
-                log.error(
-                    "the engine is %s and silent for %.0f s; killing it", self.state.value, silent
-                )
-                self._kill_engine()
+            await asyncio.sleep(self._period)
+            try:
+                if self._connection is not None:
+                    self._connection.drain()  # what arrived while this process was paused
+                self._look_after_engine()
+                self._look_after_front_ends()
+            except Exception:  # the watch must go on
+                log.exception("looking for hung processes failed")
+
+    def _look_after_engine(self) -> None:
+        """Kill an engine process that is silent, or idle although there are requests."""
+        beat, seen, self._seen_beat = self._beat, self._seen_beat, self._beat
+        heard, self._heard = self._heard, False
+        ready = self.state is EngineState.READY
+        # A process that never sent a heartbeat may be silent while it has nothing to do.
+        expected = not ready or beat is not None or self._has_requests()
+        if self._engine.process is None or self._hung or not expected:
+            heard = True
+        silent = self._silence.tick(alive=heard)
+        if silent > (self.hang_seconds if ready else start_seconds(self.hang_seconds)):
+            self._ask_for_stacks()
+            self._condemn(f"has been silent for {silent:.1f} s", kill_after=DUMP_SECONDS)
+            return
+        idle = (
+            ready
+            and beat is not None
+            and seen is not None
+            and beat.activity == Activity.IDLE.value
+            and beat.count == seen.count
+            and self._has_requests()
+        )
+        if (idle_for := self._idleness.tick(alive=not idle)) > self.hang_seconds:
+            self._ask_for_stacks()
+            self._condemn(
+                f"has been idle for {idle_for:.1f} s although there are requests",
+                kill_after=DUMP_SECONDS,
+            )
+
+    def _ask_for_stacks(self) -> None:
+        if self._engine.process is not None:
+            ask_for_stacks(self._engine.process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import platform
 import sys
@@ -120,6 +121,12 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
+
+
+def release_memory() -> None:
+    """Return memory of objects that are no longer referenced to the system, on any device."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing unless a GPU is in use
 
 
 def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:

@@ -1,1 +1,1 @@
-"""What every request passes before it reaches a route: its id, the access log, CORS and the API keys."""
+"""What every request passes before it reaches a route: id, access log, host, CORS, origin and API keys."""

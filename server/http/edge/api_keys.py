@@ -1,4 +1,4 @@
-"""Refuses requests without an API key."""
+"""Refuses requests without an API key, and gives each key a prefix cache of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hmac
 from typing import TYPE_CHECKING, Any
 
 from server.errors import UnauthorizedError, UnavailableError
+from server.http.request_id import current_request
 from server.http.responses import error_response
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class ApiKeyMiddleware:
         app: the application.
         keys: each of them gives access to everything.
         render: returns the status and body of the refusal for a path, in its dialect.
+        isolate_caches: whether requests of different keys share no cached prefixes.
     """
 
     def __init__(
@@ -44,9 +46,14 @@ class ApiKeyMiddleware:
         app: ASGIApp,
         keys: Iterable[str],
         render: Callable[[str, TesseraError], ErrorBody],
+        *,
+        isolate_caches: bool,
     ) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
+        self._namespaces = [
+            _cache_namespace(key.encode()) if isolate_caches else None for key in keys
+        ]
         self._render = render
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +61,7 @@ class ApiKeyMiddleware:
         if (
             scope["type"] != "http"
             or is_open(scope["method"], scope["path"])
-            or self._has_key(scope)
+            or self._accept(scope)
         ):
             await self._app(scope, receive, send)
             return
@@ -62,20 +69,28 @@ class ApiKeyMiddleware:
         response = error_response(error, self._render(scope["path"], error))
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        found = False
+    def _accept(self, scope: Scope) -> bool:
+        """Return whether the request has one of the keys; the first one that it has is the one that it uses."""
         for name, value in scope["headers"]:
             if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
-                found |= self._is_key(value[len(_BEARER) :].strip())
+                index = self._find(value[len(_BEARER) :].strip())
             elif name == b"x-api-key":
-                found |= self._is_key(value)
-        return found
+                index = self._find(value)
+            else:
+                continue
+            if index is not None:
+                request = current_request()
+                request.client = self._digests[index].hex()
+                request.cache_namespace = self._namespaces[index]
+                return True
+        return False
 
-    def _is_key(self, given: bytes) -> bool:
+    def _find(self, given: bytes) -> int | None:
         """Compare with every key. The time depends neither on the keys nor on where they differ."""
-        digest, found = _digest(given), False
-        for expected in self._digests:
-            found |= hmac.compare_digest(digest, expected)
+        digest, found = _digest(given), None
+        for index, expected in enumerate(self._digests):
+            if hmac.compare_digest(digest, expected):
+                found = index
         return found
 
 
@@ -111,6 +126,11 @@ def _add_keys(document: dict[str, Any]) -> None:
 def _digest(key: bytes) -> bytes:
     # Digests have one length: `compare_digest` would reveal the lengths of the keys.
     return hashlib.sha256(key).digest()
+
+
+def _cache_namespace(key: bytes) -> bytes:
+    """Return the name of a key's prefix caches, which reveals nothing about the key."""
+    return hmac.digest(key, b"tessera: prefix cache", "sha256")
 
 
 def is_open(method: str, path: str) -> bool:

@@ -8,6 +8,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.http.edge.access_log import AccessLogMiddleware
 from server.http.edge.api_keys import ApiKeyMiddleware, document_keys
+from server.http.edge.hosts import AllowedHostsMiddleware
+from server.http.edge.origins import OriginMiddleware
 from server.http.request_id import RequestIdMiddleware
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ def install_edge(
     def build_with_edge() -> ASGIApp:
         stack = build()
         if config.api_keys:
-            stack = ApiKeyMiddleware(stack, config.api_keys, render)
+            isolate = config.prefix_cache_sharing == "key"
+            stack = ApiKeyMiddleware(stack, config.api_keys, render, isolate_caches=isolate)
+        stack = OriginMiddleware(stack, config.cors_allow_origins, render)
         if config.cors_allow_origins:
             # Outside of the keys: a browser asks for permission without one.
             stack = CORSMiddleware(
@@ -48,6 +52,8 @@ def install_edge(
                 allow_headers=["*"],
                 expose_headers=["*"],
             )
+        if config.allowed_hosts:
+            stack = AllowedHostsMiddleware(stack, config.allowed_hosts, render)
         if config.otlp_endpoint:
             # Imports OpenTelemetry, which most services need not have.
             from server.http.tracing import Tracing, TracingMiddleware  # noqa: PLC0415 - an extra

@@ -26,7 +26,14 @@ class Token(msgspec.Struct, frozen=True):
 
 
 def make_request(
-    request_id: int, prompt, max_new_tokens: int = 4, salt=None, priority: int = 0, **sampling: Any
+    request_id: int,
+    prompt,
+    max_new_tokens: int = 4,
+    salt=None,
+    priority: int = 0,
+    client: str = "",
+    deadline: float | None = None,
+    **sampling: Any,
 ):
     """Return a request. A prompt given as a number has that many tokens, different from those of other requests."""
     if isinstance(prompt, int):
@@ -37,6 +44,8 @@ def make_request(
         sampling=SamplingParams(max_new_tokens=max_new_tokens, **sampling),
         cache_salt=salt,
         priority=priority,
+        client=client,
+        deadline=deadline,
     )
 
 

@@ -188,6 +188,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runs_ahead = False
         self.bills = Bills()
         self.ended = []
+        self.head = None
+        self.num_overtaken = 0
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=5),
@@ -198,9 +200,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.booleans(),
         salt=st.sampled_from([None, "a"]),
         priority=st.sampled_from([0, 0, 0, -1, 5]),
+        client=st.sampled_from(["", "", "b", "c"]),
+        seconds=st.sampled_from([None, None, None, 0.5, 5.0]),
     )
     def add(
-        self, prompts, max_new_tokens, min_new_tokens, eos, stop, prompt_logprobs, salt, priority
+        self,
+        prompts,
+        max_new_tokens,
+        min_new_tokens,
+        eos,
+        stop,
+        prompt_logprobs,
+        salt,
+        priority,
+        client,
+        seconds,
     ):
         for prompt in prompts:
             self.add_one(
@@ -214,6 +228,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     prompt_logprobs=prompt_logprobs,
                     salt=salt,
                     priority=priority,
+                    client=client,
+                    deadline=None if seconds is None else self.bills.now + seconds,
                 )
             )
 
@@ -307,6 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail_to_compute_and_try_again(self):
         self.scheduler.schedule()
+        self.end_late()
 
     @rule(runs_ahead=st.booleans())
     def run_ahead_or_not(self, runs_ahead):
@@ -370,8 +387,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request_id, sequence in self.live.items()
             if sequence.num_known_tokens == sequence.max_num_tokens
         }
+        head = scheduler._waiting.head
         output = scheduler.schedule()
         scheduler.check_invariants()
+        self.end_late()
+        self.check_overtaking(head, output)
         rows = rows_of(output)
         assert output.num_tokens == sum(row[2] for row in rows)
         assert output.num_tokens <= scheduler.config.max_num_batched_tokens
@@ -382,13 +402,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.live:
             assert served
         if len({sequence.priority for sequence in self.live.values()}) == 1:
-            assert min(self.live) in served  # the oldest
+            admitted = [s for s in self.live.values() if s.first_scheduled_step is not None]
+            assert min(admitted, key=lambda s: s.rank).request_id in served  # never preempted
         for row in (*output.decode, *output.prefill):
             assert (row.num_tokens == 1) == (row in output.decode)
             assert bool(row.num_logits) == (
                 row.start + row.num_tokens == row.sequence.num_known_tokens
             )
         return output
+
+    def end_late(self):
+        """Sequences without a token end if the fastest step so far would be too slow for their deadline."""
+        price = self.scheduler.accounting.least_price
+        for request_id, event in self.scheduler.take_late():
+            sequence = self.live[request_id]
+            assert not sequence.num_output_tokens
+            assert sequence.deadline < self.bills.now + sequence.num_prompt_tokens * price
+            sequence.is_expired = True
+            self.receive(request_id, event)
+
+    def check_overtaking(self, head, output):
+        """Shorter prompts are admitted before the one whose turn it is, but only so many."""
+        if head is not self.head:
+            self.head, self.num_overtaken = head, 0
+        if head is None or head not in self.scheduler._waiting:
+            return
+        config = self.scheduler.config
+        share = config.max_num_batched_tokens // config.max_num_seqs
+        for sequence in output.first_scheduled:
+            assert sequence.priority <= head.priority
+            if sequence.priority == head.priority:
+                assert not head.num_preemptions
+                assert sequence.num_prompt_tokens <= head.num_prompt_tokens
+                self.num_overtaken += max(sequence.num_prompt_tokens, share)
+        assert self.num_overtaken <= max(head.num_prompt_tokens, config.max_num_batched_tokens)
 
     def end(self, output, results):
         seconds = (0.5 + output.step % 4) if output.num_tokens else 0.0

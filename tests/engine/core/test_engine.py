@@ -133,6 +133,33 @@ def test_deadlines_pass_in_any_order_of_arrival(harness):
     assert expired == [[], [3], [3, 4], [3, 4, 2]]
 
 
+def test_a_request_that_cannot_meet_its_deadline_ends_before_it_and_is_never_computed(harness):
+    harness.engine._scheduler.accounting.least_price = 0.1
+    harness.submit(1, deadline=100.4)
+    harness.submit(2, deadline=100.6)
+    harness.step()
+
+    (end,) = harness.events_of(1)
+    assert (end.token_id, end.finish_reason) == (None, FinishReason.TIMEOUT)
+    assert harness.computed == {2}
+    assert 1 not in harness.engine._deadlines
+
+
+def test_the_stats_say_what_waits_and_how_fast_it_goes(harness):
+    for request_id in (1, 2, 3):
+        harness.submit(request_id, deadline=None)
+    harness.step()
+    stats = harness.engine.stats()
+
+    assert (stats.num_waiting, stats.num_free_places) == (2, 0)
+    assert (sum(stats.waiting_by_length), sum(stats.waiting_tokens_by_length)) == (2, 10)
+    for _ in range(40):
+        harness.clock.now += 0.5
+        harness.step()
+    stats = harness.engine.stats()
+    assert (stats.num_free_places, stats.waiting_by_length) == (1, [])
+
+
 def test_stats_are_sent_when_sequences_start_or_end_and_every_two_milliseconds(harness):
     harness.submit(1, deadline=None)
     harness.step(4)

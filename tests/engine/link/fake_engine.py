@@ -2,9 +2,11 @@
 
 It starts in a fraction of a second. `EngineConfig.model_path`, or an argument, selects its behaviour: "ok", "fail"
 (reports that it cannot start), "crash" (ends while starting), "sleep" (never ready), "hang" (stops at the first step),
-"slow" (50 ms per step), "garbage" (sends a message that cannot be decoded).
+"slow" (50 ms per step), "garbage" (sends a message that cannot be decoded), "silent" (never ready, sends nothing and
+holds Python's global lock), "deaf" (receives no messages once it is ready).
 """
 
+import ctypes
 import gc
 import os
 import sys
@@ -19,9 +21,14 @@ from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
 from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineInfo, EngineReady, StartupFailed, StartupPhase
+from server.engine.core.progress import Progress
 from server.engine.core.scheduler import Scheduler
-from server.engine.link.process import Channel
-from server.engine.link.process_setup import exit_with_parent, read_config
+from server.engine.link.process import Channel, watch_engine
+from server.engine.link.process_setup import (
+    dump_stacks_on_signal,
+    exit_with_parent,
+    read_config,
+)
 from server.engine.link.protocol import EngineLaunch
 from tests.plans import PLAN
 
@@ -45,7 +52,11 @@ def next_token(token_ids):
 
 
 class ArithmeticRunner:
-    """Samples `next_token`. Token 666 in a prompt makes the step raise; 667 makes it raise an unrecoverable error."""
+    """Samples `next_token`. Some tokens in a prompt make the step fail.
+
+    666: it raises. 667: it raises an unrecoverable error. 668: it never ends. 669: it never ends and holds Python's
+    global lock. 670: it takes half a second.
+    """
 
     def __init__(self, behaviour="ok"):
         self.behaviour = behaviour
@@ -63,6 +74,13 @@ class ArithmeticRunner:
             raise RuntimeError("token 666")
         if any(667 in s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled):
             raise RuntimeError("fatal")
+        prompts = [s.sequence.token_ids[: s.sequence.num_prompt_tokens] for s in scheduled]
+        if any(668 in prompt for prompt in prompts):
+            time.sleep(3600)
+        if any(669 in prompt for prompt in prompts):
+            sleep_with_lock()
+        if any(670 in prompt for prompt in prompts):
+            time.sleep(0.5)
         sampled = [[Sampled(next_token(s.sequence.token_ids))] * s.num_logits for s in scheduled]
         result = SimpleNamespace(sampled=sampled, prompt_logprobs={})
         return SimpleNamespace(feeds_next=False, sample=lambda: None, result=lambda: result)
@@ -75,6 +93,10 @@ class ArithmeticRunner:
 
     def recover(self, error):
         return "fatal" not in str(error)
+
+
+def sleep_with_lock():
+    ctypes.PyDLL(None).sleep(3600)
 
 
 def make_info(config, num_blocks):
@@ -117,7 +139,10 @@ def main():
     config = launch.config
     if behaviour := sys.argv[1:]:
         config = msgspec.structs.replace(config, model_path=behaviour[0])
-    channel = Channel(launch.address)
+    dump_stacks_on_signal()
+    progress = Progress()
+    watch_engine(launch, progress)
+    channel = Channel(launch.address, progress)
     threading.Thread(target=exit_with_parent, args=(launch.address,), daemon=True).start()
     channel.send(StartupPhase("pretending to load"))
     if config.model_path == "fail":
@@ -125,11 +150,16 @@ def main():
         raise SystemExit(1)
     if config.model_path == "sleep":
         time.sleep(3600)
+    if config.model_path == "silent":
+        sleep_with_lock()
+    if config.model_path == "deaf":
+        channel.receive = lambda *, wait: time.sleep(min(wait, 3600)) or ()
     if config.model_path == "garbage":
         channel.connection.send(b"\xc1")
     if config.model_path == "crash":
         os._exit(7)
     engine = make_engine(config, channel)
+    engine.progress = progress
     channel.send(EngineReady(engine.info))
     gc.collect()
     engine.run()

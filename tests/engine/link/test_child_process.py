@@ -2,12 +2,13 @@
 
 import asyncio
 import signal
+import sys
 import time
 
 import pytest
 
 from server.engine.link.child_process import ChildProcess, ChildStartError
-from server.engine.link.spawn import spawn
+from server.engine.link.spawn import end, spawn
 
 SLEEP = ("sleep", "60")
 
@@ -147,3 +148,28 @@ def test_no_restart_follows_a_stop():
         assert len(child.launched) == 1
 
     run(scenario())
+
+
+def test_an_interrupt_of_the_process_group_does_not_end_a_child_that_starts():
+    child = spawn((sys.executable, "-c", "import sys; sys.stdin.read(); print('done')"))
+    try:
+        child.send_signal(signal.SIGINT)
+        child.stdin.close()
+        assert child.wait(timeout=20) == 0
+    finally:
+        child.kill()
+
+
+def test_the_parent_still_gets_interrupts_after_it_has_started_a_child():
+    end(spawn(SLEEP))
+
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_children_do_not_import_from_the_working_directory():
+    script = "import sys; sys.exit(not sys.flags.safe_path or '' in sys.path)"
+    child = spawn((sys.executable, "-c", script))
+    try:
+        assert child.wait(timeout=20) == 0
+    finally:
+        end(child)

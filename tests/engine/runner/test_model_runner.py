@@ -9,6 +9,7 @@ from kernels.gpu.compile_ahead import NotCompiledError
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.device.kv_cache import KVCache
+from model.network.single_launch import launch_refusal
 from server.engine.core.limits import SchedulerConfig
 from server.engine.runner.dummy_steps import crowds, first_steps, largest_step
 from server.engine.runner.model_runner import ModelRunner
@@ -69,6 +70,35 @@ def test_only_a_step_that_samples_one_token_is_a_single_launch(
 
     assert engine.generate(requests) == expected
     assert len(launches) == (6 if budget < 4 and not scored else 5)
+
+
+@pytest.mark.parametrize(
+    "text", ["too many blocks in cooperative launch", "operation not supported"]
+)
+def test_a_single_launch_that_the_driver_refuses_is_replaced_and_the_plan_says_why(
+    checkpoint, text, monkeypatch, caplog
+):
+    requests = [greedy(0, [5, 6, 7, 8], 6)]
+    expected = make_engine(checkpoint, max_num_seqs=1).generate(requests)
+    engine = make_engine(checkpoint, max_num_seqs=1)
+    runner, launches = engine.engine._runner, []
+
+    def refuse(*_):
+        launches.append(1)
+        raise RuntimeError(f"Triton Error [CUDA]: {text}")
+
+    runner.model._step_kernels[runner.kv_cache] = refuse
+    monkeypatch.setattr(runner.model, "_launch_once", refuse)
+
+    assert engine.generate(requests) == expected
+    assert len(launches) == 1
+    reason = f"the driver refuses the launch ({text})"
+    assert reason in runner.describe_plan().one_sequence
+    assert reason in caplog.text
+
+
+def test_another_error_of_a_single_launch_is_not_taken_for_a_refusal():
+    assert launch_refusal(RuntimeError("Triton Error [CUDA]: an illegal memory access")) is None
 
 
 # Before the first request

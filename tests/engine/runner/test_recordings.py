@@ -137,9 +137,10 @@ def test_recordings_are_made_before_the_engine_waits_for_requests(checkpoint, mo
     assert alone == token_counts(256)
     assert {bucket.prompt_seqs for bucket in prefill if not bucket.rows} == {1, 8}
     assert {bucket.rows for bucket in prefill} == {0, 16, 20}
-    idle, *between, last = asked
+    idle, *between, check, last = asked
     assert 0 < idle < 1
     assert between == [0] * (len(made) + 1)
+    assert check == 1.0  # then the engine checks its bookkeeping
     assert last == math.inf
 
 

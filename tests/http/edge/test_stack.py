@@ -22,7 +22,7 @@ def cors(response):
 
 
 async def test_without_origins_no_cors_headers_are_sent(client):
-    response = await client.post("/generate", json={"inputs": "x"}, headers={"Origin": ORIGIN})
+    response = await client.get("/info", headers={"Origin": ORIGIN})
 
     assert response.status_code == 200
     assert cors(response) == {}
@@ -86,12 +86,13 @@ async def test_the_frames_of_a_stream_bypass_the_layers(make_app, engine, monkey
         return write(writer, data)
 
     monkeypatch.setattr(DirectWriter, "write", record)
-    async with Server(make_app(**limits), "httptools") as server:
+    async with Server(make_app(**limits)) as server:
         reader, writer = await server.connect()
         body = b'{"inputs":"x"}'
         writer.write(
-            b"POST /generate_stream HTTP/1.1\r\nHost: t\r\nOrigin: %b\r\nX-API-Key: key\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (ORIGIN.encode(), len(body), body)
+            b"POST /generate_stream HTTP/1.1\r\nHost: t\r\n%bX-API-Key: key\r\n"
+            b"Content-Length: %d\r\n\r\n%b"
+            % (b"Origin: %b\r\n" % ORIGIN.encode() if limits else b"", len(body), body)
         )
         head = await reader.readuntil(b"\r\n\r\n")
         frames = await reader.readuntil(b"0\r\n\r\n")

@@ -36,7 +36,7 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
     ((151936, 1024, False), ("norm", "best")),
 )
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
-SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_unfiltered", "sample_filtered")
+SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
 SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
 """Sizes of rows that a list of candidates holds, just holds and just does not hold."""
 ODD = (((1001, 576, False), ("bias", "best")), ((1536, 576, True), ("bias", "norm")))

@@ -1,7 +1,7 @@
 """Samples tokens by the kernels, with given tile sizes, by the host, and by a plain implementation of the rules.
 
-A GPU rounds exponentials differently from NumPy. `by_rule` uses the weights of the GPU, so that everything else is
-compared bit for bit.
+A GPU rounds exponentials differently from NumPy. `by_rule` uses the weights of the GPU, so that filters keep the same
+tokens; noise differs by the rounding of its logarithms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kernels.sampling.rows import (
 from model.sampling.device import kernel_row
 from model.sampling.host import HostSampler
 from model.sampling.mask import build_masks
-from model.sampling.rows import SamplingRow, uniform
+from model.sampling.noise import gumbel_noise, noise_key
+from model.sampling.rows import SamplingRow
 
 UNTOUCHED = -7
 
@@ -105,7 +106,7 @@ def _by_rule(values: np.ndarray, row: SamplingRow, device: torch.device) -> int 
             above = np.cumsum(weights[order]) - weights[order]
             order = order[above < math.ceil(parameters.top_p * int(weights[order].sum()))]
         order = order[distances[order] <= np.float32(parameters.min_p_distance)]
-    sums = np.cumsum(weights[order])
-    total = int(sums[-1])
-    target = min(int(uniform(parameters.seed, row.position) * total), total - 1)
-    return int(order[np.searchsorted(sums, target, side="right")])
+    order.sort()
+    low, high = torch.tensor(noise_key(parameters.seed, row.position), dtype=torch.float64)
+    noise = gumbel_noise(torch.from_numpy(order), low[None, None], high[None, None])[0].numpy()
+    return int(order[(noise - distances[order]).argmax()])

@@ -51,3 +51,22 @@ NUM_KINDS = len(kinds_of_rows())
 def varied_rows(count: int, vocab: int = VOCAB) -> list[SamplingRow]:
     kinds = kinds_of_rows(vocab)
     return [sampling_row(seed=i, position=10 + i, **kinds[i % NUM_KINDS]) for i in range(count)]
+
+
+def oracle(scores: torch.Tensor, filters: dict[str, float], seen: list[int] | None = None):
+    """Apply transformers' logits processors in the order of its `generate`."""
+    from transformers import generation as hf
+
+    ids = torch.tensor([seen or []], dtype=torch.int64)
+    makers = {
+        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
+        "temperature": hf.TemperatureLogitsWarper,
+        "top_k": hf.TopKLogitsWarper,
+        "top_p": hf.TopPLogitsWarper,
+        "min_p": hf.MinPLogitsWarper,
+        "typical_p": hf.TypicalLogitsWarper,
+    }
+    for name, make in makers.items():
+        if name in filters:
+            scores = make(filters[name])(ids, scores)
+    return scores

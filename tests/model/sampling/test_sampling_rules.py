@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from model.sampling.rows import TokenHistory, uniform
+from model.sampling.noise import HostNoise
+from model.sampling.rows import TokenHistory
 from model.sampling.sampler import Sampler
-from tests.model.sampling.sampling_rows import VOCAB, logits_of, sampling_row
+from tests.model.sampling.sampling_rows import VOCAB, logits_of, oracle, sampling_row
 
 # --- randomness -------------------------------------------------------------------------------------------------
 
@@ -19,33 +20,13 @@ def test_the_same_seed_and_position_sample_the_same_token(forward) -> None:
 
     def sampled(seed: int) -> list[int | None]:
         return [
-            forward(logits, [sampling_row(seed=seed, position=p)])[0].token_id for p in range(20)
+            forward(logits, [sampling_row(seed=seed, position=p, temperature=3.0)])[0].token_id
+            for p in range(20)
         ]
 
     assert sampled(1) == sampled(1)
     assert sampled(1) != sampled(2)
     assert len(set(sampled(1))) > 5
-
-
-def test_uniform_numbers_are_pinned_so_that_seeds_keep_their_meaning() -> None:
-    assert [uniform(s, p) for s, p in ((0, 0), (0, 1), (1, 0), (2**64 - 1, 10**6))] == [
-        0.6524484863740322,
-        0.7012121095215252,
-        0.36818951565166946,
-        0.4611314684076886,
-    ]
-
-
-@pytest.mark.parametrize("along", ["seed", "position"])
-def test_uniform_numbers_are_uniform_and_uncorrelated_along_seeds_and_positions(along) -> None:
-    n = 20_000
-    values = np.array([uniform(i, 5) if along == "seed" else uniform(5, i) for i in range(n)])
-
-    counts = np.histogram(values, bins=20, range=(0, 1))[0]
-    chi_square = float(((counts - n / 20) ** 2 / (n / 20)).sum())
-
-    assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
-    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 4 / math.sqrt(n)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +41,12 @@ def test_uniform_numbers_are_uniform_and_uncorrelated_along_seeds_and_positions(
     ],
     ids=str,
 )
-def test_tokens_follow_the_filtered_distribution(filters) -> None:
+def test_tokens_follow_the_filtered_distribution(forward, filters) -> None:
     logits = logits_of(9, 1, vocab=12, scale=1.5)
     n = 8000
     rows = [sampling_row(seed=7, position=i, **filters) for i in range(n)]
 
-    sampled = [t.token_id for t in Sampler().forward(logits.expand(n, -1), rows)]
+    sampled = [t.token_id for t in forward(logits.expand(n, -1).contiguous(), rows)]
 
     expected = torch.softmax(oracle(logits, filters), -1)[0].double().numpy() * n
     counts = np.bincount(sampled, minlength=12)
@@ -75,46 +56,55 @@ def test_tokens_follow_the_filtered_distribution(filters) -> None:
     assert chi_square < 31.3  # at most 11 degrees of freedom, p = 0.001
 
 
+@pytest.mark.parametrize("along", ["seed", "position"])
+def test_tokens_of_a_large_vocabulary_follow_its_distribution(along) -> None:
+    vocab, n, bins = 50_000, 4000, 20
+    logits = logits_of(9, 1, vocab, scale=1.0)
+    rows = [
+        sampling_row(seed=i if along == "seed" else 3, position=5 if along == "seed" else i)
+        for i in range(n)
+    ]
+
+    sampled = [Sampler().forward(logits, [row])[0].token_id for row in rows]
+
+    cumulative = torch.softmax(logits.double(), -1)[0].cumsum(-1).numpy()
+    # The mass before a sampled token is uniform, and unrelated to that before the next one.
+    values = cumulative[sampled]
+    counts = np.histogram(values, bins=bins, range=(0, 1))[0]
+    chi_square = float(((counts - n / bins) ** 2 / (n / bins)).sum())
+    assert chi_square < 43.8  # 19 degrees of freedom, p = 0.001
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 4 / math.sqrt(n)
+
+
 # --- filters ----------------------------------------------------------------------------------------------------
 
 
-def oracle(scores: torch.Tensor, filters: dict[str, float], seen: list[int] | None = None):
-    """Apply transformers' logits processors in the order of its `generate`."""
-    from transformers import generation as hf
-
-    ids = torch.tensor([seen or []], dtype=torch.int64)
-    makers = {
-        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
-        "temperature": hf.TemperatureLogitsWarper,
-        "top_k": hf.TopKLogitsWarper,
-        "top_p": hf.TopPLogitsWarper,
-        "min_p": hf.MinPLogitsWarper,
-        "typical_p": hf.TypicalLogitsWarper,
-    }
-    for name, make in makers.items():
-        if name in filters:
-            scores = make(filters[name])(ids, scores)
-    return scores
-
-
-def support(logits: torch.Tensor, filters: dict[str, float], sample, count: int = 400) -> set[int]:
-    """Return every token that the row can sample, found with evenly spaced random numbers."""
-    rows = [sampling_row(seed=0, position=i, **filters) for i in range(count)]
-    return {t.token_id for t in sample(logits.expand(count, -1).contiguous(), rows)}
+def support(logits: torch.Tensor, filters: dict[str, float], sample) -> set[int]:
+    """Return every token that the row can sample; with `each_token_in_turn`."""
+    rows = [sampling_row(position=i, **filters) for i in range(logits.shape[1])]
+    return {t.token_id for t in sample(logits.expand(len(rows), -1).contiguous(), rows)}
 
 
 @pytest.fixture
-def evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the random numbers by 1024 evenly spaced ones, so that few samples reach every token."""
+def each_token_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the noise choose the token whose id is the row's position if the filters keep it, else the likeliest one."""
 
-    def spread(_seed: int, position: int) -> float:
-        return (position + 0.5) / 1024
+    def choose(_self: HostNoise, distances, key, ids):
+        tokens = np.arange(len(distances)) if ids is None else ids
+        return int(np.where(tokens == key[0], -1.0, distances).argmin())
 
-    monkeypatch.setattr("model.sampling.host.uniform", spread)
-    monkeypatch.setattr("model.sampling.device.uniform", spread)
+    def noise(ids, low, _high):
+        return torch.where(ids == low, 1e9, 0.0)
+
+    monkeypatch.setattr(HostNoise, "argmax", choose)
+    monkeypatch.setattr("model.sampling.device.gumbel_noise", noise)
+    for path in ("host", "device"):
+        monkeypatch.setattr(
+            f"model.sampling.{path}.noise_key", lambda _seed, position: (position, 0)
+        )
 
 
-@pytest.mark.usefixtures("evenly_spread")
+@pytest.mark.usefixtures("each_token_in_turn")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "filters",
@@ -136,33 +126,28 @@ def evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_filters_keep_the_same_tokens_and_probabilities_as_transformers(
-    forward, filters, seed
-) -> None:
+def test_filters_keep_the_same_tokens_as_transformers(forward, filters, seed) -> None:
     logits = logits_of(100 + seed, 1, vocab=24, scale=1.2)
-    kept = torch.softmax(oracle(logits, filters), -1)[0].double().numpy()
-    rows = [sampling_row(position=i, **filters) for i in range(1024)]
+    kept = oracle(logits, filters)[0].isfinite()
 
-    sampled = [t.token_id for t in forward(logits.expand(1024, -1).contiguous(), rows)]
-
-    # Evenly spaced numbers hit each token in proportion to its probability, up to one more or less at each end.
-    assert np.abs(np.bincount(sampled, minlength=24) - kept * 1024).max() <= 1.01
+    assert support(logits, filters, forward) == set(kept.nonzero()[:, 0].tolist())
 
 
-@pytest.mark.usefixtures("evenly_spread")
+@pytest.mark.usefixtures("each_token_in_turn")
 def test_top_k_keeps_all_ties_with_the_last_token(forward) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -5.0]])
 
-    assert support(logits, {"top_k": 2}, forward, 1024) == {1, 2, 3, 4}
+    assert support(logits, {"top_k": 2}, forward) == {1, 2, 3, 4}
 
 
-@pytest.mark.usefixtures("evenly_spread")
+@pytest.mark.usefixtures("each_token_in_turn")
 def test_top_p_splits_ties_by_id(forward) -> None:
     logits = torch.zeros(1, 8)
 
-    assert support(logits, {"top_p": 0.5}, forward, 1024) == {0, 1, 2, 3}
+    assert support(logits, {"top_p": 0.5}, forward) == {0, 1, 2, 3}
 
 
+@pytest.mark.usefixtures("each_token_in_turn")
 @pytest.mark.parametrize(
     "filters",
     [
@@ -177,7 +162,7 @@ def test_top_p_splits_ties_by_id(forward) -> None:
 def test_the_tightest_filters_keep_one_token(forward, filters) -> None:
     logits = logits_of(10, 1)
 
-    assert len(support(logits, filters, forward, 50)) == 1
+    assert len(support(logits, filters, forward)) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-6, 1e6, 1e300])
@@ -245,6 +230,7 @@ def test_repetition_is_applied_before_presence_and_frequency(forward) -> None:
     assert forward(logits, [row])[0].token_id == 1  # 4 / 2 - 1 = 1.0, and not (4 - 1) / 2 = 1.5
 
 
+@pytest.mark.usefixtures("each_token_in_turn")
 def test_banned_ids_are_never_sampled(forward) -> None:
     logits = torch.zeros(1, 4)
 
@@ -285,6 +271,7 @@ def test_a_reused_history_gives_the_same_tokens_as_a_new_one(forward) -> None:
         tokens.append(anew.token_id)
 
 
+@pytest.mark.usefixtures("each_token_in_turn")
 @pytest.mark.parametrize(
     ("words", "banned"),
     [
@@ -333,9 +320,13 @@ def test_a_bias_is_added_to_the_logits_before_everything_else(forward, parameter
 def test_the_largest_biases_in_effect_force_and_ban_a_token(forward) -> None:
     logits = logits_of(3, 1)
 
-    assert support(logits, {"logit_bias": {9: 100.0}}, forward) == {9}
+    def sampled(bias: dict[int, float]) -> set[int | None]:
+        rows = [sampling_row(position=i, logit_bias=bias) for i in range(400)]
+        return {t.token_id for t in forward(logits.expand(400, -1).contiguous(), rows)}
+
+    assert sampled({9: 100.0}) == {9}
     top = int(logits.argmax())
-    assert top not in support(logits, {"logit_bias": {top: -100.0}}, forward)
+    assert top not in sampled({top: -100.0})
 
 
 def test_log_probabilities_do_not_include_the_bias(forward) -> None:

@@ -16,7 +16,6 @@ from server.http.dialects.openai.options import (
     Logprobs,
     OutputLimit,
     check,
-    check_sequences,
     submit,
 )
 from server.http.dialects.openai.replies import (
@@ -36,6 +35,7 @@ from server.http.dialects.openai.tools import (
     read_tools,
     whole_message,
 )
+from server.http.limits import longest_prompt
 from server.http.messages import encode_conversation, read_messages
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ChatAnswer:
             # Parts of a call may be special tokens; the grammar allows no others.
             self._options = dataclasses.replace(self._options, skip_special_tokens=False)
         self.num_sequences = self._options.completions
-        check_sequences("n", self.num_sequences, context, info)
+        context.admission.check_sequences("n", self.num_sequences, info)
 
     @classmethod
     def of_body(
@@ -150,6 +150,7 @@ class ChatAnswer:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
+            most=longest_prompt(self._info, self._options.truncate),
         )
         older = request.max_completion_tokens is None and request.max_tokens is not None
         limit = OutputLimit(

@@ -21,7 +21,6 @@ from server.http.dialects.openai.options import (
     Logprobs,
     OutputLimit,
     check,
-    check_sequences,
     submit,
 )
 from server.http.dialects.openai.prompts import (
@@ -38,6 +37,7 @@ from server.http.dialects.openai.replies import (
 )
 from server.http.dialects.openai.reply_format import ReplyFormat
 from server.http.dialects.openai.schema import CompletionBody
+from server.http.limits import longest_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ class CompletionAnswer:
         if self._suffix is not None:
             self._options = _for_gap(self._options, self._prompts, context, echo=self._echo)
         self.num_sequences = len(self._prompts) * self._options.completions
-        check_sequences("prompt", self.num_sequences, context, info)
+        context.admission.check_sequences("prompt", self.num_sequences, info)
 
     async def generate(self) -> Generation:
         """Tokenize the prompts and submit them.
@@ -112,14 +112,15 @@ class CompletionAnswer:
             UnavailableError: the engine is not ready.
         """
         context, options = self._context, self._options
+        most = longest_prompt(self._info, options.truncate)
         if self._suffix is None:
             token_ids = await encode_prompts(
-                self._prompts, context, add_special_tokens=self._add_special_tokens
+                self._prompts, context, add_special_tokens=self._add_special_tokens, most=most
             )
         else:
             family = require_family(context.tokenizer)
             token_ids = [
-                await encode_gap(family, str(prompt), self._suffix, context)
+                await encode_gap(family, str(prompt), self._suffix, context, most=most)
                 for prompt in self._prompts
             ]
         # The engine generates at least one token; the reply leaves it out if none was wanted.

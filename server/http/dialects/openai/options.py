@@ -169,19 +169,6 @@ def check(
     )
 
 
-def check_sequences(field: str, count: int, context: AppContext, info: EngineInfo) -> None:
-    """Check that a request has no more sequences than the server admits at all.
-
-    Raises:
-        ValidationError: it has.
-    """
-    limit = context.max_concurrent_requests(info)
-    if count > limit:
-        raise ValidationError(
-            f"`{field}` must ask for at most {limit} completions in all. Given: {count}"
-        )
-
-
 async def submit(
     context: AppContext,
     info: EngineInfo,

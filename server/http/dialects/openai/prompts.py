@@ -84,15 +84,21 @@ def read_prompts(value: object) -> list[PromptInput]:
 
 
 async def encode_prompts(
-    prompts: list[PromptInput], context: AppContext, *, add_special_tokens: bool
+    prompts: list[PromptInput], context: AppContext, *, add_special_tokens: bool, most: int | None
 ) -> list[list[int]]:
     """Tokenize the prompts that are texts.
+
+    Args:
+        prompts: from `read_prompts`.
+        context: the application's context.
+        add_special_tokens: whether to add the tokens that the tokenizer adds to every text, such as BOS.
+        most: limit of a prompt's tokens, as for `AppContext.encode`.
 
     Raises:
         ValidationError: a prompt cannot be tokenized, or has no tokens.
     """
     return [
-        await context.encode(prompt, "prompt", add_special_tokens=add_special_tokens)
+        await context.encode(prompt, "prompt", add_special_tokens=add_special_tokens, most=most)
         if isinstance(prompt, str)
         else prompt
         for prompt in prompts
@@ -128,16 +134,23 @@ def end_token_ids(family: FillInTheMiddle, tokenizer: Tokenizer) -> tuple[int, .
 
 
 async def encode_gap(
-    family: FillInTheMiddle, prompt: str, suffix: str, context: AppContext
+    family: FillInTheMiddle, prompt: str, suffix: str, context: AppContext, *, most: int | None
 ) -> list[int]:
     """Tokenize the texts before and after a gap for a model that fills it.
+
+    Args:
+        family: of the model.
+        prompt: the text before the gap.
+        suffix: the text after it.
+        context: the application's context.
+        most: limit of the tokens of each text, as for `AppContext.encode`.
 
     Raises:
         ValidationError: a text cannot be tokenized.
     """
     tokenizer = context.tokenizer
-    before = await context.encode(prompt, "prompt", add_special_tokens=False)
-    after = await context.encode(suffix, "suffix", add_special_tokens=False)
+    before = await context.encode(prompt, "prompt", add_special_tokens=False, most=most)
+    after = await context.encode(suffix, "suffix", add_special_tokens=False, most=most)
     prefix_mark, suffix_mark, *middle_mark = (
         i for i in _ids(tokenizer, _marks(family)) if i is not None
     )

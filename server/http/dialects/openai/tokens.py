@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from array import array
+from typing import TYPE_CHECKING
 
+from model.text.detokenizer import IncrementalDetokenizer
 from server.errors import UnknownModelError
 from server.http.context import check_vocabulary
 from server.http.dialects.openai.errors import render_error, status_of
@@ -19,25 +21,29 @@ from server.http.dialects.openai.schema import (
     TokenizePromptBody,
 )
 from server.http.messages import encode_conversation, read_messages
+from server.http.token_replies import TokenReply, array_pieces, text_pieces
 from server.http.token_routes import TokenForm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from model.text.tokenizer import Tokenizer
     from server.http.context import AppContext
 
-ReplyT = TypeVar("ReplyT")
-_Answer: TypeAlias = tuple[ReplyT, tuple[str, ...]]
+# Tokens that are decoded at a time; takes less than a millisecond.
+_DECODED = 500
 
 
-async def _tokenize_prompt(context: AppContext, body: object) -> _Answer[TokenizeReply]:
+async def _tokenize_prompt(context: AppContext, body: object) -> TokenReply:
     request, warnings = parse_body(TokenizePromptBody, body, context.config)
     add = request.add_special_tokens is not False
     token_ids = await context.tokenize(
-        request.prompt, "prompt", lambda: context.tokenizer.encode(request.prompt, add)
+        request.prompt, "prompt", lambda: array("I", context.tokenizer.encode(request.prompt, add))
     )
-    return _reply(context, token_ids, names=bool(request.return_token_strs)), warnings
+    return _reply(context, token_ids, warnings, names=bool(request.return_token_strs))
 
 
-async def _tokenize_messages(context: AppContext, body: object) -> _Answer[TokenizeReply]:
+async def _tokenize_messages(context: AppContext, body: object) -> TokenReply:
     request, warnings = parse_body(TokenizeMessagesBody, body, context.config)
     token_ids = await encode_conversation(
         context,
@@ -46,28 +52,53 @@ async def _tokenize_messages(context: AppContext, body: object) -> _Answer[Token
         continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,
     )
-    return _reply(context, token_ids, names=bool(request.return_token_strs)), warnings
+    return _reply(context, array("I", token_ids), warnings, names=bool(request.return_token_strs))
 
 
-def _reply(context: AppContext, token_ids: list[int], *, names: bool) -> TokenizeReply:
-    return TokenizeReply(
-        count=len(token_ids),
-        max_model_len=context.engine_info().max_total_tokens,
-        tokens=token_ids,
-        token_strs=[context.tokenizer.token_name(i) for i in token_ids] if names else None,
+def _reply(
+    context: AppContext, token_ids: array[int], warnings: tuple[str, ...], *, names: bool
+) -> TokenReply:
+    longest = context.engine_info().max_total_tokens
+    return TokenReply(
+        _pieces(token_ids, longest, context.tokenizer if names else None),
+        token_ids.itemsize * len(token_ids),
+        warnings,
     )
 
 
-async def _detokenize(context: AppContext, body: object) -> _Answer[DetokenizeReply]:
+def _pieces(
+    token_ids: array[int], max_model_len: int, tokenizer: Tokenizer | None
+) -> Iterator[bytes]:
+    """Render a `TokenizeReply`; with the names of the tokens if the tokenizer is given."""
+    yield b'{"count":%d,"max_model_len":%d,"tokens":' % (len(token_ids), max_model_len)
+    yield from array_pieces(token_ids, list)
+    yield b',"token_strs":'
+    if tokenizer is None:
+        yield b"null"
+    else:
+        yield from array_pieces(token_ids, lambda ids: [tokenizer.token_name(i) for i in ids])
+    yield b"}"
+
+
+async def _detokenize(context: AppContext, body: object) -> TokenReply:
     request, warnings = parse_body(DetokenizeBody, body, context.config)
     if request.tokens:
         check_vocabulary(request.tokens, "tokens", context.engine_info())
-    text = await context.tokenize(
-        request.tokens,
-        "tokens",
-        lambda: context.tokenizer.decode(request.tokens, skip_special_tokens=False),
-    )
-    return DetokenizeReply(text), warnings
+    return TokenReply(_text_pieces(array("I", request.tokens), context.tokenizer), 0, warnings)
+
+
+def _text_pieces(token_ids: array[int], tokenizer: Tokenizer) -> Iterator[bytes]:
+    """Render a `DetokenizeReply`."""
+    yield b'{"prompt":'
+    yield from text_pieces(_texts(token_ids, tokenizer))
+    yield b"}"
+
+
+def _texts(token_ids: array[int], tokenizer: Tokenizer) -> Iterator[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    for i in range(0, len(token_ids), _DECODED):
+        yield "".join([detokenizer.push(token_id) for token_id in token_ids[i : i + _DECODED]])
+    yield detokenizer.flush()
 
 
 TOKEN_FORMS = (

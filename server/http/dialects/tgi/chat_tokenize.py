@@ -11,12 +11,13 @@ from model.text.chat_template import RenderedChat
 from server.http.dialects.tgi.replies import PromptSpan
 from server.http.field_types import MessageList
 from server.http.messages import read_messages
-from server.http.request_body import read_json
+from server.http.token_replies import TokenReply, array_pieces, slices, text_pieces
 from server.http.validation import parse
 
 if TYPE_CHECKING:
-    from fastapi import Request
+    from collections.abc import Iterator
 
+    from model.text.tokenizer import TokenSpans
     from server.http.context import AppContext
 
 _STRICT = ConfigDict(
@@ -76,13 +77,17 @@ class ChatTokenizeReply(msgspec.Struct, frozen=True):
     templated_text: str
 
 
-async def tokenize_chat(request: Request, context: AppContext) -> ChatTokenizeReply:
+async def tokenize_chat(context: AppContext, value: object) -> TokenReply:
     """Read a request's conversation, render it and tokenize it.
+
+    Args:
+        context: the application's context.
+        value: the decoded JSON of the request.
 
     Raises:
         ValidationError: the body is not valid, or the chat template rejects the conversation.
     """
-    body = parse(ChatTokenizeBody, await read_json(request.scope, request.receive, context.config))
+    body = parse(ChatTokenizeBody, value)
     variables = dict(body.chat_template_kwargs or {})
     if body.guideline is not None:
         variables["guideline"] = body.guideline
@@ -98,6 +103,25 @@ async def tokenize_chat(request: Request, context: AppContext) -> ChatTokenizeRe
         continue_final_message=bool(body.continue_final_message),
         variables=variables,
     )
-    return ChatTokenizeReply(
-        [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans], text
+    return TokenReply(_pieces(text, spans), held_bytes(spans) + len(text))
+
+
+def span_pieces(spans: TokenSpans) -> Iterator[bytes]:
+    """Render tokens and their characters as a list of `PromptSpan`."""
+    return array_pieces(
+        spans, lambda some: [PromptSpan(span.id, span.text, span.start, span.stop) for span in some]
     )
+
+
+def held_bytes(spans: TokenSpans) -> int:
+    """Return the memory that tokens and their offsets take."""
+    return 12 * len(spans)
+
+
+def _pieces(text: str, spans: TokenSpans) -> Iterator[bytes]:
+    """Render a `ChatTokenizeReply`."""
+    yield b'{"tokenize_response":'
+    yield from span_pieces(spans)
+    yield b',"templated_text":'
+    yield from text_pieces(slices(text))
+    yield b"}"

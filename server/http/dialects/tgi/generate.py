@@ -23,6 +23,7 @@ from server.http.dialects.tgi.replies import (
     render_top_tokens,
 )
 from server.http.generation import Generation
+from server.http.limits import longest_prompt
 from server.http.responses import header
 from server.http.structured_output import compile_grammar
 
@@ -87,6 +88,9 @@ class GenerateAnswer:
         heads: cached beginnings of frames, for streams.
         streaming: whether the answer is a stream.
         as_list: whether a JSON answer is an array of one reply.
+
+    Raises:
+        ValidationError: `best_of` asks for more sequences than are ever admitted.
     """
 
     operation = "text_completion"
@@ -102,6 +106,7 @@ class GenerateAnswer:
         as_list: bool,
     ) -> None:
         self.num_sequences = options.best_of
+        context.admission.check_sequences("best_of", options.best_of, info)
         self.streaming = streaming
         self.warnings = options.warnings
         self._as_list = as_list
@@ -118,7 +123,9 @@ class GenerateAnswer:
             UnavailableError: the engine is not ready.
         """
         options = self._options
-        token_ids = await self._context.encode(options.inputs, "inputs")
+        token_ids = await self._context.encode(
+            options.inputs, "inputs", most=longest_prompt(self._info, options.truncate)
+        )
         if options.truncate is not None:
             token_ids = token_ids[-options.truncate :]
         sampling = with_prompt_length(options, len(token_ids), self._info)

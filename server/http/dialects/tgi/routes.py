@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import Request
 from starlette.responses import Response
 
 from server.errors import TesseraError, UnavailableError
 from server.http.dialects.tgi.chat_tokenize import (
     ChatTokenizeBody,
     ChatTokenizeReply,
+    held_bytes,
+    span_pieces,
     tokenize_chat,
 )
 from server.http.dialects.tgi.generate import GenerateAnswer, read_request
@@ -24,17 +25,13 @@ from server.http.dialects.tgi.replies import (
 )
 from server.http.dialects.tgi.schema import GenerateBody
 from server.http.exchange import Dialect, Exchange
-from server.http.metrics.records import RequestRecord
-from server.http.metrics.specs import Outcome
 from server.http.openapi import describe_error, describe_route, describe_service_route
-from server.http.request_body import ClientDisconnectedError
 from server.http.responses import json_response
-from server.http.token_routes import TokenForm
+from server.http.token_replies import TokenReply
+from server.http.token_routes import TokenExchange, TokenForm, describe_forms
 from server.version import version
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
     from fastapi import FastAPI
 
     from server.engine.core.messages import EngineInfo
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     from server.http.dialects.tgi.frames import TokenHeads
     from server.http.responses import ErrorBody
 
-_CLIENT_CLOSED = 499
 # The release of TGI whose API this is. Clients parse it: llama-index reads `max_input_tokens` only from 2.1.0 on.
 _TGI_VERSION = "3.3.6"
 
@@ -71,13 +67,10 @@ def _install(app: FastAPI, context: AppContext) -> None:
         """Continue a prompt: a stream if `stream` is true, else an array of one reply."""
         return respond("compat", stream=None)
 
-    @app.post(
-        "/chat_tokenize",
-        **describe_route(ChatTokenizeBody, ErrorReply, ChatTokenizeReply, generates=False),
-    )
-    async def chat_tokenize(request: Request) -> Response:
+    @app.post("/chat_tokenize", **describe_forms([_CHAT]))
+    async def chat_tokenize() -> Response:
         """Return a conversation as the chat template renders it, and its tokens."""
-        return await _reply(context, "chat_tokenize", tokenize_chat(request, context))
+        return TokenExchange(context, [_CHAT])
 
     info = describe_service_route(InfoReply)
     info["responses"][UnavailableError.status] = describe_error(UnavailableError, ErrorReply)
@@ -92,7 +85,7 @@ def _render_error(error: TesseraError) -> ErrorBody:
     return error.status, ErrorReply(error.message, error.error_type)
 
 
-async def _tokenize(context: AppContext, body: object) -> tuple[list[PromptSpan], tuple[str, ...]]:
+async def _tokenize(context: AppContext, body: object) -> TokenReply:
     request, warnings = read_body(body)
     text = request.inputs
     spans = await context.tokenize(
@@ -100,9 +93,18 @@ async def _tokenize(context: AppContext, body: object) -> tuple[list[PromptSpan]
     )
     if request.parameters is not None and request.parameters.truncate is not None:
         spans = spans[-request.parameters.truncate :]
-    return [PromptSpan(span.id, span.text, span.start, span.stop) for span in spans], warnings
+    return TokenReply(span_pieces(spans), held_bytes(spans), warnings)
 
 
+_CHAT = TokenForm(
+    endpoint="chat_tokenize",
+    keys=("messages",),
+    body=ChatTokenizeBody,
+    reply=ChatTokenizeReply,
+    error_reply=ErrorReply,
+    answer=tokenize_chat,
+    render_error=_render_error,
+)
 TGI = Dialect(
     prefix="/",
     endpoints=("generate", "generate_stream", "compat", "chat_tokenize"),
@@ -125,17 +127,6 @@ TGI = Dialect(
 )
 
 
-async def _reply(context: AppContext, endpoint: str, work: Awaitable[object]) -> Response:
-    """Return the response of a request without generation, and count it."""
-    try:
-        with RequestRecord(context.metrics, endpoint) as record:
-            reply = await work
-            record.finish(Outcome.OK)
-    except ClientDisconnectedError:
-        return Response(status_code=_CLIENT_CLOSED)
-    return json_response(reply)
-
-
 def _info(context: AppContext) -> InfoReply:
     info, config = context.engine_info(), context.config
     return InfoReply(
@@ -145,7 +136,7 @@ def _info(context: AppContext) -> InfoReply:
         quantization=info.quantization,
         model_device_type=info.device,
         model_pipeline_tag="text-generation",
-        max_concurrent_requests=context.max_concurrent_requests(info),
+        max_concurrent_requests=context.admission.limit(info),
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
         max_top_n_tokens=config.max_top_n_tokens,

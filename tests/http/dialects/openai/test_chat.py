@@ -72,6 +72,7 @@ async def test_options_of_the_template_are_passed_on(chat, templates):
         "add_generation_prompt": False,
         "continue_final_message": True,
         "variables": {"x": 1},
+        "most": 127,
     }
     assert options[2]["add_generation_prompt"] is False
 

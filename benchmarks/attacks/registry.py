@@ -1,0 +1,16 @@
+"""All attacks. A module of attacks has a list `ATTACKS`, which is added here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.attacks import http_layer, parameters
+
+if TYPE_CHECKING:
+    from benchmarks.attacks.record import Attack
+
+ATTACKS: list[Attack] = [
+    *http_layer.ATTACKS,
+    *parameters.ATTACKS,
+]
+"""In the order in which they run."""

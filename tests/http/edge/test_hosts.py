@@ -1,0 +1,64 @@
+"""Requests for a host that the service does not have are refused."""
+
+import pytest
+
+from server.http.edge.hosts import without_port
+
+pytestmark = pytest.mark.anyio
+
+HOSTS = ("localhost", "127.0.0.1", "[::1]", "*.example.com")
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LocalHost:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "a.b.example.com:1"],
+)
+async def test_allowed_hosts_are_served_on_any_port(open_client, host):
+    client = await open_client(allowed_hosts=HOSTS)
+
+    assert (await client.get("/info", headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "example.com",
+        "127.0.0.1.evil",
+        "[::2]",
+        "evil:x",
+        "",
+    ],
+)
+@pytest.mark.parametrize("path", ["/health", "/info", "/v1/models"])
+async def test_other_hosts_are_refused_on_every_route(open_client, host, path):
+    client = await open_client(allowed_hosts=HOSTS)
+
+    response = await client.get(path, headers={"Host": host})
+
+    assert response.status_code == 403
+    assert "--allowed-hosts" in response.text
+    assert response.headers["x-request-id"]
+
+
+async def test_a_refusal_has_the_body_of_the_path_s_api(open_client):
+    client = await open_client(allowed_hosts=HOSTS)
+
+    ours = (await client.get("/info")).json()
+    openai = (await client.get("/v1/models")).json()
+
+    assert ours["error_type"] == "forbidden"
+    assert openai["error"]["type"] == "PermissionDeniedError"
+
+
+async def test_any_host_is_served_by_default(client):
+    assert (await client.get("/info", headers={"Host": "anything"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [(b"a:80", b"a"), (b"a", b"a"), (b"[::1]:80", b"[::1]"), (b"[::1]", b"[::1]"), (b"a:", b"a:")],
+)
+def test_only_a_number_after_the_last_colon_is_a_port(host, name):
+    assert without_port(host) == name
