@@ -17,6 +17,7 @@ Independent of FastAPI and the engine. The HTTP layer renders an error as a repl
     ├── CapacityError                              the same request may succeed later
     │   ├── OverloadedError                   429  overloaded
     │   └── UnavailableError                  503  unavailable
+    │       └── StoppingError                 503  unavailable
     └── GenerationError                       424  generation
         ├── AbortedError                      499  aborted
         ├── DeadlineExceededError             504  timeout
@@ -174,6 +175,13 @@ class UnavailableError(CapacityError):
     status = 503
     error_type = "unavailable"
     retry_after = 2
+
+
+class StoppingError(UnavailableError):
+    """The service is ending; another instance, or the next one, can serve the request."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
 
 
 class GenerationError(TesseraError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.attacks import http_layer, parameters
+from benchmarks.attacks import auth, http_layer, load, parameters
 
 if TYPE_CHECKING:
     from benchmarks.attacks.record import Attack
@@ -12,5 +12,7 @@ if TYPE_CHECKING:
 ATTACKS: list[Attack] = [
     *http_layer.ATTACKS,
     *parameters.ATTACKS,
+    *load.ATTACKS,
+    *auth.ATTACKS,
 ]
 """In the order in which they run."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from model.errors import ModelError
 from model.text.tokenizer import Tokenizer
-from server.cli.front_end_config import FrontEndConfig
+from server.cli.front_end_config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.client import RemoteEngine
 from server.engine.link.process_setup import (
     dump_stacks_on_signal,
@@ -41,8 +41,10 @@ _LAST_SECONDS = 2.0
 
 def main() -> None:
     """Serve until a signal comes or the hub ends."""
-    # SIGINT is blocked (`spawn`). Ignored until the event loop handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # They often go to the whole process group. The parent decides when this process ends; see `STOP_SIGNAL`, which ends
+    # it at once as long as it does not serve. SIGINT is blocked (`spawn`).
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     dump_stacks_on_signal()
     parent = os.getppid()
@@ -61,9 +63,8 @@ def main() -> None:
     except ModelError as error:
         log.error("%s", error)
         raise SystemExit(1) from None
-    server = HTTPServer(
-        create_app(engine, tokenizer, config.http, counters, chat_template), config.http
-    )
+    app = create_app(engine, tokenizer, config.http, counters, chat_template)
+    server = HTTPServer(app, config.http, [STOP_SIGNAL])
     freeze_startup_objects()
     with asyncio.Runner(loop_factory=server.loop_factory) as runner:
         runner.run(_serve(server, engine, socket.socket(fileno=config.listener), parent))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from typing import Final
+
 import msgspec
 
 from server.http.config import HTTPConfig
 from server.log import LogFormat
+
+STOP_SIGNAL: Final = signal.SIGUSR2
+"""Makes a front end end its service; a second one ends its requests at once. Its parent translates SIGTERM and SIGINT,
+which a front end ignores: a terminal or a container may send them to all processes, and both would then arrive twice.
+"""
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True, kw_only=True):

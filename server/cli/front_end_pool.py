@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from server.cli.front_end_config import FrontEndConfig
+from server.cli.front_end_config import STOP_SIGNAL, FrontEndConfig
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.spawn import DUMP_SECONDS, ask_for_stacks, module_command
 from server.http.metrics.registry import mark_process
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tessera")
 
 FRONT_END_COMMAND = module_command("server.cli.front_end")
-# Longer than the front ends wait for requests in flight.
-_STOP_SECONDS = 35.0
+# For a front end, after the time that its requests have.
+_STOP_SECONDS = 5.0
 
 
 class _FrontEnd:
@@ -116,6 +116,7 @@ class FrontEndPool:
         self._limits = limits
         self._front_ends: list[_FrontEnd] = []
         self._stopping = asyncio.Event()
+        self._num_signals = 0
 
     async def start(self) -> None:
         """Start the front ends and wait until all of them serve.
@@ -144,26 +145,31 @@ class FrontEndPool:
         await asyncio.gather(*(front_end.serving for front_end in self._front_ends))
 
     async def run_until_stopped(self) -> None:
-        """Wait for a signal or `stop`, then let the front ends answer the requests in flight and end.
+        """Wait for a signal or `stop`, then let the front ends end as `server.http.lifecycle` says.
 
-        A second interrupt ends them at once.
+        A second signal ends the requests in progress at once, and a third one the front ends.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+            loop.add_signal_handler(number, self._on_signal)
         await self._stopping.wait()
         for listener in self._listeners:
-            listener.close()  # connections are refused from now on
+            listener.close()  # the front ends have their own descriptors of these sockets
+        limits = self._limits
+        seconds = limits.drain_delay_seconds + limits.drain_timeout_seconds + _STOP_SECONDS
         await asyncio.gather(
-            *(front_end.child.stop(_STOP_SECONDS, signal.SIGTERM) for front_end in self._front_ends)
+            *(front_end.child.stop(seconds, STOP_SIGNAL) for front_end in self._front_ends)
         )
 
     def stop(self) -> None:
         """Make `run_until_stopped` stop the front ends."""
         self._stopping.set()
 
-    def _on_signal(self, number: int) -> None:
-        if self._stopping.is_set() and number == signal.SIGINT:
-            for front_end in self._front_ends:
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        for front_end in self._front_ends:
+            if self._num_signals > 2:
                 front_end.child.kill()
+            elif self._num_signals == 2 and front_end.child.process is not None:
+                front_end.child.process.send_signal(STOP_SIGNAL)
         self._stopping.set()

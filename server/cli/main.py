@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _serve(arguments: list[str], began: float) -> None:
     """Start the engine process, which imports PyTorch, and read the settings meanwhile."""
+    # Until the event loop handles them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
         engine = spawn()
     except OSError as error:

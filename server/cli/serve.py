@@ -62,6 +62,9 @@ def serve(
         began: `time.perf_counter()` at the start of the command; None means now.
     """
     began = time.perf_counter() if began is None else began
+    # Until the event loop handles them, exit through the `finally` blocks.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
     configure_logging(settings.log_level, settings.log_format)
     dump_stacks_on_signal()
     disable_tokenizer_threads()
@@ -75,8 +78,6 @@ def serve(
         chat_template = settings.chat_template and read_template(settings.chat_template)
     except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
         fail(str(error))
-    # Until the event loop handles SIGTERM, exit through the `finally` blocks.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     limits = HTTPConfig(
         model_id=settings.model,
         served_model_names=settings.served_model_name,
@@ -89,6 +90,9 @@ def serve(
         max_queued_tokens=settings.max_queued_tokens,
         max_body_bytes=settings.max_body_bytes,
         max_buffered_body_bytes=settings.max_buffered_body_bytes,
+        restart_wait_seconds=settings.restart_wait,
+        drain_delay_seconds=settings.drain_delay,
+        drain_timeout_seconds=settings.drain_timeout,
         api_keys=keys,
         prefix_cache_sharing=settings.prefix_cache_sharing,
         cors_allow_origins=settings.cors_allow_origin,
@@ -147,7 +151,7 @@ class _SingleFrontEnd:
 
     def stop(self) -> None:
         """Make `run_until_stopped` return."""
-        self._server.should_exit = True
+        self._server.stop()
 
 
 def _create_front_ends(

@@ -14,6 +14,7 @@ from server.http.dialects.tgi.routes import TGI
 from server.http.direct_route import DirectRoute
 from server.http.docs_page import routes as docs_page
 from server.http.edge.stack import install_edge
+from server.http.lifecycle import Lifecycle
 from server.http.metrics.registry import Metrics
 from server.http.openapi import install_openapi
 from server.http.responses import install_error_handlers
@@ -65,8 +66,9 @@ def create_app(
     app.router.route_class = DirectRoute
     endpoints = [endpoint for dialect in DIALECTS for endpoint in dialect.endpoints]
     endpoints += token_routes.ENDPOINTS
-    metrics = Metrics(client, config, version(), endpoints, counters)
-    context = AppContext(client, tokenizer, config, metrics, chat_template)
+    lifecycle = Lifecycle(client, config)
+    metrics = Metrics(client, config, version(), endpoints, counters, lifecycle)
+    context = AppContext(client, tokenizer, config, metrics, lifecycle, chat_template)
     for dialect in DIALECTS:
         dialect.install(app, context)
     forms = [form for dialect in DIALECTS for form in dialect.token_forms]
@@ -84,7 +86,8 @@ def create_app(
             *(reply for dialect in DIALECTS for reply in dialect.replies),
         ],
     )
-    install_edge(app, config, _render_error)
+    app.state.lifecycle = lifecycle
+    install_edge(app, config, lifecycle, _render_error)
     return app
 
 

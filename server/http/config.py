@@ -51,6 +51,10 @@ class HTTPConfig:
         keep_alive_seconds: a stream without events for this long gets a comment, so that proxies do not
             close it.
         send_timeout_seconds: a client that accepts no bytes of a response for this long is disconnected.
+        restart_wait_seconds: requests that arrive while the engine is being started again, and those that it has lost
+            before their first token, wait for it this long; 0 refuses the first and ends the others.
+        drain_delay_seconds: after a signal to end, requests are served for this long while health checks already fail.
+        drain_timeout_seconds: then requests in progress may run for this long, while new ones are refused.
         api_keys: a request must have one of them; empty for a service open to all.
         prefix_cache_sharing: `key`: requests share cached prefixes only with those of the same API key; `all`: with
             all requests.
@@ -89,6 +93,9 @@ class HTTPConfig:
     inline_characters: int = 1_000
     keep_alive_seconds: float = 15.0
     send_timeout_seconds: float = 30.0
+    restart_wait_seconds: float = 10.0
+    drain_delay_seconds: float = 0.0
+    drain_timeout_seconds: float = 30.0
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     prefix_cache_sharing: Literal["key", "all"] = "key"
     cors_allow_origins: tuple[str, ...] = ()

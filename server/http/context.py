@@ -11,7 +11,7 @@ from model.text.token_length import longest_token
 from model.text.tools.formats import find_format
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState
-from server.errors import UnavailableError, ValidationError
+from server.errors import StoppingError, UnavailableError, ValidationError
 from server.http.admission import Admission
 from server.http.grammar_compiler import GrammarCompiler
 from server.http.load_shedding import LoadShedding
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from server.engine.link.client import EngineHandle
     from server.engine.link.request_stream import RequestStream
     from server.http.config import HTTPConfig
+    from server.http.lifecycle import Lifecycle
     from server.http.metrics.registry import Metrics
 
 ResultT = TypeVar("ResultT")
@@ -46,6 +47,7 @@ class AppContext:
         tokenizer: the model's tokenizer.
         config: limits and intervals.
         metrics: the service's metrics.
+        lifecycle: the stage of this front end.
         chat_template: the model's chat template; None if it has none.
     """
 
@@ -55,13 +57,16 @@ class AppContext:
         tokenizer: Tokenizer,
         config: HTTPConfig,
         metrics: Metrics,
+        lifecycle: Lifecycle,
         chat_template: ChatTemplate | None = None,
     ) -> None:
         self.client = client
+        client.restart_queue.seconds = config.restart_wait_seconds
         self.tokenizer = tokenizer
         self.config = config
         self.metrics = metrics
         self.shedding = LoadShedding(client, config)
+        self.lifecycle = lifecycle
         self.chat_template = chat_template
         templates = () if chat_template is None else chat_template.sources
         self.tool_format = find_format(config.tool_call_format, templates, tokenizer)
@@ -71,28 +76,35 @@ class AppContext:
         self._workers = TokenizerThreads(config.validation_workers)
 
     def engine_info(self) -> EngineInfo:
-        """Return the facts that the running engine reported.
+        """Return the facts that the running engine reported, or the last one while requests wait for the next one.
 
         Raises:
-            UnavailableError: the engine is not ready.
+            UnavailableError: the engine is not ready, and requests do not wait for it.
         """
-        if self.client.state is not EngineState.READY or self.client.info is None:
+        if self.client.info is None or not self.client.takes_requests:
             raise self.unavailable()
         return self.client.info
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Submit a request to the engine.
+        """Submit a request to the engine; it waits while the engine is being started again.
 
         Raises:
-            UnavailableError: the engine is not ready.
+            UnavailableError: the engine is not ready, and the request cannot wait for it.
         """
         try:
             return self.client.submit(request)
         except EngineUnavailableError:
             raise self.unavailable() from None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests should be sent here: the engine is ready, and the service is not about to end."""
+        return self.client.state is EngineState.READY and not self.lifecycle.is_draining
+
     def unavailable(self) -> UnavailableError:
         """Make the error that reports the engine's state and phase."""
+        if self.lifecycle.is_draining:
+            return StoppingError()
         return UnavailableError(
             f"the model is not ready: {self.client.state.value}, {self.phase()}"
         )

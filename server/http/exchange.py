@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from server.errors import AbortedError, TesseraError, UnavailableError
+from server.errors import AbortedError, StoppingError, TesseraError
 from server.http.generation import GENERATION
 from server.http.metrics.records import RequestRecord
 from server.http.metrics.specs import Outcome
@@ -158,6 +158,7 @@ class Exchange(Response):
                 scope[GENERATION] = generation
                 usage: RequestUsage | None = None
                 try:
+                    await generation.accepted()
                     if answer.streaming:
                         headers = _headers(answer, generation, None)
                         writer = direct_writer(scope)
@@ -204,7 +205,7 @@ class Exchange(Response):
             raise
         except asyncio.CancelledError:
             record.finish(Outcome.ERROR)
-            error = UnavailableError("the server is stopping")
+            error = StoppingError()
             response = error_response(error, self._dialect.render_error(error))
             await response(scope, receive, send)
             raise

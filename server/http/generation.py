@@ -66,7 +66,7 @@ class Generation:
 
     Raises:
         OverloadedError: the request would wait too long.
-        UnavailableError: the engine is not ready.
+        UnavailableError: the engine is not ready, and requests do not wait for it.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Generation:
         options: RequestOptions = _DEFAULTS,
     ) -> None:
         self.submitted = time.perf_counter()
+        self._context = context
         self.prompt_tokens = sum([len(prompt.token_ids) for prompt in prompts])
         self.completions: list[Completion] = []
         self._per_prompt = completions_per_prompt
@@ -128,6 +129,16 @@ class Generation:
         """Free what the engine holds for this request. Does nothing for completions that have ended."""
         for completion in self.completions:
             completion.stream.abort()
+
+    async def accepted(self) -> None:
+        """Wait for the engine while it is being started again; the answer must not begin before.
+
+        Raises:
+            UnavailableError: it was not ready in time.
+        """
+        for completion in self.completions:
+            if not await completion.stream.accepted():
+                raise self._context.unavailable()
 
     async def finish(self, record: RequestRecord) -> None:
         """Wait until every completion has ended.

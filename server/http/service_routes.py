@@ -37,7 +37,7 @@ REPLIES = (HealthReply, PlanReport)
 
 
 def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]) -> None:
-    """Add the routes /plan, /health, /health/live, /ping, GET / with the files of its page, and /metrics.
+    """Add the routes /plan, those of health checks, /metrics, and GET / with the files of its page.
 
     Args:
         app: the application.
@@ -67,13 +67,13 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
 
     async def read_health() -> Response:
         """Report whether requests are served: the readiness probe."""
-        return _health(context, healthy=context.client.state is EngineState.READY)
+        return _health(context, healthy=context.is_ready)
 
     async def read_root(request: Request) -> Response:
         """Return a page to try the service out if `Accept` names HTML, else the same as `/health`."""
         if page.prefers_html(request.headers.get("accept", "")):
             return page.respond(assets[page.INDEX], request, vary="accept")
-        response = _health(context, healthy=context.client.state is EngineState.READY)
+        response = _health(context, healthy=context.is_ready)
         response.headers["vary"] = "accept"
         return response
 
@@ -91,6 +91,7 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
     for path, read, described in (
         ("/", read_root, root),
         ("/health", read_health, health),
+        ("/health/ready", read_health, health),
         ("/ping", read_health, health),
         ("/health/live", read_liveness, health),
     ):
@@ -101,6 +102,8 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
 
 def _health(context: AppContext, *, healthy: bool) -> Response:
     state, phase = context.client.state.value, context.phase()
+    if context.lifecycle.is_draining:
+        state, phase = "draining", "the server is stopping"
     if healthy:
         return json_response(HealthReply(state=state, phase=phase))
     error = context.unavailable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
@@ -15,15 +15,19 @@ from server.http.transport import protocol_factory
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from fastapi import FastAPI
     from starlette.types import ASGIApp
 
     from server.http.config import HTTPConfig
+    from server.http.lifecycle import Lifecycle
 
-# After a signal, requests in flight may run for this long before they are cancelled.
-_SHUTDOWN_SECONDS = 30
+_POLL_SECONDS: Final = 0.02
+_LAST_REQUESTS_SECONDS: Final = 0.1
+"""Time for connections that were accepted just before the end: their requests are refused."""
+_FLUSH_SECONDS: Final = 1.0
+"""Time for the last bytes of responses that were ended."""
 
 
 def with_middleware(app: ASGIApp) -> ASGIApp:
@@ -32,17 +36,26 @@ def with_middleware(app: ASGIApp) -> ASGIApp:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server with our protocol; it does not raise a signal again after it has stopped.
+    """uvicorn's server with our protocol, which ends in the stages of `server.http.lifecycle`.
 
-    That would end the process before the engine is shut down in order.
+    It listens until the last of them, and does not raise a signal again after it has stopped; that would end the
+    process before the engine is shut down in order.
 
     Args:
         app: the application.
         config: limits of connections.
+        signals: the first of them begins the end, and a second one ends the requests in progress.
     """
 
-    def __init__(self, app: FastAPI, config: HTTPConfig) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        config: HTTPConfig,
+        signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+    ) -> None:
         self._state = app.state
+        self._lifecycle: Lifecycle = app.state.lifecycle
+        self._signals = tuple(signals)
         super().__init__(
             uvicorn.Config(
                 with_middleware(app),
@@ -54,7 +67,6 @@ class HTTPServer(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 proxy_headers=False,  # the client's address is never used
-                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             )
         )
 
@@ -65,15 +77,45 @@ class HTTPServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at the first signal; a second SIGINT no longer waits for requests in flight."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        """Leave the signals to `run_until_stopped`."""
         yield
 
     async def run_until_stopped(self, listener: socket.socket) -> None:
-        """Serve on a bound socket; return when every connection is closed."""
-        await self.serve(sockets=[listener])
+        """Serve on a bound socket until a signal or `stop`; return when every request has ended."""
+        loop = asyncio.get_running_loop()
+        for number in self._signals:
+            loop.add_signal_handler(number, self._lifecycle.stop)
+        serving = asyncio.ensure_future(self.serve(sockets=[listener]))
+        stages = asyncio.ensure_future(self._lifecycle.run())
+        try:
+            await asyncio.wait({serving, stages}, return_when=asyncio.FIRST_COMPLETED)
+            if stages.done():
+                await self._end_requests()
+            self.should_exit = self.force_exit = True
+            await serving
+        finally:
+            stages.cancel()
         await asyncio.sleep(2 * MAX_DELAY_SECONDS)  # for the last lines of the access log
         if (tracing := getattr(self._state, "tracing", None)) is not None:
             await asyncio.to_thread(tracing.close)
+
+    def stop(self) -> None:
+        """Make `run_until_stopped` end all requests and return."""
+        self.should_exit = True
+
+    async def _end_requests(self) -> None:
+        """End the requests that are left, close idle connections, and let clients read what was sent."""
+        self._lifecycle.cancel_requests()
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_LAST_REQUESTS_SECONDS)
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=_FLUSH_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        for _ in range(int(_FLUSH_SECONDS / _POLL_SECONDS)):
+            if not self.server_state.connections:
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -15,6 +15,7 @@ from server.engine.core.request import FinishReason, GenerateRequest, SequenceUs
 from server.engine.link.client import EngineUnavailableError
 from server.engine.link.protocol import EngineState, matches
 from server.engine.link.request_stream import RequestStream
+from server.engine.link.restart_queue import RestartQueue
 from tests.plans import PLAN
 
 INFO = EngineInfo(
@@ -77,6 +78,7 @@ class FakeEngine:
         self.stats = EngineStats(num_blocks=64, num_free_blocks=64)
         self.past = EngineStats()
         self.restarts = 0
+        self.restart_queue = RestartQueue()
         self.script: Script = script or say([72, 105], FinishReason.LENGTH)
         self.requests: list[GenerateRequest] = []
         self.aborted: list[int] = []
@@ -86,6 +88,10 @@ class FakeEngine:
         self._ids = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is EngineState.READY
 
     def next_request_id(self) -> int:
         return next(self._ids)

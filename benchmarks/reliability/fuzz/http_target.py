@@ -166,12 +166,13 @@ class HTTPTarget:
         self._loop = asyncio.new_event_loop()
         self._engine = InstantEngine()
         folder = resolve(BUNDLED)
-        self._limits = HTTPConfig(model_id="m", access_log=False, max_body_bytes=300_000)
-        app = create_app(self._engine, Tokenizer.from_folder(folder), self._limits)
+        limits = HTTPConfig(model_id="m", access_log=False, max_body_bytes=300_000)
+        app = create_app(self._engine, Tokenizer.from_folder(folder), limits)
         self._config = uvicorn.Config(
             with_middleware(app), lifespan="off", log_config=None, access_log=False
         )
         self._config.load()
+        self._connections = Connections(limits)
         self._errors = _Errors()
         logging.getLogger().addHandler(self._errors)
         self._loop.set_exception_handler(self._on_loop_error)
@@ -207,7 +208,7 @@ class HTTPTarget:
     async def _serve(self, pieces: list[bytes]) -> None:
         transport = _Transport()
         state = ServerState()
-        protocol = HTTP11Protocol(Connections(self._limits), self._config, state, {})
+        protocol = HTTP11Protocol(self._connections, self._config, state, {})
         protocol.connection_made(transport)
         for piece in pieces:
             if not transport.closed:

@@ -33,6 +33,7 @@ from server.engine.link.protocol import (
     matches,
 )
 from server.engine.link.request_stream import RequestStream
+from server.engine.link.restart_queue import RestartQueue
 from server.engine.link.sockets import Connection
 from server.engine.link.supervisor import EngineSupervisor
 
@@ -59,6 +60,7 @@ class EngineHandle:
         stats: its newest statistics.
         past: sum of the counters of earlier engine processes.
         restarts: number of those processes.
+        restart_queue: requests that wait for the engine to start again; its `seconds` may be set.
 
     Args:
         first_id: first request id.
@@ -74,30 +76,45 @@ class EngineHandle:
     def __init__(self, first_id: int = 1) -> None:
         self._ids = itertools.count(first_id)
         self._streams: dict[int, RequestStream] = {}
+        self.restart_queue = RestartQueue()
 
     def next_request_id(self) -> int:
         """Return an id that no other request has."""
         return next(self._ids)
 
     def submit(self, request: GenerateRequest) -> RequestStream:
-        """Send a request to the engine.
+        """Send a request to the engine, or let it wait while the engine is being started again.
 
         Raises:
-            EngineUnavailableError: the engine is not ready.
+            EngineUnavailableError: the engine is not ready, and the request cannot wait for it.
         """
-        if self.state is not EngineState.READY:
+        if not self.takes_requests:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
-        self._send(request)
         stream = RequestStream(
             request.request_id, self.abort, self.stop_request, request.external_id
         )
-        self._streams[request.request_id] = stream
+        stream.request = request
+        if self.state is EngineState.READY:
+            self._send(request)
+            self._streams[request.request_id] = stream
+        else:
+            stream.hold()
+            self.restart_queue.add(stream)
         return stream
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether the engine is ready, or being started again and requests can wait for it."""
+        if self.state is EngineState.READY:
+            return True
+        return self.state is EngineState.RESTARTING and self.restart_queue.seconds > 0
 
     def abort(self, request_id: int) -> None:
         """Make the engine drop a request; unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None:
             self._send(AbortRequests([request_id]))
+        else:
+            self.restart_queue.discard(request_id)
 
     async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
         """Abort the requests with these external ids, whichever front end has submitted them.
@@ -110,7 +127,8 @@ class EngineHandle:
         Returns:
             The ids of the aborted requests.
         """
-        streams = [s for s in self._streams.values() if matches(s.external_id, external_ids)]
+        running = list(self._streams.values()) + self.restart_queue.streams
+        streams = [stream for stream in running if matches(stream.external_id, external_ids)]
         for stream in streams:
             stream.abort()
         return {stream.external_id for stream in streams}
@@ -156,18 +174,49 @@ class EngineHandle:
                 del streams[request_id]
 
     def _fail(self, error: str) -> list[int]:
-        """End all requests in flight with an error; returns their ids."""
+        """End the requests in flight with an error, except those that wait for another engine process.
+
+        Returns:
+            The ids of all that were in flight.
+        """
         streams, self._streams = self._streams, {}
+        restarting = self.state is EngineState.RESTARTING
+        if not restarting:
+            self.restart_queue.fail(error)
         for stream in streams.values():
+            if restarting and self.restart_queue.accepts(stream):
+                self.restart_queue.add(stream)
+                continue
             stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
             stream.deliver()
         return list(streams)
+
+    def _serve_restart_queue(self) -> None:
+        """Send the waiting requests if the engine is ready; end them if it will not be.
+
+        Must be called after a change of `state`.
+        """
+        if self.state is EngineState.STOPPED:
+            self.restart_queue.fail(self.phase)
+        if self.state is not EngineState.READY:
+            return
+        for stream in self.restart_queue.take():
+            request = stream.request
+            assert request is not None
+            # Late events of an earlier process have the earlier id.
+            stream.request_id = self.next_request_id()
+            request = msgspec.structs.replace(request, request_id=stream.request_id)
+            stream.request = request if stream.is_held else None  # None: was sent before
+            self._send(request)
+            self._streams[stream.request_id] = stream
+            stream.release(accepted=True)
 
 
 class EngineClient(EngineSupervisor, EngineHandle):
     """The engine of a single front end, which owns the engine process. For the arguments see `EngineSupervisor`.
 
-    If the engine process ends, the requests in flight end with an error event.
+    If the engine process ends, the requests in flight that have output end with an error event, and so do the others if
+    no engine is ready in time.
     """
 
     def _has_requests(self) -> bool:
@@ -178,6 +227,9 @@ class EngineClient(EngineSupervisor, EngineHandle):
 
     def _on_loss(self, error: str) -> None:
         self._fail(error)
+
+    def _on_change(self) -> None:
+        self._serve_restart_queue()
 
 
 class RemoteEngine(EngineHandle):
@@ -235,14 +287,17 @@ class RemoteEngine(EngineHandle):
         self._connection.close(linger_ms=100)  # for the aborts
 
     async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
-        """Ask the hub, which knows the requests of all front ends. See `EngineHandle`."""
+        """Ask the hub, which knows the requests of all front ends that it has passed on. See `EngineHandle`."""
+        waiting = [s for s in self.restart_queue.streams if matches(s.external_id, external_ids)]
+        for stream in waiting:
+            stream.abort()
         serial = next(self._serials)
         reply: asyncio.Future[set[str]] = asyncio.get_running_loop().create_future()
         self._aborting[serial] = reply
         ids = None if external_ids is None else list(external_ids)
         self._connection.send(self._encoder.encode(AbortExternal(serial, ids)))
         try:
-            return await reply
+            return await reply | {stream.external_id for stream in waiting}
         finally:
             del self._aborting[serial]
 
@@ -305,6 +360,7 @@ class RemoteEngine(EngineHandle):
             self._attached.set_result(None)
         if status.lost is not None:
             self._lose(status.lost)
+        self._serve_restart_queue()
 
     def _lose(self, error: str) -> None:
         # The hub may read a request only after the engine has restarted, and its tokens would never be read.

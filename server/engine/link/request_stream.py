@@ -10,6 +10,8 @@ from server.engine.core.request import FinishReason, SequenceUsage, TokenEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from server.engine.core.request import GenerateRequest
+
 
 class RequestStream:
     """The events of one request, in order; created by `EngineHandle.submit`, read by one task.
@@ -19,6 +21,7 @@ class RequestStream:
     has a `finish_reason`.
 
     Attributes:
+        request: what the engine was asked for, while it may be sent to another engine process; None for never.
         num_cached_tokens: prompt tokens found in the prefix cache; valid from the first event on.
         queue_seconds: time in the engine before the first step; valid from the first event on.
         prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
@@ -34,8 +37,10 @@ class RequestStream:
 
     __slots__ = (
         "_abort",
+        "_accepted",
         "_events",
         "_finished",
+        "_first_events",
         "_stop",
         "_stopped",
         "_take",
@@ -45,6 +50,7 @@ class RequestStream:
         "prompt_logprobs",
         "prompt_top_tokens",
         "queue_seconds",
+        "request",
         "request_id",
         "usage",
     )
@@ -57,6 +63,7 @@ class RequestStream:
         external_id: str = "",
     ) -> None:
         self.request_id = request_id
+        self.request: GenerateRequest | None = None
         self.external_id = external_id
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
@@ -67,6 +74,8 @@ class RequestStream:
         self._stop = stop
         self._stopped = False
         self._events: list[TokenEvent] = []
+        self._first_events = self._events
+        self._accepted: asyncio.Future[bool] | None = None
         self._take: Callable[[list[TokenEvent]], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._finished = False
@@ -106,6 +115,37 @@ class RequestStream:
     def finished(self) -> bool:
         """Whether the last event has arrived."""
         return self._finished
+
+    @property
+    def has_output(self) -> bool:
+        """Whether an event has arrived."""
+        # The list is replaced when events are delivered: a flag would have to be set for each token.
+        return bool(self._events) or self._events is not self._first_events
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `accepted` waits."""
+        return self._accepted is not None and not self._accepted.done()
+
+    def hold(self) -> None:
+        """Make `accepted` wait until `release`; only for the engine's side."""
+        self._accepted = asyncio.get_running_loop().create_future()
+
+    def release(self, *, accepted: bool) -> None:
+        """End the wait of `accepted` if there is one; only for the engine's side.
+
+        Args:
+            accepted: what it returns.
+        """
+        if self._accepted is not None and not self._accepted.done():
+            self._accepted.set_result(accepted)
+
+    async def accepted(self) -> bool:
+        """Wait while no engine runs that could take the request; return False if none has come in time.
+
+        A request that has ended by an abort or its deadline counts as accepted: its last event says why.
+        """
+        return True if self._accepted is None else await self._accepted
 
     def stop(self) -> None:
         """End the request if it still runs, because its text is complete; its last event follows."""

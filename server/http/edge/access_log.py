@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tessera.access")
 
-PROBES = frozenset({"/health", "/health/live", "/ping", "/metrics"})
+PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"})
 """Routes that monitoring requests every few seconds; logged at level debug, unless the API key was refused."""
 
 MAX_DELAY_SECONDS = 0.01

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from server.errors import TesseraError
     from server.http.responses import ErrorBody
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/ping"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping"})
 """`GET` and `HEAD` of these paths need no key: the page for browsers, and probes, which report the engine's state."""
 
 STATIC_PATHS = ("/docs", "/page")

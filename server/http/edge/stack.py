@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.http.edge.access_log import AccessLogMiddleware
 from server.http.edge.api_keys import ApiKeyMiddleware, document_keys
+from server.http.edge.drain import DrainMiddleware
 from server.http.edge.hosts import AllowedHostsMiddleware
 from server.http.edge.origins import OriginMiddleware
 from server.http.request_id import RequestIdMiddleware
@@ -20,17 +21,22 @@ if TYPE_CHECKING:
 
     from server.errors import TesseraError
     from server.http.config import HTTPConfig
+    from server.http.lifecycle import Lifecycle
     from server.http.responses import ErrorBody
 
 
 def install_edge(
-    app: FastAPI, config: HTTPConfig, render: Callable[[str, TesseraError], ErrorBody]
+    app: FastAPI,
+    config: HTTPConfig,
+    lifecycle: Lifecycle,
+    render: Callable[[str, TesseraError], ErrorBody],
 ) -> None:
     """Make every request pass the edge before anything else of the application, its error handlers included.
 
     Args:
         app: the application; it must not have served a request yet.
         config: says which layers there are.
+        lifecycle: of the front end.
         render: returns the status and body of an error for a path.
     """
     build = app.build_middleware_stack
@@ -38,7 +44,7 @@ def install_edge(
         document_keys(app)
 
     def build_with_edge() -> ASGIApp:
-        stack = build()
+        stack: ASGIApp = DrainMiddleware(build(), lifecycle, render)
         if config.api_keys:
             isolate = config.prefix_cache_sharing == "key"
             stack = ApiKeyMiddleware(stack, config.api_keys, render, isolate_caches=isolate)

@@ -106,6 +106,7 @@ ROWS: Final = (
     _by_reason(specs.SEQUENCE_DEVICE_SECONDS, "device_seconds"),
     _by_reason(specs.SEQUENCE_BLOCK_SECONDS, "block_seconds"),
     _number(specs.RESTARTS, lambda snapshot: snapshot.restarts),
+    _number(specs.DRAINING, lambda snapshot: snapshot.is_draining),
     _number(specs.ENGINE_UP, lambda snapshot: snapshot.state is EngineState.READY),
     _row(specs.ENGINE_STATE, _states),
     _row(specs.CACHE_CONFIG, _cache_config),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from server.engine.link.client import EngineHandle
     from server.http.config import HTTPConfig
+    from server.http.lifecycle import Lifecycle
     from server.http.metrics.rows import Reading
 
 _SETS = (own, vllm, tgi)
@@ -47,6 +48,7 @@ class Metrics:
         version: the service's version.
         endpoints: labels that requests are counted under; the same in all processes of the service.
         counters: rows of `NUM_CELLS` numbers; None if this process is the only one.
+        lifecycle: the stage of this front end; None if it never ends.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Metrics:
         version: str,
         endpoints: Sequence[str],
         counters: SharedCounters | None = None,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         assert len(endpoints) <= MAX_ENDPOINTS, endpoints
         self._request_cells = {
@@ -70,6 +73,7 @@ class Metrics:
             self.time_per_token, self.prompt_length, self.output_length, self.max_new_tokens,
         ) = (Histogram(spec.buckets, mine[HISTOGRAM_CELLS[spec]]) for spec in HISTOGRAMS)  # fmt: skip
         self._client = client
+        self._lifecycle = lifecycle
         self._config = config
         self._version = version
         self._processes = Processes()
@@ -93,6 +97,7 @@ class Metrics:
         totals = self._counters.totals()
         requests = {pair: totals[cell] for pair, cell in self._request_cells.items()}
         snapshot = Snapshot(self._config.model_id, self._version, totals, requests, self._client)
+        snapshot.is_draining = self._lifecycle is not None and self._lifecycle.is_draining
         readings = [reading for metrics in _SETS for reading in metrics.read(snapshot)]
         return readings + self._processes.read([row[PID_CELL] for row in self._counters.rows])
 

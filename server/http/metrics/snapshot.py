@@ -34,6 +34,7 @@ class Snapshot:
     Attributes:
         in_flight: sequences admitted and not yet answered.
         state: the engine's state.
+        is_draining: whether the service is about to end; set by the creator.
         restarts: number of earlier engine processes.
         stats: the engine's newest statistics; its gauges are current.
         counters: the counters of this and all earlier engine processes; its gauges have no meaning.
@@ -54,6 +55,7 @@ class Snapshot:
         self.requests = requests
         self.in_flight = totals[IN_FLIGHT_CELL]
         self.state = client.state
+        self.is_draining = False
         self.restarts = client.restarts
         self.stats: EngineStats = client.stats
         self.counters = add_counters(client.past, client.stats)

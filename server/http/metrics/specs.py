@@ -75,6 +75,7 @@ REQUESTS = Spec("tessera_requests", _COUNTER, "Requests answered, by outcome.", 
 IN_FLIGHT = Spec("tessera_requests_in_flight", _GAUGE, "Sequences admitted and not yet answered.")
 RESTARTS = Spec("tessera_engine_restarts", _COUNTER, "Times the engine process was started again.")
 ENGINE_UP = Spec("tessera_engine_up", _GAUGE, "1 while the engine takes requests.")
+DRAINING = Spec("tessera_draining", _GAUGE, "1 while the service ends and its health checks fail.")
 ENGINE_STATE = Spec("tessera_engine_state", _GAUGE, "1 for the state the engine is in.", ("state",))
 BUILD = Spec("tessera_build", _INFO, "What is served, and by which version.")
 CACHE_CONFIG = Spec("tessera_cache_config", _INFO, "Size and dtype of the KV cache.")
@@ -204,6 +205,7 @@ SPECS: tuple[Spec, ...] = (
     SEQUENCE_DEVICE_SECONDS,
     SEQUENCE_BLOCK_SECONDS,
     RESTARTS,
+    DRAINING,
     ENGINE_UP,
     ENGINE_STATE,
     BUILD,

@@ -180,6 +180,24 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_is_restarted():
     run(scenario())
 
 
+def test_requests_without_output_are_generated_by_the_restarted_engine():
+    async def scenario():
+        async with running() as client:
+            client.restart_queue.seconds = 60.0
+            process = client._engine.process.pid
+            os.kill(process, signal.SIGSTOP)
+            lost = submit(client, [1, 2, 3])
+            os.kill(process, signal.SIGKILL)
+            await until(lambda: client.state is EngineState.RESTARTING)
+            late = submit(client, [4, 5])
+            events = [await collect(lost), await collect(late)]
+
+        tokens = [[event.token_id for event in part] for part in events]
+        assert tokens == [expected_tokens([1, 2, 3], 8), expected_tokens([4, 5], 8)]
+
+    run(scenario())
+
+
 def test_an_idle_engine_is_not_treated_as_hung():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
