@@ -85,7 +85,8 @@ RUN groupadd --gid 10001 tessera \
     && install --directory --owner=tessera --group=0 --mode=2775 /cache "$HF_HOME" "$TRITON_CACHE_DIR"
 COPY deploy/healthcheck.py /opt/healthcheck.py
 EXPOSE 8000
-# At SIGTERM the service accepts no more connections and lets requests in flight run for up to 30 seconds.
+# At SIGTERM new requests are refused and those in flight run for up to 30 seconds (--drain-delay, --drain-timeout). Docker
+# kills after 10 seconds: `docker run --stop-timeout 50`. An image cannot set that.
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 CMD ["python3", "/opt/healthcheck.py"]
 ENTRYPOINT ["tessera", "serve"]

@@ -316,10 +316,13 @@ def test_a_container_has_minimal_privileges_and_publishes_only_on_the_loopback_a
 
 @pytest.mark.parametrize("name", ["tessera", "tessera-gpu"])
 def test_the_stop_period_covers_the_shutdown_of_requests_and_engine(name):
-    period = int(SERVICES[name]["stop_grace_period"].removesuffix("s"))
+    service = SERVICES[name]
+    period = int(service["stop_grace_period"].removesuffix("s"))
+    variables = [service["environment"][f"TESSERA_DRAIN_{part}"] for part in ("DELAY", "TIMEOUT")]
+    requests = sum(float(variable.partition(":-")[2].removesuffix("}")) for variable in variables)
 
-    assert front_end_pool._STOP_SECONDS > serving._SHUTDOWN_SECONDS
-    assert period > front_end_pool._STOP_SECONDS + supervisor._STOP_SECONDS
+    assert front_end_pool._STOP_SECONDS > 2 * serving._FLUSH_SECONDS
+    assert period > requests + front_end_pool._STOP_SECONDS + supervisor._STOP_SECONDS
 
 
 def test_prometheus_waits_until_the_service_is_healthy():

@@ -4,6 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from server.http.app import create_app
 from server.http.config import HTTPConfig
@@ -22,6 +24,7 @@ ROUTES = {
     "/generate_stream": {"POST"},
     "/health": {"GET", "HEAD"},
     "/health/live": {"GET", "HEAD"},
+    "/health/ready": {"GET", "HEAD"},
     "/info": {"GET"},
     "/invocations": {"POST"},
     "/metrics": {"GET"},
@@ -40,7 +43,9 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def app():
-    return create_app(SimpleNamespace(), SimpleNamespace(folder=None), HTTPConfig(model_id="none"))
+    client = SimpleNamespace(restart_queue=SimpleNamespace())
+    tokenizer = SimpleNamespace(folder=None, library=Tokenizer(BPE()))
+    return create_app(client, tokenizer, HTTPConfig(model_id="none"))
 
 
 def test_every_route_and_method_is_listed_here(app):
