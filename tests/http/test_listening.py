@@ -41,7 +41,7 @@ def test_accepted_connections_have_no_delay_set():
         ("127.0.0.1", ("localhost", "127.0.0.1", "[::1]")),
         ("localhost", ("localhost", "127.0.0.1", "[::1]")),
         ("127.0.0.2", ("localhost", "127.0.0.1", "[::1]", "127.0.0.2")),
-        ("0.0.0.0", ()),
+        ("0.0.0.0", ()),  # noqa: S104 - the case
     ],
 )
 def test_a_service_on_a_loopback_address_is_reached_by_the_names_of_this_machine(host, hosts):
