@@ -485,33 +485,54 @@ async def _labels(target: Target) -> None:
     )
 
 
-def _of(cases: Callable[[], list[Case]]) -> Callable[[Target], Awaitable[None]]:
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "B1": _counts,
+    "B2": _lengths,
+    "B3": _numbers,
+    "B4": _top_k,
+    "B5": _logprobs,
+    "B6": _logit_bias,
+    "B7": _stop,
+    "B8": _seed,
+    "B9": _prompts,
+    "B12": _encodings,
+    "B15": _templates,
+    "B16": _grammars,
+    "B17": _bodies,
+    "B18": _streams,
+    "B20": _salts,
+}
+"""The attacks that consist of requests one after the other."""
+
+
+def _of(id_: str) -> Callable[[Target], Awaitable[None]]:
     async def run(target: Target) -> None:
-        await send(target, cases())
+        await send(target, CASES[id_]())
 
     return run
 
 
 ATTACKS: list[Attack] = [
-    Attack("B1", "numbers of completions", _of(_counts)),
-    Attack("B2", "limits of tokens", _of(_lengths)),
-    Attack("B3", "numbers that are none, infinite or tiny", _of(_numbers)),
-    Attack("B4", "top_k", _of(_top_k)),
-    Attack("B5", "log-probabilities", _of(_logprobs)),
-    Attack("B6", "biases of logits", _of(_logit_bias)),
-    Attack("B7", "stop strings", _of(_stop)),
-    Attack("B8", "seeds", _of(_seed)),
-    Attack("B9", "prompts of every form", _of(_prompts)),
+    Attack("B1", "numbers of completions", _of("B1")),
+    Attack("B2", "limits of tokens", _of("B2")),
+    Attack("B3", "numbers that are none, infinite or tiny", _of("B3")),
+    Attack("B4", "top_k", _of("B4")),
+    Attack("B5", "log-probabilities", _of("B5")),
+    Attack("B6", "biases of logits", _of("B6")),
+    Attack("B7", "stop strings", _of("B7")),
+    Attack("B8", "seeds", _of("B8")),
+    Attack("B9", "prompts of every form", _of("B9")),
     Attack("B10", "prompts at the limit of the context", _context),
     Attack("B11", "texts of 1.9 MB that are hard to tokenize", _long),
-    Attack("B12", "text that is not Unicode", _of(_encodings)),
+    Attack("B12", "text that is not Unicode", _of("B12")),
     Attack("B13", "strange messages, and addresses in them", _messages),
     Attack("B14", "names of special tokens in messages", _special_tokens),
-    Attack("B15", "chat templates in requests", _of(_templates)),
-    Attack("B16", "grammars that take long", _of(_grammars)),
-    Attack("B17", "bodies that are deep, wide or no objects", _of(_bodies)),
-    Attack("B18", "options of streams", _of(_streams)),
+    Attack("B15", "chat templates in requests", _of("B15")),
+    # Two processes that compile grammars.
+    Attack("B16", "grammars that take long", _of("B16"), started_mib=80.0),
+    Attack("B17", "bodies that are deep, wide or no objects", _of("B17")),
+    Attack("B18", "options of streams", _of("B18")),
     Attack("B19", "ids of requests", _request_ids),
-    Attack("B20", "cache salts", _of(_salts)),
+    Attack("B20", "cache salts", _of("B20")),
     Attack("B21", "control characters and many labels", _labels),
 ]

@@ -44,8 +44,10 @@ class Attack:
         id: of the list in docs/reliability.md, such as A1.
         name: what it does, as a short phrase.
         run: attacks and returns; raises AssertionError if an answer is not the promised one.
+        started_mib: memory of the processes that the service starts when they are first needed.
     """
 
     id: str
     name: str
     run: Callable[[Target], Awaitable[None]]
+    started_mib: float = 0.0

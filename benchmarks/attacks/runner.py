@@ -41,8 +41,8 @@ class Outcome:
         works_after: whether a request was served normally after the attack.
         blocks_free: blocks of the KV cache that are free after the attack.
         blocks_total: all blocks.
-        rss_growth_mib: memory that all processes of the service hold in addition; None if it was started by someone
-            else.
+        rss_growth_mib: memory that all processes of the service hold in addition, less `Attack.started_mib`; None if
+            it was started by someone else.
     """
 
     id: str
@@ -103,7 +103,11 @@ async def run_attack(attack: Attack, target: Target) -> Outcome:
         works_after=works,
         blocks_free=free,
         blocks_total=total,
-        rss_growth_mib=None if before is None or after is None else round(after - before, 1),
+        rss_growth_mib=(
+            None
+            if before is None or after is None
+            else round(max(after - before - attack.started_mib, 0.0), 1)
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from server.http.dialects.openai.options import (
     submit,
 )
 from server.http.dialects.openai.prompts import (
+    count_prompts,
     encode_gap,
     encode_prompts,
     end_token_ids,
@@ -86,6 +87,8 @@ class CompletionAnswer:
         self._max_tokens = request.max_tokens
         if self._max_tokens == 0 and not self._echo:
             raise ValidationError("`max_tokens` must be >= 1, or 0 with `echo`. Given: 0")
+        # Before each prompt is checked: a body may have 100,000 of them.
+        context.admission.check_sequences("prompt", count_prompts(request.prompt), info)
         self._prompts = read_prompts(request.prompt)
         self._options = check(
             request,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import pydantic
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from server.http.config import HTTPConfig
 
 BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
+# A field without effect: prefix, name, and whether it is known. Plain, since a body may have 200,000 of them.
+_Ignored: TypeAlias = tuple[str, str, bool]
 
 NO_EFFECT: Mapping[str, tuple[object, ...]] = {
     "logit_processors": ([],),
@@ -91,14 +93,6 @@ def check_model(name: str | None, config: HTTPConfig) -> None:
     )
 
 
-class _Ignored(NamedTuple):
-    """A field without effect. Made for every such field of a body, which may have very many."""
-
-    prefix: str
-    name: str
-    known: bool
-
-
 def _warnings(ignored: list[_Ignored]) -> tuple[str, ...]:
     warnings = [
         f"{quote(prefix, name)} {'has' if known else 'is unknown and has'} no effect"
@@ -124,11 +118,11 @@ def _without_extra(
             ignored += _ignored_within(model, name, value)
         elif name in NO_EFFECT:
             if value is not None and value not in NO_EFFECT[name]:
-                ignored.append(_Ignored("", name, known=True))
+                ignored.append(("", name, True))
         elif strict:
             kept[name] = value
         elif value is not None:
-            ignored.append(_Ignored("", name, known=False))
+            ignored.append(("", name, False))
     return kept, ignored
 
 
@@ -140,7 +134,7 @@ def _ignored_within(model: type[pydantic.BaseModel], name: str, value: object) -
         if isinstance(option, type) and issubclass(option, pydantic.BaseModel):
             known = {field.alias or key for key, field in option.model_fields.items()}
             return [
-                _Ignored(f"{name}.", key, known=False)
+                (f"{name}.", key, False)
                 for key, entry in value.items()
                 if key not in known and entry is not None
             ]

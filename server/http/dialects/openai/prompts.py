@@ -56,6 +56,13 @@ FAMILIES = (
 """All families; the first whose tokens the tokenizer has is used."""
 
 
+def count_prompts(value: object) -> int:
+    """Return how many prompts the field `prompt` has, if it has one of its forms."""
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return len(value)
+    return 1
+
+
 def read_prompts(value: object) -> list[PromptInput]:
     """Check the field `prompt`.
 
