@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BODY = b'{"inputs": "x", "parameters": {"max_new_tokens": 2}}'
 _CANARY = "canary-4711"
-_OPEN = {"/", "/health", "/health/live", "/ping"}
+_OPEN = {"/", "/health", "/health/ready", "/health/live", "/ping"}
 _INTERNALS = re.compile(r"Traceback|File \"|\.py\b|0x[0-9a-f]{6,}|/site-packages/|/home/|/root/")
 
 
