@@ -89,7 +89,7 @@ def test_the_error_for_an_over_long_prompt_names_both_lengths(bundled_service):
 
 def test_a_50_mb_body_is_refused_before_it_is_read(bundled_service):
     head = (
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Content-Length: 50000000\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", bundled_service.port), timeout=5) as client:
