@@ -118,13 +118,15 @@ def _runs(pid: int) -> bool:
 async def terminate(target: Target) -> str:
     """SIGTERM under load, as in a rolling update; start the service again."""
     faults = target.faults
-    with faults.during(faults.closures, faults.losses, faults.delays):
+    with faults.during(faults.goodbyes):
         began = time.monotonic()
         code = await asyncio.to_thread(target.service.stop)
         seconds = time.monotonic() - began
-        target.service.start()
-        await asyncio.sleep(0.5)
-        return f"exit status {code} after {seconds:.1f} s, {await target.until_served()}"
+        with faults.during(faults.delays):
+            target.service.start()
+            await asyncio.sleep(0.5)
+            result = await target.until_served()
+    return f"exit status {code} after {seconds:.1f} s, {result}"
 
 
 async def _pause(target: Target, pids: list[int]) -> str:

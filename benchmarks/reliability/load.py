@@ -104,11 +104,14 @@ class Faults:
         closures: (begin, end) in which connections may close: a process that owned them was killed.
         losses: (begin, end) in which requests may end with an error of the engine.
         delays: (begin, end) in which the service may be unable to answer.
+        goodbyes: (begin, end) in which the service may refuse connections, and close those that it has answered on
+            before: a request that is sent at the same moment gets no reply, as HTTP/1.1 allows.
     """
 
     closures: list[tuple[float, float]] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     delays: list[tuple[float, float]] = field(default_factory=list)
+    goodbyes: list[tuple[float, float]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def during(self, *kinds: list[tuple[float, float]]) -> Iterator[None]:
@@ -193,6 +196,7 @@ class Load:
 
     async def _client(self) -> None:
         connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        reused = False
         for request in self._requests:
             if self._stopping:
                 break
@@ -200,14 +204,16 @@ class Load:
                 connection = connection or await self._connect()
             except OSError:
                 self.outcomes["no connection"] += 1
-                if not overlaps(self._faults.closures, time.monotonic(), time.monotonic()):
+                now = time.monotonic()
+                if not overlaps(self._faults.closures + self._faults.goodbyes, now, now):
                     self._note("no connection", request, time.monotonic())
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            usable = await self._serve(request, *connection)
+            usable = await self._serve(request, *connection, reused=reused)
+            reused = True
             if not usable or self._rng.random() < 0.3:
                 connection[1].transport.abort()
-                connection = None
+                connection, reused = None, False
         if connection is not None:
             connection[1].transport.abort()
 
@@ -223,7 +229,12 @@ class Load:
                     raise OSError("the connection was not accepted") from None
 
     async def _serve(
-        self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        request: Request,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        reused: bool,
     ) -> bool:
         """Send one request and judge the reply; return whether the connection can carry another one."""
         began = time.monotonic()
@@ -251,7 +262,9 @@ class Load:
         try:
             reply = reading.result()
         except Truncated as error:
-            self._judge_truncated(request, error, began, ended)
+            late = reused and not error.received
+            self._judge_truncated(request, error, began, ended, may_be_late=late)
+            await asyncio.sleep(_RETRY_SECONDS * self._rng.random())
             return False
         self._judge(request, reply, began, ended)
         if (retry := reply.headers.get("retry-after", "")).isdigit():
@@ -265,9 +278,18 @@ class Load:
         return began + request.seconds + self._margin + excused - now
 
     def _judge_truncated(
-        self, request: Request, error: Truncated, began: float, ended: float
+        self,
+        request: Request,
+        error: Truncated,
+        began: float,
+        ended: float,
+        *,
+        may_be_late: bool,
     ) -> None:
-        if overlaps(self._faults.closures, began, ended):
+        # If it may be late, the service may have closed the connection before it read the request.
+        if may_be_late and overlaps(self._faults.goodbyes, began, ended):
+            self.outcomes["closed between requests"] += 1
+        elif overlaps(self._faults.closures, began, ended):
             self.outcomes["closed by a kill"] += 1
         else:
             self.outcomes["CLOSED WITHOUT A STATUS"] += 1

@@ -57,6 +57,7 @@ def create_app(
         title="Tessera",
         version=version(),
         description="Text generation with a small decoder model.",
+        openapi_url=None,  # see `install_openapi`
         docs_url=None,  # loads its scripts from another host; `docs_page` does not
         redoc_url=None,
         redirect_slashes=False,

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from server.cli.listening import listen
+from server.cli.listening import listen, local_hosts
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -33,3 +33,19 @@ def test_accepted_connections_have_no_delay_set():
         return no_delay
 
     assert asyncio.run(accept()) != 0
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts"),
+    [
+        ("127.0.0.1", ("localhost", "127.0.0.1", "[::1]")),
+        ("localhost", ("localhost", "127.0.0.1", "[::1]")),
+        ("127.0.0.2", ("localhost", "127.0.0.1", "[::1]", "127.0.0.2")),
+        ("0.0.0.0", ()),
+    ],
+)
+def test_a_service_on_a_loopback_address_is_reached_by_the_names_of_this_machine(host, hosts):
+    (listener,) = listen(host, 0)
+
+    assert local_hosts(host, listener) == hosts
+    listener.close()

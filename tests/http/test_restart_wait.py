@@ -5,13 +5,13 @@ import contextlib
 
 import httpx
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.engine.core.messages import EngineStats, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.client import EngineHandle
 from server.engine.link.protocol import EngineState
 from server.http.app import create_app
+from server.http.lifecycle import Stage
 from tests.http.conftest import CONFIG, frames, replace
 from tests.http.fakes import INFO
 from tests.http.serving import Server
@@ -170,7 +170,7 @@ async def test_the_limit_of_requests_in_flight_counts_those_that_wait(open_clien
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_client_that_leaves_while_it_waits_is_dropped(make, engine, path):
-    async with Server(make(), HttpToolsProtocol) as server:
+    async with Server(make()) as server:
         engine.lose()
         _, writer = await server.post(path)
         await until(lambda: engine.restart_queue.streams)
@@ -179,6 +179,24 @@ async def test_a_client_that_leaves_while_it_waits_is_dropped(make, engine, path
         engine.become_ready()
 
     assert engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_request_that_waits_when_the_service_ends_gets_503(make, engine, path):
+    app = make()
+    lifecycle = app.state.lifecycle
+    async with Server(app) as server:
+        engine.lose()
+        reader, writer = await server.post(path)
+        await until(lambda: engine.restart_queue.streams)
+        lifecycle.stage = Stage.ENDING
+        lifecycle.cancel_requests()
+        reply = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+
+    assert reply.startswith(b"HTTP/1.1 503")
+    assert b"connection: close" in reply
+    assert engine.restart_queue.streams == []
 
 
 @pytest.mark.parametrize("state", [EngineState.STARTING, EngineState.STOPPED])

@@ -108,6 +108,9 @@ class _Transport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def write_eof(self) -> None:
+        pass
+
     def get_write_buffer_size(self) -> int:
         return 0
 
@@ -163,13 +166,13 @@ class HTTPTarget:
         self._loop = asyncio.new_event_loop()
         self._engine = InstantEngine()
         folder = resolve(BUNDLED)
-        config = HTTPConfig(model_id="m", access_log=False, max_body_bytes=300_000)
-        app = create_app(self._engine, Tokenizer.from_folder(folder), config)
+        limits = HTTPConfig(model_id="m", access_log=False, max_body_bytes=300_000)
+        app = create_app(self._engine, Tokenizer.from_folder(folder), limits)
         self._config = uvicorn.Config(
             with_middleware(app), lifespan="off", log_config=None, access_log=False
         )
         self._config.load()
-        self._connections = Connections(config)
+        self._connections = Connections(limits)
         self._errors = _Errors()
         logging.getLogger().addHandler(self._errors)
         self._loop.set_exception_handler(self._on_loop_error)

@@ -8,8 +8,9 @@ receiver's name and messages.
 from __future__ import annotations
 
 import contextlib
+import logging
+import tempfile
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -22,7 +23,6 @@ from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
     EngineConfig,
-    EngineMessage,
     EngineReady,
     EngineStats,
     FrontEndMessage,
@@ -31,9 +31,12 @@ from server.engine.core.messages import (
     StartupPhase,
     StepMessage,
 )
+from server.engine.core.progress import Progress
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
 from server.engine.link.client import EngineClient, RemoteEngine
-from server.engine.link.hub import EngineHub
+from server.engine.link.hub import EngineHub, FrontEndConnection
+from server.engine.link.patience import Patience
+from server.engine.link.process import Channel
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
@@ -41,12 +44,12 @@ from server.engine.link.protocol import (
     EngineState,
     EngineStatus,
     ExternalAborted,
-    HubMessage,
 )
 from tests.engine.link.fake_engine import make_engine, make_info
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
 _CONFIG = EngineConfig(model_path="ok", model_id="m")
 _INFO = make_info(_CONFIG, 256)
@@ -97,6 +100,13 @@ class _Sockets:
 
     address = ""
 
+    def __init__(self, batch: Sequence[bytes] = ()) -> None:
+        self._batch = list(batch)
+
+    def receive(self, *, wait: float) -> list[bytes]:  # noqa: ARG002 - of the interface
+        batch, self._batch = self._batch, []
+        return batch
+
     def send(self, data: bytes) -> None:
         pass
 
@@ -107,22 +117,23 @@ class _Sockets:
         pass
 
 
-class _Channel:
-    """The engine's channel, with messages of a case."""
+class _Channel(Channel):
+    """The engine's channel, with the messages of a case."""
 
-    def __init__(self) -> None:
-        self.inbox: list[Any] = []
-
-    def send(self, message: EngineMessage) -> None:
-        msgspec.msgpack.encode(message)
-
-    def receive(self, *, wait: float) -> list[Any]:  # noqa: ARG002 - of the interface
-        messages, self.inbox = self.inbox, []
-        return messages
+    def __init__(self, batch: list[bytes]) -> None:
+        self._progress = Progress()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FrontEndMessage)
+        self.connection = cast("Any", _Sockets(batch))
 
 
 class ProtocolTarget:
     """See the module."""
+
+    def __init__(self) -> None:
+        logging.getLogger("tessera").setLevel(logging.CRITICAL)
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        self._remote = RemoteEngine(f"{self._folder.name}/1", 1)
 
     def make(self, rng: random.Random) -> bytes:
         """Mutate one or more messages for one receiver, as a tree of values or as bytes."""
@@ -146,7 +157,9 @@ class ProtocolTarget:
         getattr(self, f"_to_{receiver.replace(' ', '_')}")(batch)
 
     def close(self) -> None:
-        """Do nothing: nothing is held between cases."""
+        """Close the sockets and remove their folder."""
+        self._remote.stop()
+        self._folder.cleanup()
 
     def _to_client(self, batch: list[bytes]) -> None:
         client = EngineClient(_CONFIG)
@@ -160,40 +173,33 @@ class ProtocolTarget:
             client.kill()
 
     def _to_front_end(self, batch: list[bytes]) -> None:
-        engine = RemoteEngine.__new__(RemoteEngine)
-        super(RemoteEngine, engine).__init__(1)
-        engine.__dict__ |= {
-            "state": EngineState.READY, "phase": "", "info": None, "stats": EngineStats(), "past": EngineStats(),
-            "restarts": 0, "_connection": _Sockets(), "_encoder": msgspec.msgpack.Encoder(), "_attached": None,
-            "_decoder": msgspec.msgpack.Decoder(HubMessage), "_aborting": {},
-        }  # fmt: skip
+        self._remote._connection.drain()  # noqa: SLF001
+        self._remote.state = EngineState.READY
+        self._remote._streams.clear()  # noqa: SLF001
         for request in _REQUESTS[:2]:
-            engine.submit(cast("GenerateRequest", request))
-        engine._on_messages(batch)  # noqa: SLF001
+            self._remote.submit(cast("GenerateRequest", request))
+        # The parent decodes messages of the engine before it passes them on, and ends all requests after a step that
+        # contradicts itself.
+        with contextlib.suppress(msgspec.DecodeError, ValueError, LookupError):
+            self._remote._on_messages(batch)  # noqa: SLF001
 
     def _to_hub(self, batch: list[bytes]) -> None:
         hub = EngineHub(_CONFIG)
         try:
             hub._connection = cast("Any", _Sockets())  # noqa: SLF001
             hub.state = EngineState.READY
-            front_end = SimpleNamespace(
-                sockets=_Sockets(), attached=False, on_attached=lambda: None, external_ids={}, forget=lambda _: None
-            )  # fmt: skip
-            hub._front_ends = cast("Any", [front_end])  # noqa: SLF001
-            hub._on_front_end_messages(cast("Any", front_end), batch)  # noqa: SLF001
+            front_end = FrontEndConnection(
+                cast("Any", _Sockets()), 0, lambda: None, lambda _: None, Patience(1.0)
+            )
+            hub._front_ends = [front_end]  # noqa: SLF001
+            hub._on_front_end_messages(front_end, batch)  # noqa: SLF001
             hub._front_ends = []  # noqa: SLF001
         finally:
             hub.kill()
 
     def _to_engine(self, batch: list[bytes]) -> None:
-        channel = _Channel()
-        engine = make_engine(_CONFIG, channel)
+        engine = make_engine(_CONFIG, _Channel(batch))
         engine._compiling = GrammarQueue(_refuse_grammar)  # noqa: SLF001 - the arithmetic runner has none
-        decoder = msgspec.msgpack.Decoder(FrontEndMessage)
-        with contextlib.suppress(
-            msgspec.DecodeError
-        ):  # ends the engine process, which is started again
-            channel.inbox = [decoder.decode(data) for data in batch]
         engine.receive(wait=0)
         for _ in range(_MAX_STEPS):
             if not engine.has_work:

@@ -24,6 +24,7 @@ from server.engine.core.progress import start_seconds
 from server.engine.core.request import FinishReason
 from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import (
+    DECODE_ERRORS,
     AbortExternal,
     AbortStreams,
     Attached,
@@ -185,7 +186,7 @@ class EngineHub(EngineSupervisor):
                 return
             try:
                 message = self._front_end_decoder.decode(data)
-            except msgspec.DecodeError as error:
+            except DECODE_ERRORS as error:
                 self._fail(front_end, f"sent a message that cannot be decoded: {error}")
                 return
             self._on_front_end_message(front_end, message, data)

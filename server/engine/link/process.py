@@ -34,7 +34,7 @@ from server.engine.link.process_setup import (
     read_config,
     set_passive_openmp_wait,
 )
-from server.engine.link.protocol import EngineLaunch, RequestHeader
+from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, RequestHeader
 from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
 from server.engine.link.watchdog import EngineWatch, Watchdog
 from server.engine.runner.gpu_driver import open_gpu
@@ -75,14 +75,14 @@ class Channel:
         for data in self.connection.receive(wait=wait):
             try:
                 message = self._decoder.decode(data)
-            except msgspec.DecodeError as error:
+            except DECODE_ERRORS as error:
                 self._refuse(data, error)
                 continue
             yield message
 
-    def _refuse(self, data: bytes, error: msgspec.DecodeError) -> None:
+    def _refuse(self, data: bytes, error: Exception) -> None:
         log.error("dropped a message of %d bytes that cannot be decoded: %s", len(data), error)
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*DECODE_ERRORS):
             header = msgspec.msgpack.decode(data, type=RequestHeader)
             self.send(
                 StepMessage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -11,6 +11,10 @@ from server.engine.core.messages import EngineConfig, EngineInfo, EngineStats, S
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+
+DECODE_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError)
+"""What decoding a damaged message raises: msgspec reports text that is not UTF-8 by the second one."""
 
 
 class EngineState(enum.Enum):

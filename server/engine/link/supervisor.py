@@ -33,7 +33,7 @@ from server.engine.core.messages import (
 from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.patience import Patience, tick_seconds
-from server.engine.link.protocol import EngineLaunch, EngineState
+from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineState
 from server.engine.link.socket_folder import SocketFolder
 from server.engine.link.sockets import Connection
 from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
@@ -225,7 +225,7 @@ class EngineSupervisor:
         self._heard = True
         try:
             messages = [self._decoder.decode(data) for data in batch]
-        except msgspec.DecodeError:
+        except DECODE_ERRORS:
             log.exception("the engine sent a message that cannot be decoded")
             self._condemn("sent a message that cannot be decoded", kill_after=0.0)
             return
@@ -237,7 +237,12 @@ class EngineSupervisor:
                 self._handle(message)
         if steps:
             self.stats = newest_stats(step for _, step in steps) or self.stats
-            self._on_steps(steps)
+            try:
+                self._on_steps(steps)
+            except Exception:
+                # Some of the steps' tokens are lost: their requests must not wait for ever.
+                log.exception("the engine sent a step that contradicts itself")
+                self._condemn("sent a step that contradicts itself", kill_after=0.0)
 
     def _handle(self, message: EngineMessage) -> None:
         if isinstance(message, Heartbeat):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kernels import detect, select
 from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import KVCache, bytes_per_token
 from model.device.memory import peak_memory, release_cached
@@ -91,10 +92,25 @@ def _start_on_gpu(
         kept_bytes = step_bytes + _GPU_HEADROOM_BYTES
         runner = _allocate(model, config, limits, kept_bytes, hold_step)
         max_total_tokens = _max_total_tokens(runner, limits)
-    if config.cuda_graphs:
+    if config.cuda_graphs and _can_record(runner):
         served = dataclasses.replace(limits, max_model_len=max_total_tokens)
         runner.record_steps(served, CudaGraphs(device))
     return runner, max_total_tokens
+
+
+def _can_record(runner: ModelRunner) -> bool:
+    """Return whether the attention of a step runs on the GPU alone; logs what does not.
+
+    PyTorch's attention, the fallback for other GPUs and dtypes, reads its batch on the host.
+    """
+    arch = detect(runner.model.embed_tokens.device)
+    specs = [select(problem, arch).spec for problem in runner.attention_problems()]
+    names = {spec.name for spec in specs if spec.launch is None}
+    if names:
+        log.warning(
+            "steps are not recorded: %s reads the batch on the host", ", ".join(sorted(names))
+        )
+    return not names
 
 
 def _allocate(

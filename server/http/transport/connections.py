@@ -6,11 +6,10 @@ import asyncio
 import collections
 import logging
 import resource
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from server.http.config import HTTPConfig
-    from server.http.transport.connection import HTTP11Protocol
 
 log = logging.getLogger("tessera.http")
 
@@ -24,6 +23,19 @@ none; a front end with a worker process and traces has 40 to 60 open."""
 _SWEEP_SECONDS = 1.0
 _REPORT_SECONDS = 10.0
 _EVICTION_ATTEMPTS = 16
+
+
+class Connection(Protocol):
+    """What this module needs of `HTTP11Protocol`."""
+
+    def check(self, now: float) -> None:
+        """Close the connection if it is late."""
+
+    def has_unsent(self) -> bool:
+        """Return whether the client has not yet accepted all of what was written."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
 
 
 def connection_capacity(wanted: int | None) -> int:
@@ -63,8 +75,8 @@ class Connections:
     def __init__(self, config: HTTPConfig) -> None:
         self.config = config
         self.capacity = connection_capacity(config.max_connections)
-        self.waiting: collections.OrderedDict[HTTP11Protocol, None] = collections.OrderedDict()
-        self._all: set[HTTP11Protocol] = set()
+        self.waiting: collections.OrderedDict[Connection, None] = collections.OrderedDict()
+        self._all: set[Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._counts: collections.Counter[str] = collections.Counter()
         self._next_report = 0.0
@@ -75,7 +87,7 @@ class Connections:
         )
         self._interval = min(_SWEEP_SECONDS, shortest / 4)
 
-    def admit(self, connection: HTTP11Protocol) -> bool:
+    def admit(self, connection: Connection) -> bool:
         """Take a new connection; returns False if it must be refused."""
         if len(self._all) >= self.capacity and not self._evict():
             self.count("connections refused")
@@ -84,7 +96,7 @@ class Connections:
         self._start_timer()
         return True
 
-    def remove(self, connection: HTTP11Protocol) -> None:
+    def remove(self, connection: Connection) -> None:
         """Forget a connection that was closed or refused."""
         self._all.discard(connection)
         self.waiting.pop(connection, None)

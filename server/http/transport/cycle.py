@@ -4,20 +4,47 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from server.http.transport import replies
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Scope
 
-    from server.http.transport.connection import HTTP11Protocol
-
 log = logging.getLogger("tessera.http")
 
 _KEY: Final = "tessera.direct_writer"
 _DISCONNECT: Final[dict[str, Any]] = {"type": "http.disconnect"}
 _BODILESS: Final = frozenset({204, 304})
+
+
+class Connection(Protocol):
+    """What a cycle needs of `HTTP11Protocol`."""
+
+    transport: asyncio.Transport
+    write_paused: bool
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of every response."""
+
+    def write(self, data: bytes) -> None:
+        """Write to the connection."""
+
+    async def drain(self) -> None:
+        """Wait until the transport accepts data or the connection has ended."""
+
+    def resume_reading(self) -> None:
+        """Read again after an unread body had become too large."""
+
+    def can_skip_body(self, cycle: Cycle) -> bool:
+        """Return whether the rest of the request's body is small enough to skip it after the response."""
+
+    def on_response_complete(self, cycle: Cycle) -> None:
+        """Continue with the next request, or close the connection."""
+
+    def fail(self, cycle: Cycle) -> None:
+        """End a request whose application failed."""
 
 
 class Cycle:
@@ -46,7 +73,7 @@ class Cycle:
 
     def __init__(
         self,
-        connection: HTTP11Protocol,
+        connection: Connection,
         scope: Scope,
         *,
         keep_alive: bool,

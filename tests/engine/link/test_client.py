@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from model.sampling.parameters import SamplingParams
-from server.engine.core.messages import EngineConfig
+from server.engine.core.messages import EngineConfig, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient, EngineUnavailableError
@@ -451,5 +451,29 @@ def test_a_duplicate_id_is_refused_and_the_original_continues():
 
             assert client.restarts == 0
             assert len(await collect(submit(client, [1], 3))) == 3
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x81\xa4type\xa4ste\xff",  # not UTF-8
+        msgspec.msgpack.encode(StepMessage(request_ids=[1], token_ids=[5], finish_reasons=[])),
+        msgspec.msgpack.encode(StepMessage(request_ids=[1], token_ids=[5], finish_reasons=[-1])),
+    ],
+    ids=["not UTF-8", "columns of different lengths", "unknown finish reason"],
+)
+def test_an_engine_that_sends_nonsense_is_replaced_and_its_requests_end(data):
+    async def scenario():
+        async with running("slow") as client:
+            stream = submit(client, [1, 2, 3], 400)
+            assert stream.request_id == 1
+
+            client._on_messages([data])
+
+            events = await collect(stream)
+            assert events[-1].finish_reason is FinishReason.ERROR
+            assert client.state is EngineState.RESTARTING
 
     run(scenario())

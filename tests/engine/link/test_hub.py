@@ -117,6 +117,7 @@ def test_a_front_end_that_does_not_read_is_cut_off_before_much_is_queued(monkeyp
 HOSTILE = [
     (b"\xc1", "cannot be decoded"),
     (b"", "cannot be decoded"),
+    (b"\x81\xa4type\xa8generat\xff", "cannot be decoded"),  # not UTF-8
     (msgspec.msgpack.encode({"type": "generate"}), "cannot be decoded"),
     (msgspec.msgpack.encode({"type": "shutdown"}), "cannot be decoded"),
     (msgspec.msgpack.encode({"type": "generate", "request_id": 1}), "another front end"),

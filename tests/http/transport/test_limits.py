@@ -246,14 +246,16 @@ async def test_an_unread_body_is_kept_up_to_a_bound(anyio_backend):
 
 
 @pytest.mark.parametrize("size", [1000, 10_000_000])
-async def test_an_unread_body_is_skipped_or_ends_the_connection(anyio_backend, size):
+async def test_an_unread_body_is_skipped_or_ends_the_connection(anyio_backend, monkeypatch, size):
+    monkeypatch.setattr(connection_module, "_LINGER_SECONDS", 0.2)
+
     async def app(scope, _receive, send):
         status = 200 if scope["method"] == "GET" else 429
         fields = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    async with Server(app) as server:
+    async with Server(app, header_timeout_seconds=1) as server:
         reader, writer = await server.connect()
         writer.write(head("/", size))
         answer = await reader.readuntil(b"\r\n\r\nok")

@@ -1,0 +1,27 @@
+"""Each attack of the list leaves the service as it was, and /health answers all the while.
+
+`pytest -m slow tests/e2e/test_attacks.py`. The same list runs outside of a test by `python -m benchmarks.attacks`.
+"""
+
+import asyncio
+
+import pytest
+
+from benchmarks.attacks.registry import ATTACKS
+from benchmarks.attacks.runner import run_attack
+from benchmarks.attacks.service import attacked_service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def target():
+    with attacked_service() as target:
+        yield target
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.id for attack in ATTACKS])
+def test_the_service_withstands(target, attack):
+    outcome = asyncio.run(run_attack(attack, target))
+
+    assert outcome.faults() == []
