@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -57,6 +58,7 @@ def main() -> None:
         print("no finding")
         return
     if options.child:
+        logging.getLogger("tessera").setLevel(logging.CRITICAL)
         run_child(make_target(options.target), options.child, options.seed, options.findings)
         return
     folder = options.findings / options.target

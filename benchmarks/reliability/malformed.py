@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def _post(content: bytes, *fields: bytes, path: bytes = b"/generate") -> bytes:
-    head = [b"POST %b HTTP/1.1" % path, b"Host: x", b"Content-Type: application/json", *fields]
+    head = [
+        b"POST %b HTTP/1.1" % path,
+        b"Host: localhost",
+        b"Content-Type: application/json",
+        *fields,
+    ]
     if not fields:
         head.append(b"Content-Length: %d" % len(content))
     return b"\r\n".join([*head, b"", content])
@@ -33,8 +38,8 @@ SEEDS: Final[tuple[bytes, ...]] = (
     _post(b'{"request_id": "x"}', path=b"/abort"),
     _post(b"5\r\n{\"inp\r\n30\r\n" + b'uts": "x", "parameters": {"max_new_tokens": 1  }}' + b"\r\n0\r\n\r\n",
           b"Transfer-Encoding: chunked"),
-    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text\r\n\r\n",
     b"HEAD /health HTTP/1.0\r\n\r\n",
     # Not HTTP.
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
@@ -43,12 +48,12 @@ SEEDS: Final[tuple[bytes, ...]] = (
     b"GET\r\n\r\n",
     b"GET /health\r\n\r\n",
     b"GET  /health  HTTP/1.1\r\n\r\n",
-    b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
-    b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"FROB /generate HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /%00%ff%2e%2e/%2f HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"FROB /generate HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET http://elsewhere/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /%00%ff%2e%2e/%2f HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: a/health?x=\r\nHost: b\r\n\r\n",
     b"GET /health HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
     b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 2000 + b"\r\n",

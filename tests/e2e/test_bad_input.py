@@ -39,7 +39,7 @@ NAMES = {
     "a huge best_of": ["best_of", "2"],
     "a huge top_n_tokens": ["top_n_tokens", "5"],
     "an unknown field": ["max_tokens", "max_new_tokens"],
-    "an over-long prompt": ["2048"],
+    "an over-long prompt": ["2047"],
 }
 
 

@@ -8,7 +8,6 @@ receiver's name and messages.
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
@@ -131,7 +130,6 @@ class ProtocolTarget:
     """See the module."""
 
     def __init__(self) -> None:
-        logging.getLogger("tessera").setLevel(logging.CRITICAL)
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
         self._remote = RemoteEngine(f"{self._folder.name}/1", 1)
 
