@@ -14,8 +14,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import msgspec
-
 from server.engine.core.admission import AdmissionError, DuplicateRequestError, check_request
 from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
@@ -23,15 +21,13 @@ from server.engine.core.messages import (
     EngineInfo,
     EngineMessage,
     EngineStats,
-    EngineTotals,
     FrontEndMessage,
     SequenceStarted,
     Shutdown,
-    StepMessage,
-    encode_totals,
 )
 from server.engine.core.progress import Activity, Progress
-from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
+from server.engine.core.reports import StatsReporter, step_message
+from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
 from server.engine.core.step_retry import STEP_FAILED, retry_step
@@ -64,10 +60,6 @@ _LAUNCHING: Final = Activity.LAUNCHING
 _WAITING: Final = Activity.WAITING
 _IDLE_CHECK_SECONDS: Final = 1.0
 """Time without work before the bookkeeping is checked; nothing changes after that until a message arrives."""
-_STATS_SECONDS: Final = 0.002
-"""Time between two messages with stats while no sequence starts or ends: they take 5 us, 3 % of a fast model's step."""
-_TOTALS_SECONDS: Final = 0.1
-"""Time between two encodings of `EngineTotals`, which takes 5 us."""
 _MOST_FAILED_STEPS: Final = 5
 """Steps in sequence of which no row could be computed, after which the engine process ends and is restarted. A few
 requests that each make a step of their own fail must not suffice.
@@ -131,8 +123,6 @@ class Engine:
     Attributes:
         info: the engine's properties.
         progress: what the loop is doing; may be replaced before `run`.
-        num_failed_steps: steps so far that had to be computed again.
-        num_invariant_violations: contradictions in the bookkeeping that `check_idle` has found.
 
     Args:
         scheduler: decides what each step computes.
@@ -154,21 +144,17 @@ class Engine:
     ) -> None:
         self.info = info
         self.progress = Progress()
-        self.num_failed_steps = 0
-        self.num_invariant_violations = 0
         self._scheduler = scheduler
         self._runner = runner
         self._channel = channel
         self._compiling = GrammarQueue(runner.compile_grammar)
+        self._stats = StatsReporter(scheduler, self._compiling)
         self._arrivals: dict[int, float] = {}
         self._deadlines: dict[int, float] = {}
         self._next_deadline = math.inf  # at most the earliest of them
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._runs_ahead = runs_ahead
         self._launched: _Step | None = None
-        self._stats_due = -math.inf
-        self._totals_due = -math.inf
-        self._encoded_totals = msgspec.Raw()
         self._device_free_at = -math.inf  # when the results of the newest step arrived
         self._num_without_success = 0  # steps in sequence of which no row could be computed
         self._stopping = False
@@ -206,7 +192,7 @@ class Engine:
             found.append(f"{len(self._arrivals)} open requests, expected none")
         if found:
             log.error("the engine's bookkeeping is wrong: %s", "; ".join(found))
-            self.num_invariant_violations += len(found)
+            self._stats.num_invariant_violations += len(found)
             self._publish([], [], {})
 
     def receive(self, *, wait: float) -> bool:
@@ -321,7 +307,7 @@ class Engine:
         if self._launched is not None:
             self._launched = self._launched._replace(pending=_NoResults(None))
         if error is not None:
-            self.num_failed_steps += 1
+            self._stats.num_failed_steps += 1
             if not self._runner.recover(error):
                 seconds = self._device_seconds(step)
                 events = self._scheduler.fail(output, STEP_FAILED, seconds)
@@ -355,55 +341,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
-        scheduler, blocks = self._scheduler, self._scheduler.block_manager
-        accounting, waiting = scheduler.accounting, scheduler.waiting
-        used = blocks.num_blocks - blocks.num_free_blocks
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._compiling),
-            num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            num_cached_blocks=blocks.num_idle_blocks,
-            kv_usage=used / blocks.num_blocks,
-            prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
-            prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            prompt_tokens=scheduler.num_prompt_tokens,
-            generation_tokens=scheduler.num_generated_tokens,
-            num_steps=scheduler.num_steps,
-            num_failed_steps=self.num_failed_steps,
-            num_invariant_violations=self.num_invariant_violations,
-            num_reserved_tokens=accounting.num_reserved_tokens,
-            num_free_places=scheduler.num_free_places,
-            num_prefill_tokens=scheduler.num_prefill_tokens,
-            waiting_by_length=list(waiting.num_by_length) if waiting else [],
-            waiting_tokens_by_length=list(waiting.num_tokens_by_length) if waiting else [],
-            prompt_rate=scheduler.prompt_rate.value,
-            end_rate=scheduler.end_rate.value,
-            computed_tokens=accounting.num_computed_tokens,
-            computed_prompt_tokens=accounting.num_computed_prompt_tokens,
-            recomputed_tokens=accounting.num_recomputed_tokens,
-            prefill_seconds=accounting.prefill_steps.seconds,
-            decode_seconds=accounting.decode_steps.seconds,
-            block_seconds=accounting.block_seconds,
-            totals=self._totals(),
-        )
-
-    def _totals(self) -> msgspec.Raw:
-        """Return the encoded totals, which are renewed after `_TOTALS_SECONDS` or when there is no work left."""
-        accounting = self._scheduler.accounting
-        if accounting.now >= self._totals_due or not self.has_work:
-            self._totals_due = accounting.now + _TOTALS_SECONDS
-            self._encoded_totals = encode_totals(
-                EngineTotals(
-                    accounting.prefill_steps.counts,
-                    accounting.decode_steps.counts,
-                    accounting.num_ended,
-                    accounting.ended_device_seconds,
-                    accounting.ended_block_seconds,
-                )
-            )
-        return self._encoded_totals
+        return self._stats.read()
 
     def _add(self, request: GenerateRequest) -> None:
         """Admit a request; one that cannot be admitted ends with an error, and no other is affected."""
@@ -533,52 +471,4 @@ class Engine:
         prompt_logprobs: dict[int, PromptLogprobs],
     ) -> None:
         """Send one message for all sequences of a step."""
-        request_ids: list[int] = []
-        token_ids: list[int] = []
-        finish_reasons: list[int] = []
-        logprobs: dict[int, float] = {}
-        top_tokens: dict[int, list[tuple[int, float]]] = {}
-        errors: dict[int, str] = {}
-        usage: dict[int, SequenceUsage] = {}
-        for i, (request_id, event) in enumerate(events):
-            request_ids.append(request_id)
-            token_ids.append(-1 if event.token_id is None else event.token_id)
-            if event.logprob is not None:
-                logprobs[i] = event.logprob
-            if event.top_tokens:
-                top_tokens[i] = list(event.top_tokens)
-            if event.finish_reason is None:
-                finish_reasons.append(0)
-                continue
-            finish_reasons.append(int(event.finish_reason))
-            if event.error is not None:
-                errors[i] = event.error
-            if event.usage is not None:
-                usage[i] = event.usage
-        self._channel.send(
-            StepMessage(
-                request_ids=request_ids,
-                token_ids=token_ids,
-                finish_reasons=finish_reasons,
-                stats=self._new_stats(is_due=not events or bool(started) or any(finish_reasons)),
-                started=started,
-                logprobs=logprobs,
-                top_tokens=top_tokens,
-                errors=errors,
-                usage=usage,
-                prompt_logprobs={i: prompt.logprobs for i, prompt in prompt_logprobs.items()},
-                prompt_top_tokens={
-                    i: prompt.top_tokens
-                    for i, prompt in prompt_logprobs.items()
-                    if prompt.top_tokens
-                },
-            )
-        )
-
-    def _new_stats(self, *, is_due: bool) -> EngineStats | None:
-        """Return the current stats if they are due for another reason or because of their age, else None."""
-        now = self._scheduler.accounting.now
-        if not is_due and now < self._stats_due:
-            return None
-        self._stats_due = now + _STATS_SECONDS
-        return self.stats()
+        self._channel.send(step_message(events, started, prompt_logprobs, self._stats))

@@ -57,7 +57,7 @@ def test_a_request_with_invalid_values_ends_alone(values, message):
     assert end.finish_reason is FinishReason.ERROR
     assert message in end.error
     assert tokens_of(events[1]) == expected_tokens(healthy)
-    assert harness.engine.num_failed_steps == 0
+    assert harness.engine.stats().num_failed_steps == 0
     harness.assert_idle()
 
 

@@ -67,7 +67,7 @@ class Harness:
 
     def assert_idle(self):
         self.engine.check_idle()
-        assert self.engine.num_invariant_violations == 0
+        assert self.engine.stats().num_invariant_violations == 0
 
 
 def expected_tokens(request):
@@ -104,7 +104,7 @@ def test_a_sequence_that_makes_steps_fail_ends_alone(fault, error, row, step):
         if request.request_id != failed:
             assert tokens_of(events[request.request_id]) == expected_tokens(request)
             assert events[request.request_id][-1].finish_reason is FinishReason.LENGTH
-    assert harness.engine.num_failed_steps == 1
+    assert harness.engine.stats().num_failed_steps == 1
     harness.assert_idle()
 
 
@@ -117,7 +117,7 @@ def test_a_temporary_failure_ends_no_sequence(fault):
     events = harness.run()
 
     assert all(tokens_of(events[r.request_id]) == expected_tokens(r) for r in made)
-    assert harness.engine.num_failed_steps == 1
+    assert harness.engine.stats().num_failed_steps == 1
     harness.assert_idle()
 
 

@@ -460,7 +460,7 @@ def test_steps_that_are_computed_again_follow_the_grammars(tokenizer, engine_of)
 
     found = engine.generate(requests)
 
-    assert engine.engine.num_failed_steps > 10
+    assert engine.engine.stats().num_failed_steps > 10
     assert [[event.token_id for event in events] for events in found] == [
         [event.token_id for event in events] for events in expected
     ]
