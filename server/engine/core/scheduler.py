@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence as TypingSequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
@@ -26,7 +25,7 @@ from server.engine.core.prompt_chunks import Chunk, NoAdmission, divide
 from server.engine.core.rates import Rate
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.sequence import Sequence, SequenceStatus
-from server.engine.core.step import SampledResult, ScheduledSequence, SchedulerOutput
+from server.engine.core.step import FailedResult, SampledResult, ScheduledSequence, SchedulerOutput
 from server.engine.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -47,16 +46,6 @@ _num_logits = attrgetter("num_logits")
 
 
 _NO_ADMISSION = NoAdmission()
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """The result of each row of a step that failed."""
-
-    error: str
-    token_id: None = None
-    logprob: None = None
-    top: tuple[()] = ()
 
 
 def _timeout(sequence: Sequence) -> TokenEvent:
@@ -388,7 +377,7 @@ class Scheduler:
         Returns:
             See `commit`.
         """
-        return self._end(output, repeat([_Failed(error)]), device_seconds)
+        return self._end(output, repeat([FailedResult(error)]), device_seconds)
 
     def _end(
         self,

@@ -32,6 +32,15 @@ class SampledResult(Protocol):
         """Why no token could be sampled; None if one was."""
 
 
+class FailedResult(msgspec.Struct, frozen=True):
+    """The result of a row that could not be computed."""
+
+    error: str
+    token_id: None = None
+    logprob: None = None
+    top: tuple[()] = ()
+
+
 class ScheduledSequence(msgspec.Struct, frozen=True):
     """One sequence's part of a step: its tokens `start .. start + num_tokens`.
 

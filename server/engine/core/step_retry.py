@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from server.engine.core.step import SchedulerOutput
+from server.engine.core.step import FailedResult, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as TypingSequence
@@ -35,16 +35,6 @@ OUT_OF_MEMORY: Final = "the memory of the device does not suffice for this reque
 
 _RUNS_WITHOUT_SUCCESS: Final = 7
 """The whole step, its halves and its quarters: if all of them fail, the cause is not a single sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Error:
-    """The result of a row that cannot be computed."""
-
-    error: str
-    token_id: None = None
-    logprob: None = None
-    top: tuple[()] = ()
 
 
 @dataclass
@@ -121,7 +111,7 @@ def retry_step(
 
 def _fail(rows: list[ScheduledSequence], retried: RetriedStep, reason: str) -> None:
     for row in rows:
-        retried.results[row.sequence] = [_Error(reason)]
+        retried.results[row.sequence] = [FailedResult(reason)]
 
 
 def _compute(runner: StepRunner, step: int, rows: list[ScheduledSequence]) -> StepResult:
