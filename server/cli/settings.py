@@ -236,6 +236,7 @@ class Settings(BaseModel):
     engine_hang_seconds: float = Field(
         60.0,
         gt=0,
+        allow_inf_nan=False,
         description="seconds after which a silent engine, or one whose step does not end, is restarted; steps that are "
         "usually slow, loading and compiling have more time (docs/operations.md); also the limit of a front end that "
         "handles nothing",
@@ -243,18 +244,21 @@ class Settings(BaseModel):
     restart_wait: float = Field(
         10.0,
         ge=0,
+        allow_inf_nan=False,
         description="seconds for which requests wait for an engine that is being started again; then, or at once with "
         "0, they get 503",
     )
     drain_delay: float = Field(
         0.0,
         ge=0,
+        allow_inf_nan=False,
         description="seconds for which requests are still served after SIGTERM or SIGINT, while health checks already "
         "fail: set it to the time that a load balancer needs to notice",
     )
     drain_timeout: float = Field(
         30.0,
         ge=0,
+        allow_inf_nan=False,
         description="seconds after that for which requests in progress may run, while new ones get 503; those that are "
         "left get an error. A second signal ends both times",
     )

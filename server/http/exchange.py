@@ -6,20 +6,18 @@ client disconnects, and metrics.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from server.errors import AbortedError, StoppingError, TesseraError
+from server.errors import AbortedError, TesseraError
 from server.http.generation import GENERATION
 from server.http.metrics.records import RequestRecord
-from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.request_id import RequestFigures, current_request
-from server.http.responses import error_response, send_json, warnings_header
+from server.http.responses import send_json, warnings_header
 from server.http.streaming import TokenSender, open_event_stream
 from server.http.transport import direct_writer
 from server.http.usage import usage_headers
@@ -166,7 +164,7 @@ class Exchange(Response):
                             renderer = answer.renderer(generation)
                             await TokenSender(generation, renderer, out, record, watch).run()
                     else:
-                        await self._finish(generation, scope, receive, send, record, watch)
+                        await self._finish(generation, record, watch)
                         body = answer.reply(generation)
                         timings = generation.timings(record.started)
                         headers = _headers(answer, generation, timings)
@@ -188,13 +186,7 @@ class Exchange(Response):
         )
 
     async def _finish(
-        self,
-        generation: Generation,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        record: RequestRecord,
-        watch: ClientWatch,
+        self, generation: Generation, record: RequestRecord, watch: ClientWatch
     ) -> None:
         """Wait for the completions of an answer that is not a stream."""
         try:
@@ -202,12 +194,6 @@ class Exchange(Response):
         except AbortedError:
             if watch.gone:
                 raise ClientDisconnectedError from None
-            raise
-        except asyncio.CancelledError:
-            record.finish(Outcome.ERROR)
-            error = StoppingError()
-            response = error_response(error, self._dialect.render_error(error))
-            await response(scope, receive, send)
             raise
 
 

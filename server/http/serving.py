@@ -101,7 +101,8 @@ class HTTPServer(uvicorn.Server):
 
     def stop(self) -> None:
         """Make `run_until_stopped` end all requests and return."""
-        self.should_exit = True
+        self._lifecycle.stop()
+        self._lifecycle.stop()  # without waiting for the requests in progress
 
     async def _end_requests(self) -> None:
         """End the requests that are left, close idle connections, and let clients read what was sent."""

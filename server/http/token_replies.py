@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from server.http.request_body import ClientDisconnectedError
 from server.http.responses import JSON_HEADER, send_json
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
-    from server.http.config import HTTPConfig
     from server.http.responses import Headers
 
 ItemT = TypeVar("ItemT")
@@ -76,19 +74,13 @@ def slices(text: str) -> Iterator[str]:
         yield text[i : i + _CHARACTERS]
 
 
-async def send_pieces(
-    send: Send, pieces: Iterator[bytes], headers: Headers, config: HTTPConfig
-) -> None:
+async def send_pieces(send: Send, pieces: Iterator[bytes], headers: Headers) -> None:
     """Send a reply with status 200; one that is short has a length, a longer one is sent in chunks.
 
     Args:
         send: the ASGI server's `send`.
         pieces: the JSON.
         headers: headers in addition to content type and length.
-        config: the intervals.
-
-    Raises:
-        ClientDisconnectedError: the client accepted no bytes for `send_timeout_seconds`.
     """
     data = _join(pieces)
     if len(data) < _PIECE_BYTES:
@@ -97,11 +89,7 @@ async def send_pieces(
     start = {"type": "http.response.start", "status": 200, "headers": [*headers, JSON_HEADER]}
     await send(start)
     while data:
-        try:
-            async with asyncio.timeout(config.send_timeout_seconds):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise ClientDisconnectedError from None
+        await send({"type": "http.response.body", "body": data, "more_body": True})
         await asyncio.sleep(0)  # `send` waits only for slow clients
         data = _join(pieces)
     await send({"type": "http.response.body", "body": b""})

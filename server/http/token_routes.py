@@ -113,7 +113,7 @@ class TokenExchange(Response):
                 buffer.add(reply.held)
                 record.finish(Outcome.OK)
                 headers = warnings_header(reply.warnings)
-                await send_pieces(send, reply.pieces, headers, context.config)
+                await send_pieces(send, reply.pieces, headers)
 
 
 def _add_route(app: FastAPI, context: AppContext, forms: list[TokenForm]) -> None:

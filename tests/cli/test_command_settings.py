@@ -206,3 +206,10 @@ def test_settings_are_checked_before_the_weights_are_downloaded(monkeypatch):
     folder, model = find_model(read_settings(["org/name"]))
     assert "*.safetensors" in fetched[-1]
     assert (folder, model.max_context) == (resolve("bundled"), 2048)
+
+
+@pytest.mark.parametrize(
+    "name", ["engine-hang-seconds", "restart-wait", "drain-delay", "drain-timeout"]
+)
+def test_times_that_other_processes_get_as_json_are_finite(refusal, name):
+    assert f"--{name}" in refusal(f"--{name}=inf")

@@ -156,13 +156,13 @@ async def test_a_body_counts_until_its_prompt_is_submitted(make_app, engine):
 
 
 async def test_replies_that_are_not_read_count_until_their_clients_are_given_up(make_app):
-    app = make_app(max_buffered_body_bytes=LIMIT, send_timeout_seconds=0.4)
+    app = make_app(max_buffered_body_bytes=LIMIT)
     long, short = {"inputs": "x" * 50_000}, {"inputs": "x"}
-    async with Server(app, HTTP11Protocol, send_buffer=4096) as server:
+    async with Server(app, HTTP11Protocol, send_buffer=4096, send_timeout_seconds=0.4) as server:
         opened = [await server.post("/tokenize", long, receive_buffer=4096)]
         assert await status(opened[0][0]) == 200
         seen = []
-        for body, delay in ((long, 0), (short, 0), (long, 0.6)):
+        for body, delay in ((long, 0), (short, 0), (long, 1.0)):
             await asyncio.sleep(delay)
             opened.append(await server.post("/tokenize", body, receive_buffer=4096))
             seen.append(await status(opened[-1][0]))

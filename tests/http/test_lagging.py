@@ -145,7 +145,7 @@ async def test_a_stop_string_of_several_tokens_ends_the_stream(server, engine, t
     writer.close()
 
 
-async def test_only_uvicorns_httptools_protocol_has_a_direct_writer(fast):
+async def test_only_our_protocol_has_a_direct_writer(fast):
     found = []
 
     async def app(scope, _receive, send):

@@ -173,6 +173,18 @@ async def test_a_body_that_has_not_arrived_is_answered_at_the_end(open_service):
     await asyncio.wait_for(service.running, 3)
 
 
+async def test_a_stopped_server_does_not_wait_for_requests_in_progress(open_service):
+    service = await open_service()
+    reader, writer = await service.open("/generate")
+    writer.write(head("/generate", 10) + b"{")  # the rest of the body does not come
+    await asyncio.sleep(0.05)
+
+    service._server.stop()
+
+    await asyncio.wait_for(service.running, 5)
+    assert b"HTTP/1.1 503" in await reader.read()
+
+
 async def test_there_is_no_delay_before_the_engine_is_ready(open_service, engine):
     service = await open_service(drain_delay_seconds=30)
     engine.state = EngineState.STARTING

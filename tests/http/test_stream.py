@@ -9,7 +9,7 @@ import pytest
 from server.engine.core.request import FinishReason
 from server.http.dialects.tgi.replies import StreamEvent
 from tests.http.conftest import frames
-from tests.http.fakes import EOS_ID, FakeEngine, event, put, say, silent
+from tests.http.fakes import EOS_ID, FakeEngine, event, put, say
 
 pytestmark = pytest.mark.anyio
 
@@ -252,21 +252,6 @@ async def test_a_stopping_server_ends_its_streams_with_an_error_event(make_app, 
         await task
 
     assert b'"error_type":"incomplete_generation_stream"' in connection.bodies[-1]
-    assert engine.aborted == [1]
-
-
-async def test_a_stopping_server_answers_unfinished_requests_with_503(make_app, engine):
-    engine.script = silent
-    connection = Sends(make_app(), {"inputs": "x"})
-    task = asyncio.create_task(connection.run("/generate"))
-    await asyncio.sleep(0.05)
-
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-    assert connection.starts[0]["status"] == 503
-    assert connection.bodies == [b'{"error":"the server is stopping","error_type":"unavailable"}']
     assert engine.aborted == [1]
 
 

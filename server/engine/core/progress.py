@@ -46,9 +46,9 @@ class Progress:
 
     def begin(self, activity: Activity, num_tokens: int = 0) -> None:
         """Note that an activity begins."""
+        self.count += 1  # first, see `EngineWatch.check` in `server.engine.link.watchdog`
         self.activity = activity
         self.num_tokens = num_tokens
-        self.count += 1
 
     def end_step(self, num_tokens: int, seconds: float) -> None:
         """Note the duration of a step, from which the limits of later ones follow."""

@@ -251,13 +251,13 @@ class Scheduler:
                 chunks.append(Chunk(sequence, num_known - start))
         prefill: list[ScheduledSequence] = []
         self._is_short_of_places = False
+        self.num_prefill_tokens = 0
         if chunks or (self._waiting and not preempted):
             for row in divide(budget, chunks, _NO_ADMISSION if preempted else self):
                 (decode if row.num_tokens == 1 else prefill).append(row)
+                num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
+                self.num_prefill_tokens += num_left
             decode.sort(key=_num_logits, reverse=True)
-        self.num_prefill_tokens = sum(
-            [row.sequence.num_known_tokens - row.start - row.num_tokens for row in prefill]
-        )
         output = SchedulerOutput(
             step=self.num_steps,
             decode=tuple(decode),

@@ -262,7 +262,7 @@ class RemoteEngine(EngineHandle):
         self._hang_seconds = hang_seconds
         self._received_bytes = 0
         self._heard = False
-        self._contact: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Attach to the running event loop and wait for the hub's first status."""
@@ -271,7 +271,7 @@ class RemoteEngine(EngineHandle):
         self._connection.attach(loop, self._on_messages)
         self._connection.send(self._encoder.encode(Attached()))
         self.hub_lost = loop.create_future()
-        self._contact = asyncio.create_task(self._keep_contact())
+        self._heartbeats = asyncio.create_task(self._exchange_heartbeats())
         waiting: set[asyncio.Future[Any]] = {self._attached, self.hub_lost}
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
 
@@ -279,8 +279,8 @@ class RemoteEngine(EngineHandle):
         """End all requests in flight and close the connection."""
         self.state = EngineState.STOPPED
         self.phase = "shutting down"
-        if self._contact is not None:
-            self._contact.cancel()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
         self._lose("the server is shutting down")
         for reply in self._aborting.values():
             reply.cancel()
@@ -320,7 +320,7 @@ class RemoteEngine(EngineHandle):
                 for message in group:
                     self._handle(message)
 
-    async def _keep_contact(self) -> None:
+    async def _exchange_heartbeats(self) -> None:
         """Send heartbeats to the hub, and look for its own."""
         silence = Patience(tick_seconds(self._hang_seconds))
         while not self.hub_lost.done():

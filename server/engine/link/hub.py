@@ -150,7 +150,7 @@ class EngineHub(EngineSupervisor):
             self._cut_off(front_end)
             front_end.on_failure(reason)
 
-    def _look_after_front_ends(self) -> None:
+    def _check_front_ends(self) -> None:
         """Send heartbeats to the front ends, and replace those that are silent."""
         beat = self._encoder.encode(HubBeat())
         for front_end in [f for f in self._front_ends if not f.failed]:

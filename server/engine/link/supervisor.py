@@ -177,7 +177,7 @@ class EngineSupervisor:
     def _on_change(self) -> None:
         """Handle a change of `state`, `phase`, `info` or `restarts`."""
 
-    def _look_after_front_ends(self) -> None:
+    def _check_front_ends(self) -> None:
         """Called once per period, of `tick_seconds`."""
 
     def _on_loss(self, error: str) -> None:
@@ -227,7 +227,7 @@ class EngineSupervisor:
             messages = [self._decoder.decode(data) for data in batch]
         except DECODE_ERRORS:
             log.exception("the engine sent a message that cannot be decoded")
-            self._condemn("sent a message that cannot be decoded", kill_after=0.0)
+            self._force_restart("sent a message that cannot be decoded", kill_after=0.0)
             return
         steps: list[tuple[bytes, StepMessage]] = []
         for data, message in zip(batch, messages, strict=True):
@@ -242,14 +242,14 @@ class EngineSupervisor:
             except Exception:
                 # Some of the steps' tokens are lost: their requests must not wait for ever.
                 log.exception("the engine sent a step that contradicts itself")
-                self._condemn("sent a step that contradicts itself", kill_after=0.0)
+                self._force_restart("sent a step that contradicts itself", kill_after=0.0)
 
     def _handle(self, message: EngineMessage) -> None:
         if isinstance(message, Heartbeat):
             self._beat = message
             return
         if isinstance(message, EngineHung):
-            self._condemn(f"has been {message.doing}", kill_after=_EXIT_SECONDS)
+            self._force_restart(f"has been {message.doing}", kill_after=_EXIT_SECONDS)
             return
         if isinstance(message, StartupPhase):
             self.phase = message.name
@@ -304,7 +304,7 @@ class EngineSupervisor:
         self._on_loss("the engine stopped unexpectedly and is being started again")
         return True
 
-    def _condemn(self, reason: str, kill_after: float) -> None:
+    def _force_restart(self, reason: str, kill_after: float) -> None:
         """End all requests and refuse new ones, since the engine process must end; it is then restarted.
 
         Args:
@@ -323,9 +323,9 @@ class EngineSupervisor:
             self._on_change()
         self._engine.kill_after(kill_after)
         assert self._loop is not None
-        self._loop.call_later(kill_after + _KILL_SECONDS, self._give_up_on, process)
+        self._loop.call_later(kill_after + _KILL_SECONDS, self._report_unkillable, process)
 
-    def _give_up_on(self, process: subprocess.Popen[bytes]) -> None:
+    def _report_unkillable(self, process: subprocess.Popen[bytes]) -> None:
         """Report a killed process that does not end as fatal, so that the whole service is restarted."""
         if process is self._engine.process and self.state is not EngineState.STOPPED:
             log.critical("the engine process %d cannot be killed", process.pid)
@@ -340,12 +340,12 @@ class EngineSupervisor:
             try:
                 if self._connection is not None:
                     self._connection.drain()  # what arrived while this process was paused
-                self._look_after_engine()
-                self._look_after_front_ends()
+                self._check_engine()
+                self._check_front_ends()
             except Exception:  # the watch must go on
                 log.exception("looking for hung processes failed")
 
-    def _look_after_engine(self) -> None:
+    def _check_engine(self) -> None:
         """Kill an engine process that is silent, or idle although there are requests."""
         beat, seen, self._seen_beat = self._beat, self._seen_beat, self._beat
         heard, self._heard = self._heard, False
@@ -357,7 +357,7 @@ class EngineSupervisor:
         silent = self._silence.tick(alive=heard)
         if silent > (self.hang_seconds if ready else start_seconds(self.hang_seconds)):
             self._ask_for_stacks()
-            self._condemn(f"has been silent for {silent:.1f} s", kill_after=DUMP_SECONDS)
+            self._force_restart(f"has been silent for {silent:.1f} s", kill_after=DUMP_SECONDS)
             return
         idle = (
             ready
@@ -369,7 +369,7 @@ class EngineSupervisor:
         )
         if (idle_for := self._idleness.tick(alive=not idle)) > self.hang_seconds:
             self._ask_for_stacks()
-            self._condemn(
+            self._force_restart(
                 f"has been idle for {idle_for:.1f} s although there are requests",
                 kill_after=DUMP_SECONDS,
             )

@@ -121,8 +121,10 @@ class EngineWatch:
     def check(self) -> str | None:
         """Send a heartbeat; return what hangs, after it was sent to the parent too."""
         progress = self._progress
-        activity, count, num_tokens = progress.activity, progress.count, progress.num_tokens
+        # The count is read last, and `Progress.begin` changes it first: a changed activity comes with a changed count.
+        # Otherwise the time without requests could count for the first activity after it.
         allowed = progress.allowed_seconds(self._hang_seconds)
+        activity, num_tokens, count = progress.activity, progress.num_tokens, progress.count
         silent = self._patience.tick(alive=count != self._count)
         self._count = count
         self._send(Heartbeat(activity.value, count, num_tokens))

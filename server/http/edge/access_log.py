@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from server.errors import UnauthorizedError
+from server.http.edge.probes import PROBES
 from server.http.request_id import (
     CLIENT_CLOSED,
     CurrentRequest,
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger("tessera.access")
-
-PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"})
-"""Routes that monitoring requests every few seconds; logged at level debug, unless the API key was refused."""
 
 MAX_DELAY_SECONDS = 0.01
 """Lines are written together, up to this much later: a line by itself takes three times as long."""

@@ -7,6 +7,7 @@ import hmac
 from typing import TYPE_CHECKING, Any
 
 from server.errors import UnauthorizedError, UnavailableError
+from server.http.edge.probes import HEALTH_PATHS
 from server.http.request_id import current_request
 from server.http.responses import error_response
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from server.errors import TesseraError
     from server.http.responses import ErrorBody
 
-OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/ping"})
-"""`GET` and `HEAD` of these paths need no key: the page for browsers, and probes, which report the engine's state."""
+OPEN_PATHS = HEALTH_PATHS | {"/"}
+"""`GET` and `HEAD` of these paths need no key: health checks, and the page for browsers."""
 
 STATIC_PATHS = ("/docs", "/page")
 """Nor do `GET` and `HEAD` of these paths and the paths below them: files of the package, the same in every service.

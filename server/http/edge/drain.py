@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from server.errors import StoppingError
-from server.http.edge.access_log import PROBES
+from server.http.edge.probes import PROBES
 from server.http.lifecycle import Stage
 from server.http.request_id import current_request
 from server.http.responses import error_response

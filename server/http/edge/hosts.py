@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from server.errors import ForbiddenError
+from server.http.edge.probes import HEALTH_PATHS
 from server.http.responses import error_response
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class AllowedHostsMiddleware:
     """ASGI middleware that refuses requests whose Host is not allowed; passes `send` through.
 
-    A request without Host, which HTTP/1.0 allows, is accepted: browsers always send it.
+    A request without Host, which HTTP/1.0 allows, is accepted: browsers always send it. So are health checks, which
+    containers and balancers send to an address.
 
     Args:
         app: the application.
@@ -44,7 +46,11 @@ class AllowedHostsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        if scope["type"] != "http" or self._is_allowed(given_host(scope)):
+        if (
+            scope["type"] != "http"
+            or self._is_allowed(given_host(scope))
+            or (scope["method"] in ("GET", "HEAD") and scope["path"] in HEALTH_PATHS)
+        ):
             await self._app(scope, receive, send)
             return
         error = ForbiddenError("the Host of the request is not allowed: see --allowed-hosts")

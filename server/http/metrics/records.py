@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -152,8 +151,8 @@ class RequestRecord:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Return how a request ended that an exception ended."""
-    if isinstance(error, ClientDisconnectedError | asyncio.CancelledError | AbortedError):
+    """Return how a request ended that an exception ended. A request is cancelled if the server stops: an error."""
+    if isinstance(error, ClientDisconnectedError | AbortedError):
         return Outcome.ABORT
     if isinstance(error, DeadlineExceededError):
         return Outcome.TIMEOUT

@@ -105,12 +105,12 @@ class HTTP11Protocol(asyncio.Protocol):
         self._header_bytes = 0
         self._fed_bytes = 0
         self._body_bytes = 0
-        # No more requests are read. If one was refused, the client may still be sending, and `_last_words` are written
+        # No more requests are read. If one was refused, the client may still be sending, and `_final_reply` is written
         # after the responses to the requests before it.
         self._stopped = False
         self._refused = False
         self._lingering = False
-        self._last_words = b""
+        self._final_reply = b""
         self._read_paused = False
         self._drained: asyncio.Event | None = None
         self._deadline = _NEVER
@@ -392,7 +392,7 @@ class HTTP11Protocol(asyncio.Protocol):
         if self._pipelined:
             self._run(self._pipelined.popleft())
         elif self._stopped:
-            self.write(self._last_words)
+            self.write(self._final_reply)
             self._close()
         elif self._in_head:
             self._wait(self._limits.header_timeout_seconds)
@@ -449,7 +449,7 @@ class HTTP11Protocol(asyncio.Protocol):
             what: counted in the log.
         """
         self._connections.count(what)
-        self._stopped, self._refused, self._last_words = True, True, reply
+        self._stopped, self._refused, self._final_reply = True, True, reply
         refused, self._arriving = self._arriving, None
         if refused is not None and refused is self._running:
             refused.disconnect()

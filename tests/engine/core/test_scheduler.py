@@ -1117,3 +1117,14 @@ def test_log_probabilities_and_bad_words_need_a_step_for_each_forced_token():
         _, events = step(scheduler)
 
         assert [event.token_id for _, event in events] == [7]
+
+
+def test_the_rest_of_a_prompt_that_got_a_single_token_counts_as_queued():
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=4, max_num_batched_tokens=4)
+    add(scheduler, 1, 64)
+    step(scheduler)
+    add(scheduler, 2, 20)
+    output, _ = step(scheduler)
+
+    assert rows_of(output) == [(2, 0, 1, 0), (1, 4, 3, 0)]
+    assert scheduler.num_prefill_tokens == 19 + 57

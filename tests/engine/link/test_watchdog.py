@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from server.engine.core.progress import Activity, Progress
 from server.engine.link import watchdog as watchdog_module
-from server.engine.link.watchdog import HANG_EXIT_CODE, LoopWatch, Watchdog
+from server.engine.link.watchdog import HANG_EXIT_CODE, EngineWatch, LoopWatch, Watchdog
 
 
 class Watch:
@@ -106,3 +107,21 @@ def test_a_process_with_a_stuck_event_loop_ends_by_itself_and_says_where():
     assert done.returncode == HANG_EXIT_CODE
     assert "the event loop has been stuck for" in done.stderr
     assert 'File "<string>", line 7 in main' in done.stderr
+
+
+def test_the_time_without_requests_does_not_count_for_the_next_activity(monkeypatch):
+    class Begins(Progress):
+        """Begins to handle messages at the moment at which it is looked at."""
+
+        def allowed_seconds(self, hang_seconds):
+            self.begin(Activity.MESSAGES)
+            return super().allowed_seconds(hang_seconds)
+
+    progress = Begins()
+    progress.begin(Activity.IDLE)
+    watch = EngineWatch("unused", progress, hang_seconds=1.0)
+    monkeypatch.setattr(watch, "_send", lambda message: None)
+    watch._patience.seconds = 1e6
+    watch._count = progress.count
+
+    assert watch.check() is None

@@ -31,8 +31,8 @@ async def test_allowed_hosts_are_served_on_any_port(open_client, host):
         "",
     ],
 )
-@pytest.mark.parametrize("path", ["/health", "/info", "/v1/models"])
-async def test_other_hosts_are_refused_on_every_route(open_client, host, path):
+@pytest.mark.parametrize("path", ["/", "/info", "/metrics", "/v1/models"])
+async def test_other_hosts_are_refused_on_every_route_but_health_checks(open_client, host, path):
     client = await open_client(allowed_hosts=HOSTS)
 
     response = await client.get(path, headers={"Host": host})
@@ -40,6 +40,14 @@ async def test_other_hosts_are_refused_on_every_route(open_client, host, path):
     assert response.status_code == 403
     assert "--allowed-hosts" in response.text
     assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping"])
+async def test_health_checks_may_be_sent_to_an_address(open_client, path):
+    client = await open_client(allowed_hosts=HOSTS)
+
+    assert (await client.get(path, headers={"Host": "10.0.0.7:8000"})).status_code == 200
+    assert (await client.post(path, headers={"Host": "10.0.0.7:8000"})).status_code == 403
 
 
 async def test_a_refusal_has_the_body_of_the_path_s_api(open_client):
