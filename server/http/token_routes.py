@@ -111,9 +111,8 @@ class TokenExchange(Response):
                 with admission.admit_tokenizing(context.client.info):
                     reply = await self._form.answer(context, body)
                 buffer.add(reply.held)
-                record.finish(Outcome.OK)
-                headers = warnings_header(reply.warnings)
-                await send_pieces(send, reply.pieces, headers)
+                await send_pieces(send, reply.pieces, warnings_header(reply.warnings))
+        record.finish(Outcome.OK)
 
 
 def _add_route(app: FastAPI, context: AppContext, forms: list[TokenForm]) -> None:
