@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from server.engine.core.waiting_queue import MAX_LENGTH_CLASSES, length_class
+from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class LoadShedding:
         Raises:
             OverloadedError: the prompts would wait too long, or wait until the deadline.
         """
+        if self._client.state is not EngineState.READY:
+            return  # requests wait for another engine process, which has no queue; admission bounds their number
         stats = self._update()
         if stats.waiting_by_length or stats.num_prefill_tokens or self._recent or self._previous:
             self._check(lengths, info, stats, deadline)

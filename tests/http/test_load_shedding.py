@@ -7,6 +7,7 @@ import pytest
 
 from server.engine.core.messages import EngineStats
 from server.engine.core.waiting_queue import MAX_LENGTH_CLASSES, length_class
+from server.engine.link.protocol import EngineState
 from server.errors import OverloadedError
 from server.http import load_shedding
 from server.http.config import HTTPConfig
@@ -19,6 +20,7 @@ BUSY = EngineStats(prompt_rate=1000.0, end_rate=4.0, num_free_places=400)
 class Engine:
     def __init__(self, stats=BUSY):
         self.stats = stats
+        self.state = EngineState.READY
 
 
 def waiting(*lengths, **others):
@@ -156,3 +158,14 @@ async def test_requests_share_the_engine_by_api_key_or_by_address(open_client, e
     assert first == again != second
     assert "one" not in first
     assert address == "127.0.0.1"
+
+
+def test_requests_that_wait_for_a_restarting_engine_do_not_count_as_its_queue():
+    engine = Engine()
+    shed = LoadShedding(engine, HTTPConfig(model_id="m", max_queue_seconds=1.0))
+    engine.state = EngineState.RESTARTING
+    for _ in range(100):
+        shed.admit([2000], INFO)
+    engine.state = EngineState.READY
+
+    shed.admit([2000], INFO)

@@ -401,7 +401,9 @@ class HTTP11Protocol(asyncio.Protocol):
 
     def _wait(self, seconds: float) -> None:
         """Wait for data for so long; the connection may be closed in favor of another."""
-        self._connections.waiting[self] = None
+        waiting = self._connections.waiting
+        waiting[self] = None
+        waiting.move_to_end(self)  # a request that has begun must not be cut off first
         self._deadline = self._loop.time() + seconds
 
     def _pause_reading(self) -> None:
