@@ -68,7 +68,7 @@ def test_a_front_end_whose_loop_hangs_is_cut_off_and_its_requests_are_aborted():
             hung, connection = await service.front_end()
             submit(hung, [1, 2], 400)
             await until(lambda: service.hub.stats.num_running == 1)
-            hung._contact.cancel()  # as if its event loop did not run
+            hung._heartbeats.cancel()  # as if its event loop did not run
             service.hub.hang_seconds = 1.0
             await until(lambda: service.failures)
 
