@@ -1,9 +1,13 @@
 """The documentation page works without another host."""
 
+import asyncio
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
+
+from tests.http.serving import Server
 
 pytestmark = pytest.mark.anyio
 
@@ -68,3 +72,24 @@ async def test_the_script_of_swagger_ui_is_the_real_one(client):
 
     assert "SwaggerUIBundle" in script[:1000]
     assert len(script) > 500_000
+
+
+def open_files():
+    return [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+
+
+async def test_a_slow_reader_of_a_file_holds_no_descriptor_and_no_copy(make_app):
+    async with Server(make_app()) as server:
+        reader, writer = await server.connect()
+        # More than the kernel's buffers take.
+        writer.write(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: test\r\n\r\n" * 8)
+        await reader.readline()
+        await asyncio.sleep(0.2)
+
+        opened = open_files()
+        unsent = [c.transport.get_write_buffer_size() for c in server.connections]
+        writer.close()
+
+    assert not [path for path in opened if "swagger" in path]
+    assert unsent
+    assert max(unsent) <= 1 << 18
