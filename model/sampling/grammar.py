@@ -332,7 +332,10 @@ def serialize(kind: str, value: object) -> str:
 def _json_grammar(schema: dict[str, Any] | bool) -> str:
     if isinstance(schema, bool):
         schema = {"allOf": [schema]}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_options())
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_options())
+    except ValueError:  # its message contains the number
+        raise GrammarError("must have no integer of more than 64 bits") from None
 
 
 def _options() -> Any:  # noqa: ANN401 - the library's type lacks that values may be null

@@ -117,6 +117,8 @@ def test_every_choice_is_accepted_and_nothing_else(accepts, choices, other):
         ("json_schema", {"not": {}}, "the JSON schema keyword `not` is not supported"),
         ("json_schema", {"if": {}, "else": {}}, "keywords `else`, `if` are not supported"),
         ("json_schema", False, "Unsatisfiable"),
+        ("json_schema", {"maximum": 10**400}, "must have no integer of more than 64 bits"),
+        ("json_schema", {"enum": [-(2**64)]}, "must have no integer of more than 64 bits"),
         ("json_schema", {"description": "x" * MAX_TEXT_CHARACTERS}, "at most 131072 characters"),
         (
             "structural_tag",
