@@ -226,6 +226,7 @@ class HTTP11Protocol(asyncio.Protocol):
             raise _RefusedError
         if self._in_head:
             name = name.lower()
+            value = value.rstrip(b" \t")  # the parser has only removed what is before it
             if name == b"host":
                 self._hosts += 1
             elif name == b"expect" and value.lower() == b"100-continue":
@@ -412,14 +413,17 @@ class HTTP11Protocol(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _check_head(self, version: str) -> None:
-        """Refuse what the parser accepts and HTTP does not.
+        """Refuse what the parser accepts and HTTP/1 or this server does not.
 
-        Source: RFC 9112, sections 3.2 (Host) and 6.1 (transfer codings).
+        Source: RFC 9112, sections 2.3 (versions), 3.2 (Host) and 6.1 (transfer codings).
         """
+        if version not in ("1.0", "1.1"):
+            raise httptools.HttpParserError("only HTTP/1.0 and HTTP/1.1 are spoken")
         if self._hosts > 1 or (self._hosts == 0 and version == "1.1"):
             raise httptools.HttpParserError("a request has one Host")
-        if version != "1.1" and any(name == b"transfer-encoding" for name, _ in self._headers):
-            raise httptools.HttpParserError("HTTP/1.0 has no transfer codings")
+        codings = [value for name, value in self._headers if name == b"transfer-encoding"]
+        if codings and (version != "1.1" or [value.lower() for value in codings] != [b"chunked"]):
+            raise httptools.HttpParserError("the only transfer coding is chunked, in HTTP/1.1")
 
     def _check_overhead(self, size: int) -> None:
         """Count bytes that are not of a body, which the parser keeps or skips without telling.

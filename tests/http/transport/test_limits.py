@@ -331,7 +331,11 @@ async def test_too_many_requests_behind_a_running_one_are_dropped(open_server, e
         b"POST /generate HTTP/1.1\r\nHost: t\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\n",
         b"POST /generate HTTP/1.1\r\nHost: t\r\nContent-Length: -3\r\n\r\n",
         b"POST /generate HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        CHUNKED[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
         b"POST /generate HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /health HTTP/0.9\r\n\r\n",
+        b"GET /health HTTP/2.0\r\nHost: t\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost : t\r\n\r\n",
         CHUNKED + b"zz\r\n",
     ],
@@ -342,6 +346,17 @@ async def test_malformed_requests_are_refused_and_the_connection_is_closed(open_
     data = await exchange(server, request_)
 
     assert statuses(data) == [400]
+
+
+async def test_white_space_around_a_field_is_not_part_of_it(open_server, engine):
+    server = await open_server(api_keys=("key",))
+    body = b"%b: %d \t\r\nX-API-Key: \t key \r\nX-Request-Id: a\t\r\n\r\n%b"
+    start = b"POST /generate HTTP/1.1\r\nHost: t \r\nConnection: close\r\n"
+
+    data = await exchange(server, start + body % (b"Content-Length", len(BODY), BODY))
+
+    assert statuses(data) == [200]
+    assert b"x-request-id: a\r\n" in data
 
 
 async def test_malformed_requests_are_logged_together(open_server, caplog):
