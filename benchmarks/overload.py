@@ -66,7 +66,7 @@ class Load:
 
     def __init__(self, url: str, prompt_tokens: int, max_tokens: int) -> None:
         self._host, self._port = urlsplit(url).hostname, urlsplit(url).port or 80
-        with urllib.request.urlopen(f"{url}/v1/models") as reply:  # noqa: S310
+        with urllib.request.urlopen(f"{url}/v1/models") as reply:  # noqa: S310 - the service's
             self._model = json.load(reply)["data"][0]["id"]
         self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 _BODY = b'{"inputs": "x", "parameters": {"max_new_tokens": 2}}'
 _CANARY = "canary-4711"
 _OPEN = {"/", "/health", "/health/ready", "/health/live", "/ping"}
-_INTERNALS = re.compile(r"Traceback|File \"|\.py\b|0x[0-9a-f]{6,}|/site-packages/|/home/|/root/")
+_FOLDERS = "|".join(
+    re.escape(f"{folder}/") for folder in (Path.home(), Path(__file__).parents[2]) if folder.name
+)
+_INTERNALS = re.compile(
+    rf"Traceback|File \"|\.py\b|0x[0-9a-f]{{6,}}|/site-packages/|/home/|{_FOLDERS}"
+)
 
 
 async def wrong_keys(target: Target) -> None:

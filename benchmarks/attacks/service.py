@@ -54,7 +54,7 @@ def attacked_service(options: Sequence[str] = ()) -> Iterator[Target]:
 def _wait_until_ready(process: subprocess.Popen[bytes], target: Target) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{target.url}/health"):  # noqa: S310
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{target.url}/health"):  # noqa: S310 - ours
             return
         time.sleep(0.05)
     raise RuntimeError("the service did not start")

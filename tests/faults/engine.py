@@ -74,7 +74,7 @@ def main() -> None:
 
         del sys.argv[1]
     else:
-        from server.engine.link import process  # type: ignore[no-redef]
+        from server.engine.link import process
     process.main()
 
 
@@ -97,7 +97,7 @@ def _patch_engines(faults: Sequence[Fault]) -> None:
         construct(engine, *arguments, **options)
         inject(engine, *faults)
 
-    Engine.__init__ = construct_faulty  # type: ignore[method-assign]
+    Engine.__init__ = construct_faulty
 
 
 if __name__ == "__main__":

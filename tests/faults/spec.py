@@ -62,4 +62,4 @@ def _parse(text: str) -> Fault:
         if name not in names:
             raise ValueError(f"option {name!r} of {text!r} is none of {', '.join(sorted(names))}")
         options[name] = float(value) if name == "seconds" else int(value)
-    return Fault(kind=kind, **options)  # type: ignore[arg-type]
+    return Fault(kind=kind, **options)

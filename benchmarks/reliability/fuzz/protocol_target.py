@@ -34,7 +34,6 @@ from server.engine.core.progress import Progress
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
 from server.engine.link.client import EngineClient, RemoteEngine
 from server.engine.link.hub import EngineHub, FrontEndConnection
-from server.engine.link.patience import Patience
 from server.engine.link.process import Channel
 from server.engine.link.protocol import (
     AbortExternal,
@@ -44,6 +43,7 @@ from server.engine.link.protocol import (
     EngineStatus,
     ExternalAborted,
 )
+from server.engine.link.silence import SilenceTimer
 from tests.engine.link.fake_engine import make_engine, make_info
 
 if TYPE_CHECKING:
@@ -162,42 +162,42 @@ class ProtocolTarget:
     def _to_client(self, batch: list[bytes]) -> None:
         client = EngineClient(_CONFIG)
         try:
-            client._connection = cast("Any", _Sockets())  # noqa: SLF001
+            client._connection = cast("Any", _Sockets())
             client.state = EngineState.READY
             for request in _REQUESTS[:2]:
                 client.submit(cast("GenerateRequest", request))
-            client._on_messages(batch)  # noqa: SLF001
+            client._on_messages(batch)
         finally:
             client.kill()
 
     def _to_front_end(self, batch: list[bytes]) -> None:
-        self._remote._connection.drain()  # noqa: SLF001
+        self._remote._connection.drain()
         self._remote.state = EngineState.READY
-        self._remote._streams.clear()  # noqa: SLF001
+        self._remote._streams.clear()
         for request in _REQUESTS[:2]:
             self._remote.submit(cast("GenerateRequest", request))
         # The parent decodes messages of the engine before it passes them on, and ends all requests after a step that
         # contradicts itself.
         with contextlib.suppress(msgspec.DecodeError, ValueError, LookupError):
-            self._remote._on_messages(batch)  # noqa: SLF001
+            self._remote._on_messages(batch)
 
     def _to_hub(self, batch: list[bytes]) -> None:
         hub = EngineHub(_CONFIG)
         try:
-            hub._connection = cast("Any", _Sockets())  # noqa: SLF001
+            hub._connection = cast("Any", _Sockets())
             hub.state = EngineState.READY
             front_end = FrontEndConnection(
-                cast("Any", _Sockets()), 0, lambda: None, lambda _: None, Patience(1.0)
+                cast("Any", _Sockets()), 0, lambda: None, lambda _: None, SilenceTimer(1.0)
             )
-            hub._front_ends = [front_end]  # noqa: SLF001
-            hub._on_front_end_messages(front_end, batch)  # noqa: SLF001
-            hub._front_ends = []  # noqa: SLF001
+            hub._front_ends = [front_end]
+            hub._on_front_end_messages(front_end, batch)
+            hub._front_ends = []
         finally:
             hub.kill()
 
     def _to_engine(self, batch: list[bytes]) -> None:
         engine = make_engine(_CONFIG, _Channel(batch))
-        engine._compiling = GrammarQueue(_refuse_grammar)  # noqa: SLF001 - the arithmetic runner has none
+        engine._compiling = GrammarQueue(_refuse_grammar)  # the arithmetic runner has none
         engine.receive(wait=0)
         for _ in range(_MAX_STEPS):
             if not engine.has_work:

@@ -44,7 +44,7 @@ def mutate_tree(tree: Any, rng: random.Random, keys: tuple[str, ...] = ()) -> An
     return changed
 
 
-def _places(tree: Any, limit: int = 3000) -> list[tuple[Any, Any]]:  # noqa: ANN401
+def _places(tree: Any, limit: int = 3000) -> list[tuple[Any, Any]]:  # noqa: ANN401 - of JSON
     """List the containers and the keys or indices of a value's parts, nearest to the root first."""
     places: list[tuple[Any, Any]] = []
     pending = [tree]
@@ -59,7 +59,7 @@ def _places(tree: Any, limit: int = 3000) -> list[tuple[Any, Any]]:  # noqa: ANN
     return places
 
 
-def _change(tree: Any, rng: random.Random, keys: tuple[str, ...]) -> Any:  # noqa: ANN401
+def _change(tree: Any, rng: random.Random, keys: tuple[str, ...]) -> Any:  # noqa: ANN401 - of JSON
     places = _places(tree)
     if not places:
         return rng.choice(_VALUES)
@@ -89,5 +89,5 @@ def _change(tree: Any, rng: random.Random, keys: tuple[str, ...]) -> Any:  # noq
     return tree
 
 
-def _has(container: Any, key: Any) -> bool:  # noqa: ANN401
+def _has(container: Any, key: Any) -> bool:  # noqa: ANN401 - of JSON
     return key in container if isinstance(container, dict) else key < len(container)

@@ -25,7 +25,7 @@ class Admission(Protocol):
     """Admits waiting sequences to the step that is being scheduled."""
 
     def admit_next(self) -> Chunk | None:
-        """Admit the sequence whose turn it is, or a shorter one if that does not fit; None if there is none."""
+        """Admit the head of the queue, or a shorter one if that does not fit; None if there is none."""
 
     def admit_before(self, chunk: Chunk) -> Chunk | None:
         """Admit a sequence that is served before a running one; None if there is none."""
@@ -46,7 +46,7 @@ def divide(budget: int, chunks: Iterable[Chunk], admission: Admission) -> list[S
 
     Half of the budget goes to the first chunk. The other half goes to the shortest chunks, and before each of them to
     the sequences that `admit_before` admits. What these do not need goes to the first chunk too, then to sequences that
-    are admitted in turn. So a short prompt does not wait for the end of a long one, and a long one takes at most twice
+    `admit_next` admits. So a short prompt does not wait for the end of a long one, and a long one takes at most twice
     as long as if short ones waited for it. Chunks of a lower priority number come first.
 
     Args:

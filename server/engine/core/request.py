@@ -43,7 +43,7 @@ class GenerateRequest(
         deadline: when the request ends, complete or not: `time.monotonic` seconds, which all processes of a machine
             share. None for never.
         cache_salt: the request uses only cached blocks of requests with an equal salt.
-        client: who sent it, in any form; waiting requests of different clients take turns.
+        client: who sent it, in any form; waiting requests of different clients share the engine.
     """
 
     request_id: int

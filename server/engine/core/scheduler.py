@@ -482,7 +482,7 @@ class Scheduler:
         self.block_manager.check_invariants()
 
     def admit_next(self) -> Chunk | None:
-        """Admit the sequence whose turn it is, or a shorter one if there is no place for it; see `divide`."""
+        """Admit the head of the queue, or a shorter one if there is no place for it; see `divide`."""
         head = self._candidate(shortest=False)
         if head is None:
             return None

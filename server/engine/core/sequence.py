@@ -52,7 +52,7 @@ class Sequence:
         status: waiting, running or finished.
         finish_reason: None until it is finished.
         error: description of the error that ended the sequence; else None.
-        turn: its place among the new sequences of its priority in the queue; set by `WaitingQueue.add`.
+        start_tag: its place among the new sequences of its priority in the queue; set by `WaitingQueue.add`.
         rank: its place in the running list: `priority`, then the number of sequences admitted before it for the first
             time.
         num_cached_tokens: tokens taken from the prefix cache when it was first admitted.
@@ -89,9 +89,9 @@ class Sequence:
         "rank",
         "request_id",
         "sampling",
+        "start_tag",
         "status",
         "token_ids",
-        "turn",
         "usage",
     )
 
@@ -115,7 +115,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self.turn = (0, 0)
+        self.start_tag = (0, 0)
         self.rank = (request.priority, 0)
         self.num_cached_tokens = 0
         self.first_scheduled_step: int | None = None

@@ -20,11 +20,11 @@ MAX_LENGTH_CLASSES: Final = 40
 """Length classes of `WaitingQueue.num_by_length`; more than any context needs."""
 
 _rank = attrgetter("rank")
-_turn = attrgetter("turn")
+_start_tag = attrgetter("start_tag")
 
 
 def _length(sequence: Sequence) -> tuple[int, tuple[int, int]]:
-    return sequence.num_prompt_tokens, sequence.turn
+    return sequence.num_prompt_tokens, sequence.start_tag
 
 
 def length_class(num_tokens: int) -> int:
@@ -38,18 +38,22 @@ class WaitingQueue:
     Sequences with a lower priority number always come first. Within a priority, preempted sequences come before new
     ones, in the order of their first admission. New sequences of one priority have two orders:
 
-    - in turn: clients take turns, and the sequences of one client are in order of arrival. The turns are those of
-      start-time fair queueing: a sequence's turn is the sum of the tokens (prompt and limit of the output) of its
-      client's earlier sequences, or the queue's clock if that is later. The clock advances with each admission: by its
-      tokens, divided by the number of waiting sequences, and at least to the turn of a sequence that is admitted in
-      turn. A client that sends one request is therefore not behind all requests of one that sent many.
+    - by start tag: start-time fair queueing among clients. The sequences of one client are in order of arrival. The
+      start tag of a sequence is the finish tag of its client's sequence before it, or the virtual time if that is
+      later. The finish tag is the start tag plus the sequence's tokens (prompt and limit of the output). The virtual
+      time advances with each admission: by its tokens, divided by the number of waiting sequences, and at least to the
+      start tag of an admitted head. A client that sends one request is therefore not behind all requests of one that
+      sent many.
     - by length: the shortest prompt first. Lengths include tokens that the prefix cache may have.
 
-    `head` is the first in turn, `shortest` the one that may be admitted before it. Between two admissions in turn, the
-    prompts admitted out of turn have together at most as many tokens as the prompt of the head, or as a step if that is
-    more; each counts at least as much as a sequence's share of a step (`max_num_batched_tokens / max_num_seqs`).
-    After that, nothing overtakes the head. Every sequence is therefore admitted eventually, however many shorter ones
-    keep arriving: a sequence before which the prompts in turn have N tokens is admitted after at most about 2 N tokens.
+    `head` has the lowest start tag, `shortest` is the one that may be admitted before it. Between two admissions of a
+    head, the other admitted prompts have together at most as many tokens as the prompt of the head, or as a step if
+    that is more; each counts at least as much as a sequence's share of a step (`max_num_batched_tokens /
+    max_num_seqs`). After that, nothing overtakes the head. Every sequence is therefore admitted eventually, however
+    many shorter ones keep arriving: one with N tokens of prompts before it by start tag is admitted after at most about
+    2 N tokens.
+
+    Source: Goyal, Vin, Cheng, "Start-time fair queueing", SIGCOMM 1996.
 
     Shares are counted while sequences of the priority wait; without a queue there is nothing to share.
 
@@ -75,7 +79,7 @@ class WaitingQueue:
         return bool(self._classes or self._preempted)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self._preempted, *(known.in_turn for known in self._classes.values()))
+        return chain(self._preempted, *(known.by_start_tag for known in self._classes.values()))
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence."""
@@ -92,13 +96,13 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence whose turn it is; None if none waits."""
+        """The sequence with the lowest start tag, or a preempted one; None if none waits."""
         if not self._classes:
             return self._preempted[0] if self._preempted else None
         priority = min(self._classes)
         if self._preempted and self._preempted[0].priority <= priority:
             return self._preempted[0]
-        return self._classes[priority].in_turn[0]
+        return self._classes[priority].by_start_tag[0]
 
     @property
     def shortest(self) -> Sequence | None:
@@ -125,7 +129,7 @@ class WaitingQueue:
             return
         known = self._classes[sequence.priority]
         known.remove(sequence)
-        if not known.in_turn:
+        if not known.by_start_tag:
             del self._classes[sequence.priority]
 
     def check_invariants(self) -> None:
@@ -134,9 +138,11 @@ class WaitingQueue:
         assert len(waiting) == len(self)
         assert [s.rank for s in self._preempted] == sorted(s.rank for s in self._preempted)
         for known in self._classes.values():
-            assert [s.turn for s in known.in_turn] == sorted(s.turn for s in known.in_turn)
-            assert known.by_length == sorted(known.in_turn, key=_length)
-            assert known.in_turn, "a priority without sequences"
+            assert [s.start_tag for s in known.by_start_tag] == sorted(
+                s.start_tag for s in known.by_start_tag
+            )
+            assert known.by_length == sorted(known.by_start_tag, key=_length)
+            assert known.by_start_tag, "a priority without sequences"
         tokens, counts = [0] * MAX_LENGTH_CLASSES, [0] * MAX_LENGTH_CLASSES
         for sequence in waiting:
             tokens[length_class(sequence.num_prompt_tokens)] += sequence.num_prompt_tokens
@@ -156,38 +162,51 @@ class _PriorityClass:
     """The new sequences of one priority, at least one.
 
     Attributes:
-        in_turn, by_length: the sequences in the two orders.
-        num_overtaken: tokens of the prompts admitted out of turn since the last admission in turn.
+        by_start_tag, by_length: the sequences in the two orders.
+        num_overtaken: tokens of the prompts admitted before the head since the last admission of a head.
     """
 
-    __slots__ = ("_clock", "_next_turns", "by_length", "in_turn", "num_overtaken")
+    __slots__ = ("_finish_tags", "_virtual_time", "by_length", "by_start_tag", "num_overtaken")
 
     def __init__(self) -> None:
-        self.in_turn: list[Sequence] = []
+        self.by_start_tag: list[Sequence] = []
         self.by_length: list[Sequence] = []
         self.num_overtaken = 0
-        self._clock = 0
-        self._next_turns: dict[str, int] = {}  # by client; only those after the clock count
+        self._virtual_time = 0
+        self._finish_tags: dict[str, int] = {}  # by client; only those after the virtual time count
 
     def add(self, sequence: Sequence, number: int) -> None:
-        start = max(self._clock, self._next_turns.get(sequence.client, 0))
-        self._next_turns[sequence.client] = start + sequence.max_num_tokens
-        sequence.turn = (start, number)
-        bisect.insort(self.in_turn, sequence, key=_turn)
+        start = max(self._virtual_time, self._finish_tags.get(sequence.client, 0))
+        self._finish_tags[sequence.client] = start + sequence.max_num_tokens
+        sequence.start_tag = (start, number)
+        bisect.insort(self.by_start_tag, sequence, key=_start_tag)
         bisect.insort(self.by_length, sequence, key=_length)
+        if self._has_too_many_tags():
+            self._prune()
 
     def count_admission(self, sequence: Sequence, cost: int) -> None:
         """Note that a sequence is about to be admitted."""
-        # The clock also advances if each client sends one request, so that nobody waits for ever new ones.
-        self._clock += -(-sequence.max_num_tokens // len(self.in_turn))
-        if sequence is self.in_turn[0]:
-            self._clock = max(self._clock, sequence.turn[0])
+        # Also if each client sends one request: otherwise ever new clients would start at the same virtual time.
+        self._virtual_time += -(-sequence.max_num_tokens // len(self.by_start_tag))
+        if sequence is self.by_start_tag[0]:
+            self._virtual_time = max(self._virtual_time, sequence.start_tag[0])
             self.num_overtaken = 0
         else:
             self.num_overtaken += cost
-        if len(self._next_turns) > 2 * len(self.in_turn) + 16:
-            self._next_turns = {c: t for c, t in self._next_turns.items() if t > self._clock}
+
+    def _prune(self) -> None:
+        """Forget the finish tags that no longer count and, if that is not enough, those of clients that do not wait."""
+        tags = self._finish_tags
+        self._finish_tags = {c: tag for c, tag in tags.items() if tag > self._virtual_time}
+        if self._has_too_many_tags():
+            waiting = {sequence.client for sequence in self.by_start_tag}
+            self._finish_tags = {c: tag for c, tag in self._finish_tags.items() if c in waiting}
+
+    def _has_too_many_tags(self) -> bool:
+        return len(self._finish_tags) > 2 * len(self.by_start_tag) + 16
 
     def remove(self, sequence: Sequence) -> None:
-        del self.in_turn[bisect.bisect_left(self.in_turn, sequence.turn, key=_turn)]
+        del self.by_start_tag[
+            bisect.bisect_left(self.by_start_tag, sequence.start_tag, key=_start_tag)
+        ]
         del self.by_length[bisect.bisect_left(self.by_length, _length(sequence), key=_length)]

@@ -19,7 +19,6 @@ from server.engine.core.messages import (
     newest_stats,
 )
 from server.engine.core.request import FinishReason, TokenEvent
-from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
@@ -27,13 +26,14 @@ from server.engine.link.protocol import (
     EngineState,
     EngineStatus,
     ExternalAborted,
-    FrontEndBeat,
-    HubBeat,
+    FrontEndHeartbeat,
+    HubHeartbeat,
     HubMessage,
     matches,
 )
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.restart_queue import RestartQueue
+from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import Connection
 from server.engine.link.supervisor import EngineSupervisor
 
@@ -322,14 +322,14 @@ class RemoteEngine(EngineHandle):
 
     async def _exchange_heartbeats(self) -> None:
         """Send heartbeats to the hub, and look for its own."""
-        silence = Patience(tick_seconds(self._hang_seconds))
+        silence = SilenceTimer(tick_seconds(self._hang_seconds))
         while not self.hub_lost.done():
             await asyncio.sleep(tick_seconds(self._hang_seconds))
             try:
                 self._connection.drain()  # what arrived while this process was paused
             except Exception:  # the hub must not be blamed for it
                 log.exception("handling a message of the hub failed")
-            self._connection.send(self._encoder.encode(FrontEndBeat(self._received_bytes)))
+            self._connection.send(self._encoder.encode(FrontEndHeartbeat(self._received_bytes)))
             heard, self._heard = self._heard, False
             if (silent := silence.tick(alive=heard)) > self._hang_seconds:
                 self.state = EngineState.STOPPED
@@ -339,8 +339,10 @@ class RemoteEngine(EngineHandle):
                     reply.cancel()
                 self.hub_lost.set_result(f"silent for {silent:.1f} s")
 
-    def _handle(self, message: EngineStatus | AbortStreams | ExternalAborted | HubBeat) -> None:
-        if isinstance(message, HubBeat):
+    def _handle(
+        self, message: EngineStatus | AbortStreams | ExternalAborted | HubHeartbeat
+    ) -> None:
+        if isinstance(message, HubHeartbeat):
             return
         if isinstance(message, EngineStatus):
             self._update(message)

@@ -22,7 +22,6 @@ import msgspec
 from server.engine.core.messages import AbortRequests
 from server.engine.core.progress import start_seconds
 from server.engine.core.request import FinishReason
-from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import (
     DECODE_ERRORS,
     AbortExternal,
@@ -31,11 +30,12 @@ from server.engine.link.protocol import (
     EngineState,
     EngineStatus,
     ExternalAborted,
-    FrontEndBeat,
-    HubBeat,
+    FrontEndHeartbeat,
+    HubHeartbeat,
     RequestHeader,
     matches,
 )
+from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import MAX_REQUEST_BYTES
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.engine.link.supervisor import EngineSupervisor
@@ -54,7 +54,7 @@ _IDS_PER_CONNECTION = 1 << 40
 # A front end that has left this many bytes of messages unread is too slow, or hangs, and is killed.
 _MAX_UNREAD_BYTES = 256 * 2**20
 
-_FrontEndMessage = RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndBeat
+_FrontEndMessage = RequestHeader | AbortRequests | AbortExternal | Attached | FrontEndHeartbeat
 
 
 @dataclass(eq=False, slots=True)
@@ -78,7 +78,7 @@ class FrontEndConnection:
     first_id: int
     on_attached: Callable[[], None]
     on_failure: Callable[[str], None]
-    silence: Patience
+    silence: SilenceTimer
     attached: bool = False
     failed: bool = False
     heard: bool = False
@@ -126,7 +126,7 @@ class EngineHub(EngineSupervisor):
         assert self._loop is not None
         sockets = self._bind(MAX_REQUEST_BYTES)
         first_id = self._num_connections * _IDS_PER_CONNECTION
-        silence = Patience(tick_seconds(self.hang_seconds))
+        silence = SilenceTimer(tick_seconds(self.hang_seconds))
         front_end = FrontEndConnection(sockets, first_id, on_attached, on_failure, silence)
         self._front_ends.append(front_end)
         sockets.attach(self._loop, functools.partial(self._on_front_end_messages, front_end))
@@ -152,7 +152,7 @@ class EngineHub(EngineSupervisor):
 
     def _check_front_ends(self) -> None:
         """Send heartbeats to the front ends, and replace those that are silent."""
-        beat = self._encoder.encode(HubBeat())
+        beat = self._encoder.encode(HubHeartbeat())
         for front_end in [f for f in self._front_ends if not f.failed]:
             front_end.sockets.drain()  # what arrived while this process was paused
             heard, front_end.heard = front_end.heard, False
@@ -194,7 +194,7 @@ class EngineHub(EngineSupervisor):
     def _on_front_end_message(
         self, front_end: FrontEndConnection, message: _FrontEndMessage, data: bytes
     ) -> None:
-        if isinstance(message, FrontEndBeat):
+        if isinstance(message, FrontEndHeartbeat):
             front_end.read_bytes = message.received_bytes
         elif isinstance(message, Attached):
             front_end.attached = True

@@ -111,8 +111,8 @@ def main() -> None:
     threading.Thread(
         target=_listen, args=(launches, progress), name="parent-watch", daemon=True
     ).start()
-    with garbage_collection_paused():  # torch; signals and input first
-        from server.engine.runner.startup import release_memory, start_engine  # noqa: PLC0415
+    with garbage_collection_paused():  # after signals and input
+        from server.engine.runner.startup import release_memory, start_engine  # noqa: PLC0415 - torch
     imported = time.perf_counter() - began
 
     launch = launches.get()

@@ -69,11 +69,11 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """A front end is ready to receive the hub's messages."""
 
 
-class HubBeat(msgspec.Struct, frozen=True, tag="hub_beat"):
+class HubHeartbeat(msgspec.Struct, frozen=True, tag="hub_beat"):
     """A sign of life of the hub, about once per second."""
 
 
-class FrontEndBeat(msgspec.Struct, frozen=True, tag="front_end_beat"):
+class FrontEndHeartbeat(msgspec.Struct, frozen=True, tag="front_end_beat"):
     """A sign of life of a front end's event loop, about once per second.
 
     Attributes:
@@ -114,7 +114,7 @@ class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
     external_ids: list[str]
 
 
-HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted | HubBeat
+HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted | HubHeartbeat
 
 
 def matches(external_id: str, external_ids: Collection[str] | None) -> bool:

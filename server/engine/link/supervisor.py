@@ -32,8 +32,8 @@ from server.engine.core.messages import (
 )
 from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
-from server.engine.link.patience import Patience, tick_seconds
 from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineState
+from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.socket_folder import SocketFolder
 from server.engine.link.sockets import Connection
 from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
@@ -113,8 +113,8 @@ class EngineSupervisor:
         self._beat: Heartbeat | None = None
         self._seen_beat: Heartbeat | None = None
         self._period = tick_seconds(hang_seconds)
-        self._silence = Patience(self._period)
-        self._idleness = Patience(self._period)
+        self._silence = SilenceTimer(self._period)
+        self._idleness = SilenceTimer(self._period)
         self._hung = ""  # why the running process is about to end
 
     def launch(self) -> None:

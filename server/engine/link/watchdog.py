@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 
 from server.engine.core.messages import EngineHung, Heartbeat
-from server.engine.link.patience import Patience, tick_seconds
+from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import Sender
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class EngineWatch:
         self._address = address
         self._progress = progress
         self._hang_seconds = hang_seconds
-        self._patience = Patience(self.period)
+        self._silence = SilenceTimer(self.period)
         self._count = -1
         self._encoder = msgspec.msgpack.Encoder()
         self._sender: Sender | None = None
@@ -125,7 +125,7 @@ class EngineWatch:
         # Otherwise the time without requests could count for the first activity after it.
         allowed = progress.allowed_seconds(self._hang_seconds)
         activity, num_tokens, count = progress.activity, progress.num_tokens, progress.count
-        silent = self._patience.tick(alive=count != self._count)
+        silent = self._silence.tick(alive=count != self._count)
         self._count = count
         self._send(Heartbeat(activity.value, count, num_tokens))
         if silent <= allowed:
@@ -158,15 +158,15 @@ class LoopWatch:
         self.period = tick_seconds(hang_seconds)
         self._loop = loop
         self._hang_seconds = hang_seconds
-        self._patience = Patience(self.period)
-        self._turns = 0
+        self._silence = SilenceTimer(self.period)
+        self._passes = 0
         self._seen = -1
         self._turn()
 
     def check(self) -> str | None:
         """Return for how long the loop has been stuck."""
-        silent = self._patience.tick(alive=self._turns != self._seen)
-        self._seen = self._turns
+        silent = self._silence.tick(alive=self._passes != self._seen)
+        self._seen = self._passes
         if silent <= self._hang_seconds:
             return None
         return f"the event loop has been stuck for {silent:.1f} s"
@@ -175,5 +175,5 @@ class LoopWatch:
         """Do nothing: the timer ends with the loop."""
 
     def _turn(self) -> None:
-        self._turns += 1
+        self._passes += 1
         self._loop.call_later(self.period, self._turn)

@@ -119,7 +119,7 @@ class HTTP11Protocol(asyncio.Protocol):
 
     # Called by the event loop.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # always TCP
         """Admit the connection, or refuse it."""
         self.transport = transport
         if not self._connections.admit(self):

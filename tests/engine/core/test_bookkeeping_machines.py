@@ -422,7 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.receive(request_id, event)
 
     def check_overtaking(self, head, output):
-        """Shorter prompts are admitted before the one whose turn it is, but only so many."""
+        """Shorter prompts are admitted before the head, but only within the bound."""
         if head is not self.head:
             self.head, self.num_overtaken = head, 0
         if head is None or head not in self.scheduler._waiting:

@@ -16,7 +16,7 @@ def make_queue(*sequences, max_num_seqs=4, max_num_batched_tokens=64):
     return queue
 
 
-def admit_in_turn(queue):
+def admit_head(queue):
     order = []
     while (head := queue.head) is not None:
         queue.admit(head)
@@ -28,18 +28,18 @@ def admit_in_turn(queue):
 def test_sequences_of_one_client_are_admitted_in_order_of_arrival():
     queue = make_queue(*(make_sequence(i, 50 - i) for i in range(5)))
 
-    assert admit_in_turn(queue) == [0, 1, 2, 3, 4]
+    assert admit_head(queue) == [0, 1, 2, 3, 4]
     assert not queue
 
 
-def test_clients_take_turns_by_tokens():
+def test_clients_get_equal_shares_of_tokens():
     flood = [make_sequence(i, 100, client="flood") for i in range(4)]
     others = [make_sequence(10 + i, 200, client="other") for i in range(2)]
 
-    assert admit_in_turn(make_queue(*flood, *others)) == [0, 10, 1, 11, 2, 3]
+    assert admit_head(make_queue(*flood, *others)) == [0, 10, 1, 11, 2, 3]
 
 
-def test_a_client_that_returns_after_a_pause_has_saved_no_turns():
+def test_a_client_that_returns_after_a_pause_has_saved_no_share():
     queue = make_queue(*(make_sequence(i, 100, client="steady") for i in range(4)))
     for _ in range(3):
         queue.admit(queue.head)
@@ -47,16 +47,16 @@ def test_a_client_that_returns_after_a_pause_has_saved_no_turns():
         queue.add(make_sequence(10 + i, 100, client="returns"))
         queue.add(make_sequence(20 + i, 100, client="steady"))
 
-    order = admit_in_turn(queue)
+    order = admit_head(queue)
 
     assert order.index(20) < order.index(12)
 
 
-def test_lower_priority_numbers_come_first_whoever_has_its_turn():
+def test_lower_priority_numbers_come_first_whatever_the_start_tags():
     queue = make_queue(make_sequence(0, 9), make_sequence(1, 900, priority=-1))
 
     assert (queue.head.request_id, queue.shortest.request_id) == (1, 1)
-    assert admit_in_turn(queue) == [1, 0]
+    assert admit_head(queue) == [1, 0]
 
 
 def test_the_shortest_prompt_may_go_first_until_the_allowance_of_the_head_is_used():
@@ -91,7 +91,7 @@ def test_preempted_sequences_come_first_and_are_not_overtaken():
         queue.put_back(sequence)
 
     assert queue.head.request_id == queue.shortest.request_id == 2
-    assert admit_in_turn(queue) == [2, 1, 0]
+    assert admit_head(queue) == [2, 1, 0]
 
 
 def test_sequences_and_tokens_are_counted_by_length():
@@ -112,7 +112,17 @@ def test_the_record_of_shares_does_not_grow_with_the_clients_that_were_served():
         queue.add(make_sequence(i, 9, client=f"client {i}"))
         queue.admit(queue.head)
 
-    assert len(queue._classes[0]._next_turns) < 40
+    assert len(queue._classes[0]._finish_tags) < 40
+
+
+def test_the_record_of_shares_does_not_grow_with_the_clients_that_left():
+    queue = make_queue(make_sequence(0, 9, client="first"))
+    for i in range(1, 1000):
+        removed = make_sequence(i, 9, client=f"client {i}")
+        queue.add(removed)
+        queue.remove(removed)
+
+    assert len(queue._classes[0]._finish_tags) < 40
 
 
 # Simulations. The unit of time is the token computed, that of a full step its budget.
@@ -185,7 +195,7 @@ def test_a_long_prompt_is_not_starved_by_ever_new_short_ones():
 
 @pytest.mark.parametrize("num_blocks", [10_000, 40])
 def test_every_sequence_is_served_within_a_bound_while_short_ones_keep_coming(num_blocks):
-    """With few places or few blocks, each admission in turn lets at most a prompt's tokens pass."""
+    """With few places or few blocks, each admission of a head lets at most a prompt's tokens pass."""
     rng = random.Random(3)
     simulation = Simulation(max_num_seqs=4, max_num_batched_tokens=64)
     simulation.scheduler.block_manager = type(simulation.scheduler.block_manager)(num_blocks, 16)
@@ -203,7 +213,7 @@ def test_every_sequence_is_served_within_a_bound_while_short_ones_keep_coming(nu
 
 
 def test_clients_that_send_one_request_each_do_not_starve_one_that_sent_many():
-    """Each new client has its turn at once, but the clock of the queue goes on."""
+    """Each new client starts at the virtual time, which goes on."""
     simulation = Simulation(max_num_seqs=2, max_num_batched_tokens=64)
     many = [simulation.add(60, client="many") for _ in range(8)]
     for i in range(400):

@@ -1,6 +1,5 @@
 """Socket folders of killed services are removed by the next one; those of live services are not."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -36,7 +35,7 @@ def test_only_the_folder_of_a_killed_service_is_removed(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     ) as other:
-        name = os.path.basename(other.stdout.readline().strip())  # noqa: PTH119
+        name = Path(other.stdout.readline().strip()).name
         remove_abandoned()
         kept = {path.name for path in tmp_path.iterdir()}
         other.send_signal(signal.SIGKILL)

@@ -16,7 +16,7 @@ def tick_seconds(hang_seconds: float) -> float:
     return min(_MOST_SECONDS, hang_seconds / 8)
 
 
-class Patience:
+class SilenceTimer:
     """Adds up a silence from tick to tick; the watcher calls `tick` about once per period.
 
     A tick that comes late counts for at most two periods: the watcher did not run meanwhile, and what it watches was

@@ -1,6 +1,6 @@
 """Silence is measured in the watcher's own ticks."""
 
-from server.engine.link.patience import Patience, tick_seconds
+from server.engine.link.silence import SilenceTimer, tick_seconds
 
 
 class Clock:
@@ -11,13 +11,13 @@ class Clock:
         return self.now
 
 
-def patience(clock):
-    return Patience(1.0, clock)
+def timer(clock):
+    return SilenceTimer(1.0, clock)
 
 
 def test_silence_adds_up_until_a_sign_of_life():
     clock = Clock()
-    watched = patience(clock)
+    watched = timer(clock)
     silences = []
     for alive in (False, False, False, True, False):
         clock.now += 1.0
@@ -28,7 +28,7 @@ def test_silence_adds_up_until_a_sign_of_life():
 
 def test_a_pause_of_the_watcher_counts_for_two_periods_however_long_it_was():
     clock = Clock()
-    watched = patience(clock)
+    watched = timer(clock)
     clock.now += 3600.0  # a suspended machine
     assert watched.tick(alive=False) == 2.0
 
@@ -38,7 +38,7 @@ def test_a_pause_of_the_watcher_counts_for_two_periods_however_long_it_was():
 
 def test_repeated_pauses_do_not_hide_a_hang():
     clock = Clock()
-    watched = patience(clock)
+    watched = timer(clock)
     for _ in range(30):
         clock.now += 100.0
         silent = watched.tick(alive=False)
