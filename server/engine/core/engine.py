@@ -394,11 +394,17 @@ class Engine:
             return
         events = []
         for request_id, deadline in self._deadlines.items():
-            if deadline <= now and (event := self._scheduler.expire(request_id)) is not None:
+            if deadline <= now and (event := self._expire(request_id)) is not None:
                 events.append((request_id, event))
         if events:
             self._publish(events, [], {})
         self._next_deadline = min(self._deadlines.values(), default=math.inf)
+
+    def _expire(self, request_id: int) -> TokenEvent | None:
+        """End a sequence whose deadline has passed; see `Scheduler.expire`."""
+        if self._compiling.remove(request_id):
+            return TokenEvent(token_id=None, finish_reason=FinishReason.TIMEOUT)
+        return self._scheduler.expire(request_id)
 
     def _abort(self, message: AbortRequests) -> None:
         self._scheduler.accounting.now = time.monotonic()

@@ -45,9 +45,9 @@ class GrammarQueue:
             future.set_exception(error)
         self._waiting[sequence.request_id] = sequence, future
 
-    def remove(self, request_id: int) -> None:
-        """Drop a sequence; unknown ids are ignored."""
-        self._waiting.pop(request_id, None)
+    def remove(self, request_id: int) -> bool:
+        """Drop a sequence; returns whether it was waiting."""
+        return self._waiting.pop(request_id, None) is not None
 
     def take(self, *, wait: bool) -> list[tuple[Sequence, str | None]]:
         """Remove the sequences whose compilation has ended.

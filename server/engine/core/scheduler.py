@@ -7,7 +7,6 @@ in `Scheduler.accounting.now`.
 from __future__ import annotations
 
 import bisect
-import logging
 from collections import deque
 from collections.abc import Sequence as TypingSequence
 from contextlib import contextmanager
@@ -26,15 +25,13 @@ from server.engine.core.rates import Rate
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.sequence import Sequence, SequenceStatus
 from server.engine.core.step import FailedResult, SampledResult, ScheduledSequence, SchedulerOutput
+from server.engine.core.step_charges import StepCharges
+from server.engine.core.token_events import append_forced, append_sampled
 from server.engine.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-
-log = logging.getLogger("tessera.engine")
-
-_GRAMMAR_FAILED: Final = "the grammar cannot be followed: an internal error"
 
 _SHORTER: Final = 2
 """A waiting prompt goes before the rest of a running one that is at least this many times as long. Prompts of similar
@@ -108,13 +105,14 @@ class Scheduler:
         num_generated_tokens: tokens sampled.
         num_prefill_tokens: known tokens of running sequences that the last schedule left for later steps.
         prompt_rate: prompt tokens computed per second, of the steps that used the whole budget.
-        end_rate: sequences that ended per second, of the steps during which others waited.
+        end_rate: sequences that ended per second, also by an abort or their deadline, while others waited.
         accounting: what sequences and steps used.
     """
 
     def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
         self.config = config
         self.block_manager = block_manager
+        self._block_size = block_manager.block_size
         self.num_steps = 0
         self.num_preemptions = 0
         self.prefix_cache_query_tokens = 0
@@ -124,6 +122,7 @@ class Scheduler:
         self.accounting = Accounting()
         self.prompt_rate = Rate()
         self.end_rate = Rate()
+        self._num_ended = 0  # since the last step ended, for whatever reason
         self.num_prefill_tokens = 0
         self._is_short_of_places = False
         self._num_admitted = 0
@@ -134,11 +133,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._scheduled: SchedulerOutput | None = None
         self._started: deque[SchedulerOutput] = deque()
-        # Sequences that enter the batch with the step to be started next, and with each started step.
-        self._entering: list[Sequence] = []
-        self._entered: deque[list[Sequence]] = deque()
-        self._left: set[Sequence] = set()  # preempted while a step was started
-        self._without_token: list[Sequence] = []  # scheduled, no token committed yet
+        self._charges = StepCharges(self.accounting)
 
     @property
     def num_waiting(self) -> int:
@@ -284,9 +279,7 @@ class Scheduler:
         assert output is self._scheduled, "a step is started once, and only the latest one"
         self._scheduled = None
         self._started.append(output)
-        # A schedule that was not started may have admitted sequences that this one preempted.
-        self._entered.append([s for s in self._entering if s.status is SequenceStatus.RUNNING])
-        self._entering = []
+        self._charges.start()
         for row in chain(output.decode, output.prefill):
             sequence = row.sequence
             if sequence.status is SequenceStatus.RUNNING:
@@ -388,52 +381,27 @@ class Scheduler:
         assert self._started, "a step ends once, and after it was started"
         assert output is self._started[0], "steps end in the order in which they were started"
         self._started.popleft()
-        self._charge(output, device_seconds)
+        self._charges.charge(output, device_seconds)
         events: list[tuple[int, TokenEvent]] = []
+        failures: list[tuple[int, TokenEvent]] = []
         num_live = len(self._live)
         for row, sampled in zip(chain(output.decode, output.prefill), results, strict=False):
             sequence = row.sequence
             if sequence.finish_reason is not None:
                 self.accounting.charge_ended(sequence.finish_reason, row.num_tokens)
                 continue
-            self._enter(row, sampled, events)
-        if self._without_token:
-            self._note_first_tokens()
+            self._enter(row, sampled, events, failures)
+        self.num_generated_tokens += len(events)
+        events += failures
+        self._charges.note_first_tokens()
         if self._waiting:
-            self.end_rate.add(num_live - len(self._live), device_seconds)
+            self.end_rate.add(self._num_ended, device_seconds)
+        self._num_ended = 0
         if output.num_tokens == self.config.max_num_batched_tokens and output.prefill:
             self.prompt_rate.add(output.num_tokens - len(output.decode), device_seconds)
         if len(self._live) < num_live:
             self._running = [s for s in self._running if s.status is SequenceStatus.RUNNING]
         return events
-
-    def _charge(self, output: SchedulerOutput, device_seconds: float) -> None:
-        """Charge the unfinished sequences for a step that ended."""
-        accounting = self.accounting
-        price = accounting.charge_step(
-            output.num_tokens, device_seconds, prefill=bool(output.prefill)
-        )
-        for sequence in self._entered.popleft():
-            if sequence.status is SequenceStatus.RUNNING:
-                accounting.enter(sequence.account)
-        for row in output.prefill:
-            if row.sequence.finish_reason is None:
-                row.sequence.account.charge(row.num_tokens - 1, price)
-        if self._left:
-            for row in chain(output.decode, output.prefill):
-                if row.sequence in self._left and row.sequence.finish_reason is None:
-                    row.sequence.account.charge(1, price, 1)
-            self._left.clear()
-
-    def _note_first_tokens(self) -> None:
-        """Note the time of the first token of the sequences that got it in the step that ended."""
-        waiting = []
-        for sequence in self._without_token:
-            if sequence.num_output_tokens:
-                sequence.account.first_token_at = self.accounting.now
-            elif sequence.finish_reason is None:
-                waiting.append(sequence)
-        self._without_token = waiting
 
     def idle_violations(self) -> list[str]:
         """Return what contradicts the bookkeeping of a scheduler without work; fast enough for idle times."""
@@ -535,9 +503,8 @@ class Scheduler:
             sequence.account, len(sequence.block_table), sequence.num_computed_tokens
         )
         self.accounting.num_reserved_tokens += sequence.max_num_tokens
-        self._entering.append(sequence)
+        self._charges.admit(sequence, is_first=sequence.first_scheduled_step is None)
         if sequence.first_scheduled_step is None:
-            self._without_token.append(sequence)
             sequence.first_scheduled_step = self.num_steps
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._first_scheduled.append(sequence)
@@ -562,99 +529,51 @@ class Scheduler:
         row: ScheduledSequence,
         sampled: TypingSequence[SampledResult],
         events: list[tuple[int, TokenEvent]],
+        failures: list[tuple[int, TokenEvent]],
     ) -> None:
-        """Enter the result of one row, and append the events for the client."""
+        """Enter the result of one row; append the events of its tokens, and that of its failure if it fails."""
         sequence, num_logits = row.sequence, row.num_logits
         if sequence.num_void_results and num_logits and not (sampled and sampled[0].error):
             sequence.num_void_results -= 1
             self._cache_blocks(sequence, row.start + row.num_tokens)
             return
         sequence.num_tokens_in_flight -= num_logits
-        reason: FinishReason | None = None
-        for result in sampled:
-            if result.error is not None:
-                self._fail_sequence(sequence, result.error, events)
-                return
-            assert result.token_id is not None, "a result has a token or an error"
-            try:
-                reason = sequence.append(result.token_id)
-            except Exception:
-                log.exception("the grammar of request %d failed", sequence.request_id)
-                self._fail_sequence(sequence, _GRAMMAR_FAILED, events)
-                return
-            if reason is FinishReason.ERROR:
-                assert sequence.error is not None
-                self._fail_sequence(sequence, sequence.error, events)
-                return
-            self.num_generated_tokens += 1
-            event = TokenEvent(
-                token_id=result.token_id,
-                logprob=result.logprob,
-                top_tokens=result.top,
-                finish_reason=reason,
-            )
-            events.append((sequence.request_id, event))
-            if reason is not None:
-                break
-        num_rejected = num_logits - len(sampled)
-        if sequence.status is SequenceStatus.RUNNING:
-            sequence.num_computed_tokens -= num_rejected
-        self._cache_blocks(sequence, row.start + row.num_tokens - num_rejected)
-        if sampled and reason is None and sequence.sampling.skips_forced_tokens:
-            try:
-                reason = self._append_forced(sequence, events)
-            except Exception:
-                log.exception("the grammar of request %d failed", sequence.request_id)
-                sequence.error = _GRAMMAR_FAILED
-            if sequence.error is not None:
-                self._fail_sequence(sequence, sequence.error, events)
-                return
-        if reason is not None:
+        reason = append_sampled(sequence, sampled, events)
+        if reason is not FinishReason.ERROR:
+            num_rejected = num_logits - len(sampled)
+            if sequence.status is SequenceStatus.RUNNING:
+                sequence.num_computed_tokens -= num_rejected
+            stop = row.start + row.num_tokens - num_rejected
+            if stop // self._block_size > sequence.num_linked_blocks:
+                self._cache_blocks(sequence, stop)
+            if reason is None:
+                if not (sampled and sequence.sampling.skips_forced_tokens):
+                    return
+                reason = append_forced(sequence, events)
+        if reason is FinishReason.ERROR:
+            failures.append(self._fail(sequence))
+        elif reason is not None:
             self._finish(sequence, reason)
             request_id, event = events[-1]
             events[-1] = request_id, msgspec.structs.replace(event, usage=sequence.usage)
 
-    def _append_forced(
-        self, sequence: Sequence, events: list[tuple[int, TokenEvent]]
-    ) -> FinishReason | None:
-        """Append the tokens that the grammar forces, and their events; return why the sequence ends, if it does."""
-        assert sequence.matcher is not None
-        forced = sequence.matcher.forced_tokens()
-        reason: FinishReason | None = None
-        for token_id in forced:
-            reason = sequence.append(token_id)
-            if reason is FinishReason.ERROR:
-                break
-            self.num_generated_tokens += 1
-            events.append(
-                (sequence.request_id, TokenEvent(token_id=token_id, finish_reason=reason))
-            )
-            if reason is not None:
-                break
-        if forced and sequence.num_tokens_in_flight:
-            sequence.num_void_results = sequence.num_tokens_in_flight
-            sequence.num_tokens_in_flight = 0
-        return reason
-
     def _cache_blocks(self, sequence: Sequence, stop: int) -> None:
         """Cache the full blocks of a sequence, whose first `stop` tokens are computed."""
         # A sequence that was preempted meanwhile keeps its tokens but has no block to cache.
-        if (
-            sequence.status is SequenceStatus.RUNNING
-            and stop // self.block_manager.block_size > sequence.num_linked_blocks
-        ):
+        if sequence.status is SequenceStatus.RUNNING:
             self.block_manager.cache_full_blocks(sequence, stop)
 
-    def _fail_sequence(
-        self, sequence: Sequence, error: str, events: list[tuple[int, TokenEvent]]
-    ) -> None:
-        """End a sequence with an error, and append the event for the client."""
-        sequence.error = error
+    def _fail(self, sequence: Sequence) -> tuple[int, TokenEvent]:
+        """End a sequence with its error; return the event for the client."""
+        assert sequence.error is not None
         self._finish(sequence, FinishReason.ERROR)
         event = TokenEvent(
-            token_id=None, finish_reason=FinishReason.ERROR, error=error, usage=sequence.usage
+            token_id=None,
+            finish_reason=FinishReason.ERROR,
+            error=sequence.error,
+            usage=sequence.usage,
         )
-        events.append((sequence.request_id, event))
+        return sequence.request_id, event
 
     def _num_growing(self) -> int:
         """Count the running sequences that may need another block before they end."""
@@ -676,7 +595,7 @@ class Scheduler:
             victim = self._running.pop()
             self._leave(victim)
             if self._started:
-                self._left.add(victim)
+                self._charges.preempt(victim)
             self.block_manager.free(victim)
             victim.status = SequenceStatus.WAITING
             victim.num_preemptions += 1
@@ -718,3 +637,4 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
+        self._num_ended += 1

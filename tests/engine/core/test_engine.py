@@ -1,5 +1,8 @@
 """Deadlines in the engine's loop: a clock that the test sets, an arithmetic model and a channel of lists."""
 
+import concurrent.futures
+
+import msgspec
 import pytest
 
 from server.engine.core import engine as engine_module
@@ -49,13 +52,13 @@ class Harness:
 
         monkeypatch.setattr(ArithmeticRunner, "launch", record)
 
-    def submit(self, request_id, *, deadline, max_new_tokens=8):
+    def submit(self, request_id, *, deadline, max_new_tokens=8, grammar=None):
         made = make_request(request_id, 5, max_new_tokens)
         self.channel.incoming.append(
             GenerateRequest(
                 request_id=request_id,
                 prompt_token_ids=made.prompt_token_ids,
-                sampling=made.sampling,
+                sampling=msgspec.structs.replace(made.sampling, grammar=grammar),
                 deadline=deadline,
             )
         )
@@ -180,3 +183,19 @@ def test_an_abort_sends_stats(harness):
     harness.engine.receive(wait=0)
 
     assert harness.channel.stats[-1].num_running == 0
+
+
+def test_a_deadline_passes_also_while_the_grammar_is_compiled(harness, monkeypatch):
+    compiling = concurrent.futures.Future()
+    monkeypatch.setattr(harness.engine._compiling, "_compile", lambda _grammar: compiling)
+    harness.submit(1, deadline=100.5, grammar="a grammar")
+    harness.step(2)
+    assert harness.events_of(1) == []
+
+    harness.clock.now = 101.0
+    harness.step()
+
+    (event,) = harness.events_of(1)
+    assert event.finish_reason is FinishReason.TIMEOUT
+    assert not harness.engine.has_work
+    assert not harness.engine._deadlines

@@ -1128,3 +1128,16 @@ def test_the_rest_of_a_prompt_that_got_a_single_token_counts_as_queued():
 
     assert rows_of(output) == [(2, 0, 1, 0), (1, 4, 3, 0)]
     assert scheduler.num_prefill_tokens == 19 + 57
+
+
+def test_places_that_aborted_sequences_free_count_in_the_rate_of_ends():
+    scheduler = make_scheduler(num_blocks=100, max_num_seqs=1)
+    for i in range(5):
+        add(scheduler, i, 4, 20)
+    for i in range(3):
+        output = scheduler.schedule()
+        scheduler.start(output)
+        scheduler.abort(i)
+        scheduler.commit(output, [[Token(7)]], 0.5)
+
+    assert scheduler.end_rate.value == pytest.approx(2.0)
