@@ -62,7 +62,7 @@ class RequestFigures(NamedTuple):
 
 
 class CurrentRequest:
-    """What the service knows about a request that it is answering.
+    """State of a request that is being answered.
 
     Attributes:
         id: the client's id, or a generated one. Several requests may have the same id.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.attacks.parameters import CASES
+from benchmarks.attacks.parameter_cases import CASES
 from model.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,6 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from server.engine.core.admission import AdmissionError, DuplicateRequestError, check_request
 from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
@@ -28,6 +27,7 @@ from server.engine.core.messages import (
 from server.engine.core.progress import Activity, Progress
 from server.engine.core.reports import StatsReporter, step_message
 from server.engine.core.request import FinishReason, GenerateRequest, TokenEvent
+from server.engine.core.request_checks import DuplicateRequestError, RefusedError, check_request
 from server.engine.core.sequence import Sequence
 from server.engine.core.step import PromptLogprobs
 from server.engine.core.step_retry import STEP_FAILED, retry_step
@@ -352,7 +352,7 @@ class Engine:
             return
         try:
             self._admit(request)
-        except AdmissionError as error:
+        except RefusedError as error:
             self._refuse(request.request_id, str(error))
         except Exception:
             log.exception("admitting request %d failed", request.request_id)
@@ -380,7 +380,7 @@ class Engine:
                 continue
             try:
                 self._scheduler.add(sequence)
-            except AdmissionError as refusal:
+            except RefusedError as refusal:
                 self._refuse(sequence.request_id, str(refusal))
 
     def _refuse(self, request_id: int, error: str) -> None:

@@ -21,7 +21,7 @@ class Chunk(NamedTuple):
     num_tokens: int
 
 
-class Admission(Protocol):
+class WaitingSource(Protocol):
     """Admits waiting sequences to the step that is being scheduled."""
 
     def admit_next(self) -> Chunk | None:
@@ -31,7 +31,7 @@ class Admission(Protocol):
         """Admit a sequence that is served before a running one; None if there is none."""
 
 
-class NoAdmission:
+class NoneWaiting:
     """Admits nothing."""
 
     def admit_next(self) -> None:
@@ -41,7 +41,7 @@ class NoAdmission:
         """Return None."""
 
 
-def divide(budget: int, chunks: Iterable[Chunk], admission: Admission) -> list[ScheduledSequence]:
+def divide(budget: int, chunks: Iterable[Chunk], waiting: WaitingSource) -> list[ScheduledSequence]:
     """Divide a budget among chunks and the sequences that are admitted.
 
     Half of the budget goes to the first chunk. The other half goes to the shortest chunks, and before each of them to
@@ -52,7 +52,7 @@ def divide(budget: int, chunks: Iterable[Chunk], admission: Admission) -> list[S
     Args:
         budget: tokens left after one for each chunk.
         chunks: of running sequences, in the order of the running list.
-        admission: admits waiting sequences.
+        waiting: admits waiting sequences.
 
     Returns:
         Rows, in the order of the running list; at least one token for each chunk and each admitted sequence.
@@ -61,7 +61,7 @@ def divide(budget: int, chunks: Iterable[Chunk], admission: Admission) -> list[S
     chunks = list(chunks)
     while True:
         if not chunks:
-            chunk = admission.admit_next() if budget else None
+            chunk = waiting.admit_next() if budget else None
             if chunk is None:
                 break
             budget -= 1
@@ -70,7 +70,7 @@ def divide(budget: int, chunks: Iterable[Chunk], admission: Admission) -> list[S
         reserved = min(first.num_tokens - 1, budget - budget // 2)
         budget -= reserved
         for chunk in sorted(chunks, key=_shortest_first):
-            while budget and (short := admission.admit_before(chunk)) is not None:
+            while budget and (short := waiting.admit_before(chunk)) is not None:
                 num_tokens = min(short.num_tokens, budget)
                 budget -= num_tokens
                 rows.append(_row(short, num_tokens))

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from server.engine.core.accounting import Accounting
-from server.engine.core.admission import CapacityError, DuplicateRequestError, EmptyRequestError
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.limits import SchedulerConfig
-from server.engine.core.prompt_chunks import Chunk, NoAdmission, divide
+from server.engine.core.prompt_chunks import Chunk, NoneWaiting, divide
 from server.engine.core.rates import Rate
 from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.request_checks import (
+    CapacityError,
+    DuplicateRequestError,
+    EmptyRequestError,
+)
 from server.engine.core.sequence import Sequence, SequenceStatus
 from server.engine.core.step import FailedResult, SampledResult, ScheduledSequence, SchedulerOutput
 from server.engine.core.step_charges import StepCharges
@@ -42,7 +46,7 @@ _rank = attrgetter("rank")
 _num_logits = attrgetter("num_logits")
 
 
-_NO_ADMISSION = NoAdmission()
+_NONE_WAITING = NoneWaiting()
 
 
 def _timeout(sequence: Sequence) -> TokenEvent:
@@ -248,7 +252,7 @@ class Scheduler:
         self._is_short_of_places = False
         self.num_prefill_tokens = 0
         if chunks or (self._waiting and not preempted):
-            for row in divide(budget, chunks, _NO_ADMISSION if preempted else self):
+            for row in divide(budget, chunks, _NONE_WAITING if preempted else self):
                 (decode if row.num_tokens == 1 else prefill).append(row)
                 num_left = row.sequence.num_known_tokens - row.start - row.num_tokens
                 self.num_prefill_tokens += num_left

@@ -287,7 +287,7 @@ class RemoteEngine(EngineHandle):
         self._connection.close(linger_ms=100)  # for the aborts
 
     async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
-        """Ask the hub, which knows the requests of all front ends that it has passed on. See `EngineHandle`."""
+        """Abort in the hub, through which the requests of all front ends pass. See `EngineHandle`."""
         waiting = [s for s in self.restart_queue.streams if matches(s.external_id, external_ids)]
         for stream in waiting:
             stream.abort()

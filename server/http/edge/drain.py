@@ -1,4 +1,4 @@
-"""Refuses requests and ends connections while the service ends; knows the requests in progress."""
+"""Refuses new requests and closes idle connections while the service drains; counts the requests in progress."""
 
 from __future__ import annotations
 

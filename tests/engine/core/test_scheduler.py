@@ -3,14 +3,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from server.engine.core.admission import (
-    AdmissionError,
+from server.engine.core.limits import SchedulerConfig
+from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.core.request_checks import (
     CapacityError,
     DuplicateRequestError,
     EmptyRequestError,
+    RefusedError,
 )
-from server.engine.core.limits import SchedulerConfig
-from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.core.sequence import SequenceStatus
 from tests.engine.core.bookkeeping import Token, begin, make_scheduler, make_sequence, rows_of, step
 
@@ -87,7 +87,7 @@ def test_an_id_in_use_is_refused_until_its_sequence_is_finished():
         scheduler.add(make_sequence(5, 3))
 
     assert caught.value.request_id == 5
-    assert isinstance(caught.value, AdmissionError)
+    assert isinstance(caught.value, RefusedError)
     finish_everything(scheduler)
     add(scheduler, 5, 3)
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from server.engine.core.sequence import Sequence
 
 
-class AdmissionError(Exception):
+class RefusedError(Exception):
     """The engine refuses a request.
 
-    AdmissionError
+    RefusedError
       InvalidRequestError      a value that no front end sends
       CapacityError            more tokens than a sequence can have
       EmptyRequestError        no prompt, or no token to generate
@@ -29,11 +29,11 @@ class AdmissionError(Exception):
     """
 
 
-class InvalidRequestError(AdmissionError):
+class InvalidRequestError(RefusedError):
     """A value of a request is outside its range."""
 
 
-class CapacityError(AdmissionError):
+class CapacityError(RefusedError):
     """A request is longer than the context or the KV cache, so it could never finish.
 
     Attributes:
@@ -47,7 +47,7 @@ class CapacityError(AdmissionError):
         self.limit = limit
 
 
-class EmptyRequestError(AdmissionError):
+class EmptyRequestError(RefusedError):
     """A request has no prompt token or no token to generate."""
 
     def __init__(self, sequence: Sequence) -> None:
@@ -57,7 +57,7 @@ class EmptyRequestError(AdmissionError):
         )
 
 
-class DuplicateRequestError(AdmissionError):
+class DuplicateRequestError(RefusedError):
     """An unfinished request has the same id."""
 
     def __init__(self, request_id: int) -> None:
