@@ -14,7 +14,8 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-.venv/.installed: pyproject.toml
+# The C sources too, because an installation compiles them.
+.venv/.installed: pyproject.toml $(wildcard kernels/cpu/native/*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer, found " + sys.version)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .

@@ -121,3 +121,12 @@ def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
 def add_all(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float) -> None:
     """Add `factor` times the other tensors in place, in a few launches."""
     torch._foreach_add_(list(tensors), list(others), alpha=factor)
+
+
+def cpu_features() -> frozenset[str]:
+    """Names of the CPU's instruction sets, as `torch.cpu.get_capabilities` of PyTorch 2.13 gives them.
+
+    PyTorch 2.11 lacks that function; its internal C function has the same result.
+    """
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return frozenset(name for name, has in found.items() if has is True)

@@ -16,8 +16,14 @@ from tqdm import tqdm
 from kernels import KernelError, detect
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
-from model.device.dtypes import resolve_dtype, resolve_weight_dtype
+from model.device.dtypes import (
+    resolve_dtype,
+    resolve_quantization,
+    stored_dtype,
+    weight_dtype,
+)
 from model.errors import ModelError
+from model.network import cpu_steps
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
 from server.engine.core.kv_demand import NotEnoughMemoryError
@@ -63,19 +69,22 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             check_start(config, model_config, has_gpu=torch.cuda.is_available())
             device = _device(config.device)
             limits = _limits(config, model_config, device)
+            quantization = _quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            weight_dtype = resolve_weight_dtype(config.quantization, dtype, detect(device))
-            _set_threads(config.cpu_threads)
+            threads = _set_threads(config.cpu_threads)
         with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
                 Path(config.model_path),
                 model_config,
-                dtype,
+                stored_dtype(model_config) if quantization in cpu_steps.BITS else dtype,
                 device,
                 config.load_format,
                 progress,
-                weight_dtype=weight_dtype,
+                pack=quantization not in cpu_steps.BITS,
+                weight_dtype=weight_dtype(quantization),
             )
+            model.optimize(quantization, threads)
+        dtype = model.embed_tokens.dtype
         runner, max_total_tokens = start_runner(model, config, limits, phases)
     except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
         raise StartupError(str(error)) from error
@@ -94,7 +103,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        quantization=config.quantization,
+        quantization=quantization,
         vocab_size=model_config.vocab_size,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
@@ -149,10 +158,28 @@ def _device(requested: str) -> torch.device:
     return torch.device("cuda" if use_gpu else "cpu")
 
 
-def _set_threads(requested: int | None) -> None:
-    """Set PyTorch's threads: by default one per physical core, but at least one core stays free for the front end."""
-    spare = num_usable_cpus() - 1
-    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), spare)))
+def _quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
+    """Return the quantization of the weights; see `resolve_quantization`."""
+
+    def unsupported() -> tuple[str, ...]:
+        cache = ("the KV cache is in FP8",) if config.kv_cache_dtype == "fp8" else ()
+        return cache + cpu_steps.unsupported(model)
+
+    return resolve_quantization(config.quantization, detect(device), config.dtype, unsupported)
+
+
+def _set_threads(requested: int | None) -> int:
+    """Set the threads of a step: PyTorch's, of which one core stays free for the front end, and the C library's.
+
+    PyTorch's threads wait for each other; those of the C library do not wait for one that has no core.
+
+    Returns:
+        The threads of the C library.
+    """
+    cores = num_usable_cpus()
+    most = torch.get_num_threads()
+    torch.set_num_threads(requested or max(1, min(most, cores - 1)))
+    return requested or max(1, min(most, cores))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 
 from kernels import KernelError, detect
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import resolve_weight_dtype
+from model.device.dtypes import weight_dtype
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -74,7 +74,7 @@ def main(
             config.block_size,
             arch,
             None if kv_dtype == engine.info.dtype else kv_dtype,
-            resolve_weight_dtype(engine.info.quantization, dtype, arch),
+            weight_dtype(engine.info.quantization),
         )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)
