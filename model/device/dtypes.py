@@ -80,8 +80,11 @@ def resolve_quantization(
 ) -> str:
     """Select the quantization of the weights.
 
+    "auto" is "int8" on a CPU that can serve the model so, else "none". A requested dtype is that of weights,
+    activations and KV cache, which "int8" and "int4" determine themselves; so "auto" with one is "none".
+
     Args:
-        requested: one of `QUANTIZATIONS`. "auto" is "int8" on a CPU that can serve the model so, else "none".
+        requested: one of `QUANTIZATIONS`.
         arch: the processor.
         dtype: of the model, as requested.
         unsupported_on_cpu: lists why this CPU cannot serve the model with "int8" and "int4".
@@ -90,25 +93,42 @@ def resolve_quantization(
         "none", "fp8", "int8" or "int4".
 
     Raises:
-        ModelError: `requested` is none of them, or the processor does not support it; names every reason.
+        ModelError: `requested` is none of them, or the processor, the model or `dtype` does not allow it; names every
+            reason.
     """
     if requested not in QUANTIZATIONS:
         raise ModelError(f"quantization {requested!r} is none of {', '.join(QUANTIZATIONS)}")
     if requested == "auto":
         exact = not arch.is_cpu or dtype != "auto" or unsupported_on_cpu()
         return "none" if exact else "int8"
+    if requested == "fp8":
+        _check_float8(arch)
     if requested in CPU_QUANTIZATIONS:
-        reasons: tuple[str, ...] = (f"{arch.name} is a GPU, for which there is fp8",)
-        if arch.is_cpu:
-            reasons = unsupported_on_cpu()
-        if reasons:
-            raise ModelError(f"quantization {requested}: {'; '.join(reasons)}")
-    elif requested == "fp8" and (reasons := layers_unsupported("bfloat16", arch)):
+        _check_integers(requested, arch, dtype, unsupported_on_cpu)
+    return requested
+
+
+def _check_float8(arch: GPUArch) -> None:
+    if reasons := layers_unsupported("bfloat16", arch):
         raise ModelError(
             f"quantization fp8: weights in FP8 are for our GPU kernels, and this processor has none: {reasons[0]}; "
-            "set quantization to int8, int4, auto or none"
+            f"set quantization to {'int8, int4, auto or none' if arch.is_cpu else 'none'}"
         )
-    return requested
+
+
+def _check_integers(
+    requested: str, arch: GPUArch, dtype: str, unsupported_on_cpu: Callable[[], tuple[str, ...]]
+) -> None:
+    if not arch.is_cpu:
+        raise ModelError(
+            f"quantization {requested}: weights in int8 and int4 are for a CPU, and {arch.name} is a GPU; "
+            "set quantization to fp8, none or auto"
+        )
+    reasons = unsupported_on_cpu()
+    if dtype != "auto":
+        reasons = (f"it determines the dtypes, so set dtype to auto, not {dtype}", *reasons)
+    if reasons:
+        raise ModelError(f"quantization {requested}: {'; '.join(reasons)}; or set it to none")
 
 
 def stored_dtype(config: ModelConfig) -> torch.dtype:
