@@ -4,7 +4,8 @@
 
 The text is that of `python -m model.training.evaluate`: files of the standard library that the bundled model was not
 trained on, in the same windows. Every precision predicts the same tokens from the same text, so the differences are
-less uncertain than the figures themselves. `benchmarks.quantized_model` computes with the rounded values.
+less uncertain than the figures themselves. Precisions that this CPU can serve are computed as they are served, by the
+C library; the others, and with --choices also other ways to round, by `benchmarks.quantized_model` in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +26,17 @@ from tqdm import tqdm
 
 from benchmarks.quantized_model import QuantizedLM, Scheme
 from benchmarks.report import add_bookkeeping, write_report
+from kernels.cpu.library import instructions
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import resolve
 from model.checkpoint.weights import load_model
+from model.device.dtypes import stored_dtype
+from model.device.kv_cache import KVCache
+from model.network import cpu_steps
+from model.network.step import Bucket, StepInput
 from model.training.corpus import SourceFile, read_files
 from model.training.evaluate import scoring_windows
+from model.training.prepare import CONTEXT_LENGTH
 from server.cli.bench.result import model_label
 
 if TYPE_CHECKING:
@@ -39,8 +46,61 @@ if TYPE_CHECKING:
 
     from model.network.decoder import DecoderLM
 
+_BLOCK_SIZE: Final = 16
 _ROWS: Final = 256
 """Tokens whose logits are in memory at a time."""
+
+
+class Predictor(Protocol):
+    """A model that predicts the next tokens of a text."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Compute the hidden states [1, T, C] of a sequence [1, T] at positions [T]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [M, V] float32 of hidden states [M, C]."""
+
+
+class ServedModel:
+    """A model with quantized weights as it is served on a CPU: steps of one prompt over a KV cache.
+
+    Args:
+        path: the checkpoint folder.
+        config: its configuration; `model.network.cpu_steps.unsupported` must be empty for it.
+        quantization: "int8" or "int4".
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, quantization: str) -> None:
+        self._model = load_model(path, config, stored_dtype(config), "cpu", pack=False)
+        self._model.optimize(quantization, torch.get_num_threads())
+        self._cache = KVCache(
+            config.num_layers,
+            -(-CONTEXT_LENGTH // _BLOCK_SIZE),
+            _BLOCK_SIZE,
+            config.num_kv_heads,
+            config.head_dim,
+            self._model.cache_dtype,
+            torch.device("cpu"),
+        )
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """See `Predictor.__call__`."""
+        tokens = len(positions)
+        columns = -(-tokens // _BLOCK_SIZE)
+        step = StepInput(Bucket(0, tokens, 1, columns, tokens), _BLOCK_SIZE, torch.device("cpu"))
+        host = step.host
+        host.token_ids[:] = input_ids[0].numpy()
+        host.positions[:] = host.slot_mapping[:] = positions.numpy()
+        host.logits_rows[:] = np.arange(tokens)
+        host.prompt_cu_seqlens[:] = 0, tokens
+        host.prompt_seq_lens[:] = tokens
+        host.prompt_block_table[:] = np.arange(columns)
+        step.send()
+        return self._model.hidden_states(step, self._cache)[None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Predictor.logits`."""
+        return self._model.logits(hidden)
 
 
 class Choice(NamedTuple):
@@ -57,7 +117,7 @@ class Choice(NamedTuple):
             "head": f"int{self.head.bits}",
             "group": layers.group,
             "activations": "int8" if layers.activations else "float32",
-            **({} if layers.bits == 8 else {"refined_scales": layers.refined}),
+            "scales": "refined" if layers.refined and layers.bits == 4 else "largest",
         }
 
 
@@ -67,20 +127,20 @@ def _both(scheme: Scheme) -> Choice:
 
 PRECISIONS: Final[Mapping[str, Choice]] = {
     "int8": _both(Scheme(8)),
-    "int4": _both(Scheme(4, group=32)),
+    "int4": Choice(Scheme(4, group=32), Scheme(8)),
 }
-"""The values of `--quantization` besides none, as they are served."""
+"""The values of `--quantization` besides none, rounded as the C library does."""
 
-_INT8_HEAD: Final = Scheme(8)
+_INT8: Final = Scheme(8)
+_INT8_WEIGHTS: Final = Scheme(8, activations=False)
 CHOICES: Final[Mapping[str, tuple[Choice, ...]]] = {
-    "int8": (_both(Scheme(8, activations=False)),),
+    "int8": (_both(_INT8_WEIGHTS),),
     "int4": (
-        _both(Scheme(4, 32, activations=False)),
-        _both(Scheme(4, 32, refined=False)),
-        Choice(Scheme(4, 32), _INT8_HEAD),
+        Choice(Scheme(4, 32, activations=False), _INT8_WEIGHTS),
+        Choice(Scheme(4, 32, refined=False), _INT8),
+        _both(Scheme(4, 32)),
+        Choice(Scheme(4, 64), _INT8),
         _both(Scheme(4, 64)),
-        _both(Scheme(4, 64, activations=False)),
-        Choice(Scheme(4, 64), _INT8_HEAD),
     ),
 }
 """Other ways to round, which show what each choice of a precision costs."""
@@ -176,10 +236,10 @@ def select_documents(
 
 @torch.no_grad()
 def score(
-    exact: DecoderLM, others: Sequence[DecoderLM], documents: Iterable[Sequence[int]]
+    exact: Predictor, others: Sequence[Predictor], documents: Iterable[Sequence[int]]
 ) -> list[Score]:
     """Score all models on the same tokens; the first result is that of `exact`."""
-    models = [exact, *others]
+    models: list[Predictor] = [exact, *others]
     scores = [Score() for _ in models]
     for ids in documents:
         for tokens, context in scoring_windows(ids):
@@ -213,26 +273,20 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     texts = [file.text for file in held_out_files()]
     documents = select_documents(texts, tokenizer, options.tokens)
-    exact = load_model(path, ModelConfig.from_folder(path), torch.float32, "cpu", pack=False)
-    chosen = [
-        (name, choice)
-        for name in options.quantization
-        if name != "none"
-        for choice in (PRECISIONS[name], *(CHOICES[name] if options.choices else ()))
-    ]
-    models = [QuantizedLM(exact, choice.layers, choice.head) for _, choice in chosen]
+    config = ModelConfig.from_folder(path)
+    exact = load_model(path, config, torch.float32, "cpu", pack=False)
+    entries, models = _precisions(path, config, exact, options)
     num_bytes = sum(size for size, _ in documents)
     scores = score(exact, models, tqdm([ids for _, ids in documents], desc="held-out files"))
-    described = [{"quantization": name, **choice.describe()} for name, choice in chosen]
     rows = [
         {
             "model": model_label(options.model),
             "metric": "bits_per_byte",
-            **entries,
+            **described,
             **result.figures(scores[0], num_bytes),
         }
-        for entries, result in zip([{"quantization": "none"}, *described], scores, strict=True)
-        if entries["quantization"] in options.quantization
+        for described, result in zip([{"quantization": "none"}, *entries], scores, strict=True)
+        if described["quantization"] in options.quantization
     ]
     write_report(
         "precision",
@@ -245,6 +299,35 @@ def main() -> None:
             "tokens": sum(len(ids) - 1 for _, ids in documents),
         },
     )
+
+
+def _precisions(
+    path: Path, config: ModelConfig, exact: DecoderLM, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[Predictor]]:
+    """Make the models to compare with float32.
+
+    Returns:
+        Of each, the entries of its row, and the model.
+    """
+    entries: list[dict[str, Any]] = []
+    models: list[Predictor] = []
+    reasons = cpu_steps.unsupported(config)
+    if reasons:
+        print(f"the C library cannot serve {options.model} here: {'; '.join(reasons)}")
+    for name in options.quantization:
+        if name == "none":
+            continue
+        if not reasons:
+            computed = f"library, {instructions()}"
+            entries.append(
+                {"quantization": name, "computed": computed, **PRECISIONS[name].describe()}
+            )
+            models.append(ServedModel(path, config, name))
+        rounded = (PRECISIONS[name],) if reasons or options.choices else ()
+        for choice in (*rounded, *(CHOICES[name] if options.choices else ())):
+            entries.append({"quantization": name, "computed": "float32", **choice.describe()})
+            models.append(QuantizedLM(exact, choice.layers, choice.head))
+    return entries, models
 
 
 if __name__ == "__main__":
