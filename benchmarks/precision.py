@@ -289,7 +289,7 @@ def main() -> None:
         if described["quantization"] in options.quantization
     ]
     write_report(
-        "precision",
+        "roundings" if options.choices else "precision",
         rows,
         folder=options.out,
         revision=options.commit,
