@@ -75,9 +75,10 @@ INLINE float16 visible(float16 scores, int64_t start, int64_t end) {
     return from_bits((bits(scores) & seen) | (bits(splat(-__builtin_inff())) & ~seen));
 }
 
-/* The largest score of a row so far. 0 if one is NaN: then exp(NaN) makes the row NaN. */
-INLINE float largest_of(float16 scores, float before) {
-    int32x16 is_nan = scores != scores;
+/* The largest score of a row so far. 0 if one is NaN: exp(NaN) then makes the row NaN. */
+INLINE float largest_of(float16 low, float16 high, float before) {
+    int32x16 is_nan = (low != low) | (high != high);
+    float16 scores = vmax(low, high);
     if (__builtin_reduce_or(is_nan) != 0) return 0;
     float largest = before;
     float parts[LANES];
@@ -86,17 +87,23 @@ INLINE float largest_of(float16 scores, float before) {
     return largest;
 }
 
-/* Adds up to 8 vectors of the head dim at a time, so that the sums stay in registers. */
-INLINE void add_values(const float *p, const float *values, int64_t count, int64_t dim, float alpha, float *out) {
+/* out = out * alpha + p V for `rows` query heads of a token, a few vectors of the head dim at a time, so that the sums
+   stay in registers. p: [row][KEYS]; out: [row][dim]. */
+INLINE void add_values(int rows, const float *p, const float *values, int64_t count, int64_t dim, const float *alpha, float *out) {
     int64_t d = 0;
 #define COLUMNS(n) \
     for (; d + (n) * LANES <= dim; d += (n) * LANES) { \
-        float16 acc[n]; \
-        UNROLL for (int i = 0; i < (n); i++) acc[i] = load(out + d + i * LANES) * alpha; \
+        float16 acc[2][n]; \
+        UNROLL for (int r = 0; r < rows; r++) \
+            UNROLL for (int i = 0; i < (n); i++) acc[r][i] = load(out + r * dim + d + i * LANES) * alpha[r]; \
         for (int64_t j = 0; j < count; j++) { \
-            UNROLL for (int i = 0; i < (n); i++) acc[i] += load(values + j * dim + d + i * LANES) * p[j]; \
+            float16 v[n]; \
+            UNROLL for (int i = 0; i < (n); i++) v[i] = load(values + j * dim + d + i * LANES); \
+            UNROLL for (int r = 0; r < rows; r++) \
+                UNROLL for (int i = 0; i < (n); i++) acc[r][i] += v[i] * p[r * KEYS + j]; \
         } \
-        UNROLL for (int i = 0; i < (n); i++) store(out + d + i * LANES, acc[i]); \
+        UNROLL for (int r = 0; r < rows; r++) \
+            UNROLL for (int i = 0; i < (n); i++) store(out + r * dim + d + i * LANES, acc[r][i]); \
     }
     COLUMNS(4)
     COLUMNS(2)
@@ -104,26 +111,35 @@ INLINE void add_values(const float *p, const float *values, int64_t count, int64
 #undef COLUMNS
 }
 
-/* Scores of one row with up to 32 keys; those beyond `count` are undefined. */
-INLINE void score(const float *q, const float *keys, int64_t count, int64_t dim, float *scores) {
-    for (int64_t first = 0; first < count; first += LANES) {
-        const float *k = keys + first * dim;
+/* Scores of `rows` query heads of a token with up to 32 keys; those beyond `count` are undefined. q: [row][dim];
+   scores: [row][KEYS]. */
+INLINE void score(int rows, const float *q, const float *keys, int64_t count, int64_t dim, float *scores) {
+    const int at_once = LANES / rows;
+    for (int64_t first = 0; first < count; first += at_once) {
         float16 parts[LANES];
-        if (count - first >= LANES) {
-            UNROLL for (int j = 0; j < LANES; j++) parts[j] = load(q) * load(k + j * dim);
+        int found = (int)(count - first < at_once ? count - first : at_once);
+        if (found == at_once) {
+            UNROLL for (int j = 0; j < at_once; j++) {
+                float16 k = load(keys + (first + j) * dim);
+                UNROLL for (int r = 0; r < rows; r++) parts[r * at_once + j] = load(q + r * dim) * k;
+            }
             for (int64_t d = LANES; d < dim; d += LANES) {
-                float16 x = load(q + d);
-                UNROLL for (int j = 0; j < LANES; j++) parts[j] += x * load(k + j * dim + d);
+                UNROLL for (int j = 0; j < at_once; j++) {
+                    float16 k = load(keys + (first + j) * dim + d);
+                    UNROLL for (int r = 0; r < rows; r++) parts[r * at_once + j] += load(q + r * dim + d) * k;
+                }
             }
         } else {
-            for (int j = 0; j < LANES; j++) {
-                parts[j] = splat(0);
-                if (first + j >= count) continue;
-                parts[j] = load(q) * load(k + j * dim);
-                for (int64_t d = LANES; d < dim; d += LANES) parts[j] += load(q + d) * load(k + j * dim + d);
-            }
+            for (int i = 0; i < LANES; i++) parts[i] = splat(0);
+            for (int j = 0; j < found; j++)
+                for (int r = 0; r < rows; r++) {
+                    float16 part = load(q + r * dim) * load(keys + (first + j) * dim);
+                    for (int64_t d = LANES; d < dim; d += LANES) part += load(q + r * dim + d) * load(keys + (first + j) * dim + d);
+                    parts[r * at_once + j] = part;
+                }
         }
-        store(scores + first, sum_each(parts));
+        float16 sums = sum_each(parts);
+        for (int r = 0; r < rows; r++) memcpy(scores + r * KEYS + first, (const float *)&sums + r * at_once, (size_t)at_once * sizeof(float));
     }
 }
 
@@ -149,29 +165,39 @@ static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, in
         int64_t to = (from / KEYS + 1) * KEYS < end ? (from / KEYS + 1) * KEYS : end;
         prefetch_heads(cache, table, kv_head, to, to + KEYS < end ? to + KEYS : end);
         read_heads(cache, cache->keys, table, kv_head, from, to, block);
-        for (int64_t r = 0; r < tokens * group; r++) {
-            int64_t at = position + r / group;
+        for (int64_t t = 0; t < tokens; t++) {
+            int64_t at = position + t;
             int64_t last = at + 1 < to ? at + 1 : to;                                  /* after the last visible key */
             int64_t start = window > 0 && at - window + 1 > from ? at - window + 1 : from; /* the first one */
-            alphas[r] = -1;
             if (start >= last) continue;
-            score(q + r / group * q_stride + r % group * dim, block, last - from, dim, scores[r]);
-            float16 low = visible(load(scores[r]), start - from, last - from);
-            float16 high = visible(load(scores[r] + LANES), start - from - LANES, last - from - LANES);
-            float largest = largest_of(vmax(low, high), most[r]);
-            alphas[r] = most[r] == largest ? 1.0f : vexp(splat(most[r] - largest))[0];
-            most[r] = largest;
-            low = vexp(low - largest);
-            high = vexp(high - largest);
-            store(scores[r], low);
-            store(scores[r] + LANES, high);
-            sums[r] = sums[r] * alphas[r] + sum(low + high);
+            for (int64_t h = 0; h < group; h += 2) {
+                const float *heads = q + t * q_stride + h * dim;
+                if (h + 1 < group) score(2, heads, block, last - from, dim, scores[t * group + h]);
+                else score(1, heads, block, last - from, dim, scores[t * group + h]);
+            }
+            for (int64_t r = t * group; r < (t + 1) * group; r++) {
+                float16 low = visible(load(scores[r]), start - from, last - from);
+                float16 high = visible(load(scores[r] + LANES), start - from - LANES, last - from - LANES);
+                float largest = largest_of(low, high, most[r]);
+                alphas[r] = most[r] == largest ? 1.0f : vexp(splat(most[r] - largest))[0];
+                most[r] = largest;
+                low = vexp(low - largest);
+                high = vexp(high - largest);
+                store(scores[r], low);
+                store(scores[r] + LANES, high);
+                sums[r] = sums[r] * alphas[r] + sum(low + high);
+            }
         }
         read_heads(cache, cache->values, table, kv_head, from, to, block);
-        for (int64_t r = 0; r < tokens * group; r++) {
-            if (alphas[r] < 0) continue;
-            int64_t visible_keys = position + r / group + 1 - from;
-            add_values(scores[r], block, visible_keys < to - from ? visible_keys : to - from, dim, alphas[r], out + r / group * out_stride + r % group * dim);
+        for (int64_t t = 0; t < tokens; t++) {
+            int64_t at = position + t, last = at + 1 < to ? at + 1 : to;
+            if ((window > 0 && at - window + 1 > from ? at - window + 1 : from) >= last) continue;
+            for (int64_t h = 0; h < group; h += 2) {
+                int64_t r = t * group + h;
+                float *rows = out + t * out_stride + h * dim;
+                if (h + 1 < group) add_values(2, scores[r], block, last - from, dim, alphas + r, rows);
+                else add_values(1, scores[r], block, last - from, dim, alphas + r, rows);
+            }
         }
         from = to;
     }
