@@ -1,7 +1,7 @@
 """Checks of an engine's configuration that need neither PyTorch nor the weights.
 
-The command line calls them before anything is loaded, and the engine again with what it knows by then, so that the same
-mistake has the same message.
+The command line calls them before anything is loaded, and the engine again once PyTorch tells whether there is a GPU,
+so that the same mistake has the same message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refuses new requests and closes idle connections while the service drains; counts the requests in progress."""
+"""Registers the requests in progress; refuses requests, and has connections closed, while the service ends."""
 
 from __future__ import annotations
 
