@@ -109,7 +109,7 @@ def render(report: PlanReport, model: str) -> str:
         report: the plan.
         model: the model's name.
     """
-    lines = [_processor(report), _shape(report, model)]
+    lines = [_processor(report), *_wrapped("", _shape(report, model))]
     for phase in report.phases:
         lines += ["", *_phase(phase, report)]
     return "\n".join([*lines, "", *_wrapped("", f"one sequence is decoded {report.one_sequence}")])

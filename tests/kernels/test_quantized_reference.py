@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.cpu.matrix import GROUP4, quantize_4_bits, quantize_8_bits
 from kernels.testing.quantized_reference import (
     INT4_GROUPS,
     dequantize_int4,
@@ -102,3 +103,24 @@ def test_products_have_the_errors_of_their_roundings(weight):
 def test_inputs_that_are_no_multiple_of_the_group_are_an_error():
     with pytest.raises(AssertionError, match="48 is no multiple of 32"):
         quantize_int4(torch.zeros(1, 48))
+
+
+def test_the_librarys_8_bit_weights_are_those_of_the_reference(weight):
+    numbers, scale = quantize_8_bits(weight)
+    expected, expected_scale = quantize_int8(weight)
+
+    # The inverse of the scale is rounded differently, so a number half-way between two may become the other.
+    difference = (numbers.int() - 128 - expected.int()).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() < 1e-3
+    torch.testing.assert_close(scale, expected_scale[:, 0])
+
+
+def test_the_librarys_4_bit_weights_are_almost_as_exact_as_those_of_the_reference(weight):
+    numbers, scale = quantize_4_bits(weight)
+
+    def error(rounded):
+        return float((rounded - weight).square().sum())
+
+    expected = error(dequantize_int4(*quantize_int4(weight, GROUP4)))
+    assert error(dequantize_int4(numbers, scale)) < 1.05 * expected
