@@ -16,6 +16,7 @@ from tqdm import tqdm
 from kernels import KernelError, detect
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
+from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.dtypes import resolve_dtype, resolve_weight_dtype
 from model.errors import ModelError
 from server.engine.core.block_manager import BlockManager
@@ -25,7 +26,6 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
-from server.engine.runner.cpus import num_usable_cpus
 from server.engine.runner.device_errors import explain
 from server.engine.runner.runner_start import start_runner
 from server.engine.runner.startup_progress import Phases
@@ -65,7 +65,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             limits = _limits(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
             weight_dtype = resolve_weight_dtype(config.quantization, dtype, detect(device))
-            _set_threads(config.cpu_threads)
+            _set_threads(config.cpu_threads, device)
         with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
                 Path(config.model_path),
@@ -149,10 +149,16 @@ def _device(requested: str) -> torch.device:
     return torch.device("cuda" if use_gpu else "cpu")
 
 
-def _set_threads(requested: int | None) -> None:
-    """Set PyTorch's threads: by default one per physical core, but at least one core stays free for the front end."""
-    spare = num_usable_cpus() - 1
-    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), spare)))
+def _set_threads(requested: int | None, device: torch.device) -> None:
+    """Set the number of PyTorch's threads, and log it if they compute the model.
+
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it.
+    """
+    cpus = usable_cpus()
+    default = min(torch.get_num_threads(), default_engine_threads(cpus, synchronous=True))
+    torch.set_num_threads(requested or default)
+    if device.type == "cpu":
+        log.info("%d threads compute on %s", requested or default, cpus)
 
 
 @contextmanager
