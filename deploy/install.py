@@ -1,8 +1,8 @@
 """Installs this source tree into `.venv` for `make setup`; shows one line for each step, and large downloads.
 
-PyPI's PyTorch for Linux needs gigabytes of CUDA libraries. Where there is no NVIDIA GPU, PyTorch is installed first, from
-its index of CPU builds alone, so that no newer version of another index can take its place; then all other packages are
-installed from pip's own index. Imports only the standard library.
+PyPI's PyTorch for Linux needs gigabytes of CUDA libraries. Where there is no NVIDIA GPU, PyTorch is installed first,
+from its index of CPU builds alone, so that no newer version of another index can take its place. All other packages
+come from pip's own index. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SOURCES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PI
 _MACHINES: Final = ("x86_64", "amd64", "aarch64", "arm64")
 _NOT_FOUND: Final = "No matching distribution found"
 # pip repeats a connection that failed, with a warning each.
-_RETRY: Final = "WARNING: Retrying "
+_RETRY: Final = "WARNING: Retrying ("
 _DOWNLOADING: Final = re.compile(rb"\s*Downloading ")
 _LARGE: Final = re.compile(rb"\([\d.]+ [MG]B\)")
 _BAR: Final = re.compile(
@@ -117,7 +117,7 @@ def choose(build: str, environment: Mapping[str, str]) -> tuple[bool, str]:
         return False, f"{given[0]} is set: PyTorch comes from there (make serve TORCH=cpu does not)"
     if has_nvidia_gpu():
         return False, ""
-    return True, "no NVIDIA GPU found; make serve TORCH=cuda for the other"
+    return True, "no NVIDIA GPU found; make serve TORCH=cuda takes the other one"
 
 
 def has_nvidia_gpu(root: Path = Path("/")) -> bool:
@@ -207,7 +207,7 @@ def _install_cpu_torch(python: Path, root: Path) -> bool:
         lines = errors.read().decode(errors="replace").splitlines(keepends=True)
     if status and any(_NOT_FOUND in line for line in lines):
         return False
-    sys.stderr.writelines(line for line in lines if not line.startswith(_RETRY))
+    sys.stderr.writelines(line for line in lines if _RETRY not in line)
     if status:
         raise InstallError
     return True

@@ -158,7 +158,7 @@ def _set_threads(requested: int | None, device: torch.device) -> None:
     default = min(torch.get_num_threads(), default_engine_threads(cpus, synchronous=True))
     torch.set_num_threads(requested or default)
     if device.type == "cpu":
-        log.info("%d threads compute on %s", requested or default, cpus)
+        log.info("threads: %d, for %s", requested or default, cpus)
 
 
 @contextmanager
