@@ -35,9 +35,8 @@ _NOT_FOUND: Final = "No matching distribution found"
 _RETRY: Final = "WARNING: Retrying ("
 _DOWNLOADING: Final = re.compile(rb"\s*Downloading ")
 _LARGE: Final = re.compile(rb"\([\d.]+ [MG]B\)")
-_BAR: Final = re.compile(
-    rb"\r|\s*(\x1b\[[\d;]*m)*(---|\xe2[\x94\x95])"
-)  # the last are lines in UTF-8
+# A bar consists of hyphens, or of line-drawing characters in UTF-8.
+_BAR: Final = re.compile(rb"\r|\s*(\x1b\[[\d;]*m)*(---|\xe2[\x94\x95])")
 _CURSOR: Final = re.compile(rb"\x1b\[\?25[hl]")  # hides and shows it
 
 
@@ -55,6 +54,8 @@ def main() -> None:
         install(options.torch, options.extras)
     except InstallError as error:
         sys.exit(f"error: {error}" if str(error) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as shells report it
 
 
 def install(build: str, extras: str = "", root: Path = ROOT) -> None:
@@ -70,9 +71,9 @@ def install(build: str, extras: str = "", root: Path = ROOT) -> None:
     """
     venv = root / ".venv"
     python = venv / "bin/python"
-    if not python.exists():
+    if not (venv / "bin/pip").exists():  # also if its creation was interrupted
         _say(f"Creating .venv with Python {platform.python_version()}")
-        # Not the `venv` module: Debian has it in a package of its own, and its message says which.
+        # As a command, because that says which of Debian's packages is missing.
         if subprocess.run([sys.executable, "-m", "venv", venv], check=False).returncode:
             raise InstallError
     installed = torch_version(venv)

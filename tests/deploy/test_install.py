@@ -29,7 +29,7 @@ class FakePip:
         self.commands, self.root = [], root
         self._cpu_status, self._cpu_error, self._own = cpu_status, cpu_error, own
         (root / ".venv/bin").mkdir(parents=True)
-        (root / ".venv/bin/python").touch()
+        (root / ".venv/bin/pip").touch()
         (root / "pyproject.toml").write_text(
             '[project]\ndependencies = ["torch-like>=1", "torch>=2.11,<2.14"]\n'
         )
