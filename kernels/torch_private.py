@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def has_bfloat16_instructions() -> bool:
-    """Whether the CPU has AVX-512 or AMX instructions for bfloat16.
+    """Whether the CPU is an x86 with AVX-512 or AMX instructions for bfloat16.
 
     PyTorch 2.13 reports it by the public `torch.cpu.get_capabilities`; 2.11 does not.
     """
@@ -22,8 +22,12 @@ def has_bfloat16_instructions() -> bool:
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices on this CPU; no public function reports it."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether oneDNN multiplies bfloat16 matrices on this CPU; no public function reports it.
+
+    A build of PyTorch without oneDNN has no such operator.
+    """
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

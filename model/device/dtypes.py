@@ -14,7 +14,7 @@ from kernels import GPUArch, detect
 from kernels.rope.cache import unsupported as layers_unsupported
 from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
-from model.device.cpu_dtype import prefers_bfloat16_on_cpu
+from model.device.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
 from model.errors import ModelError
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
         dtype: torch.dtype = getattr(torch, requested)
         return dtype
     if device.type == "cpu":
-        use_bfloat16 = prefers_bfloat16_on_cpu(config) and has_bfloat16_instructions()
+        has_bfloat16 = has_bfloat16_instructions() or arm_has_bfloat16()
+        use_bfloat16 = prefers_bfloat16_on_cpu(config) and has_bfloat16
         return torch.bfloat16 if use_bfloat16 else torch.float32
     return gpu_dtype(config, has_bfloat16=detect(device).has_bfloat16)
 

@@ -143,8 +143,8 @@ class Settings(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="threads of a forward pass on the CPU; default: one per physical core, at most the available cores "
-        "less one",
+        description="threads of a forward pass on the CPU; default: one per usable physical core, at most the usable "
+        "logical processors less one",
     )
     max_concurrent_requests: int | None = Field(
         None,

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from kernels import KernelError, detect
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
+from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.dtypes import (
     resolve_dtype,
     resolve_quantization,
@@ -31,7 +32,6 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
-from server.engine.runner.cpus import num_usable_cpus
 from server.engine.runner.device_errors import explain
 from server.engine.runner.runner_start import start_runner
 from server.engine.runner.startup_progress import Phases
@@ -71,7 +71,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             limits = _limits(config, model_config, device)
             quantization = _quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            threads = _set_threads(config.cpu_threads)
+            threads = _set_threads(config.cpu_threads, device, quantization)
         with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
                 Path(config.model_path),
@@ -168,18 +168,23 @@ def _quantization(config: EngineConfig, model: ModelConfig, device: torch.device
     return resolve_quantization(config.quantization, detect(device), config.dtype, unsupported)
 
 
-def _set_threads(requested: int | None) -> int:
-    """Set the threads of a step: PyTorch's, of which one core stays free for the front end, and the C library's.
+def _set_threads(requested: int | None, device: torch.device, quantization: str) -> int:
+    """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
-    PyTorch's threads wait for each other; those of the C library do not wait for one that has no core.
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it.
 
     Returns:
-        The threads of the C library.
+        The threads of the C library, which computes models in int8 and int4.
     """
-    cores = num_usable_cpus()
+    cpus = usable_cpus()
     most = torch.get_num_threads()
-    torch.set_num_threads(requested or max(1, min(most, cores - 1)))
-    return requested or max(1, min(most, cores))
+    torch_threads = requested or min(most, default_engine_threads(cpus, synchronous=True))
+    native_threads = requested or min(most, default_engine_threads(cpus, synchronous=False))
+    torch.set_num_threads(torch_threads)
+    if device.type == "cpu":
+        threads = native_threads if quantization in cpu_steps.BITS else torch_threads
+        log.info("threads: %d, for %s", threads, cpus)
+    return native_threads
 
 
 @contextmanager

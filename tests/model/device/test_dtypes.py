@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE, CPU
+from kernels.torch_private import onednn_has_bfloat16
 from model.checkpoint.config import ModelConfig
 from model.device.dtypes import resolve_dtype, resolve_quantization, weight_dtype
 from model.errors import ModelError
@@ -36,8 +37,23 @@ def test_a_cpu_uses_bfloat16_only_for_large_bfloat16_checkpoints(
     monkeypatch, num_layers, dtype, has_instructions, chosen
 ):
     monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: has_instructions)
+    monkeypatch.setattr("model.device.dtypes.arm_has_bfloat16", lambda: False)
 
     assert resolve_dtype("auto", config_of(num_layers, dtype), "cpu") is chosen
+
+
+def test_an_arm_processor_with_bfloat16_uses_it_like_an_x86(monkeypatch):
+    monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr("model.device.dtypes.arm_has_bfloat16", lambda: True)
+
+    assert resolve_dtype("auto", config_of(24, "bfloat16"), "cpu") is torch.bfloat16
+    assert resolve_dtype("auto", config_of(2, "bfloat16"), "cpu") is torch.float32
+
+
+def test_without_onednn_there_are_no_bfloat16_products(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+
+    assert not onednn_has_bfloat16()
 
 
 @pytest.mark.parametrize(
