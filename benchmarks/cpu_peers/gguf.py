@@ -62,17 +62,17 @@ def tensors(config: ModelConfig) -> list[Tensor]:
     """
     if config.architecture not in ARCHITECTURES or config.attention_bias or config.mlp_bias:
         raise ValueError(f"no GGUF is written for {config.architecture}, or one with biases")
-    hidden, mlp, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # The "llama" architecture rotates neighbouring pairs, a Hugging Face checkpoint the two halves of a head.
     pairs = ARCHITECTURES[config.architecture] == "llama"
     heads, kv_heads = (config.num_heads, config.num_kv_heads) if pairs else (0, 0)
     out = [
-        Tensor("token_embd", "model.embed_tokens", (vocabulary, hidden)),
+        Tensor("token_embd", "model.embed_tokens", (vocab, hidden)),
         Tensor("output_norm", "model.norm", (hidden,)),
     ]
     if not config.tie_word_embeddings:
-        out.append(Tensor("output", "lm_head", (vocabulary, hidden)))
+        out.append(Tensor("output", "lm_head", (vocab, hidden)))
     for i in range(config.num_layers):
         to, of = f"blk.{i}", f"model.layers.{i}"
         out += [
