@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks.cpu_peers.streams import (
+    MODEL_NAME,
     llama_body,
     memory_mib,
     tessera_body,
@@ -143,7 +144,7 @@ def llama_server(round_: Round, weights: str) -> Measured:
 
 def tessera_service(round_: Round, quantization: str) -> Measured:
     """Measure `tessera serve`."""
-    options = round_.settings(quantization)
+    options = [*round_.settings(quantization), f"--served-model-name={MODEL_NAME}"]
     with service(options, round_.environment) as (url, _):
         with urllib.request.urlopen(f"{url}/info") as reply:  # noqa: S310
             info = json.loads(reply.read())

@@ -7,13 +7,17 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Body = Callable[[list[int], int], dict[str, Any]]
+
+
+MODEL_NAME: Final = "peer"
+"""Name under which Tessera serves the model."""
 
 
 class StreamError(Exception):
@@ -23,8 +27,8 @@ class StreamError(Exception):
 def tessera_body(prompt: list[int], tokens: int) -> dict[str, Any]:
     """Return a request to Tessera's /v1/completions."""
     return {
-        "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True},
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
 
 
