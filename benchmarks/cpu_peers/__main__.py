@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,7 @@ import torch
 from benchmarks.cpu_peers import gguf, table
 from benchmarks.cpu_peers.build import CACHE, INSTRUCTION_SETS, VERSION, build
 from benchmarks.cpu_peers.contenders import CONTENDERS, Round
+from benchmarks.cpu_peers.other_load import LIMIT, other_load
 from benchmarks.cpu_peers.work import FORMATS, QUANTIZED, Work
 from benchmarks.report import add_bookkeeping, write_report
 from model.checkpoint.hub import BUNDLED
@@ -101,12 +103,15 @@ def measure(round_: Round, todo: list[Part], rounds: int, results: Results) -> N
         for part in list(todo):
             what = f"{round_.model}, {part.contender}, {part.weights}"
             try:
-                measured = CONTENDERS[part.contender](round_, part.weights)
+                with other_load() as load:
+                    measured = CONTENDERS[part.contender](round_, part.weights)
             # A contender is another program, which can fail in any way; the others go on.
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 results.fail(f"{what}, round {number + 1}", error)
                 todo.remove(part)
                 continue
+            if load:
+                measured.figures["other_cores"] = load[0]
             results.add(round_.model, part, measured)
             shown = "  ".join(f"{name}={value:.4g}" for name, value in measured.figures.items())
             print(f"{number + 1}/{rounds}  {what}: {shown}", flush=True)
@@ -165,6 +170,7 @@ def main() -> None:
         parser.error(f"--threads must be between 1 and {len(cores)}, the cores of this process")
     os.sched_setaffinity(0, cores[: options.threads])
     torch.set_num_threads(options.threads)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results are written
     results, made = Results(), None
     try:
         made = compare(options, results)
@@ -172,6 +178,10 @@ def main() -> None:
         results.fail("run", error)
     found = table.ratios(results.samples)
     print(table.render(found))
+    disturbed = {key: max(v) for key, v in results.samples.items() if key[-1] == "other_cores"}
+    for (model, contender, weights, _), most in disturbed.items():
+        if most > LIMIT:
+            print(f"WARNING: other programs used {most:.2f} cores: {model}, {contender}, {weights}")
     llama = None if made is None else {"llama-cpp-python": made.version, "flags": made.flags}
     isa = {"name": options.isa, "environment": INSTRUCTION_SETS[options.isa].environment}
     rows = table.rows(results.samples)

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 
 Figures = dict[str, float]
 """Figures of one round, by metric: `decode_N` and `http_N`, tokens per second of N streams; `prefill_N`, tokens per
-second of a prompt of N tokens; `<rss or pss>_<loaded or used>`, MiB."""
+second of a prompt of N tokens; `<rss or pss>_<loaded or used>`, MiB; `other_cores`, cores that other programs used."""
 
 _WARM_TOKENS = 8
+_TIMEOUT = 1800.0
+"""Seconds for one round of a contender without HTTP."""
 
 
 class Measured(NamedTuple):
@@ -186,7 +188,7 @@ def _output(command: list[str]) -> str:
     Raises:
         ContenderError: the program failed; with the last lines of its messages.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-5:])
         raise ContenderError(f"{command[0]} failed with status {done.returncode}: {last}")

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.cpu_peers.build import InstructionSet, build_folder, flags_of
 from benchmarks.cpu_peers.contenders import ContenderError, Round, read_llama_bench
+from benchmarks.cpu_peers.other_load import busy_seconds, other_load
 from benchmarks.cpu_peers.streams import descendants, memory_mib, tokens_of
 from benchmarks.cpu_peers.work import Work
 
@@ -85,3 +86,21 @@ def test_the_memory_of_a_process_includes_its_grandchildren():
 
     assert grandchild != child.pid
     assert memory["rss"] >= memory["pss"] > 1
+
+
+def test_busy_time_includes_stolen_time_but_no_idle_time():
+    assert busy_seconds("cpu  100 20 30 4000 500 6 7 80 900 900", 100) == 2.43
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_processor_time_of_a_child_is_no_other_load():
+    work = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"]
+    with other_load() as alone:
+        subprocess.run(work, check=True)
+    with subprocess.Popen([*work[:2], work[2].replace("0.5", "60")]) as other:
+        with other_load() as beside:
+            subprocess.run(work, check=True)
+        other.kill()
+
+    assert len(alone) == 1
+    assert beside[0] > 0.3
