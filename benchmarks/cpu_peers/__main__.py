@@ -59,12 +59,14 @@ class Results:
         samples: every figure.
         failures: texts; a part does not run again after its first failure.
         about: what contenders chose by themselves, by model, contender and weights.
+        build: of llama.cpp; None if it has no part or cannot be built.
     """
 
     def __init__(self) -> None:
         self.samples: table.Samples = {}
         self.failures: list[dict[str, Any]] = []
         self.about: dict[str, Any] = {}
+        self.build: LlamaBuild | None = None
 
     def add(self, model: str, part: Part, measured: Measured) -> None:
         """Add the figures of a part's round."""
@@ -117,28 +119,27 @@ def measure(round_: Round, todo: list[Part], rounds: int, results: Results) -> N
             print(f"{number + 1}/{rounds}  {what}: {shown}", flush=True)
 
 
-def compare(options: argparse.Namespace, results: Results) -> LlamaBuild | None:
-    """Measure all models and return the build of llama.cpp, None if it has no part or cannot be built."""
+def compare(options: argparse.Namespace, results: Results) -> None:
+    """Build llama.cpp if it takes part, and measure all models."""
     isa = INSTRUCTION_SETS[options.isa]
-    contenders, made = list(options.contenders), None
+    contenders = list(options.contenders)
     if set(contenders) & set(_LLAMA):
         try:
-            made = build(options.isa, cache=options.cache, version=options.llama_version)
+            results.build = build(options.isa, cache=options.cache, version=options.llama_version)
         except Exception as error:  # noqa: BLE001 - the other contenders go on
             results.fail("build of llama.cpp", error)
             contenders = [name for name in contenders if name not in _LLAMA]
     work = Work(tokens=options.tokens)
     for model in options.models:
-        round_ = Round(model, work, options.threads, isa.environment, made)
+        round_ = Round(model, work, options.threads, isa.environment, results.build)
         todo = parts(model, contenders, options.quantization, options.formats)
-        if made is not None:
+        if results.build is not None:
             try:
                 round_.files.update(model_files(round_, options.cache, options.formats))
             except Exception as error:  # noqa: BLE001 - the other contenders go on
                 results.fail(f"{model}, GGUF files", error)
                 todo = [part for part in todo if part.contender not in _LLAMA]
         measure(round_, todo, options.rounds, results)
-    return made
 
 
 def main() -> None:
@@ -171,9 +172,9 @@ def main() -> None:
     os.sched_setaffinity(0, cores[: options.threads])
     torch.set_num_threads(options.threads)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that results are written
-    results, made = Results(), None
+    results = Results()
     try:
-        made = compare(options, results)
+        compare(options, results)
     except KeyboardInterrupt as error:
         results.fail("run", error)
     found = table.ratios(results.samples)
@@ -182,6 +183,7 @@ def main() -> None:
     for (model, contender, weights, _), most in disturbed.items():
         if most > LIMIT:
             print(f"WARNING: other programs used {most:.2f} cores: {model}, {contender}, {weights}")
+    made = results.build
     llama = None if made is None else {"llama-cpp-python": made.version, "flags": made.flags}
     isa = {"name": options.isa, "environment": INSTRUCTION_SETS[options.isa].environment}
     rows = table.rows(results.samples)
