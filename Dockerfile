@@ -65,6 +65,7 @@ RUN --mount=type=cache,target=/build/.cache/pip \
 
 FROM venv AS wheel
 COPY pyproject.toml README.md LICENSE ./
+COPY deploy/build_native.py deploy/
 COPY kernels kernels
 COPY model model
 COPY server server

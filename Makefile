@@ -1,6 +1,9 @@
 # All commands for development and CI; `make help` lists them.
 PYTHON ?= python3
 BIN := .venv/bin
+# Build of PyTorch: cpu, cuda, default (what pip's index has), or auto, which is cpu where there is no NVIDIA GPU and no
+# variable tells pip where to find packages. The last choice is kept.
+TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),auto)
 # Extra arguments for `tessera serve`, e.g. make serve ARGS="--port 9000"
 ARGS ?=
 # Folders or files of tests, e.g. make test TESTS=tests/http, and the number of processes that run them
@@ -9,19 +12,24 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev serve test test-slow test-gpu check audit sbom format docs bench clean
+.PHONY: other-torch help setup dev serve test test-slow test-gpu check audit sbom format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-.venv/.installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer, found " + sys.version)'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+# Another choice than the last one installs again.
+ifeq ($(filter auto $(shell cat .venv/.torch 2>/dev/null),$(TORCH)),)
+.venv/.installed: other-torch
+endif
+
+# The C sources too, because an installation compiles them.
+.venv/.installed: pyproject.toml $(wildcard kernels/cpu/native/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer, found " + sys.version)'
+	@$(PYTHON) deploy/install.py --torch $(TORCH)
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	@$(PYTHON) deploy/install.py --torch $(TORCH) --extras test,dev
 	@touch $@
 
 setup: .venv/.installed ## Make .venv and install Tessera into it

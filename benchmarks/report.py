@@ -49,6 +49,7 @@ def write_report(
         The path of the file.
     """
     script = Path(sys.argv[0])
+    script = script.parent if script.stem == "__main__" else script  # of a package
     on_gpu = device == "cuda"
     record = result.record(
         topic,

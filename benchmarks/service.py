@@ -35,15 +35,37 @@ def service(
     Raises:
         SystemExit: the service exited before it was ready.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start = time.perf_counter()
+    port = free_port()
     changed = ["env", *(f"{name}={value}" for name, value in (environment or {}).items())]
     command = [*changed, sys.executable, "-m", *program, f"--port={port}"]
-    process = subprocess.Popen(
-        [*command, "--log-level=warning", "--enable-prefix-caching=false", *options]
-    )
+    quiet = ["--log-level=warning", "--enable-prefix-caching=false"]
+    with serving([*command, *quiet, *options], port) as started:
+        yield started
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], port: int) -> Iterator[tuple[str, float]]:
+    """Run a server.
+
+    Args:
+        command: starts a server with a GET /health.
+        port: on which it listens.
+
+    Yields:
+        The URL, and the seconds from starting the command to the first 200 of /health.
+
+    Raises:
+        SystemExit: the server exited before it was ready.
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
         while True:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def has_bfloat16_instructions() -> bool:
-    """Whether the CPU has AVX-512 or AMX instructions for bfloat16.
+    """Whether the CPU is an x86 with AVX-512 or AMX instructions for bfloat16.
 
     PyTorch 2.13 reports it by the public `torch.cpu.get_capabilities`; 2.11 does not.
     """
@@ -22,8 +22,12 @@ def has_bfloat16_instructions() -> bool:
 
 
 def onednn_has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices on this CPU; no public function reports it."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether oneDNN multiplies bfloat16 matrices on this CPU; no public function reports it.
+
+    A build of PyTorch without oneDNN has no such operator.
+    """
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def onednn_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -121,3 +125,12 @@ def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
 def add_all(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float) -> None:
     """Add `factor` times the other tensors in place, in a few launches."""
     torch._foreach_add_(list(tensors), list(others), alpha=factor)
+
+
+def cpu_features() -> frozenset[str]:
+    """Names of the CPU's instruction sets, as `torch.cpu.get_capabilities` of PyTorch 2.13 gives them.
+
+    PyTorch 2.11 lacks that function; its internal C function has the same result.
+    """
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return frozenset(name for name, has in found.items() if has is True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LogFormat: TypeAlias = Literal["text", "json"]
 
+_HUB_REPLIES = "huggingface_hub.utils._http"
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 _is_plain = re.compile(r"[A-Za-z0-9._:/@+,;~%{}*-]+").fullmatch
 
@@ -45,6 +46,12 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     logging.logAsyncioTasks = False  # type: ignore[attr-defined] # from Python 3.12 on
     for chatty in ("httpx", "httpcore", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger(_HUB_REPLIES).addFilter(_is_problem)
+
+
+def _is_problem(record: logging.LogRecord) -> bool:
+    """Whether a warning that the Hugging Face Hub sent is about a problem: a public model needs no token."""
+    return "unauthenticated requests" not in record.getMessage()
 
 
 @contextlib.contextmanager

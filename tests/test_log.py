@@ -1,5 +1,6 @@
 """The log's two formats."""
 
+import importlib
 import json
 import logging
 import re
@@ -121,3 +122,15 @@ def test_a_message_of_fields_is_a_line_of_text(written):
 )
 def test_a_value_from_outside_is_quoted_unless_it_is_plain(value, shown):
     assert quoted(value) == shown
+
+
+def test_the_hubs_advice_to_log_in_is_not_logged_but_its_other_warnings_are(capsys):
+    configure_logging("info", "text")
+    replies = importlib.import_module("huggingface_hub.utils._http").logger
+
+    replies.warning("You are sending unauthenticated requests to the HF Hub.")
+    replies.warning("This repository has moved.")
+
+    written = capsys.readouterr().err
+    assert "unauthenticated" not in written
+    assert "has moved" in written

@@ -92,12 +92,15 @@ def _name_compiler() -> None:
 
 
 @contextlib.contextmanager
-def compile_ahead() -> Iterator[None]:
+def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     """Compile the kernels that are launched inside without launching them; on leaving, all of them are compiled.
 
     The outputs of the kernels stay unwritten, so nothing inside may depend on their values, for example as an index.
     Only one thread may use it at a time. Without Triton it does nothing. A kernel that fails to compile does not stop
     the others.
+
+    Args:
+        num_threads: compile at the same time, at most 32; None means as many as the machine has processors.
 
     Raises:
         Exception: on leaving, the exception raised inside; else the compiler's error for the first kernel that failed.
@@ -119,7 +122,8 @@ def compile_ahead() -> Iterator[None]:
             kernel.result(ignore_errors=True)
         return kernel
 
-    threads, before = min(_MOST_THREADS, os.cpu_count() or 1), active_mode.get()
+    threads = min(_MOST_THREADS, num_threads or os.cpu_count() or 1)
+    before = active_mode.get()
     try:
         with (
             ThreadPoolExecutor(threads) as workers,

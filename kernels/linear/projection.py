@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from kernels.arch import GPUArch
     from kernels.linear.select import LinearChoice
 
-__all__ = ["LinearWeights", "Norm", "Projection", "Residual", "bind_norm", "bind_projection"]
+__all__ = [
+    "FixedProjection",
+    "LinearWeights",
+    "Norm",
+    "Projection",
+    "Residual",
+    "bind_norm",
+    "bind_projection",
+]
 
 
 class Residual(NamedTuple):
@@ -135,7 +143,7 @@ def bind_projection(
     spec = select_linear(problem, arch).spec
     if spec.any_rows:
         product = _load(spec.target)(weights, problem)
-        return _FixedProjection(product, norm, gated=gated, copies_weights=spec.copies_weights)
+        return FixedProjection(product, norm, gated=gated, copies_weights=spec.copies_weights)
     return _RowProjection(weights, problem, norm, arch)
 
 
@@ -153,8 +161,17 @@ def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual],
     return functools.partial(_add_and_normalize, norm, pdl=pdl)
 
 
-class _FixedProjection:
-    """One product for any number of rows; norm, gate and residual in PyTorch. Differentiable if the product is."""
+class FixedProjection:
+    """A projection by one product for any number of rows; norm, gate and residual in PyTorch.
+
+    Differentiable if the product is.
+
+    Args:
+        multiply: the product, from [..., C] to [..., N].
+        norm: of the residual stream in `from_residual`.
+        gated: whether the output of `from_residual` is silu(gate) * up.
+        copies_weights: as in `Projection`.
+    """
 
     row_counts: tuple[int, ...] = ()
 
@@ -172,21 +189,26 @@ class _FixedProjection:
         self._gated = gated
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
+        """See `Projection.from_residual`."""
         assert self._norm is not None
         y = self._multiply(rms_norm(residual.hidden, *self._norm))
         return silu_and_mul(y) if self._gated else y, residual
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        """See `Projection.to_residual`."""
         return Residual(residual.hidden + self._multiply(x))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Projection.__call__`."""
         y = self._multiply(x)
         return y if out is None else out.copy_(y)
 
     def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """See `Projection.argmax`."""
         return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]
 
     def prefetches(self, _rows: int, /) -> bool:
+        """See `Projection.prefetches`."""
         return False
 
 

@@ -6,7 +6,7 @@ docs/decisions/0004-cpu-dtype.md has the measurements for the choice on a CPU.
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -14,11 +14,15 @@ from kernels import GPUArch, detect
 from kernels.rope.cache import unsupported as layers_unsupported
 from kernels.torch_private import has_bfloat16_instructions
 from model.checkpoint.config import DTYPES, ModelConfig
-from model.device.cpu_dtype import prefers_bfloat16_on_cpu
+from model.device.cpu_dtype import arm_has_bfloat16, prefers_bfloat16_on_cpu
 from model.errors import ModelError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 KV_DTYPES: Final = ("auto", "fp8")
-QUANTIZATIONS: Final = ("none", "fp8")
+QUANTIZATIONS: Final = ("auto", "none", "fp8", "int8", "int4")
+CPU_QUANTIZATIONS: Final = ("int8", "int4")
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +55,8 @@ def resolve_dtype(requested: str, config: ModelConfig, device: torch.device | st
         dtype: torch.dtype = getattr(torch, requested)
         return dtype
     if device.type == "cpu":
-        use_bfloat16 = prefers_bfloat16_on_cpu(config) and has_bfloat16_instructions()
+        has_bfloat16 = has_bfloat16_instructions() or arm_has_bfloat16()
+        use_bfloat16 = prefers_bfloat16_on_cpu(config) and has_bfloat16
         return torch.bfloat16 if use_bfloat16 else torch.float32
     return gpu_dtype(config, has_bfloat16=detect(device).has_bfloat16)
 
@@ -71,30 +76,71 @@ def resolve_kv_dtype(requested: str, dtype: torch.dtype) -> torch.dtype:
     return dtype if requested == "auto" else torch.float8_e4m3fn
 
 
-def resolve_weight_dtype(requested: str, dtype: torch.dtype, arch: GPUArch) -> torch.dtype | None:
-    """Select the dtype of quantized layer matrices.
+def resolve_quantization(
+    requested: str, arch: GPUArch, dtype: str, unsupported_on_cpu: Callable[[], tuple[str, ...]]
+) -> str:
+    """Select the quantization of the weights.
+
+    "auto" is "int8" on a CPU that can serve the model so, else "none". A requested dtype is that of weights,
+    activations and KV cache, which "int8" and "int4" determine themselves; so "auto" with one is "none".
 
     Args:
-        requested: "none", or "fp8" for float8_e4m3fn with a scale for each output.
-        dtype: dtype of the model.
-        arch: architecture that the model runs on.
+        requested: one of `QUANTIZATIONS`.
+        arch: the processor.
+        dtype: of the model, as requested.
+        unsupported_on_cpu: lists why this CPU cannot serve the model with "int8" and "int4".
 
     Returns:
-        The `weight_dtype` of `DecoderLM`; None for no quantization.
+        "none", "fp8", "int8" or "int4".
 
     Raises:
-        ModelError: `requested` is neither, or the processor cannot multiply by such matrices.
+        ModelError: `requested` is none of them, or the processor, the model or `dtype` does not allow it; names every
+            reason.
     """
     if requested not in QUANTIZATIONS:
         raise ModelError(f"quantization {requested!r} is none of {', '.join(QUANTIZATIONS)}")
-    if requested == "none":
-        return None
-    if reasons := layers_unsupported(str(dtype).removeprefix("torch."), arch):
+    if requested == "auto":
+        exact = not arch.is_cpu or dtype != "auto" or unsupported_on_cpu()
+        return "none" if exact else "int8"
+    if requested == "fp8":
+        _check_float8(arch)
+    if requested in CPU_QUANTIZATIONS:
+        _check_integers(requested, arch, dtype, unsupported_on_cpu)
+    return requested
+
+
+def _check_float8(arch: GPUArch) -> None:
+    if reasons := layers_unsupported("bfloat16", arch):
         raise ModelError(
             f"quantization fp8: weights in FP8 are for our GPU kernels, and this processor has none: {reasons[0]}; "
-            "set quantization to none"
+            f"set quantization to {'int8, int4, auto or none' if arch.is_cpu else 'none'}"
         )
-    return torch.float8_e4m3fn
+
+
+def _check_integers(
+    requested: str, arch: GPUArch, dtype: str, unsupported_on_cpu: Callable[[], tuple[str, ...]]
+) -> None:
+    if not arch.is_cpu:
+        raise ModelError(
+            f"quantization {requested}: weights in int8 and int4 are for a CPU, and {arch.name} is a GPU; "
+            "set quantization to fp8, none or auto"
+        )
+    reasons = unsupported_on_cpu()
+    if dtype != "auto":
+        reasons = (f"it determines the dtypes, so set dtype to auto, not {dtype}", *reasons)
+    if reasons:
+        raise ModelError(f"quantization {requested}: {'; '.join(reasons)}; or set it to none")
+
+
+def stored_dtype(config: ModelConfig) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights, for weights that are quantized as they are stored."""
+    dtype: torch.dtype = getattr(torch, config.dtype if config.dtype in DTYPES else "float32")
+    return dtype
+
+
+def weight_dtype(quantization: str) -> torch.dtype | None:
+    """Return the `weight_dtype` of `DecoderLM` for a resolved quantization."""
+    return torch.float8_e4m3fn if quantization == "fp8" else None
 
 
 def gpu_dtype(config: ModelConfig, *, has_bfloat16: bool) -> torch.dtype:

@@ -19,7 +19,7 @@ from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Norm, Residual, bind_norm, bind_projection
 from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
-from model.network import single_launch
+from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
 from model.network.layers import DecoderLayer, layer_forward
 from model.network.metadata import AttentionMetadata
@@ -102,15 +102,24 @@ class DecoderLM(nn.Module):
         self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
         self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
+        self.cpu_steps: cpu_steps.CPUSteps | None = None
 
-    def optimize(self) -> None:
+    def optimize(self, quantization: str = "none", threads: int = 1) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
 
         Afterwards the model cannot be trained. On a CPU it cannot be saved either, because the matrices are replaced by
         copies in the processor's packed layout. A tied head is copied too, because the embedding is still read row by
         row.
+
+        Args:
+            quantization: "int8" or "int4" quantizes all matrices for the C library, on a CPU whose
+                `model.network.cpu_steps.unsupported` is empty; others leave the matrices as they are.
+            threads: that compute a step in the C library.
         """
         if self.is_packed:
+            return
+        if quantization in cpu_steps.BITS:
+            self._quantize(quantization, threads)
             return
         self._bound = self._bind(trainable=False)
         if all(layer.qkv.copies_weights for layer in self._bound.layers):
@@ -123,6 +132,9 @@ class DecoderLM(nn.Module):
 
         Without this call, a step reserves every position that its cache can hold.
         """
+        if self.cpu_steps is not None:
+            self.cpu_steps.reserve_positions(num_positions)
+            return
         parameter = self.embed_tokens
         self.rope.reserve(num_positions, parameter.dtype, parameter.device)
         self._positions_reserved = True
@@ -150,6 +162,9 @@ class DecoderLM(nn.Module):
             `out` if it is given, else the new logits.
         """
         rows, _, prompt_seqs, _, num_logits, shared_blocks = step.bucket
+        if self.cpu_steps is not None:
+            assert out is None, "steps on a CPU are not recorded"
+            return StepOutput(self.cpu_steps.step(step, kv_cache, sampled))
         if rows == num_logits == 1 and not prompt_seqs and not shared_blocks:
             kernel = self._step_kernel(kv_cache)
             if kernel is not None:
@@ -171,6 +186,8 @@ class DecoderLM(nn.Module):
             kv_cache: as for `step`.
             sampled: as for `step`.
         """
+        if self.cpu_steps is not None:
+            return self.cpu_steps.hidden_states(step, kv_cache, sampled)
         arrays, metadata = step.device, self.plan_step(step, kv_cache)
         hidden: Tensor = self(arrays.token_ids, arrays.positions, kv_cache, metadata, sampled)
         return hidden
@@ -258,6 +275,9 @@ class DecoderLM(nn.Module):
         Returns:
             [..., vocab_size] in the parameters' dtype; `out` if it is given.
         """
+        if self.cpu_steps is not None:
+            logits = self.cpu_steps.logits(hidden)
+            return logits if out is None else out.copy_(logits)
         return self._bound.head(hidden, out)
 
     def argmax(self, hidden: Tensor, logits: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
@@ -400,6 +420,32 @@ class DecoderLM(nn.Module):
                     parameter.zero_()
                 else:
                     parameter.fill_(1.0)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of a KV cache that is not quantized."""
+        if self.cpu_steps is None:
+            return self.embed_tokens.dtype
+        dtype: torch.dtype = getattr(torch, cpu_steps.CACHE_DTYPE)
+        return dtype
+
+    def _quantize(self, quantization: str, threads: int) -> None:
+        """Replace all matrices by quantized copies for the C library."""
+        self._bound = self._bound._replace(layers=[])
+        self.cpu_steps = cpu_steps.CPUSteps(
+            self.config,
+            self.decoder_layers,
+            self.norm,
+            self._head,
+            self.embed_tokens,
+            quantization,
+            threads,
+        )
+        self.lm_head = None
+        # Without rows: it still says that activations are float32 on a CPU.
+        self.embed_tokens = nn.Parameter(
+            torch.empty(0, self.config.hidden_size), requires_grad=False
+        )
 
     def _run_layers(
         self, layers: list[BoundLayer], residual: Residual, attention: Attention

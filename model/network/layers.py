@@ -149,4 +149,8 @@ class DecoderLayer(nn.Module):
     def drop_matrices(self) -> None:
         """Delete the matrices, once the bound projections have copies of them."""
         for name in ("qkv", "output", "gate_up", "down"):
-            self.register_parameter(name, None)
+            self.drop_matrix(name)
+
+    def drop_matrix(self, name: str) -> None:
+        """Delete one matrix, once there is a copy of it."""
+        self.register_parameter(name, None)

@@ -97,6 +97,26 @@ def read_library(folder: Path) -> tuple[list[SourceFile], dict[str, int]]:
     return files, dropped
 
 
+def read_files(folder: Path, paths: Iterable[str]) -> list[SourceFile]:
+    """Read files of a standard library folder, such as the held-out ones of another run.
+
+    Args:
+        folder: such as `lib/python3.11`; its name labels the version.
+        paths: relative to `folder`.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is not usable; names it and the reason.
+    """
+    files = []
+    for path in paths:
+        text, reason = _read_source(folder / path, path)
+        if reason:
+            raise ValueError(f"{folder / path} is not usable: {reason}")
+        files.append(SourceFile(folder.name, path, text))
+    return files
+
+
 def build_corpus(folders: Sequence[Path], held_out_share: float, seed: int) -> Corpus:
     """Collect, split by whole files, remove near-duplicates and cut fragments.
 

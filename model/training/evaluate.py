@@ -6,7 +6,7 @@ import argparse
 import ast
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +113,27 @@ def file_bits(model: DecoderLM, ids: Sequence[int]) -> float:
     """Return the information content of a file's tokens after the leading separator, in bits."""
     device = model.embed_tokens.device
     total = 0.0
+    for tokens, context in scoring_windows(ids):
+        window = torch.tensor(tokens, device=device)
+        logits = model_logits(model, window[None, :-1])[0, context:].float()
+        targets = window[1 + context :]
+        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+    return total / math.log(2)
+
+
+def scoring_windows(ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
+    """Cut a file's tokens into windows in which every token after the first is scored once.
+
+    Yields:
+        A window of at most `CONTEXT_LENGTH` inputs and the target of the last, and the number of its first inputs whose
+        targets are not scored, because the window before it scores them.
+    """
     scored = 0
     while scored < len(ids) - 1:
         first = max(0, scored - STRIDE)
-        window = torch.tensor(ids[first : first + CONTEXT_LENGTH + 1], device=device)
-        logits = model_logits(model, window[None, :-1])[0, scored - first :].float()
-        targets = window[1 + scored - first :]
-        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-        scored += len(targets)
-    return total / math.log(2)
+        window = ids[first : first + CONTEXT_LENGTH + 1]
+        yield window, scored - first
+        scored = first + len(window) - 1
 
 
 def header_completions(

@@ -16,8 +16,9 @@ import torch
 from kernels import FP8, KernelError, detect
 from kernels.arch import CATALOGUE
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_weight_dtype
+from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, weight_dtype
 from model.errors import ModelError
+from model.network import cpu_steps
 from model.network.decoder import DecoderLM
 from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.model_plan import explain_model
@@ -68,10 +69,16 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
     """
     config = ModelConfig.from_folder(folder)
     dtype = _dtype(settings.dtype, config, arch)
-    weight_dtype = resolve_weight_dtype(settings.quantization, dtype, arch)
-    model = DecoderLM(config, dtype, "meta", weight_dtype)
     kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
-    return explain_model(model, settings.block_size, arch, kv_dtype)
+    quantization = resolve_quantization(
+        settings.quantization,
+        arch,
+        settings.dtype,
+        lambda: ("the KV cache is in FP8",) if kv_dtype else cpu_steps.unsupported(config),
+    )
+    model = DecoderLM(config, dtype, "meta", weight_dtype(quantization))
+    in_c = quantization if quantization in cpu_steps.BITS else None
+    return explain_model(model, settings.block_size, arch, kv_dtype, in_c)
 
 
 class _NoDeviceError(Exception):
@@ -102,7 +109,7 @@ def render(report: PlanReport, model: str) -> str:
         report: the plan.
         model: the model's name.
     """
-    lines = [_processor(report), _shape(report, model)]
+    lines = [_processor(report), *_wrapped("", _shape(report, model))]
     for phase in report.phases:
         lines += ["", *_phase(phase, report)]
     return "\n".join([*lines, "", *_wrapped("", f"one sequence is decoded {report.one_sequence}")])

@@ -78,6 +78,7 @@ def serve(
         chat_template = settings.chat_template and read_template(settings.chat_template)
     except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
         fail(str(error))
+    log.info("starting with the model %s", settings.model)
     limits = HTTPConfig(
         model_id=settings.model,
         served_model_names=settings.served_model_name,

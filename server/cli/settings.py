@@ -80,10 +80,12 @@ class Settings(BaseModel):
         description="dtype of the weights, and of the KV cache unless --kv-cache-dtype sets it; auto uses the "
         "checkpoint's dtype on a GPU and the faster one on a CPU",
     )
-    quantization: Literal["none", "fp8"] = Field(
-        "none",
-        description="fp8 rounds the layers' weights to float8_e4m3fn with a scale per output when they are loaded: "
-        "half the memory, and faster steps on GPUs from sm_89 on; needs a GPU from sm_80 on",
+    quantization: Literal["auto", "none", "fp8", "int8", "int4"] = Field(
+        "auto",
+        description="of the weights when they are loaded. On a CPU int8 and int4: the layers' weights in 8 or 4 bits, "
+        "embedding and head in 8; auto is int8 there, unless --dtype is set or the model is not supported. On a GPU "
+        "fp8: the layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from "
+        "sm_89 on, not below sm_80; auto is none there",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
@@ -141,8 +143,8 @@ class Settings(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="threads of a forward pass on the CPU; default: one per physical core, at most the available cores "
-        "less one",
+        description="threads of a forward pass on the CPU; default: one per usable physical core, at most the usable "
+        "logical processors less one",
     )
     max_concurrent_requests: int | None = Field(
         None,

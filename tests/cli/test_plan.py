@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels.arch import CATALOGUE
+from kernels.cpu.library import load
 from model.checkpoint.hub import resolve
 from server.cli.plan import WIDTH, render
 from server.engine.core.plan_report import PlanReport
@@ -29,9 +30,16 @@ def checkpoint(tmp_path):
     return make
 
 
+@pytest.fixture
+def cpu_library():
+    """Skip the test where the CPU library is not built for this processor."""
+    if isinstance(found := load(), str):
+        pytest.skip(found)
+
+
 @pytest.mark.parametrize("arch", CATALOGUE)
 def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
-    status, out, err = tessera("plan", "--arch", arch)
+    status, out, err = tessera("plan", "--quantization=none", "--arch", arch)
 
     assert (status, err) == (0, "")
     assert out.startswith(CATALOGUE[arch].name)
@@ -57,10 +65,12 @@ def test_the_plan_names_a_kernels_flash_attention_generation(tessera):
     assert "prefill: torch_prefill (PyTorch)\n" in tessera("plan", "--arch=t4")[1]
 
 
+@pytest.mark.parametrize("quantization", ["none", "auto"])
 @pytest.mark.parametrize("arch", CATALOGUE)
-def test_the_printed_plan_has_every_reason_and_launch_within_its_width(tessera, arch):
-    plan = json.loads(tessera("plan", "--arch", arch, "--json")[1])
-    text = tessera("plan", "--arch", arch)[1]
+def test_the_printed_plan_has_every_reason_and_launch_within_its_width(tessera, arch, quantization):
+    asked = ("plan", "--arch", arch, "--quantization", quantization)
+    plan = json.loads(tessera(*asked, "--json")[1])
+    text = tessera(*asked)[1]
 
     words = [line[:8].strip() for line in text.splitlines()]
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -93,11 +103,49 @@ def test_a_gpu_with_unknown_peaks_has_a_plan():
 
 
 def test_without_arch_the_plan_is_for_this_machine(tessera):
-    status, out, _ = tessera("plan", "--device=cpu")
+    status, out, _ = tessera("plan", "--device=cpu", "--quantization=none")
 
     assert status == 0
     assert "peaks not known" in out
     assert "torch_decode" in out
+
+
+def test_weights_on_a_cpu_are_int8_by_default_where_the_cpu_library_supports_the_model(
+    tessera, checkpoint, cpu_library
+):
+    plan = json.loads(tessera("plan", "--device=cpu", "--json")[1])
+    odd = tessera("plan", "--device=cpu", "--json", f"--model={checkpoint(head_dim=48)}")
+
+    assert plan["weight_dtype"] == "int8"
+    assert [phase["kernel"] for phase in plan["phases"]] == ["cpu_step", "cpu_step"]
+    assert json.loads(odd[1])["weight_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_integer_weights_are_in_the_plan_of_a_cpu_and_refused_on_a_gpu(
+    tessera, quantization, cpu_library
+):
+    asked = ("plan", "--quantization", quantization, "--arch")
+
+    planned = json.loads(tessera(*asked, "cpu", "--json")[1])["weight_dtype"]
+    status, _, error = tessera(*asked, "h100")
+
+    assert planned == quantization
+    assert status == 1
+    assert f"quantization {quantization}: weights in int8 and int4 are for a CPU" in error
+
+
+def test_a_model_that_the_cpu_library_does_not_support_is_refused_with_the_reasons(
+    tessera, checkpoint
+):
+    asked = ("plan", "--device=cpu", "--quantization=int8")
+
+    status, _, error = tessera(*asked, f"--model={checkpoint(head_dim=48)}")
+
+    assert status == 1
+    assert "quantization int8: " in error
+    assert "heads of 48" in error
+    assert "or set it to none" in error
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -147,7 +195,7 @@ def test_the_json_equals_the_reply_of_the_service(tessera):
     ("arch", "dtype"), [("t4", "float16"), ("a100", "bfloat16"), ("cpu", "float32")]
 )
 def test_the_plan_has_the_dtype_that_the_service_would_choose(tessera, arch, dtype):
-    _, out, _ = tessera("plan", "--arch", arch)
+    _, out, _ = tessera("plan", "--quantization=none", "--arch", arch)
 
     assert f"bundled in {dtype}:" in out
 
@@ -192,7 +240,7 @@ def test_a_configuration_alone_is_enough_for_a_plan(tessera, checkpoint):
     status, out, _ = tessera("plan", "--arch=h100", "--model", folder)
 
     assert status == 0
-    assert "28 query heads, 4 key-value heads, head dim 128" in out
+    assert "28 query heads, 4 key-value heads, head dim 128" in " ".join(out.split())
 
 
 def test_an_unsupported_head_dim_is_refused_and_the_supported_ones_are_listed(tessera, checkpoint):

@@ -53,7 +53,9 @@ def test_the_engine_is_measured_without_http_and_a_profile_of_its_steps_adds_up(
 
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "cpu-engine-bundled-abc.json").read_text())
-    assert result["plan"] == {"prefill": "torch_prefill", "decode": "torch_decode"}
+    by_library = {"int8": ("cpu_step", "cpu_step"), "none": ("torch_prefill", "torch_decode")}
+    assert tuple(result["plan"].values()) == by_library[result["quantization"]]
+    assert list(result["plan"]) == ["prefill", "decode"]
     found = [(row["model"], row["metric"], row["batch"]) for row in result["rows"]]
     assert found == [
         ("bundled", "ready_s", 1),

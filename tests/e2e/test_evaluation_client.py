@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import model
+from tests.e2e.conftest import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -19,12 +20,21 @@ LINES = [line + "\n" for line in SOURCE.split("\n")]
 PAIRS = [("".join(LINES[i - 10 : i]), LINES[i]) for i in range(12, 60, 3) if LINES[i].strip()]
 
 
+@pytest.fixture(scope="module")
+def exact_service():
+    """The bundled model without quantization, whose figures are those of float32."""
+    service = Service(["--device=cpu", "--quantization=none"])
+    service.wait_until_healthy()
+    yield service
+    service.stop()
+
+
 @pytest.fixture
-def client(bundled_service):
+def client(exact_service):
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     models = pytest.importorskip("lm_eval.models.openai_completions")
     return models.LocalCompletionsAPI(
-        model="bundled", base_url=f"{bundled_service.url}/v1/completions", tokenizer=CHECKPOINT,
+        model="bundled", base_url=f"{exact_service.url}/v1/completions", tokenizer=CHECKPOINT,
         tokenizer_backend="huggingface", max_length=512, batch_size=4,
     )  # fmt: skip
 

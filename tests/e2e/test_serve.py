@@ -66,7 +66,9 @@ def test_the_service_and_the_plan_command_report_the_same_plan(bundled_service):
     plan = httpx.get(f"{bundled_service.url}/plan").json()
 
     assert plan == json.loads(printed)
-    assert [phase["kernel"] for phase in plan["phases"]] == ["torch_prefill", "torch_decode"]
+    served = httpx.get(f"{bundled_service.url}/info").json()["quantization"]
+    by_library = {"int8": ["cpu_step", "cpu_step"], "none": ["torch_prefill", "torch_decode"]}
+    assert [phase["kernel"] for phase in plan["phases"]] == by_library[served]
     assert bundled_service.metric("tessera_attention_plan_info") == 1
 
 

@@ -24,7 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_id: name of the model as the operator gave it.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32", "bfloat16" or "float16".
-        quantization: "none" or "fp8".
+        quantization: as the setting of that name.
         load_format: "auto", "safetensors" or "dummy".
         max_model_len: limit of prompt and output tokens of a sequence; None uses the model's own limit.
         max_num_seqs: limit of sequences that run at the same time; None uses the device's default.
@@ -66,7 +66,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a started engine; constant until it is restarted.
 
     Attributes:
-        quantization: of the layers' weights, as in `EngineConfig`.
+        quantization: of the weights: "none", "fp8", "int8" or "int4".
         max_model_len: limit of prompt and output tokens by the model.
         max_total_tokens: limit of one request's tokens: the smaller of `max_model_len` and the KV cache's capacity.
         num_blocks: blocks of `block_size` tokens in the KV cache.

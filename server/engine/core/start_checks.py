@@ -46,13 +46,18 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         )
     if config.device == "cpu" or has_gpu is False:
         _check_on_cpu(config, model)
+    elif (config.device == "cuda" or has_gpu) and config.quantization in ("int8", "int4"):
+        raise StartupError(
+            f"--quantization {config.quantization}: weights in int8 and int4 are for a CPU, and this service runs on a "
+            "GPU; use --quantization fp8, none or auto, or --device cpu"
+        )
 
 
 def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
     if config.quantization == "fp8":
         raise StartupError(
             "--quantization fp8: weights in FP8 are for our GPU kernels, and this service runs on the CPU; "
-            "use --quantization none"
+            "use --quantization int8, int4, none or auto"
         )
     value_bytes = _cache_value_bytes(config, model)
     if value_bytes is None or (config.kv_cache_tokens is None and config.kv_cache_gib is None):

@@ -8,9 +8,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
+from model.device.cpus import usable_cpus
 from model.sampling.grammar import GrammarMatcher, GrammarTokenizer, TokenMasker, compile_matcher
 from model.text.tokenizer import Tokenizer
-from server.engine.runner.cpus import num_usable_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Grammars:
         self._masker: TokenMasker | None = None
         self._compiled: OrderedDict[str, list[_Compiled]] = OrderedDict()
         # One core stays free for the engine's thread.
-        self._num_masking = max(1, min(_MOST_MASKING, num_usable_cpus() - 1))
+        self._num_masking = max(1, min(_MOST_MASKING, usable_cpus().logical - 1))
 
     def compile(self, grammar: str) -> Future[Matcher]:
         """Start to compile a serialized grammar. The future raises a `ModelError` if that fails."""

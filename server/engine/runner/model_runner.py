@@ -212,7 +212,14 @@ class ModelRunner:
     def describe_plan(self) -> PlanReport:
         """Report which attention kernels run, their launch configurations, and the reasons."""
         cache = self.kv_cache
-        return explain_model(self.model, cache.block_size, detect(self.device), cache.kv_dtype)
+        steps = self.model.cpu_steps
+        return explain_model(
+            self.model,
+            cache.block_size,
+            detect(self.device),
+            cache.kv_dtype,
+            None if steps is None else steps.quantization,
+        )
 
     def _compute(
         self, output: SchedulerOutput

@@ -147,7 +147,7 @@ def _allocate(
             shape.num_layers,
             shape.num_kv_heads,
             shape.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
+            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
         ),
         kept_bytes=kept_bytes,
     )
@@ -164,7 +164,7 @@ def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRun
             config.block_size,
             shape.num_kv_heads,
             shape.head_dim,
-            resolve_kv_dtype(config.kv_cache_dtype, parameter.dtype),
+            resolve_kv_dtype(config.kv_cache_dtype, model.cache_dtype),
             parameter.device,
         ),
         Grammars(config.model_path, shape),

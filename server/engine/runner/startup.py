@@ -16,8 +16,15 @@ from tqdm import tqdm
 from kernels import KernelError, detect
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
-from model.device.dtypes import resolve_dtype, resolve_weight_dtype
+from model.device.cpus import default_engine_threads, usable_cpus
+from model.device.dtypes import (
+    resolve_dtype,
+    resolve_quantization,
+    stored_dtype,
+    weight_dtype,
+)
 from model.errors import ModelError
+from model.network import cpu_steps
 from server.engine.core.block_manager import BlockManager
 from server.engine.core.engine import Engine
 from server.engine.core.kv_demand import NotEnoughMemoryError
@@ -25,7 +32,6 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
-from server.engine.runner.cpus import num_usable_cpus
 from server.engine.runner.device_errors import explain
 from server.engine.runner.runner_start import start_runner
 from server.engine.runner.startup_progress import Phases
@@ -63,19 +69,22 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             check_start(config, model_config, has_gpu=torch.cuda.is_available())
             device = _device(config.device)
             limits = _limits(config, model_config, device)
+            quantization = _quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            weight_dtype = resolve_weight_dtype(config.quantization, dtype, detect(device))
-            _set_threads(config.cpu_threads)
+            threads = _set_threads(config.cpu_threads, device, quantization)
         with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
                 Path(config.model_path),
                 model_config,
-                dtype,
+                stored_dtype(model_config) if quantization in cpu_steps.BITS else dtype,
                 device,
                 config.load_format,
                 progress,
-                weight_dtype=weight_dtype,
+                pack=quantization not in cpu_steps.BITS,
+                weight_dtype=weight_dtype(quantization),
             )
+            model.optimize(quantization, threads)
+        dtype = model.embed_tokens.dtype
         runner, max_total_tokens = start_runner(model, config, limits, phases)
     except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
         raise StartupError(str(error)) from error
@@ -94,7 +103,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         model_id=config.model_id,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        quantization=config.quantization,
+        quantization=quantization,
         vocab_size=model_config.vocab_size,
         max_model_len=limits.max_model_len,
         max_total_tokens=max_total_tokens,
@@ -149,10 +158,33 @@ def _device(requested: str) -> torch.device:
     return torch.device("cuda" if use_gpu else "cpu")
 
 
-def _set_threads(requested: int | None) -> None:
-    """Set PyTorch's threads: by default one per physical core, but at least one core stays free for the front end."""
-    spare = num_usable_cpus() - 1
-    torch.set_num_threads(requested or max(1, min(torch.get_num_threads(), spare)))
+def _quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
+    """Return the quantization of the weights; see `resolve_quantization`."""
+
+    def unsupported() -> tuple[str, ...]:
+        cache = ("the KV cache is in FP8",) if config.kv_cache_dtype == "fp8" else ()
+        return cache + cpu_steps.unsupported(model)
+
+    return resolve_quantization(config.quantization, detect(device), config.dtype, unsupported)
+
+
+def _set_threads(requested: int | None, device: torch.device, quantization: str) -> int:
+    """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
+
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it.
+
+    Returns:
+        The threads of the C library, which computes models in int8 and int4.
+    """
+    cpus = usable_cpus()
+    most = torch.get_num_threads()
+    torch_threads = requested or min(most, default_engine_threads(cpus, synchronous=True))
+    native_threads = requested or min(most, default_engine_threads(cpus, synchronous=False))
+    torch.set_num_threads(torch_threads)
+    if device.type == "cpu":
+        threads = native_threads if quantization in cpu_steps.BITS else torch_threads
+        log.info("threads: %d, for %s", threads, cpus)
+    return native_threads
 
 
 @contextmanager

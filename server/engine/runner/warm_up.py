@@ -12,6 +12,7 @@ import torch
 
 from kernels import detect, select
 from kernels.gpu.compile_ahead import NotCompiledError, compile_ahead, compile_nothing
+from model.device.cpus import usable_cpus
 from server.engine.runner import dummy_steps
 from server.engine.runner.startup_progress import clocked
 
@@ -69,7 +70,7 @@ def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
 def _compile(runner: ModelRunner, limits: SchedulerConfig) -> None:
     """Compile all kernels in parallel without launching them."""
     try:
-        with compile_ahead():
+        with compile_ahead(usable_cpus().logical):
             _compute_first_steps(runner, limits, lambda _: None)
     except Exception:
         # A kernel that does not compile raises again when it is launched.

@@ -114,5 +114,5 @@ def test_invalid_flags_are_refused(flag, capsys):
 
 
 def test_shapes_are_available_as_models():
-    assert shapes() == ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"]
+    assert shapes() == ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"]
     assert ModelConfig.from_folder(SHAPES / "qwen3-0.6b").num_layers == 28

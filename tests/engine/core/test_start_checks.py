@@ -56,8 +56,28 @@ def test_a_context_of_the_models_own_limit_is_accepted_and_one_more_is_not():
 
 @pytest.mark.parametrize(("device", "has_gpu"), [("cpu", None), ("cpu", True), ("auto", False)])
 def test_weights_in_float8_are_refused_on_a_cpu(device, has_gpu):
-    with pytest.raises(StartupError, match=r"--quantization fp8: .* --quantization none"):
+    with pytest.raises(StartupError, match=r"--quantization fp8: .* CPU; use --quantization int8"):
         check(has_gpu, device=device, quantization="fp8")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("device", "has_gpu"), [("cuda", None), ("cuda", True), ("auto", True)])
+def test_integer_weights_are_refused_on_a_gpu(device, has_gpu, quantization):
+    words = (
+        rf"--quantization {quantization}: .* GPU; use --quantization fp8, none or auto, or --dev"
+    )
+    with pytest.raises(StartupError, match=words):
+        check(has_gpu, device=device, quantization=quantization)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "auto", "none"])
+@pytest.mark.parametrize(
+    ("device", "has_gpu"), [("cpu", True), ("cpu", None), ("auto", False), ("auto", None)]
+)
+def test_integer_weights_are_accepted_where_the_service_may_run_on_a_cpu(
+    device, has_gpu, quantization
+):
+    check(has_gpu, device=device, quantization=quantization)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class FakeWarmUp:
         )
 
     @contextlib.contextmanager
-    def compile_ahead(self):
+    def compile_ahead(self, _num_threads):
         self.compiling = True
         yield
         self.cached, self.compiling = True, False

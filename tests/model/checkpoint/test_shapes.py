@@ -15,6 +15,7 @@ SHAPES = Path(__file__).parents[3] / "server" / "cli" / "bench" / "shapes"
         ("qwen3-0.6b", 596_049_920, (16, 8, 128), 40960),
         ("llama-3.2-1b", 1_235_814_400, (32, 8, 64), 131072),
         ("llama-3.1-8b", 8_030_261_248, (32, 8, 128), 131072),
+        ("smollm2-135m", 134_515_008, (9, 3, 64), 8192),
     ],
 )
 def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
@@ -28,4 +29,4 @@ def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
 
 
 def test_every_shape_is_checked():
-    assert len(list(SHAPES.iterdir())) == 3
+    assert len(list(SHAPES.iterdir())) == 4

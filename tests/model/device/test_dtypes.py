@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from kernels.arch import CATALOGUE
+from kernels.arch import CATALOGUE, CPU
+from kernels.torch_private import onednn_has_bfloat16
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import resolve_dtype
+from model.device.dtypes import resolve_dtype, resolve_quantization, weight_dtype
 from model.errors import ModelError
 
 
@@ -36,8 +37,23 @@ def test_a_cpu_uses_bfloat16_only_for_large_bfloat16_checkpoints(
     monkeypatch, num_layers, dtype, has_instructions, chosen
 ):
     monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: has_instructions)
+    monkeypatch.setattr("model.device.dtypes.arm_has_bfloat16", lambda: False)
 
     assert resolve_dtype("auto", config_of(num_layers, dtype), "cpu") is chosen
+
+
+def test_an_arm_processor_with_bfloat16_uses_it_like_an_x86(monkeypatch):
+    monkeypatch.setattr("model.device.dtypes.has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr("model.device.dtypes.arm_has_bfloat16", lambda: True)
+
+    assert resolve_dtype("auto", config_of(24, "bfloat16"), "cpu") is torch.bfloat16
+    assert resolve_dtype("auto", config_of(2, "bfloat16"), "cpu") is torch.float32
+
+
+def test_without_onednn_there_are_no_bfloat16_products(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+
+    assert not onednn_has_bfloat16()
 
 
 @pytest.mark.parametrize(
@@ -70,3 +86,66 @@ def test_an_explicit_dtype_is_used_unchanged():
 def test_an_unknown_dtype_is_rejected():
     with pytest.raises(ModelError, match="'int8' is none of auto, float32"):
         resolve_dtype("int8", config_of(2, "bfloat16"), "cpu")
+
+
+def supported():
+    return ()
+
+
+def unsupported():
+    return ("its heads are too large", "there is no library")
+
+
+def never():
+    raise AssertionError("this must not be asked")
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "reasons", "resolved"),
+    [
+        (CPU, "auto", supported, "int8"),
+        (CPU, "auto", unsupported, "none"),
+        (CPU, "float32", supported, "none"),
+        (CPU, "bfloat16", supported, "none"),
+        (CATALOGUE["h100"], "auto", never, "none"),
+        (CATALOGUE["t4"], "auto", never, "none"),
+    ],
+)
+def test_auto_is_int8_only_on_a_cpu_that_supports_it_and_without_a_requested_dtype(
+    arch, dtype, reasons, resolved
+):
+    assert resolve_quantization("auto", arch, dtype, reasons) == resolved
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_integer_weights_on_a_cpu_that_supports_them_are_used(quantization):
+    assert resolve_quantization(quantization, CPU, "auto", supported) == quantization
+    assert weight_dtype(quantization) is None
+
+
+@pytest.mark.parametrize("arch", [CPU, CATALOGUE["h100"]])
+def test_weights_that_are_not_to_be_quantized_are_not(arch):
+    assert resolve_quantization("none", arch, "float32", never) == "none"
+    assert weight_dtype("none") is None
+
+
+@pytest.mark.parametrize("arch", ["a100", "l4", "h100"])
+def test_gpus_with_triton_kernels_support_float8_weights(arch):
+    assert resolve_quantization("fp8", CATALOGUE[arch], "bfloat16", never) == "fp8"
+    assert weight_dtype("fp8") is torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("requested", "arch", "dtype", "words"),
+    [
+        ("int2", CPU, "auto", "'int2' is none of auto, none, fp8, int8, int4$"),
+        ("fp8", CPU, "auto", "has none: needs a GPU; set quantization to int8, int4, auto or none"),
+        ("fp8", CATALOGUE["t4"], "float16", "needs sm_80, .* this is sm_75.*; .* to none$"),
+        ("int8", CATALOGUE["h100"], "auto", "quantization int8: .* H100 .* a GPU; .* fp8, none or"),
+        ("int4", CPU, "auto", "int4: its heads are too large; there is no library; or set .* none"),
+        ("int8", CPU, "float32", "int8: .* set dtype to auto, not float32; its heads are too"),
+    ],
+)
+def test_unsupported_quantization_is_rejected_with_every_reason(requested, arch, dtype, words):
+    with pytest.raises(ModelError, match=words):
+        resolve_quantization(requested, arch, dtype, unsupported)

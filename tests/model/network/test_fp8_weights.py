@@ -9,14 +9,12 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 
 import model as package
-from kernels.arch import CATALOGUE, CPU
 from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.pytorch import PyTorchLinear
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.tensor_names import named_scales, named_slices
 from model.checkpoint.weights import load_model, save_checkpoint
-from model.device.dtypes import resolve_weight_dtype
-from model.errors import ModelError, WeightsError
+from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS
 from tests.model.checkpoint.hf_checkpoints import CASES
 from tests.model.network.paged import logits_in_chunks
@@ -101,25 +99,6 @@ def test_a_weight_that_is_not_finite_is_rejected_with_its_tensors_name(tmp_path,
 def test_a_quantized_model_cannot_be_saved(tmp_path):
     with pytest.raises(AssertionError):
         save_checkpoint(load(FOLDER, load_format="dummy"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("requested", "arch", "dtype", "words"),
-    [
-        ("int8", CATALOGUE["h100"], torch.bfloat16, "'int8' is none of none, fp8"),
-        ("fp8", CPU, torch.float32, "has none: needs a GPU; set quantization to none"),
-        ("fp8", CATALOGUE["t4"], torch.float16, "needs sm_80, .* this is sm_75"),
-    ],
-)
-def test_unsupported_quantization_is_rejected_with_the_reason(requested, arch, dtype, words):
-    with pytest.raises(ModelError, match=words):
-        resolve_weight_dtype(requested, dtype, arch)
-
-
-@pytest.mark.parametrize("arch", ["a100", "l4", "h100"])
-def test_gpus_with_triton_kernels_support_float8_weights(arch):
-    assert resolve_weight_dtype("fp8", torch.bfloat16, CATALOGUE[arch]) is FP8
-    assert resolve_weight_dtype("none", torch.bfloat16, CATALOGUE[arch]) is None
 
 
 def both_in_float8(self, x):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kernels import KernelError, detect
+from kernels import FP8, KernelError, detect
 from model.checkpoint.config import ModelConfig
-from model.device.dtypes import resolve_weight_dtype
+from model.device.dtypes import weight_dtype
 from server.cli.bench import result
 from server.cli.bench.engine import table as engine_table
 from server.cli.bench.engine.measures import EngineMeasures, Row
@@ -73,8 +73,9 @@ def main(
             dtype,
             config.block_size,
             arch,
-            None if kv_dtype == engine.info.dtype else kv_dtype,
-            resolve_weight_dtype(engine.info.quantization, dtype, arch),
+            # The C library's cache in float16 and its weights count as `dtype`: a CPU's peaks are not known.
+            kv_dtype if kv_dtype == FP8 else None,
+            weight_dtype(engine.info.quantization),
         )
         generator = np.random.default_rng(options.seed)
         measures = EngineMeasures(engine, work, plan, generator, _say)

@@ -1,0 +1,1 @@
+"""Compares Tessera on a CPU with llama.cpp and `transformers`, alternately on the same cores."""

@@ -1,0 +1,110 @@
+"""A decoder whose products have quantized weights and activations, computed in float32 from the rounded values.
+
+It has the rounding errors of the CPU's int8 and int4 products and not their speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+from kernels.linear.projection import FixedProjection, Norm
+from kernels.testing.quantized_reference import (
+    ACTIVATION_GROUP,
+    dequantize_int4,
+    dequantize_int8,
+    quantize_int4,
+    quantize_int8,
+    round_activations,
+)
+from model.network.decoder import DecoderLM
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from model.network.layers import BoundLayer, DecoderLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How a matrix and the inputs of its product are rounded.
+
+    Attributes:
+        bits: of a weight, 8 or 4.
+        group: inputs that share a scale: of activations with int8 weights, of both with int4 weights.
+        activations: whether activations are rounded too.
+        refined: whether int4 scales are improved by least squares.
+    """
+
+    bits: int
+    group: int = ACTIVATION_GROUP
+    activations: bool = True
+    refined: bool = True
+
+    def round_weight(self, weight: Tensor) -> Tensor:
+        """Quantize and dequantize a matrix [N, C]; returns float32."""
+        if self.bits == 8:
+            return dequantize_int8(*quantize_int8(weight))
+        return dequantize_int4(*quantize_int4(weight, self.group, refined=self.refined))
+
+    def round_input(self, x: Tensor) -> Tensor:
+        """Quantize and dequantize the inputs [..., C] of a product."""
+        return round_activations(x, self.group) if self.activations else x
+
+
+class QuantizedLM(DecoderLM):
+    """A float32 copy of a model on a CPU with rounded weights, whose activations are rounded before each product.
+
+    Norms, biases, attention and the residual stream are not rounded.
+
+    Args:
+        model: a float32 model that is not packed.
+        layers: how the layers' products are rounded.
+        head: how the head's is, and the embedding.
+    """
+
+    def __init__(self, model: DecoderLM, layers: Scheme, head: Scheme) -> None:
+        super().__init__(model.config)
+        self.load_state_dict(model.state_dict())
+        self.requires_grad_(requires_grad=False).eval()
+        for layer in self.decoder_layers:
+            for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                matrix.copy_(layers.round_weight(matrix))
+        for table in (self.embed_tokens, self.lm_head):
+            if table is not None:
+                table.copy_(head.round_weight(table))
+        eps = self.config.rms_norm_eps
+        self._bound = self._bound._replace(
+            layers=[
+                _bind_layer(layer, bound, layers, eps)
+                for layer, bound in zip(self.decoder_layers, self._bound.layers, strict=True)
+            ],
+            head=_project(self._head, head),
+        )
+
+
+def _bind_layer(layer: DecoderLayer, bound: BoundLayer, scheme: Scheme, eps: float) -> BoundLayer:
+    return bound._replace(
+        qkv=_project(layer.qkv, scheme, layer.qkv_bias, Norm(layer.input_norm, eps)),
+        output=_project(layer.output, scheme, layer.output_bias),
+        gate_up=_project(
+            layer.gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), gated=True
+        ),
+        down=_project(layer.down, scheme, layer.down_bias),
+    )
+
+
+def _project(
+    weight: Tensor,
+    scheme: Scheme,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+) -> FixedProjection:
+    def multiply(x: Tensor) -> Tensor:
+        return functional.linear(scheme.round_input(x), weight, bias)
+
+    return FixedProjection(multiply, norm, gated=gated, copies_weights=False)

@@ -1,0 +1,317 @@
+"""Binds a decoder's weights to the C library, whose one call computes a step."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from kernels.cpu.library import load
+from kernels.cpu.matrix import GROUP8, CMatrix, PackedMatrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_LANES: Final = 16
+_MOST_HEAD_DIM: Final = 256
+_MOST_GROUP: Final = 16
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class DecoderShape(NamedTuple):
+    """The sizes of a decoder.
+
+    Attributes:
+        hidden: C.
+        inner: F, of the MLP.
+        heads: H query heads.
+        kv_heads: K.
+        head_dim: D.
+        eps: of the RMS norms.
+        softmax_scale: factor on the scores.
+        windows: of each layer, tokens that a token attends to; 0 for all.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    softmax_scale: float
+    windows: tuple[int, ...]
+
+
+class LayerMatrices(NamedTuple):
+    """The matrices of a layer and its norms, [C] float32 each; the heads' norms, [D], may be None."""
+
+    qkv: PackedMatrix
+    output: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    input_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+class StepTensors(NamedTuple):
+    """The input of a step: tensors as in `model.network.step.StepArrays`, and what surrounds them.
+
+    Attributes:
+        arrays: the step's arrays.
+        rows: R, decode rows.
+        prompt_seqs: Q.
+        columns: of the block tables.
+        sampled: earlier sampled tokens, int64; None if no id is negative.
+        layers: caches of the layers, [2, N, S, K, D] float16 or float32.
+        rope: cos and sin of all positions, [positions, 1, D] float32 each.
+    """
+
+    arrays: Any
+    rows: int
+    prompt_seqs: int
+    columns: int
+    sampled: Tensor | None
+    layers: Sequence[Tensor]
+    rope: tuple[Tensor, Tensor]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", CMatrix),
+        ("output", CMatrix),
+        ("gate_up", CMatrix),
+        ("down", CMatrix),
+        ("input_norm", _POINTER),
+        ("mlp_norm", _POINTER),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("window", _INT),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", _INT),
+        ("hidden", _INT),
+        ("inner", _INT),
+        ("heads", _INT),
+        ("kv_heads", _INT),
+        ("head_dim", _INT),
+        ("eps", ctypes.c_double),
+        ("softmax_scale", ctypes.c_double),
+        ("layer", ctypes.POINTER(_Layer)),
+        ("norm", _POINTER),
+        ("head", ctypes.POINTER(CMatrix)),
+        ("embedding", ctypes.POINTER(CMatrix)),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("is_half", _INT),
+        ("block_size", _INT),
+        ("kv_heads", _INT),
+        ("head_dim", _INT),
+    )
+
+
+class _Sequences(ctypes.Structure):
+    _fields_ = (
+        ("count", _INT),
+        ("columns", _INT),
+        ("first_row", _POINTER),
+        ("lengths", _POINTER),
+        ("tables", _POINTER),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", _INT),
+        ("token_ids", _POINTER),
+        ("sampled", _POINTER),
+        ("positions", _POINTER),
+        ("slots", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("decode", _Sequences),
+        ("prompts", _Sequences),
+        ("caches", ctypes.POINTER(_Cache)),
+        ("num_logits", _INT),
+        ("logits_rows", _POINTER),
+        ("normed", _POINTER),
+        ("logits", _POINTER),
+    )
+
+
+def unsupported(shape: DecoderShape) -> tuple[str, ...]:
+    """List why the library cannot compute a decoder of this shape here; empty if it can."""
+    library = load()
+    odd = next((n for n in (shape.hidden, shape.inner) if n % GROUP8), None)
+    attended = shape.heads * shape.head_dim
+    tests = (
+        (isinstance(library, str), str(library)),
+        (odd is not None, f"a size of {odd} is not a multiple of {GROUP8}"),
+        (attended % GROUP8 != 0, f"{attended} is not a multiple of {GROUP8}"),
+        (shape.head_dim % (2 * _LANES) != 0, f"heads of {shape.head_dim}, no multiple of 32"),
+        (shape.head_dim > _MOST_HEAD_DIM, f"heads of {shape.head_dim}, more than {_MOST_HEAD_DIM}"),
+        (
+            shape.heads // shape.kv_heads > _MOST_GROUP,
+            f"{shape.heads // shape.kv_heads} query heads for each key-value head, more than {_MOST_GROUP}",
+        ),
+    )
+    return tuple(reason for fails, reason in tests if fails)
+
+
+class CPUDecoder:
+    """Computes steps of a decoder with quantized weights on a CPU.
+
+    Args:
+        shape: of the decoder; `unsupported` must be empty for it.
+        layers: in order.
+        norm: the final norm, [C] float32.
+        head: the projection to the vocabulary.
+        embedding: the matrix whose rows are the tokens' embeddings; may be the head.
+        threads: that compute a step, the caller included.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[LayerMatrices],
+        norm: Tensor,
+        head: PackedMatrix,
+        embedding: PackedMatrix,
+        threads: int,
+    ) -> None:
+        library = load()
+        assert not isinstance(library, str), library
+        self._library = library
+        self._held = [layers, norm, head, embedding]  # their memory is that of the structures
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(
+                    layer.qkv.c,
+                    layer.output.c,
+                    layer.gate_up.c,
+                    layer.down.c,
+                    *map(_address, layer[4:]),
+                    window,
+                )
+                for layer, window in zip(layers, shape.windows, strict=True)
+            )
+        )
+        self._model = _Model(
+            len(layers),
+            *shape[:7],
+            self._layers,
+            _address(norm),
+            ctypes.pointer(head.c),
+            ctypes.pointer(embedding.c),
+        )
+        self._caches: tuple[Sequence[Tensor], Any] | None = None
+        self.hidden, self.vocab_size = shape.hidden, head.c.outputs
+        self.num_bytes = sum(matrix.num_bytes for layer in layers for matrix in layer[:4]) + sum(
+            matrix.num_bytes for matrix in {id(m): m for m in (head, embedding)}.values()
+        )
+        self._engine = _POINTER(library.tessera_start(_INT(threads)))
+        if not self._engine.value:
+            raise MemoryError(f"the CPU library cannot start {threads} threads")
+        weakref.finalize(self, library.tessera_end, self._engine)
+
+    def logits(self, step: StepTensors, rows: Tensor | None, num_logits: int) -> Tensor:
+        """Compute a step: write keys and values to the cache, and return logits.
+
+        Args:
+            step: the input.
+            rows: [M] int64, the rows that have logits; None for all.
+            num_logits: M.
+
+        Returns:
+            [M, V] float32.
+        """
+        out = torch.empty((num_logits, self.vocab_size))
+        self._compute(step, num_logits=num_logits, logits_rows=_address(rows), logits=_address(out))
+        return out
+
+    def hidden_states(self, step: StepTensors) -> Tensor:
+        """Compute a step, and return the normalized hidden states of all rows, [T, C] float32."""
+        out = torch.empty((len(step.arrays.token_ids), self.hidden))
+        self._compute(step, normed=_address(out))
+        return out
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Compute the logits [M, V] float32 of normalized hidden states [M, C] float32."""
+        hidden = hidden.float().contiguous()
+        out = torch.empty((len(hidden), self.vocab_size))
+        call = _Step(num_logits=len(hidden), normed=_address(hidden), logits=_address(out))
+        self._check(
+            self._library.tessera_logits(
+                self._engine, ctypes.byref(self._model), ctypes.byref(call)
+            )
+        )
+        return out
+
+    def _compute(self, step: StepTensors, **outputs: int | None) -> None:
+        a = step.arrays
+        call = _Step(
+            len(a.token_ids),
+            _address(a.token_ids),
+            _address(step.sampled),
+            _address(a.positions),
+            _address(a.slot_mapping),
+            *map(_address, step.rope),
+            _Sequences(
+                step.rows,
+                step.columns,
+                _address(a.cu_seqlens),
+                _address(a.seq_lens),
+                _address(a.block_table),
+            ),
+            _Sequences(
+                step.prompt_seqs,
+                step.columns,
+                _address(a.prompt_cu_seqlens),
+                _address(a.prompt_seq_lens),
+                _address(a.prompt_block_table),
+            ),
+            self._bound(step.layers),
+            **outputs,
+        )
+        self._check(
+            self._library.tessera_step(self._engine, ctypes.byref(self._model), ctypes.byref(call))
+        )
+
+    def _bound(self, layers: Sequence[Tensor]) -> Any:  # noqa: ANN401 - an array type made by ctypes
+        """Return the structures of a cache, which are kept for the next step."""
+        if self._caches is None or self._caches[0] is not layers:
+            caches = (_Cache * len(layers))(
+                *(
+                    _Cache(
+                        _address(layer[0]),
+                        _address(layer[1]),
+                        layer.dtype is torch.float16,
+                        *layer.shape[2:],
+                    )
+                    for layer in layers
+                )
+            )
+            self._caches = layers, caches
+        return self._caches[1]
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise MemoryError("no memory for the rows of a step")
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,338 @@
+/* A step of a decoder on a CPU, as one call: embedding, layers, final norm and logits.
+
+   The structures are those of `kernels/cpu/step.py`; every member is 8 bytes wide, so that both sides lay them out
+   alike. Rows of a step are tokens; see `model.network.step` for their order. */
+#include "attention.h"
+#include "pool.h"
+#include "products.h"
+
+typedef struct {
+    Matrix qkv, output, gate_up, down;
+    const float *input_norm, *mlp_norm;
+    const float *q_norm, *k_norm; /* of each head; NULL for none */
+    int64_t window;               /* 0 for full attention */
+} Layer;
+
+typedef struct {
+    int64_t layers, hidden, inner, heads, kv_heads, head_dim;
+    double eps, softmax_scale;
+    const Layer *layer;
+    const float *norm;
+    const Matrix *head, *embedding; /* the same one if tied */
+} Model;
+
+/* Sequences with neighbouring rows. */
+typedef struct {
+    int64_t count, columns;
+    const int32_t *first_row; /* [count + 1], in the rows of these sequences */
+    const int32_t *lengths;   /* [count], tokens of the sequence, these rows included; 0 for an unused one */
+    const int32_t *tables;    /* [count][columns] */
+} Sequences;
+
+typedef struct {
+    int64_t rows;
+    const int64_t *token_ids; /* -1 - i stands for sampled[i] */
+    const int64_t *sampled;
+    const int64_t *positions;
+    const int32_t *slots; /* -1 writes nothing */
+    const float *cos, *sin; /* [position][head_dim]; the first half of sin is negated */
+    Sequences decode, prompts;
+    const Cache *caches; /* of each layer */
+    int64_t num_logits;
+    const int64_t *logits_rows; /* NULL for all rows */
+    float *normed;              /* [rows][hidden], the final norm of all rows; NULL to compute logits instead */
+    float *logits;              /* [num_logits][outputs of the head] */
+} Step;
+
+/* Memory for the values between the products, for `rows` rows. */
+typedef struct {
+    float *hidden, *qkv, *attended, *gated;
+    Activations activations;
+    int64_t rows;
+} Workspace;
+
+typedef struct {
+    const Model *model;
+    const Step *step;
+    Workspace space;
+} Computation;
+
+/* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
+#define TESSERA_VERSION 1
+#define LOOPS_OF_LAYER 10
+#define MOST_PANEL 96
+
+const char *tessera_instructions(void) { return INSTRUCTIONS; }
+
+int64_t tessera_version(void) { return TESSERA_VERSION; }
+
+/* Bytes of a packed matrix and of its scales. */
+int64_t tessera_weight_bytes(const Matrix *m) { return m->padded * m->inputs * m->bits / 8; }
+
+int64_t tessera_scale_bytes(const Matrix *m) { return m->bits == 8 ? m->padded * 4 : m->padded * (m->inputs / GROUP4) * 2; }
+
+/* Packs rows [first, first + rows) of a matrix. numbers: [rows][inputs], 0 .. 255 or 0 .. 15; scales: float32, [rows] or
+   [rows][group]. Rows up to `padded` that are never packed must be zero bytes. */
+void tessera_pack(const Matrix *m, int64_t first, int64_t rows, const uint8_t *numbers, const float *scales) {
+    uint8_t *weights = (uint8_t *)m->weights;
+    int64_t groups = m->inputs / GROUP4;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t output = first + r, tile = output / LANES, lane = output % LANES;
+        const uint8_t *row = numbers + r * m->inputs;
+        if (m->bits == 8) {
+            ((float *)m->scales)[output] = scales[r];
+            for (int64_t i = 0; i < m->inputs; i++) weights[position8(m, output, i)] = row[i];
+            continue;
+        }
+        for (int64_t g = 0; g < groups; g++)
+            ((_Float16 *)m->scales)[(tile * groups + g) * LANES + lane] = (_Float16)scales[r * groups + g];
+        for (int64_t i = 0; i < m->inputs; i += 8)
+            for (int64_t j = 0; j < 4; j++)
+                weights[tile * (LANES / 2) * m->inputs + i / 8 * 64 + lane * 4 + j] = (uint8_t)(row[i + j] | row[i + 4 + j] << 4);
+    }
+}
+
+/* Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. */
+static void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+    float16 squares = splat(0);
+    for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+    float factor = 1.0f / __builtin_sqrtf(sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i) * factor * load(weight + i));
+}
+
+static int64_t chunk_of(int64_t items, int threads) {
+    int64_t chunk = items / (threads * 8);
+    return chunk > 0 ? chunk : 1;
+}
+
+/* Source: Su et al., RoFormer, 2021, eq. 34, with the pairs half a head apart. */
+static void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
+    for (int64_t i = 0; i < dim / 2; i += LANES) {
+        float16 a = load(x + i), b = load(x + dim / 2 + i);
+        store(x + i, a * load(cos + i) + b * load(sin + i));
+        store(x + dim / 2 + i, b * load(cos + dim / 2 + i) + a * load(sin + dim / 2 + i));
+    }
+}
+
+/* Norm and rotation of a token's query heads of one key-value head, and of its key; writes key and value. */
+static void prepare_heads(const Computation *c, int64_t layer, int64_t row, int64_t kv_head) {
+    const Model *m = c->model;
+    const Step *s = c->step;
+    const Layer *l = &m->layer[layer];
+    const Cache *cache = &s->caches[layer];
+    int64_t dim = m->head_dim, group = m->heads / m->kv_heads, width = (m->heads + 2 * m->kv_heads) * dim;
+    float *qkv = c->space.qkv + row * width, *key = qkv + (m->heads + kv_head) * dim;
+    const float *cos = s->cos + s->positions[row] * dim, *sin = s->sin + s->positions[row] * dim;
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+        float *q = qkv + h * dim;
+        if (l->q_norm != NULL) rms_norm(q, l->q_norm, dim, (float)m->eps, q);
+        rotate(q, cos, sin, dim);
+        for (int64_t i = 0; i < dim; i += LANES) store(q + i, load(q + i) * (float)m->softmax_scale);
+    }
+    if (l->k_norm != NULL) rms_norm(key, l->k_norm, dim, (float)m->eps, key);
+    rotate(key, cos, sin, dim);
+    if (s->slots[row] < 0) return;
+    write_head(cache, cache->keys, s->slots[row], kv_head, key);
+    write_head(cache, cache->values, s->slots[row], kv_head, qkv + (m->heads + m->kv_heads + kv_head) * dim);
+}
+
+/* Attention of one key-value head for tokens [token, token + tokens) of a sequence; `base` is the first row of `all`. */
+static void attend_tokens(const Computation *c, int64_t layer, const Sequences *all, int64_t base, int64_t sequence, int64_t token, int64_t tokens, int64_t kv_head) {
+    const Model *m = c->model;
+    int64_t dim = m->head_dim, group = m->heads / m->kv_heads;
+    int64_t width = (m->heads + 2 * m->kv_heads) * dim, out_width = m->heads * dim;
+    int64_t row = base + all->first_row[sequence] + token, length = all->lengths[sequence];
+    int64_t of_sequence = all->first_row[sequence + 1] - all->first_row[sequence];
+    const float *q = c->space.qkv + row * width + kv_head * group * dim;
+    float *out = c->space.attended + row * out_width + kv_head * group * dim;
+    if (length <= 0) {
+        for (int64_t t = 0; t < tokens; t++) memset(out + t * out_width, 0, (size_t)(group * dim) * sizeof(float));
+        return;
+    }
+    attend(&c->step->caches[layer], all->tables + sequence * all->columns, kv_head, group, q, width, tokens, length - of_sequence + token, m->layer[layer].window, out, out_width);
+}
+
+static int64_t tokens_at_once(int64_t group) { return group >= MOST_QUERY_ROWS ? 1 : MOST_QUERY_ROWS / group; }
+
+/* Attention for the n-th item of a step: a decode row or a few tokens of a prompt, and one key-value head. */
+static void attend_item(const Computation *c, int64_t layer, int64_t item) {
+    const Step *s = c->step;
+    int64_t kv_heads = c->model->kv_heads, kv_head = item % kv_heads, tile = item / kv_heads;
+    if (tile < s->decode.count) {
+        attend_tokens(c, layer, &s->decode, 0, tile, 0, 1, kv_head);
+        return;
+    }
+    tile -= s->decode.count;
+    int64_t at_once = tokens_at_once(c->model->heads / kv_heads);
+    for (int64_t i = 0; i < s->prompts.count; i++) {
+        int64_t tokens = s->prompts.first_row[i + 1] - s->prompts.first_row[i], tiles = (tokens + at_once - 1) / at_once;
+        if (tile < tiles) {
+            int64_t first = tile * at_once;
+            attend_tokens(c, layer, &s->prompts, s->decode.count, i, first, tokens - first < at_once ? tokens - first : at_once, kv_head);
+            return;
+        }
+        tile -= tiles;
+    }
+}
+
+static int64_t attention_items(const Computation *c) {
+    const Sequences *p = &c->step->prompts;
+    int64_t at_once = tokens_at_once(c->model->heads / c->model->kv_heads), tiles = c->step->decode.count;
+    for (int64_t i = 0; i < p->count; i++) tiles += (p->first_row[i + 1] - p->first_row[i] + at_once - 1) / at_once;
+    return tiles * c->model->kv_heads;
+}
+
+/* A product as a loop over chunks of outputs and panels of rows. */
+static void product(Pool *pool, int64_t loop, const Matrix *m, Activations a, int64_t rows, float *y, int64_t stride, enum Result result) {
+    int64_t pairs = m->padded / PAIR, panels = (rows + MOST_PANEL - 1) / MOST_PANEL;
+    int64_t panel = panels > 0 ? ((rows + panels - 1) / panels + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS : 1;
+    int64_t chunk = chunk_of(pairs, pool->threads), chunks = (pairs + chunk - 1) / chunk;
+    panels = (rows + panel - 1) / panel;
+    LOOP(pool, loop, chunks * panels, 1, item, item_end, {
+        int64_t first = item % chunks * chunk, row = item / chunks * panel;
+        multiply(m, a, first, first + chunk < pairs ? first + chunk : pairs, row, row + panel < rows ? row + panel : rows, y, stride, result);
+    });
+}
+
+/* Norm and quantization of rows, for a product with `m`. rows_of: indices of the rows of x, or NULL. */
+static void norm_rows(Pool *pool, int64_t loop, const Computation *c, const float *x, const int64_t *rows_of, int64_t rows, const float *weight, const Matrix *m) {
+    int64_t hidden = c->model->hidden;
+    LOOP(pool, loop, rows, chunk_of(rows, pool->threads), first, end, {
+        for (int64_t row = first; row < end; row++) {
+            float normed[hidden] __attribute__((aligned(64)));
+            rms_norm(x + (rows_of == NULL ? row : rows_of[row]) * hidden, weight, hidden, (float)c->model->eps, normed);
+            quantize_row(m, normed, c->space.activations, row, 0, hidden);
+        }
+    });
+}
+
+static void quantize_rows(Pool *pool, int64_t loop, const Computation *c, const float *x, int64_t rows, const Matrix *m) {
+    /* Parts of a row are items too, since a decode step of one sequence has one row. */
+    int64_t size = m->inputs, part = size <= 512 ? size : 512, parts = (size + part - 1) / part;
+    LOOP(pool, loop, rows * parts, chunk_of(rows * parts, pool->threads), first, end, {
+        for (int64_t item = first; item < end; item++) {
+            int64_t row = item / parts, from = item % parts * part;
+            quantize_row(m, x + row * size, c->space.activations, row, from, from + part < size ? from + part : size);
+        }
+    });
+}
+
+static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_t index) {
+    const Model *m = c->model;
+    const Layer *l = &m->layer[index];
+    const Workspace *w = &c->space;
+    int64_t rows = c->step->rows, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
+    norm_rows(pool, loop, c, w->hidden, NULL, rows, l->input_norm, &l->qkv);
+    product(pool, loop + 1, &l->qkv, w->activations, rows, w->qkv, width, STORE);
+    LOOP(pool, loop + 2, rows * m->kv_heads, chunk_of(rows * m->kv_heads, pool->threads), first, end, {
+        for (int64_t item = first; item < end; item++) prepare_heads(c, index, item / m->kv_heads, item % m->kv_heads);
+    });
+    LOOP(pool, loop + 3, attention_items(c), 1, first, end, { attend_item(c, index, first); });
+    quantize_rows(pool, loop + 4, c, w->attended, rows, &l->output);
+    product(pool, loop + 5, &l->output, w->activations, rows, w->hidden, m->hidden, ADD);
+    norm_rows(pool, loop + 6, c, w->hidden, NULL, rows, l->mlp_norm, &l->gate_up);
+    product(pool, loop + 7, &l->gate_up, w->activations, rows, w->gated, m->inner, GATE);
+    quantize_rows(pool, loop + 8, c, w->gated, rows, &l->down);
+    product(pool, loop + 9, &l->down, w->activations, rows, w->hidden, m->hidden, ADD);
+}
+
+static void compute_step(Pool *pool, const void *argument, int thread) {
+    (void)thread;
+    const Computation *c = argument;
+    const Model *m = c->model;
+    const Step *s = c->step;
+    const Workspace *w = &c->space;
+    LOOP(pool, 0, s->rows, chunk_of(s->rows, pool->threads), first, end, {
+        for (int64_t row = first; row < end; row++) {
+            int64_t id = s->token_ids[row];
+            embed(m->embedding, id < 0 ? s->sampled[-1 - id] : id, w->hidden + row * m->hidden);
+        }
+    });
+    for (int64_t i = 0; i < m->layers; i++) compute_layer(pool, 1 + i * LOOPS_OF_LAYER, c, i);
+    int64_t loop = 1 + m->layers * LOOPS_OF_LAYER;
+    if (s->normed != NULL) {
+        LOOP(pool, loop, s->rows, chunk_of(s->rows, pool->threads), first, end, {
+            for (int64_t row = first; row < end; row++) rms_norm(w->hidden + row * m->hidden, m->norm, m->hidden, (float)m->eps, s->normed + row * m->hidden);
+        });
+    } else if (s->num_logits > 0) {
+        norm_rows(pool, loop, c, w->hidden, s->logits_rows, s->num_logits, m->norm, m->head);
+        product(pool, loop + 1, m->head, w->activations, s->num_logits, s->logits, m->head->outputs, STORE);
+    }
+}
+
+/* The logits of normalized hidden states: step->normed to step->logits. */
+static void compute_logits(Pool *pool, const void *argument, int thread) {
+    (void)thread;
+    const Computation *c = argument;
+    const Matrix *head = c->model->head;
+    quantize_rows(pool, 0, c, c->step->normed, c->step->num_logits, head);
+    product(pool, 1, head, c->space.activations, c->step->num_logits, c->step->logits, head->outputs, STORE);
+}
+
+typedef struct {
+    Pool *pool;
+    void *memory;
+    Workspace space;
+} Engine;
+
+static void *carve(char **next, int64_t bytes) {
+    void *at = *next;
+    *next += (bytes + 63) / 64 * 64;
+    return at;
+}
+
+/* Makes room for the rows of a step; returns 0 if there is no memory. */
+static int reserve(Engine *e, const Model *m, int64_t rows) {
+    if (rows <= e->space.rows) return 1;
+    int64_t attended = m->heads * m->head_dim, width = attended + 2 * m->kv_heads * m->head_dim;
+    int64_t widest = m->inner > m->hidden ? m->inner : m->hidden;
+    if (attended > widest) widest = attended;
+    int64_t groups = widest / GROUP4;
+    int64_t row_bytes = 4 * (m->hidden + width + attended + m->inner) + 2 * widest + 8 * groups + 64 * 8;
+    free(e->memory);
+    e->space.rows = 0;
+    e->memory = aligned_alloc(64, (size_t)((rows * row_bytes + 64 * 16 + 63) / 64 * 64));
+    if (e->memory == NULL) return 0;
+    char *next = e->memory;
+    e->space.hidden = carve(&next, rows * m->hidden * 4);
+    e->space.qkv = carve(&next, rows * width * 4);
+    e->space.attended = carve(&next, rows * attended * 4);
+    e->space.gated = carve(&next, rows * m->inner * 4);
+    e->space.activations.values = carve(&next, rows * widest * 2);
+    e->space.activations.scales = carve(&next, rows * groups * 4);
+    e->space.activations.corrections = carve(&next, rows * groups * 4);
+    e->space.rows = rows;
+    return 1;
+}
+
+/* An engine: threads and memory for the steps of one model. NULL if it cannot be made. */
+Engine *tessera_start(int64_t threads) {
+    Engine *e = calloc(1, sizeof *e);
+    if (e == NULL) return NULL;
+    e->pool = pool_start((int)threads);
+    if (e->pool != NULL) return e;
+    free(e);
+    return NULL;
+}
+
+void tessera_end(Engine *e) {
+    pool_end(e->pool);
+    free(e->memory);
+    free(e);
+}
+
+/* Computes a step; returns 0, or 1 if memory does not suffice. */
+int64_t tessera_step(Engine *e, const Model *m, const Step *s) {
+    if (!reserve(e, m, s->rows)) return 1;
+    Computation c = {m, s, e->space};
+    pool_run(e->pool, compute_step, &c, 3 + m->layers * LOOPS_OF_LAYER);
+    return 0;
+}
+
+/* Computes the logits of `step->num_logits` rows of `step->normed`; returns as `tessera_step`. */
+int64_t tessera_logits(Engine *e, const Model *m, const Step *s) {
+    if (!reserve(e, m, s->num_logits)) return 1;
+    Computation c = {m, s, e->space};
+    pool_run(e->pool, compute_logits, &c, 2);
+    return 0;
+}

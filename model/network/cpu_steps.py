@@ -1,0 +1,154 @@
+"""Steps of a model with 8-bit or 4-bit weights on a CPU, which the C library computes in one call each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kernels.cpu.decoder import CPUDecoder, DecoderShape, LayerMatrices, StepTensors
+from kernels.cpu.decoder import unsupported as shape_unsupported
+from kernels.cpu.library import load
+from kernels.cpu.matrix import PackedMatrix
+from model.network.rope import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from model.checkpoint.config import ModelConfig
+    from model.device.kv_cache import KVCache
+    from model.network.layers import DecoderLayer
+    from model.network.step import StepInput
+
+BITS: Final = {"int8": 8, "int4": 4}
+"""Bits of the layers' weights for each quantization on a CPU."""
+HEAD_BITS: Final = 8
+"""The embedding and the head have 8 bits in both: with 4 bits they would cost more precision than all layers."""
+CACHE_DTYPE: Final = "float16"
+"""Of the KV cache, PyTorch's name."""
+
+
+def unsupported(config: ModelConfig) -> tuple[str, ...]:
+    """List why the C library cannot serve a model on this processor; empty if it can."""
+    return shape_unsupported(_shape(config))
+
+
+class CPUSteps:
+    """Computes the steps of a model; see the methods of the same names of `DecoderLM`.
+
+    Args:
+        config: the model's configuration; `unsupported` must be empty for it.
+        layers: with weights of any float dtype; their matrices are dropped one layer after the other.
+        norm: the final norm's weight.
+        head: [V, C].
+        embedding: [V, C]; `head` if they are tied.
+        quantization: "int8" or "int4".
+        threads: that compute a step.
+
+    Attributes:
+        num_bytes: of the quantized matrices.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        norm: Tensor,
+        head: Tensor,
+        embedding: Tensor,
+        quantization: str,
+        threads: int,
+    ) -> None:
+        library = load()
+        assert not isinstance(library, str), library
+        bits = BITS[quantization]
+
+        def pack(layer: DecoderLayer, name: str, *, gated: bool = False) -> PackedMatrix:
+            bias = getattr(layer, f"{name}_bias")
+            weight = getattr(layer, name).detach()
+            packed = PackedMatrix(library, weight, bits, bias, gated=gated)
+            layer.drop_matrix(name)
+            return packed
+
+        packed_head = PackedMatrix(library, head.detach(), HEAD_BITS)
+        packed_embedding = packed_head
+        if embedding is not head:
+            packed_embedding = PackedMatrix(library, embedding.detach(), HEAD_BITS)
+        matrices = [
+            LayerMatrices(
+                pack(layer, "qkv"),
+                pack(layer, "output"),
+                pack(layer, "gate_up", gated=True),
+                pack(layer, "down"),
+                _float32(layer.input_norm),
+                _float32(layer.mlp_norm),
+                None if layer.q_norm is None else _float32(layer.q_norm),
+                None if layer.k_norm is None else _float32(layer.k_norm),
+            )
+            for layer in layers
+        ]
+        self.quantization = quantization
+        self._decoder = CPUDecoder(
+            _shape(config), matrices, _float32(norm), packed_head, packed_embedding, threads
+        )
+        self._rope = RotaryEmbedding(config.rope, config.head_dim)
+        self._max_context = config.max_context
+        self._positions_reserved = False
+        self.num_bytes = self._decoder.num_bytes
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Allocate the rotary tables; see `DecoderLM.reserve_positions`."""
+        self._rope.reserve(num_positions, torch.float32, torch.device("cpu"))
+        self._positions_reserved = True
+
+    def hidden_states(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> Tensor:
+        """Compute the layers of a step; returns [R + P, hidden_size] float32."""
+        return self._decoder.hidden_states(self._tensors(step, cache, sampled))
+
+    def step(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> Tensor:
+        """Compute a step; returns logits [M, V] float32."""
+        bucket = step.bucket
+        has_all = not bucket.prompt_seqs and bucket.num_logits == bucket.rows
+        rows = None if has_all else step.device.logits_rows
+        return self._decoder.logits(self._tensors(step, cache, sampled), rows, bucket.num_logits)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits [M, V] float32 of hidden states [M, hidden_size]."""
+        return self._decoder.project(hidden)
+
+    def _tensors(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> StepTensors:
+        if not self._positions_reserved:
+            self._rope.reserve(
+                min(self._max_context, cache.num_blocks * cache.block_size),
+                torch.float32,
+                torch.device("cpu"),
+            )
+        bucket = step.bucket
+        return StepTensors(
+            step.device,
+            bucket.rows,
+            bucket.prompt_seqs,
+            bucket.columns,
+            sampled,
+            cache.layers,
+            self._rope.tables,
+        )
+
+
+def _shape(config: ModelConfig) -> DecoderShape:
+    return DecoderShape(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        softmax_scale=config.head_dim**-0.5,
+        windows=tuple(config.layer_window(i) or 0 for i in range(config.num_layers)),
+    )
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().contiguous()

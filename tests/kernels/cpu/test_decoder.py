@@ -1,0 +1,181 @@
+"""Steps of the C library beside a PyTorch reference that rounds the same numbers."""
+
+import random
+
+import pytest
+import torch
+
+from kernels.cpu.decoder import DecoderShape, unsupported
+from tests.kernels.cpu.bound import Driver, bind
+from tests.kernels.cpu.reference import Decoder
+
+VOCAB = 300
+SMALL = DecoderShape(128, 192, 4, 2, 32, 1e-6, 32**-0.5, (0,))
+
+pytestmark = pytest.mark.skipif(bool(unsupported(SMALL)), reason="; ".join(unsupported(SMALL)))
+
+
+def shape(heads, kv_heads, head_dim, windows=(0,)):
+    return SMALL._replace(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        softmax_scale=head_dim**-0.5,
+        windows=windows,
+    )
+
+
+def tokens(count, seed=0):
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def assert_close(found, expected):
+    """Compare the logits of a decoder with one layer.
+
+    Most rows are equal up to float32. In the others a number at a rounding boundary was rounded to the other side,
+    which later roundings amplify to the size of their own error.
+    """
+    error, size = (found - expected).abs().amax(1), expected.std()
+    assert error.median() < 1e-4 * size, error.median() / size
+    assert error.max() < 0.15 * size, error.max() / size
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(2, 2, 32), (6, 2, 32), (4, 1, 64), (5, 1, 64), (6, 1, 96), (7, 1, 64), (8, 1, 128), (16, 1, 32), (2, 1, 256)],
+)  # fmt: skip
+def test_logits_equal_the_reference_for_every_ratio_of_heads(heads, kv_heads, head_dim, bits):
+    of = shape(heads, kv_heads, head_dim)
+    decoder = Decoder(of, VOCAB, bits)
+    ids = tokens(70)
+
+    found = Driver(bind(decoder), of).run(ids, [50, 1, 1, 17, 1])
+
+    assert_close(found, decoder.logits(ids))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "options", [{"head_norms": True}, {"bias": True}, {"tied": False}], ids=lambda o: next(iter(o))
+)
+def test_logits_equal_the_reference_with_the_parts_of_each_family(options, bits):
+    decoder = Decoder(SMALL, VOCAB, bits, **options)
+    ids = tokens(40)
+
+    found = Driver(bind(decoder), SMALL).run(ids, [39, 1])
+
+    assert_close(found, decoder.logits(ids))
+
+
+def test_layers_follow_each_other():
+    of = shape(4, 2, 32, windows=(0, 20, 0))
+    decoder = Decoder(of, VOCAB, 8)
+    ids = tokens(40)
+
+    found, expected = Driver(bind(decoder), of).run(ids, [39, 1]), decoder.logits(ids)
+
+    assert (found - expected).abs().mean() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("window", [1, 5, 32, 33, 64])
+def test_a_sliding_window_hides_the_keys_before_it(window):
+    of = shape(4, 2, 32, windows=(window,))
+    decoder = Decoder(of, VOCAB, 8)
+    ids = tokens(130)
+
+    found = Driver(bind(decoder), of).run(ids, [100, 1, 28, 1])
+
+    assert_close(found, decoder.logits(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 100])
+def test_the_cache_may_have_blocks_of_any_size_in_both_dtypes(block_size, dtype):
+    decoder = Decoder(SMALL, VOCAB, 8)
+    ids = tokens(66)
+
+    found = Driver(bind(decoder), SMALL, block_size=block_size, dtype=dtype).run(ids, [64, 1, 1])
+
+    assert_close(found, decoder.logits(ids, dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_result_depends_neither_on_chunks_nor_on_other_rows_nor_on_threads(bits):
+    of = shape(6, 2, 64, windows=(0, 70))
+    decoder = Decoder(of, VOCAB, bits)
+    ids = tokens(200)
+    alone = Driver(bind(decoder, threads=1), of).run(ids, [200])
+
+    for threads, chunks in ((2, [1] * 200), (5, [31, 1, 32, 1, 64, 71]), (3, [199, 1])):
+        driver = Driver(bind(decoder, threads=threads), of, num_blocks=400)
+        others = {name: tokens(1 + 7 * name, seed=name) for name in range(1, 18)}
+        driver.step(others)
+        at, parts = 0, []
+        for size in chunks:
+            beside = {name: [5] for name in range(1, at % 18)}
+            parts.append(driver.step({0: ids[at : at + size], **beside})[0])
+            at += size
+        assert torch.equal(torch.cat(parts), alone), (threads, chunks)
+
+
+def test_hidden_states_give_the_logits_of_the_step():
+    decoder = Decoder(SMALL, VOCAB, 8)
+    ids = tokens(33)
+    bound = bind(decoder)
+
+    direct = Driver(bound, SMALL).step({0: ids})[0]
+    projected = Driver(bound, SMALL).step({0: ids}, hidden=True)[0]
+
+    assert torch.equal(direct, projected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_sequence_whose_numbers_are_not_finite_disturbs_no_other(value):
+    decoder = Decoder(SMALL, VOCAB, 8)
+    bound = bind(decoder)
+    sound = Driver(bound, SMALL).run(tokens(20), [19, 1])
+    driver = Driver(bound, SMALL)
+    driver.step({0: tokens(19), 1: tokens(9, seed=1)})
+    for cache in driver.caches:
+        cache[0, driver._blocks[1][0], 0] = value
+
+    logits = driver.step({0: tokens(20)[19:], 1: [3]})
+
+    assert torch.equal(logits[0], sound[19:])
+    assert not logits[1].isfinite().any()
+
+
+def test_a_row_without_a_slot_writes_nothing_and_an_unused_row_reads_nothing():
+    decoder = Decoder(SMALL, VOCAB, 8)
+    driver = Driver(bind(decoder), SMALL)
+    driver.step({0: tokens(5)})
+    before = [cache.clone() for cache in driver.caches]
+    step = driver.last._replace(rows=1, prompt_seqs=0)
+    arrays = step.arrays
+    arrays.token_ids, arrays.positions = torch.tensor([1]), torch.tensor([0])
+    arrays.slot_mapping = torch.tensor([-1], dtype=torch.int32)
+    arrays.cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
+    arrays.seq_lens = torch.tensor([0], dtype=torch.int32)
+    arrays.block_table = arrays.prompt_block_table
+
+    logits = driver.bound.logits(step, None, 1)
+
+    assert logits.isfinite().all()
+    for cache, old in zip(driver.caches, before, strict=True):
+        assert torch.equal(cache.view(torch.int16), old.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden": 100}, "100 is not a multiple of 64"),
+        ({"inner": 96}, "96 is not a multiple of 64"),
+        ({"heads": 3, "kv_heads": 3}, "96 is not a multiple of 64"),
+        ({"head_dim": 48}, "heads of 48"),
+        ({"head_dim": 288}, "more than 256"),
+        ({"heads": 34}, "17 query heads"),
+    ],
+)
+def test_a_shape_that_the_library_cannot_compute_is_refused_with_the_reason(change, reason):
+    assert any(reason in text for text in unsupported(SMALL._replace(**change)))

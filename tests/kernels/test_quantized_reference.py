@@ -1,0 +1,126 @@
+"""The int8 and int4 roundings that the CPU's kernels are compared with."""
+
+import pytest
+import torch
+
+from kernels.cpu.matrix import GROUP4, quantize_4_bits, quantize_8_bits
+from kernels.testing.quantized_reference import (
+    INT4_GROUPS,
+    dequantize_int4,
+    dequantize_int8,
+    multiply_int4,
+    multiply_int8,
+    quantize_int4,
+    quantize_int8,
+)
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(48, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+@pytest.mark.parametrize("group", [None, 64, 32])
+def test_an_int8_number_is_at_most_half_a_step_of_its_group_away(weight, group):
+    numbers, scale = quantize_int8(weight, group)
+
+    steps = scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+    assert numbers.dtype is torch.int8
+    assert scale.shape == (48, 256 // (group or 256))
+    assert ((dequantize_int8(numbers, scale) - weight).abs() <= 0.5001 * steps).all()
+    largest = numbers.unflatten(-1, (-1, group or 256)).abs().amax(-1)
+    assert (largest == 127).all()
+
+
+def test_int8_numbers_are_symmetric_and_rounded_half_to_even():
+    numbers, scale = quantize_int8(torch.tensor([[127.0, -127.0, 0.5, 1.5, -0.5, -1.5, 2.5, -2.5]]))
+
+    assert numbers.tolist() == [[127, -127, 0, 2, 0, -2, 2, -2]]
+    assert scale.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38])
+def test_groups_of_zeros_and_of_subnormal_numbers_become_zeros(size):
+    rows = torch.full((2, 64), size)
+
+    assert dequantize_int8(*quantize_int8(rows, 32)).eq(0).all()
+    assert dequantize_int4(*quantize_int4(rows)).eq(0).all()
+
+
+@pytest.mark.parametrize("group", INT4_GROUPS)
+def test_an_int4_group_holds_its_largest_value_and_fits_the_others(weight, group):
+    numbers, scale = quantize_int4(weight, group, refined=False)
+
+    assert numbers.dtype is torch.uint8
+    assert numbers.max() <= 15
+    assert scale.dtype is torch.float16
+    error = (dequantize_int4(numbers, scale) - weight).unflatten(-1, (-1, group)).abs()
+    extreme = weight.unflatten(-1, (-1, group)).abs().argmax(-1, keepdim=True)
+    assert (error.gather(-1, extreme)[..., 0] <= 0.01 * scale.float().abs()).all()
+    # A value near the extreme of the other sign is rounded to 7 scales, at most one away.
+    assert (error <= 1.01 * scale.float().abs()[..., None]).all()
+
+
+@pytest.mark.parametrize("group", INT4_GROUPS)
+def test_least_squares_reduces_the_int4_error_of_every_group(weight, group):
+    def errors(refined):
+        rounded = dequantize_int4(*quantize_int4(weight, group, refined=refined))
+        return (rounded - weight).square().unflatten(-1, (-1, group)).sum(-1)
+
+    plain, refined = errors(refined=False), errors(refined=True)
+    assert (refined <= plain).all()
+    assert refined.sum() < 0.9 * plain.sum()
+
+
+def test_int4_weights_that_have_16_values_are_exact():
+    numbers = torch.arange(16).repeat(4, 4)
+    weight = (numbers - 8) * torch.tensor([0.5, -0.25, 2.0, -1.0])[:, None]
+
+    found, scale = quantize_int4(weight)
+
+    assert torch.equal(dequantize_int4(found, scale), weight)
+
+
+def test_a_row_of_activations_does_not_depend_on_the_other_rows(weight):
+    alone = quantize_int8(weight[3:4], 64)
+    together = quantize_int8(weight, 64)
+
+    assert torch.equal(alone[0][0], together[0][3])
+    assert torch.equal(alone[1][0], together[1][3])
+
+
+def test_products_have_the_errors_of_their_roundings(weight):
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    exact = x.double() @ weight.double().T
+
+    def relative(result):
+        return float((result - exact).norm() / exact.norm())
+
+    assert relative(multiply_int8(x, *quantize_int8(weight))) < 0.012
+    assert relative(multiply_int4(x, *quantize_int4(weight))) < 0.1
+
+
+def test_inputs_that_are_no_multiple_of_the_group_are_an_error():
+    with pytest.raises(AssertionError, match="48 is no multiple of 32"):
+        quantize_int4(torch.zeros(1, 48))
+
+
+def test_the_librarys_8_bit_weights_are_those_of_the_reference(weight):
+    numbers, scale = quantize_8_bits(weight)
+    expected, expected_scale = quantize_int8(weight)
+
+    # The inverse of the scale is rounded differently, so a number half-way between two may become the other.
+    difference = (numbers.int() - 128 - expected.int()).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() < 1e-3
+    torch.testing.assert_close(scale, expected_scale[:, 0])
+
+
+def test_the_librarys_4_bit_weights_are_almost_as_exact_as_those_of_the_reference(weight):
+    numbers, scale = quantize_4_bits(weight)
+
+    def error(rounded):
+        return float((rounded - weight).square().sum())
+
+    expected = error(dequantize_int4(*quantize_int4(weight, GROUP4)))
+    assert error(dequantize_int4(numbers, scale)) < 1.05 * expected
