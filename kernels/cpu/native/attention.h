@@ -1,8 +1,9 @@
 /* Attention of a few rows over the paged cache.
 
-   A row is a query head of a token. Keys are read in blocks that begin at multiples of KEYS, with an online softmax, so
-   a row's result depends only on its own position: not on the other rows, on how a prompt was divided into chunks, or on
-   whether it was computed as a prompt or as a decode step.
+   A row is a query head of a token. Keys are read in blocks that begin at multiples of KEYS, with an online softmax; a
+   score is summed over the head dim in order, and an output over the keys in order. So a row's result depends only on
+   its own position: not on the other rows, on how a prompt was divided into chunks, or on whether it was computed as a
+   prompt or as a decode step.
    Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1; PagedAttention (arXiv 2309.06180) for the block table. */
 #pragma once
 
@@ -12,7 +13,32 @@
 #define MOST_HEAD_DIM 256
 #define MOST_QUERY_ROWS 16
 
-/* One layer's cache, [2, blocks, block_size, kv_heads, head_dim]: keys, then values. */
+/* Rows whose scores or outputs are accumulated in registers at once, and vectors of 16 lanes that the registers hold. */
+#if defined(__AVX512F__)
+#define ACCUMULATORS 16
+#define MOST_SCORED 8
+#define SCORED UP_TO_8
+#define MOST_ADDED 4
+#define ADDED UP_TO_4
+#else
+#define ACCUMULATORS 4
+#define MOST_SCORED 2
+#define SCORED UP_TO_2
+#define MOST_ADDED 2
+#define ADDED UP_TO_2
+#endif
+
+/* Cases of a switch over the number of rows, which is then a constant. */
+#define UP_TO_2 ROWS(1) ROWS(2)
+#define UP_TO_4 UP_TO_2 ROWS(3) ROWS(4)
+#define UP_TO_8 UP_TO_4 ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+
+/* For up to so many rows, numbers are converted to float32 where they are used, for more once before. */
+#define MOST_DIRECT 4
+
+/* One layer's cache: for keys and for values, the blocks in order, and in each its key-value heads. A head's values are
+   [block_size][head_dim]. Its keys are [block_size / tile][head_dim][tile], so that a vector holds one number of 16 keys
+   and scores need no sums across lanes. */
 typedef struct {
     void *keys;
     void *values;
@@ -22,49 +48,100 @@ typedef struct {
     int64_t head_dim;
 } Cache;
 
-INLINE void write_head(const Cache *cache, void *half_of_cache, int64_t slot, int64_t head, const float *x) {
-    int64_t first = (slot * cache->kv_heads + head) * cache->head_dim;
-    for (int64_t i = 0; i < cache->head_dim; i += LANES) {
+/* Keys in a tile: the largest power of two up to 16 that divides the block size. */
+INLINE int64_t tile_of(const Cache *cache) {
+    int64_t power = cache->block_size & -cache->block_size;
+    return power < LANES ? power : LANES;
+}
+
+/* Index of the first number of a head in a block. */
+INLINE int64_t head_in_block(const Cache *cache, int64_t block, int64_t head) {
+    return (block * cache->kv_heads + head) * cache->block_size * cache->head_dim;
+}
+
+INLINE float16 number(const void *p, int64_t index, int is_half) {
+    return is_half ? load_half((const _Float16 *)p + index) : load((const float *)p + index);
+}
+
+INLINE const void *address(const void *p, int64_t index, int is_half) { return (const char *)p + index * (is_half ? 2 : 4); }
+
+/* float16 has no number above 65504: larger ones are limited. NaN stays NaN. */
+INLINE half16 limited(float16 v) {
+    float16 inside = vmax(vmin(v, splat(65504.0f)), splat(-65504.0f));
+    int32x16 is_nan = v != v;
+    return __builtin_convertvector(from_bits((bits(inside) & ~is_nan) | (bits(v) & is_nan)), half16);
+}
+
+/* Writes the key and the value of a token. */
+INLINE void write_head(const Cache *cache, int64_t slot, int64_t head, const float *key, const float *value) {
+    int64_t dim = cache->head_dim, tile = tile_of(cache), offset = slot % cache->block_size;
+    int64_t first = head_in_block(cache, slot / cache->block_size, head);
+    int64_t of_key = first + offset / tile * tile * dim + offset % tile, of_value = first + offset * dim;
+    for (int64_t i = 0; i < dim; i += LANES) {
         if (cache->is_half) {
-            /* float16 has no number above 65504. NaN stays NaN. */
-            float16 v = load(x + i), limited = vmax(vmin(v, splat(65504.0f)), splat(-65504.0f));
-            int32x16 is_nan = v != v;
-            v = from_bits((bits(limited) & ~is_nan) | (bits(v) & is_nan));
-            half16 narrow = __builtin_convertvector(v, half16);
-            memcpy((_Float16 *)half_of_cache + first + i, &narrow, sizeof narrow);
+            half16 narrow = limited(load(key + i));
+            for (int64_t j = 0; j < LANES; j++) ((_Float16 *)cache->keys)[of_key + (i + j) * tile] = narrow[j];
+            narrow = limited(load(value + i));
+            memcpy((_Float16 *)cache->values + of_value + i, &narrow, sizeof narrow);
         } else {
-            store((float *)half_of_cache + first + i, load(x + i));
+            for (int64_t j = 0; j < LANES; j++) ((float *)cache->keys)[of_key + (i + j) * tile] = key[i + j];
+            store((float *)cache->values + of_value + i, load(value + i));
         }
     }
 }
 
-/* Copies the keys or values of positions [first, end) of a head as float32: [KEYS][head_dim]. */
-INLINE void read_heads(const Cache *cache, const void *half_of_cache, const int32_t *table, int64_t head, int64_t first, int64_t end, float *to) {
-    int64_t dim = cache->head_dim, stride = cache->kv_heads * dim;
+/* Where the keys or values of 16 positions are. */
+typedef struct {
+    const void *at; /* keys: [head_dim][LANES]; values: [LANES][head_dim] */
+    int is_half;
+} Tile;
+
+/* A tile in the cache; only for tiles of 16 keys. */
+INLINE Tile tile_in_cache(const Cache *cache, const void *half_of_cache, const int32_t *table, int64_t head, int64_t position) {
+    int64_t first = head_in_block(cache, table[position / cache->block_size], head);
+    int is_half = cache->is_half != 0;
+    return (Tile){address(half_of_cache, first + position % cache->block_size * cache->head_dim, is_half), is_half};
+}
+
+/* Copies the keys of positions [first, end) of the 16 from `base` on to a tile in float32. */
+INLINE void copy_keys(const Cache *cache, const int32_t *table, int64_t head, int64_t base, int64_t first, int64_t end, float *to) {
+    int64_t dim = cache->head_dim, tile = tile_of(cache);
+    if (tile == LANES) {
+        Tile from = tile_in_cache(cache, cache->keys, table, head, base);
+        for (int64_t i = 0; i < dim * LANES; i += LANES) store(to + i, number(from.at, i, from.is_half));
+        return;
+    }
+    for (int64_t p = first; p < end; p++) {
+        int64_t offset = p % cache->block_size;
+        int64_t from = head_in_block(cache, table[p / cache->block_size], head) + offset / tile * tile * dim + offset % tile;
+        for (int64_t d = 0; d < dim; d++) {
+            int64_t i = from + d * tile;
+            to[d * LANES + p - base] = cache->is_half ? (float)((const _Float16 *)cache->keys)[i] : ((const float *)cache->keys)[i];
+        }
+    }
+}
+
+/* Copies the values of positions [first, end) to a tile in float32. */
+INLINE void copy_values(const Cache *cache, const int32_t *table, int64_t head, int64_t first, int64_t end, float *to) {
+    int64_t dim = cache->head_dim;
+    for (int64_t p = first; p < end; p++, to += dim) {
+        int64_t from = head_in_block(cache, table[p / cache->block_size], head) + p % cache->block_size * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store(to + d, number(cache->values, from + d, cache->is_half != 0));
+    }
+}
+
+/* Asks for the keys and values of positions [first, end), into the second-level cache. */
+INLINE void prefetch_heads(const Cache *cache, const int32_t *table, int64_t head, int64_t first, int64_t end) {
+    int64_t size = cache->is_half ? 2 : 4;
     for (int64_t position = first; position < end;) {
         int64_t offset = position % cache->block_size;
-        int64_t slot = table[position / cache->block_size] * cache->block_size + offset;
         int64_t run = cache->block_size - offset < end - position ? cache->block_size - offset : end - position;
-        int64_t from = slot * stride + head * dim;
-        for (int64_t i = 0; i < run; i++, from += stride, to += dim)
-            for (int64_t d = 0; d < dim; d += LANES) {
-                if (cache->is_half) store(to + d, load_half((const _Float16 *)half_of_cache + from + d));
-                else store(to + d, load((const float *)half_of_cache + from + d));
-            }
-        position += run;
-    }
-}
-
-/* Asks for the keys and values of positions [first, end), whose addresses the processor cannot guess. */
-INLINE void prefetch_heads(const Cache *cache, const int32_t *table, int64_t head, int64_t first, int64_t end) {
-    int64_t size = cache->is_half ? 2 : 4, bytes = cache->head_dim * size;
-    for (int64_t position = first; position < end; position++) {
-        int64_t slot = table[position / cache->block_size] * cache->block_size + position % cache->block_size;
-        int64_t from = (slot * cache->kv_heads + head) * bytes;
-        for (int64_t i = 0; i < bytes; i += 64) {
-            __builtin_prefetch((const char *)cache->keys + from + i);
-            __builtin_prefetch((const char *)cache->values + from + i);
+        int64_t from = (head_in_block(cache, table[position / cache->block_size], head) + offset * cache->head_dim) * size;
+        for (int64_t i = 0; i < run * cache->head_dim * size; i += 64) {
+            __builtin_prefetch((const char *)cache->keys + from + i, 0, 2);
+            __builtin_prefetch((const char *)cache->values + from + i, 0, 2);
         }
+        position += run;
     }
 }
 
@@ -87,123 +164,165 @@ INLINE float largest_of(float16 low, float16 high, float before) {
     return largest;
 }
 
-/* out = out * alpha + p V for `rows` query heads of a token, a few vectors of the head dim at a time, so that the sums
-   stay in registers. p: [row][KEYS]; out: [row][dim]. */
-INLINE void add_values(int rows, const float *p, const float *values, int64_t count, int64_t dim, const float *alpha, float *out) {
+/* Scores of `rows` rows with the keys of two tiles. q: [row][dim]; scores: [row][KEYS]. */
+INLINE void score(int rows, int is_half, const float *q, const Tile *tiles, int64_t dim, float *scores) {
+    float16 low[MOST_SCORED], high[MOST_SCORED];
+    UNROLL for (int r = 0; r < rows; r++) low[r] = high[r] = splat(0);
+    for (int64_t d = 0; d < dim; d++) {
+        float16 first = number(tiles[0].at, d * LANES, is_half), second = number(tiles[1].at, d * LANES, is_half);
+        UNROLL for (int r = 0; r < rows; r++) {
+            low[r] += first * q[r * dim + d];
+            high[r] += second * q[r * dim + d];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        store(scores + r * KEYS, low[r]);
+        store(scores + r * KEYS + LANES, high[r]);
+    }
+}
+
+/* out += p V of positions [first, end) of a block, for `rows` rows. p: [row][KEYS]; out: [row][dim]. */
+INLINE void add_values(int rows, int is_half, const float *p, const Tile *tiles, int64_t first, int64_t end, int64_t dim, float *out) {
     int64_t d = 0;
 #define COLUMNS(n) \
     for (; d + (n) * LANES <= dim; d += (n) * LANES) { \
-        float16 acc[2][n]; \
+        float16 acc[MOST_ADDED][n]; \
         UNROLL for (int r = 0; r < rows; r++) \
-            UNROLL for (int i = 0; i < (n); i++) acc[r][i] = load(out + r * dim + d + i * LANES) * alpha[r]; \
-        for (int64_t j = 0; j < count; j++) { \
+            UNROLL for (int i = 0; i < (n); i++) acc[r][i] = load(out + r * dim + d + i * LANES); \
+        for (int64_t j = first; j < end; j++) { \
+            const void *values = tiles[j / LANES].at; \
             float16 v[n]; \
-            UNROLL for (int i = 0; i < (n); i++) v[i] = load(values + j * dim + d + i * LANES); \
+            UNROLL for (int i = 0; i < (n); i++) v[i] = number(values, j % LANES * dim + d + i * LANES, is_half); \
             UNROLL for (int r = 0; r < rows; r++) \
                 UNROLL for (int i = 0; i < (n); i++) acc[r][i] += v[i] * p[r * KEYS + j]; \
         } \
         UNROLL for (int r = 0; r < rows; r++) \
             UNROLL for (int i = 0; i < (n); i++) store(out + r * dim + d + i * LANES, acc[r][i]); \
     }
-    COLUMNS(4)
-    COLUMNS(2)
+    if (rows * 8 <= ACCUMULATORS) COLUMNS(8)
+    if (rows * 4 <= ACCUMULATORS) COLUMNS(4)
+    if (rows * 2 <= ACCUMULATORS) COLUMNS(2)
     COLUMNS(1)
 #undef COLUMNS
 }
 
-/* Scores of `rows` query heads of a token with up to 32 keys; those beyond `count` are undefined. q: [row][dim];
-   scores: [row][KEYS]. */
-INLINE void score(int rows, const float *q, const float *keys, int64_t count, int64_t dim, float *scores) {
-    const int at_once = LANES / rows;
-    for (int64_t first = 0; first < count; first += at_once) {
-        float16 parts[LANES];
-        int found = (int)(count - first < at_once ? count - first : at_once);
-        if (found == at_once) {
-            UNROLL for (int j = 0; j < at_once; j++) {
-                float16 k = load(keys + (first + j) * dim);
-                UNROLL for (int r = 0; r < rows; r++) parts[r * at_once + j] = load(q + r * dim) * k;
-            }
-            for (int64_t d = LANES; d < dim; d += LANES) {
-                UNROLL for (int j = 0; j < at_once; j++) {
-                    float16 k = load(keys + (first + j) * dim + d);
-                    UNROLL for (int r = 0; r < rows; r++) parts[r * at_once + j] += load(q + r * dim + d) * k;
-                }
-            }
-        } else {
-            for (int i = 0; i < LANES; i++) parts[i] = splat(0);
-            for (int j = 0; j < found; j++)
-                for (int r = 0; r < rows; r++) {
-                    float16 part = load(q + r * dim) * load(keys + (first + j) * dim);
-                    for (int64_t d = LANES; d < dim; d += LANES) part += load(q + r * dim + d) * load(keys + (first + j) * dim + d);
-                    parts[r * at_once + j] = part;
-                }
-        }
-        float16 sums = sum_each(parts);
-        for (int r = 0; r < rows; r++) memcpy(scores + r * KEYS + first, (const float *)&sums + r * at_once, (size_t)at_once * sizeof(float));
+static void score_rows(int rows, const float *q, const Tile *tiles, int64_t dim, float *scores) {
+    for (int r = 0; r < rows; r += MOST_SCORED) {
+        const float *query = q + r * dim;
+        float *row = scores + r * KEYS;
+#define ROWS(n) \
+    case n: \
+        if (tiles->is_half) score(n, 1, query, tiles, dim, row); \
+        else score(n, 0, query, tiles, dim, row); \
+        break;
+        switch (rows - r < MOST_SCORED ? rows - r : MOST_SCORED) { SCORED }
+#undef ROWS
     }
 }
 
-/* Attention of `tokens` neighbouring tokens and the `group` query heads of one key-value head.
+/* Adds the values of positions [first, ends[r]) of a block to each row r; neighbouring rows see more or nothing. */
+static void add_values_of_rows(int rows, const float *p, const Tile *tiles, int64_t first, const int64_t *ends, int64_t dim, float *out) {
+    for (int r = 0; r < rows; r += MOST_ADDED) {
+        int count = rows - r < MOST_ADDED ? rows - r : MOST_ADDED;
+        const float *weights = p + r * KEYS;
+        float *row = out + r * dim;
+#define ROWS(n) \
+    case n: \
+        if (tiles->is_half) add_values(n, 1, weights, tiles, first, ends[r], dim, row); \
+        else add_values(n, 0, weights, tiles, first, ends[r], dim, row); \
+        break;
+        switch (count) { ADDED }
+#undef ROWS
+        /* The values of later tokens must not meet the weights 0 of the first row, for they may be NaN. */
+        for (int i = 1; i < count; i++) {
+            if (ends[r + i] <= ends[r]) continue;
+            if (tiles->is_half) add_values(1, 1, weights + i * KEYS, tiles, ends[r], ends[r + i], dim, row + i * dim);
+            else add_values(1, 0, weights + i * KEYS, tiles, ends[r], ends[r + i], dim, row + i * dim);
+        }
+    }
+}
+
+/* Attention of `tokens` neighbouring tokens and the `group` query heads of one key-value head, at most MOST_QUERY_ROWS
+   rows.
 
    q: [tokens][q_stride], its heads at q + head * head_dim, scaled. out: [tokens][out_stride]. The first token is at
    `position`; keys up to each token's own position are in the cache. window: tokens that a token attends to, itself
    included; 0 for all. */
 static void attend(const Cache *cache, const int32_t *table, int64_t kv_head, int64_t group, const float *q, int64_t q_stride, int64_t tokens, int64_t position, int64_t window, float *out, int64_t out_stride) {
     int64_t dim = cache->head_dim;
+    int rows = (int)(tokens * group);
+    int copies = tile_of(cache) != LANES || rows > MOST_DIRECT;
     /* Keys, then values: both at once do not fit the first-level cache. */
     float block[KEYS * MOST_HEAD_DIM] __attribute__((aligned(64)));
-    float scores[MOST_QUERY_ROWS][KEYS] __attribute__((aligned(64)));
-    float sums[MOST_QUERY_ROWS], most[MOST_QUERY_ROWS], alphas[MOST_QUERY_ROWS];
-    for (int64_t r = 0; r < tokens * group; r++) {
+    float queries[MOST_QUERY_ROWS * MOST_HEAD_DIM] __attribute__((aligned(64)));
+    float outputs[MOST_QUERY_ROWS * MOST_HEAD_DIM] __attribute__((aligned(64)));
+    float scores[MOST_QUERY_ROWS * KEYS] __attribute__((aligned(64)));
+    float sums[MOST_QUERY_ROWS], most[MOST_QUERY_ROWS];
+    int64_t ends[MOST_QUERY_ROWS];
+    for (int r = 0; r < rows; r++) {
         sums[r] = 0;
         most[r] = -__builtin_inff();
-        memset(out + r / group * out_stride + r % group * dim, 0, (size_t)dim * sizeof(float));
+        memcpy(queries + r * dim, q + r / group * q_stride + r % group * dim, (size_t)dim * sizeof(float));
     }
+    memset(outputs, 0, (size_t)(rows * dim) * sizeof(float));
     int64_t first = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
     int64_t end = position + tokens;
-    for (int64_t from = first; from < end;) {
-        int64_t to = (from / KEYS + 1) * KEYS < end ? (from / KEYS + 1) * KEYS : end;
+    for (int64_t from = first / KEYS * KEYS; from < end; from += KEYS) {
+        int64_t middle = from + LANES, to = from + KEYS < end ? from + KEYS : end, start_of_block = from > first ? from : first;
+        int has[2] = {start_of_block < middle, middle < to};
+        int64_t starts[2] = {start_of_block, middle > first ? middle : first}, stops[2] = {to < middle ? to : middle, to};
         prefetch_heads(cache, table, kv_head, to, to + KEYS < end ? to + KEYS : end);
-        read_heads(cache, cache->keys, table, kv_head, from, to, block);
-        for (int64_t t = 0; t < tokens; t++) {
-            int64_t at = position + t;
-            int64_t last = at + 1 < to ? at + 1 : to;                                  /* after the last visible key */
+        Tile tiles[2];
+        for (int i = 0; i < 2; i++) {
+            if (!has[i]) continue;
+            if (copies) {
+                float *copy = block + i * LANES * dim;
+                copy_keys(cache, table, kv_head, from + i * LANES, starts[i], stops[i], copy);
+                tiles[i] = (Tile){copy, 0};
+            } else {
+                tiles[i] = tile_in_cache(cache, cache->keys, table, kv_head, from + i * LANES);
+            }
+        }
+        /* Scores of a tile that no row sees are not used. */
+        if (!has[0]) tiles[0] = tiles[1];
+        if (!has[1]) tiles[1] = tiles[0];
+        score_rows(rows, queries, tiles, dim, scores);
+        for (int r = 0; r < rows; r++) {
+            int64_t at = position + r / group, last = at + 1 < to ? at + 1 : to; /* after the last visible key */
             int64_t start = window > 0 && at - window + 1 > from ? at - window + 1 : from; /* the first one */
-            if (start >= last) continue;
-            for (int64_t h = 0; h < group; h += 2) {
-                const float *heads = q + t * q_stride + h * dim;
-                if (h + 1 < group) score(2, heads, block, last - from, dim, scores[t * group + h]);
-                else score(1, heads, block, last - from, dim, scores[t * group + h]);
+            float *row = scores + r * KEYS;
+            if (start >= last) {
+                store(row, splat(0));
+                store(row + LANES, splat(0));
+                ends[r] = 0;
+                continue;
             }
-            for (int64_t r = t * group; r < (t + 1) * group; r++) {
-                float16 low = visible(load(scores[r]), start - from, last - from);
-                float16 high = visible(load(scores[r] + LANES), start - from - LANES, last - from - LANES);
-                float largest = largest_of(low, high, most[r]);
-                alphas[r] = most[r] == largest ? 1.0f : vexp(splat(most[r] - largest))[0];
+            ends[r] = last - from;
+            float16 low = visible(load(row), start - from, last - from);
+            float16 high = visible(load(row + LANES), start - from - LANES, last - from - LANES);
+            float largest = largest_of(low, high, most[r]);
+            if (most[r] != largest) {
+                float alpha = vexp(splat(most[r] - largest))[0];
+                for (int64_t d = 0; d < dim; d += LANES) store(outputs + r * dim + d, load(outputs + r * dim + d) * alpha);
+                sums[r] *= alpha;
                 most[r] = largest;
-                low = vexp(low - largest);
-                high = vexp(high - largest);
-                store(scores[r], low);
-                store(scores[r] + LANES, high);
-                sums[r] = sums[r] * alphas[r] + sum(low + high);
             }
+            low = vexp(low - largest);
+            high = vexp(high - largest);
+            store(row, low);
+            store(row + LANES, high);
+            sums[r] += sum(low + high);
         }
-        read_heads(cache, cache->values, table, kv_head, from, to, block);
-        for (int64_t t = 0; t < tokens; t++) {
-            int64_t at = position + t, last = at + 1 < to ? at + 1 : to;
-            if ((window > 0 && at - window + 1 > from ? at - window + 1 : from) >= last) continue;
-            for (int64_t h = 0; h < group; h += 2) {
-                int64_t r = t * group + h;
-                float *rows = out + t * out_stride + h * dim;
-                if (h + 1 < group) add_values(2, scores[r], block, last - from, dim, alphas + r, rows);
-                else add_values(1, scores[r], block, last - from, dim, alphas + r, rows);
-            }
+        if (copies) copy_values(cache, table, kv_head, start_of_block, to, block + (start_of_block - from) * dim);
+        for (int i = 0; i < 2; i++) {
+            if (copies) tiles[i] = (Tile){block + i * LANES * dim, 0};
+            else if (has[i]) tiles[i] = tile_in_cache(cache, cache->values, table, kv_head, from + i * LANES);
         }
-        from = to;
+        add_values_of_rows(rows, scores, tiles, start_of_block - from, ends, dim, outputs);
     }
-    for (int64_t r = 0; r < tokens * group; r++) {
+    for (int r = 0; r < rows; r++) {
         float *row = out + r / group * out_stride + r % group * dim;
         float inverse = 1.0f / sums[r];
-        for (int64_t d = 0; d < dim; d += LANES) store(row + d, load(row + d) * inverse);
+        for (int64_t d = 0; d < dim; d += LANES) store(row + d, load(outputs + r * dim + d) * inverse);
     }
 }

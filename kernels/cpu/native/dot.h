@@ -19,8 +19,8 @@ INLINE int32_t load_word(const void *p) { int32_t w; memcpy(&w, p, sizeof w); re
 
 #define INSTRUCTIONS "AVX-512 VNNI"
 #define WIDE8 4
-#define MOST_ROWS 6
-#define VECTORS 2           /* vectors of outputs that are accumulated in registers at once */
+#define MOST_ROWS 8         /* rows that are accumulated in registers at once */
+#define VECTORS(rows) ((rows) <= 4 ? 2 : 1) /* and vectors of outputs */
 typedef int8_t input8;      /* activations of a product with 8-bit weights */
 typedef uint8x64 weights8;
 typedef int32x16 sums4;     /* accumulator of a product with 4-bit weights */
@@ -40,7 +40,7 @@ INLINE int32x16 finish4(sums4 acc, int32_t correction) { (void)correction; retur
 #define INSTRUCTIONS "AVX-VNNI"
 #define WIDE8 4
 #define MOST_ROWS 6
-#define VECTORS 1
+#define VECTORS(rows) 1
 typedef int8_t input8;
 typedef uint8x64 weights8;
 typedef int32x16 sums4;
@@ -67,7 +67,7 @@ INLINE int32x16 finish4(sums4 acc, int32_t correction) { (void)correction; retur
 #define INSTRUCTIONS "AVX2"
 #define WIDE8 2
 #define MOST_ROWS 6
-#define VECTORS 1
+#define VECTORS(rows) 1
 typedef int16_t input8;
 typedef int16x32 weights8;
 typedef int16x32 sums4;
@@ -119,7 +119,7 @@ INLINE int32x16 finish4(sums4 acc, int32_t correction) {
 #define INSTRUCTIONS "NEON dot product"
 #define WIDE8 4
 #define MOST_ROWS 4
-#define VECTORS 1
+#define VECTORS(rows) 1
 typedef int8_t input8;
 typedef uint8x64 weights8;
 typedef int32x16 sums4;

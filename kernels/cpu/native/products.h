@@ -72,8 +72,19 @@ static void quantize_row(const Matrix *m, const float *x, Activations to, int64_
     }
 }
 
+/* Which of several passes over the same weights, one for each MOST_ROWS rows. */
+typedef struct { int64_t index, count; } Pass;
+
+/* Bytes from a group's weights to the same group of the next pair of tiles if this pass asks for it, else 0. The passes
+   divide the groups among them, so that the memory is busy all the time; processors ask for the weights of one page of
+   memory ahead by themselves, which keeps up with no more than two thirds of the memory. */
+INLINE int64_t ahead(Pass pass, int64_t group, int64_t bytes) { return group % pass.count == pass.index ? bytes : 0; }
+
+/* Asks for memory that is needed after the current pair of tiles, into the second-level cache. */
+INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 /* Multiplies `rows` rows by `vectors` tiles; both are constants where it is inlined. */
-INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const input8 *x, const float *scales, const int32_t *corrections, float16 (*out)[2]) {
+INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const input8 *x, const float *scales, const int32_t *corrections, Pass pass, float16 (*out)[2]) {
     int64_t inputs = m->inputs, groups = inputs / GROUP8;
     const uint8_t *w = m->weights + tile * LANES * inputs;
     float16 total[MOST_ROWS][2];
@@ -81,10 +92,15 @@ INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const in
     for (int64_t g = 0; g < groups; g++) {
         int32x16 acc[MOST_ROWS][2];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = splat_int(corrections[r * groups + g]);
+        int64_t next = ahead(pass, g, 2 * LANES * inputs);
         _Pragma("clang loop unroll_count(4)")
         for (int64_t k = g * GROUP8; k < (g + 1) * GROUP8; k += WIDE8) {
             weights8 weights[2];
-            UNROLL for (int v = 0; v < vectors; v++) weights[v] = load_weights8(w + (v * inputs + k) * LANES);
+            UNROLL for (int v = 0; v < vectors; v++) {
+                const uint8_t *at = w + (v * inputs + k) * LANES;
+                weights[v] = load_weights8(at);
+                prefetch(at + next);
+            }
             UNROLL for (int r = 0; r < rows; r++)
                 UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = dot8(acc[r][v], weights[v], x + r * inputs + k);
         }
@@ -97,7 +113,7 @@ INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const in
     }
 }
 
-INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const int8_t *x, const float *scales, const int32_t *corrections, float16 (*out)[2]) {
+INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const int8_t *x, const float *scales, const int32_t *corrections, Pass pass, float16 (*out)[2]) {
     int64_t inputs = m->inputs, groups = inputs / GROUP4;
     const uint8_t *w = m->weights + tile * (LANES / 2) * inputs;
     const _Float16 *weight_scales = (const _Float16 *)m->scales + tile * groups * LANES;
@@ -106,11 +122,14 @@ INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const in
     for (int64_t g = 0; g < groups; g++) {
         sums4 acc[MOST_ROWS][2];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = start4(corrections[r * groups + g]);
+        int64_t next = ahead(pass, g, LANES * inputs);
         UNROLL for (int64_t i = 0; i < GROUP4; i += 8) {
             int64_t k = g * GROUP4 + i;
             uint8x64 low[2], high[2];
             UNROLL for (int v = 0; v < vectors; v++) {
-                uint8x64 both = load_bytes(w + (v * inputs + k) * (LANES / 2));
+                const uint8_t *at = w + (v * inputs + k) * (LANES / 2);
+                uint8x64 both = load_bytes(at);
+                prefetch(at + next);
                 low[v] = both & 15;
                 high[v] = both >> 4;
             }
@@ -121,7 +140,9 @@ INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const in
                 }
         }
         UNROLL for (int v = 0; v < vectors; v++) {
-            float16 scale = load_half(weight_scales + (v * groups + g) * LANES);
+            const _Float16 *at = weight_scales + (v * groups + g) * LANES;
+            float16 scale = load_half(at);
+            prefetch((const char *)at + next / (GROUP4 / 4));
             UNROLL for (int r = 0; r < rows; r++)
                 total[r][v] += floats(finish4(acc[r][v], corrections[r * groups + g])) * (scale * scales[r * groups + g]);
         }
@@ -130,13 +151,14 @@ INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const in
 }
 
 /* Computes the 32 outputs of a pair of tiles for up to MOST_ROWS rows, bias included. */
-static void pair_of_tiles(const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, float16 (*out)[2]) {
+static void pair_of_tiles(const Matrix *m, int64_t pair, Activations a, int64_t row, int rows, Pass pass, float16 (*out)[2]) {
     int64_t groups = m->inputs / group_of(m);
     const float *scales = a.scales + row * groups;
     const int32_t *corrections = a.corrections + row * groups;
     const void *x = (const char *)a.values + bytes_of(m, row * m->inputs);
 #define TILES(kernel, count) \
-    UNROLL for (int v = 0; v < 2; v += VECTORS) kernel(m, 2 * pair + v, VECTORS, count, x, scales, corrections, (float16 (*)[2])&out[0][v])
+    UNROLL for (int v = 0; v < 2; v += VECTORS(count)) \
+        kernel(m, 2 * pair + v, VECTORS(count), count, x, scales, corrections, pass, (float16 (*)[2])&out[0][v])
 #define ROWS(count) \
     case count: \
         if (m->bits == 8) TILES(tile8, count); \
@@ -144,8 +166,11 @@ static void pair_of_tiles(const Matrix *m, int64_t pair, Activations a, int64_t 
         break;
     switch (rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4)
-#if MOST_ROWS == 6
+#if MOST_ROWS > 4
         ROWS(5) ROWS(6)
+#endif
+#if MOST_ROWS > 6
+        ROWS(7) ROWS(8)
 #endif
     }
 #undef ROWS
@@ -166,11 +191,13 @@ enum Result {
 
 /* Computes the outputs of pairs [first, end) for rows [row, row_end). y has `stride` numbers in a row. */
 static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result) {
+    int64_t passes = (row_end - row + MOST_ROWS - 1) / MOST_ROWS;
+    int64_t at_once = passes > 0 ? (row_end - row + passes - 1) / passes : 1;
     for (int64_t pair = first; pair < end; pair++)
-        for (int64_t r0 = row; r0 < row_end; r0 += MOST_ROWS) {
+        for (int64_t r0 = row; r0 < row_end; r0 += at_once) {
             float16 out[MOST_ROWS][2];
-            int rows = (int)(row_end - r0 < MOST_ROWS ? row_end - r0 : MOST_ROWS);
-            pair_of_tiles(m, pair, a, r0, rows, out);
+            int rows = (int)(row_end - r0 < at_once ? row_end - r0 : at_once);
+            pair_of_tiles(m, pair, a, r0, rows, (Pass){(r0 - row) / at_once, passes}, out);
             for (int r = 0; r < rows; r++) {
                 float *at = y + (r0 + r) * stride + pair * (result == GATE ? LANES : PAIR);
                 if (result == GATE) {

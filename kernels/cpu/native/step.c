@@ -132,8 +132,7 @@ static void prepare_heads(const Computation *c, int64_t layer, int64_t row, int6
     if (l->k_norm != NULL) rms_norm(key, l->k_norm, dim, (float)m->eps, key);
     rotate(key, cos, sin, dim);
     if (s->slots[row] < 0) return;
-    write_head(cache, cache->keys, s->slots[row], kv_head, key);
-    write_head(cache, cache->values, s->slots[row], kv_head, qkv + (m->heads + m->kv_heads + kv_head) * dim);
+    write_head(cache, s->slots[row], kv_head, key, qkv + (m->heads + m->kv_heads + kv_head) * dim);
 }
 
 /* Attention of one key-value head for tokens [token, token + tokens) of a sequence; `base` is the first row of `all`. */
