@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from model.network.step import StepInput
 
 BITS: Final = {"int8": 8, "int4": 4}
-"""Bits of the layers' weights for each quantization on a CPU."""
-HEAD_BITS: Final = 8
-"""The embedding and the head have 8 bits in both: with 4 bits they would cost more precision than all layers."""
+"""Bits of the weights for each quantization on a CPU, embedding and head included."""
 CACHE_DTYPE: Final = "float16"
 """Of the KV cache, PyTorch's name."""
 
@@ -72,10 +70,10 @@ class CPUSteps:
             layer.drop_matrix(name)
             return packed
 
-        packed_head = PackedMatrix(library, head.detach(), HEAD_BITS)
+        packed_head = PackedMatrix(library, head.detach(), bits)
         packed_embedding = packed_head
         if embedding is not head:
-            packed_embedding = PackedMatrix(library, embedding.detach(), HEAD_BITS)
+            packed_embedding = PackedMatrix(library, embedding.detach(), bits)
         matrices = [
             LayerMatrices(
                 pack(layer, "qkv"),

@@ -82,10 +82,10 @@ class Settings(BaseModel):
     )
     quantization: Literal["auto", "none", "fp8", "int8", "int4"] = Field(
         "auto",
-        description="of the weights when they are loaded. On a CPU int8 and int4: the layers' weights in 8 or 4 bits, "
-        "embedding and head in 8; auto is int8 there, unless --dtype is set or the model is not supported. On a GPU "
-        "fp8: the layers' weights in float8_e4m3fn with a scale per output, half the memory, and faster steps from "
-        "sm_89 on, not below sm_80; auto is none there",
+        description="of the weights when they are loaded. On a CPU int8 and int4: all matrices in 8 or 4 bits; auto is "
+        "int8 there, unless --dtype is set or the model is not supported. On a GPU fp8: the layers' weights in "
+        "float8_e4m3fn with a scale per output, half the memory, and faster steps from sm_89 on, not below sm_80; "
+        "auto is none there",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto",
