@@ -72,13 +72,16 @@ static void quantize_row(const Matrix *m, const float *x, Activations to, int64_
     }
 }
 
-/* Which of several passes over the same weights, one for each MOST_ROWS rows. */
-typedef struct { int64_t index, count; } Pass;
+/* A pass over the weights of a pair of tiles, of which there is one for each MOST_ROWS rows. */
+typedef struct {
+    int64_t index, passes;
+    int64_t weights, scales; /* bytes from those of this pair to those that the thread needs next, as far as known */
+} Pass;
 
-/* Bytes from a group's weights to the same group of the next pair of tiles if this pass asks for it, else 0. The passes
-   divide the groups among them, so that the memory is busy all the time; processors ask for the weights of one page of
-   memory ahead by themselves, which keeps up with no more than two thirds of the memory. */
-INLINE int64_t ahead(Pass pass, int64_t group, int64_t bytes) { return group % pass.count == pass.index ? bytes : 0; }
+/* Whether this pass asks for the part of the next pair's memory where this group is in this pair. The passes divide the
+   groups among them, so that the memory is busy all the time. Processors ask for memory ahead by themselves, but no
+   further than a page, and wait for a third of the time then. */
+INLINE int asks(Pass pass, int64_t group) { return group % pass.passes == pass.index; }
 
 /* Asks for memory that is needed after the current pair of tiles, into the second-level cache. */
 INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
@@ -92,7 +95,7 @@ INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const in
     for (int64_t g = 0; g < groups; g++) {
         int32x16 acc[MOST_ROWS][2];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = splat_int(corrections[r * groups + g]);
-        int64_t next = ahead(pass, g, 2 * LANES * inputs);
+        int64_t next = asks(pass, g) ? pass.weights : 0;
         _Pragma("clang loop unroll_count(4)")
         for (int64_t k = g * GROUP8; k < (g + 1) * GROUP8; k += WIDE8) {
             weights8 weights[2];
@@ -122,7 +125,7 @@ INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const in
     for (int64_t g = 0; g < groups; g++) {
         sums4 acc[MOST_ROWS][2];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = start4(corrections[r * groups + g]);
-        int64_t next = ahead(pass, g, LANES * inputs);
+        int64_t next = asks(pass, g) ? pass.weights : 0;
         UNROLL for (int64_t i = 0; i < GROUP4; i += 8) {
             int64_t k = g * GROUP4 + i;
             uint8x64 low[2], high[2];
@@ -142,7 +145,7 @@ INLINE void tile4(const Matrix *m, int64_t tile, int vectors, int rows, const in
         UNROLL for (int v = 0; v < vectors; v++) {
             const _Float16 *at = weight_scales + (v * groups + g) * LANES;
             float16 scale = load_half(at);
-            prefetch((const char *)at + next / (GROUP4 / 4));
+            prefetch((const char *)at + (asks(pass, g) ? pass.scales : 0));
             UNROLL for (int r = 0; r < rows; r++)
                 total[r][v] += floats(finish4(acc[r][v], corrections[r * groups + g])) * (scale * scales[r * groups + g]);
         }
@@ -189,15 +192,27 @@ enum Result {
     GATE,  /* tiles alternate between gate and up: y = silu(gate) * up, half as many outputs */
 };
 
-/* Computes the outputs of pairs [first, end) for rows [row, row_end). y has `stride` numbers in a row. */
-static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result) {
-    int64_t passes = (row_end - row + MOST_ROWS - 1) / MOST_ROWS;
+/* Where the weights and scales of a pair of tiles are. */
+typedef struct { const char *weights, *scales; } Place;
+
+INLINE Place place_of(const Matrix *m, int64_t pair) {
+    int64_t inputs = pair * PAIR * m->inputs;
+    return (Place){(const char *)m->weights + inputs * m->bits / 8, (const char *)m->scales + (m->bits == 8 ? pair * PAIR * 4 : inputs / GROUP4 * 2)};
+}
+
+/* Computes the outputs of pairs [first, end) for rows [row, row_end). `others`: pairs after `end` that other threads
+   probably compute. following: what is multiplied after this matrix, or NULL. y has `stride` numbers in a row. */
+static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end, int64_t others, const Matrix *following, int64_t row, int64_t row_end, float *y, int64_t stride, enum Result result) {
+    int64_t pairs = m->padded / PAIR, passes = (row_end - row + MOST_ROWS - 1) / MOST_ROWS;
     int64_t at_once = passes > 0 ? (row_end - row + passes - 1) / passes : 1;
-    for (int64_t pair = first; pair < end; pair++)
+    for (int64_t pair = first; pair < end; pair++) {
+        Place here = place_of(m, pair), next = place_of(m, pair + 1 < end ? pair + 1 : end + others);
+        if (end + others >= pairs && pair + 1 == end)
+            next = following == NULL ? here : place_of(following, end + others - pairs);
         for (int64_t r0 = row; r0 < row_end; r0 += at_once) {
             float16 out[MOST_ROWS][2];
             int rows = (int)(row_end - r0 < at_once ? row_end - r0 : at_once);
-            pair_of_tiles(m, pair, a, r0, rows, (Pass){(r0 - row) / at_once, passes}, out);
+            pair_of_tiles(m, pair, a, r0, rows, (Pass){(r0 - row) / at_once, passes, next.weights - here.weights, next.scales - here.scales}, out);
             for (int r = 0; r < rows; r++) {
                 float *at = y + (r0 + r) * stride + pair * (result == GATE ? LANES : PAIR);
                 if (result == GATE) {
@@ -214,6 +229,7 @@ static void multiply(const Matrix *m, Activations a, int64_t first, int64_t end,
                 }
             }
         }
+    }
 }
 
 /* Position of an 8-bit weight in the packed matrix. */

@@ -181,15 +181,15 @@ static int64_t attention_items(const Computation *c) {
     return tiles * c->model->kv_heads;
 }
 
-/* A product as a loop over chunks of outputs and panels of rows. */
-static void product(Pool *pool, int64_t loop, const Matrix *m, Activations a, int64_t rows, float *y, int64_t stride, enum Result result) {
+/* A product as a loop over chunks of outputs and panels of rows. following: see `multiply`. */
+static void product(Pool *pool, int64_t loop, const Matrix *m, const Matrix *following, Activations a, int64_t rows, float *y, int64_t stride, enum Result result) {
     int64_t pairs = m->padded / PAIR, panels = (rows + MOST_PANEL - 1) / MOST_PANEL;
     int64_t panel = panels > 0 ? ((rows + panels - 1) / panels + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS : 1;
     int64_t chunk = chunk_of(pairs, pool->threads), chunks = (pairs + chunk - 1) / chunk;
     panels = (rows + panel - 1) / panel;
     LOOP(pool, loop, chunks * panels, 1, item, item_end, {
         int64_t first = item % chunks * chunk, row = item / chunks * panel;
-        multiply(m, a, first, first + chunk < pairs ? first + chunk : pairs, row, row + panel < rows ? row + panel : rows, y, stride, result);
+        multiply(m, a, first, first + chunk < pairs ? first + chunk : pairs, chunk * (pool->threads - 1), following, row, row + panel < rows ? row + panel : rows, y, stride, result);
     });
 }
 
@@ -222,17 +222,17 @@ static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_
     const Workspace *w = &c->space;
     int64_t rows = c->step->rows, width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     norm_rows(pool, loop, c, w->hidden, NULL, rows, l->input_norm, &l->qkv);
-    product(pool, loop + 1, &l->qkv, w->activations, rows, w->qkv, width, STORE);
+    product(pool, loop + 1, &l->qkv, &l->output, w->activations, rows, w->qkv, width, STORE);
     LOOP(pool, loop + 2, rows * m->kv_heads, chunk_of(rows * m->kv_heads, pool->threads), first, end, {
         for (int64_t item = first; item < end; item++) prepare_heads(c, index, item / m->kv_heads, item % m->kv_heads);
     });
     LOOP(pool, loop + 3, attention_items(c), 1, first, end, { attend_item(c, index, first); });
     quantize_rows(pool, loop + 4, c, w->attended, rows, &l->output);
-    product(pool, loop + 5, &l->output, w->activations, rows, w->hidden, m->hidden, ADD);
+    product(pool, loop + 5, &l->output, &l->gate_up, w->activations, rows, w->hidden, m->hidden, ADD);
     norm_rows(pool, loop + 6, c, w->hidden, NULL, rows, l->mlp_norm, &l->gate_up);
-    product(pool, loop + 7, &l->gate_up, w->activations, rows, w->gated, m->inner, GATE);
+    product(pool, loop + 7, &l->gate_up, &l->down, w->activations, rows, w->gated, m->inner, GATE);
     quantize_rows(pool, loop + 8, c, w->gated, rows, &l->down);
-    product(pool, loop + 9, &l->down, w->activations, rows, w->hidden, m->hidden, ADD);
+    product(pool, loop + 9, &l->down, index + 1 < m->layers ? &l[1].qkv : m->head, w->activations, rows, w->hidden, m->hidden, ADD);
 }
 
 static void compute_step(Pool *pool, const void *argument, int thread) {
@@ -255,7 +255,7 @@ static void compute_step(Pool *pool, const void *argument, int thread) {
         });
     } else if (s->num_logits > 0) {
         norm_rows(pool, loop, c, w->hidden, s->logits_rows, s->num_logits, m->norm, m->head);
-        product(pool, loop + 1, m->head, w->activations, s->num_logits, s->logits, m->head->outputs, STORE);
+        product(pool, loop + 1, m->head, NULL, w->activations, s->num_logits, s->logits, m->head->outputs, STORE);
     }
 }
 
@@ -265,7 +265,7 @@ static void compute_logits(Pool *pool, const void *argument, int thread) {
     const Computation *c = argument;
     const Matrix *head = c->model->head;
     quantize_rows(pool, 0, c, c->step->normed, c->step->num_logits, head);
-    product(pool, 1, head, c->space.activations, c->step->num_logits, c->step->logits, head->outputs, STORE);
+    product(pool, 1, head, NULL, c->space.activations, c->step->num_logits, c->step->logits, head->outputs, STORE);
 }
 
 typedef struct {
