@@ -73,6 +73,9 @@ typedef int16x32 weights8;
 typedef int16x32 sums4;
 typedef struct { __m256i low, high; } halves;
 
+/* Keeps the compiler from adding products in another order, for which it needs more registers than there are. */
+INLINE void in_this_order(halves *sums) { __asm__("" : "+x"(sums->low), "+x"(sums->high)); }
+
 INLINE weights8 load_weights8(const uint8_t *p) {
     halves h = {_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p)),
                 _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(p + 16)))};
@@ -87,6 +90,7 @@ INLINE int32x16 dot8(int32x16 acc, weights8 w, const input8 *x) {
     __m256i pair = _mm256_set1_epi32(load_word(x));
     a.low = _mm256_add_epi32(a.low, _mm256_madd_epi16(b.low, pair));
     a.high = _mm256_add_epi32(a.high, _mm256_madd_epi16(b.high, pair));
+    in_this_order(&a);
     memcpy(&acc, &a, sizeof a);
     return acc;
 }
@@ -98,6 +102,7 @@ INLINE sums4 dot4(sums4 acc, uint8x64 w, const int8_t *x) {
     __m256i four = _mm256_set1_epi32(load_word(x));
     a.low = _mm256_add_epi16(a.low, _mm256_maddubs_epi16(b.low, four));
     a.high = _mm256_add_epi16(a.high, _mm256_maddubs_epi16(b.high, four));
+    in_this_order(&a);
     memcpy(&acc, &a, sizeof a);
     return acc;
 }

@@ -96,7 +96,7 @@ INLINE void tile8(const Matrix *m, int64_t tile, int vectors, int rows, const in
         int32x16 acc[MOST_ROWS][2];
         UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vectors; v++) acc[r][v] = splat_int(corrections[r * groups + g]);
         int64_t next = asks(pass, g) ? pass.weights : 0;
-        _Pragma("clang loop unroll_count(4)")
+        _Pragma("clang loop unroll(disable)")
         for (int64_t k = g * GROUP8; k < (g + 1) * GROUP8; k += WIDE8) {
             weights8 weights[2];
             UNROLL for (int v = 0; v < vectors; v++) {
