@@ -127,7 +127,7 @@ def _both(scheme: Scheme) -> Choice:
 
 PRECISIONS: Final[Mapping[str, Choice]] = {
     "int8": _both(Scheme(8)),
-    "int4": Choice(Scheme(4, group=32), Scheme(8)),
+    "int4": _both(Scheme(4, group=32)),
 }
 """The values of `--quantization` besides none, rounded as the C library does."""
 
@@ -136,10 +136,9 @@ _INT8_WEIGHTS: Final = Scheme(8, activations=False)
 CHOICES: Final[Mapping[str, tuple[Choice, ...]]] = {
     "int8": (_both(_INT8_WEIGHTS),),
     "int4": (
-        Choice(Scheme(4, 32, activations=False), _INT8_WEIGHTS),
-        Choice(Scheme(4, 32, refined=False), _INT8),
-        _both(Scheme(4, 32)),
-        Choice(Scheme(4, 64), _INT8),
+        _both(Scheme(4, 32, activations=False)),
+        _both(Scheme(4, 32, refined=False)),
+        Choice(Scheme(4, 32), _INT8),
         _both(Scheme(4, 64)),
     ),
 }

@@ -156,7 +156,7 @@ def main() -> None:
     )
     add("--contenders", nargs="+", choices=CONTENDERS, default=tuple(CONTENDERS), metavar="NAME",
         help=", ".join(CONTENDERS))  # fmt: skip
-    add("--quantization", nargs="+", choices=QUANTIZED, default=("none",), help="of Tessera")
+    add("--quantization", nargs="+", choices=QUANTIZED, default=("int8", "int4"), help="of Tessera")
     add("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="of llama.cpp")
     add("--rounds", type=int, default=5)
     add("--tokens", type=int, default=128, help="new tokens of each sequence")
