@@ -44,11 +44,7 @@ def measure_engine(work: Work, options: list[str]) -> dict[str, Any]:
         engine.run(requests(1, prompt, 1))
         figures[f"prefill_{prompt}"] = prompt / engine.run(requests(1, prompt, 1)).seconds
     info = engine.info
-    about = {
-        "quantization": info.quantization,
-        "dtype": info.dtype,
-        "threads": torch.get_num_threads(),
-    }
+    about = {"quantization": info.quantization, "dtype": info.dtype}
     return {"figures": figures, "about": about}
 
 

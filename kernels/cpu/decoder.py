@@ -68,7 +68,8 @@ class StepTensors(NamedTuple):
         prompt_seqs: Q.
         columns: of the block tables.
         sampled: earlier sampled tokens, int64; None if no id is negative.
-        layers: caches of the layers, [2, N, S, K, D] float16 or float32.
+        layers: caches of the layers, [2, N, S, K, D] float16 or float32, contiguous. Within a block the library has an
+            order of its own (native/attention.h).
         rope: cos and sin of all positions, [positions, 1, D] float32 each.
     """
 
@@ -149,6 +150,7 @@ class _Step(ctypes.Structure):
         ("logits_rows", _POINTER),
         ("normed", _POINTER),
         ("logits", _POINTER),
+        ("best", _POINTER),
     )
 
 
@@ -227,7 +229,9 @@ class CPUDecoder:
             raise MemoryError(f"the CPU library cannot start {threads} threads")
         weakref.finalize(self, library.tessera_end, self._engine)
 
-    def logits(self, step: StepTensors, rows: Tensor | None, num_logits: int) -> Tensor:
+    def logits(
+        self, step: StepTensors, rows: Tensor | None, num_logits: int
+    ) -> tuple[Tensor, Tensor]:
         """Compute a step: write keys and values to the cache, and return logits.
 
         Args:
@@ -236,11 +240,21 @@ class CPUDecoder:
             num_logits: M.
 
         Returns:
-            [M, V] float32.
+            The logits, [M, V] float32, and their argmax, [M] int64, the smallest among equals; -1 where the largest
+            logit is not finite or one is NaN.
         """
-        out = torch.empty((num_logits, self.vocab_size))
-        self._compute(step, num_logits=num_logits, logits_rows=_address(rows), logits=_address(out))
-        return out
+        logits, best = (
+            torch.empty((num_logits, self.vocab_size)),
+            torch.empty(num_logits, dtype=torch.int64),
+        )
+        self._compute(
+            step,
+            num_logits=num_logits,
+            logits_rows=_address(rows),
+            logits=_address(logits),
+            best=_address(best),
+        )
+        return logits, best
 
     def hidden_states(self, step: StepTensors) -> Tensor:
         """Compute a step, and return the normalized hidden states of all rows, [T, C] float32."""

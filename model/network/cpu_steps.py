@@ -11,6 +11,7 @@ from kernels.cpu.decoder import unsupported as shape_unsupported
 from kernels.cpu.library import load
 from kernels.cpu.matrix import PackedMatrix
 from model.network.rope import RotaryEmbedding
+from model.network.step import StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,12 +106,13 @@ class CPUSteps:
         """Compute the layers of a step; returns [R + P, hidden_size] float32."""
         return self._decoder.hidden_states(self._tensors(step, cache, sampled))
 
-    def step(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> Tensor:
-        """Compute a step; returns logits [M, V] float32."""
+    def step(self, step: StepInput, cache: KVCache, sampled: Tensor | None) -> StepOutput:
+        """Compute a step; the results have tokens, but no log-probabilities."""
         bucket = step.bucket
         has_all = not bucket.prompt_seqs and bucket.num_logits == bucket.rows
         rows = None if has_all else step.device.logits_rows
-        return self._decoder.logits(self._tensors(step, cache, sampled), rows, bucket.num_logits)
+        tensors = self._tensors(step, cache, sampled)
+        return StepOutput(*self._decoder.logits(tensors, rows, bucket.num_logits))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [M, V] float32 of hidden states [M, hidden_size]."""

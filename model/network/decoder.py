@@ -164,7 +164,7 @@ class DecoderLM(nn.Module):
         rows, _, prompt_seqs, _, num_logits, shared_blocks = step.bucket
         if self.cpu_steps is not None:
             assert out is None, "steps on a CPU are not recorded"
-            return StepOutput(self.cpu_steps.step(step, kv_cache, sampled))
+            return self.cpu_steps.step(step, kv_cache, sampled)
         if rows == num_logits == 1 and not prompt_seqs and not shared_blocks:
             kernel = self._step_kernel(kv_cache)
             if kernel is not None:

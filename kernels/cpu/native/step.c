@@ -42,6 +42,7 @@ typedef struct {
     const int64_t *logits_rows; /* NULL for all rows */
     float *normed;              /* [rows][hidden], the final norm of all rows; NULL to compute logits instead */
     float *logits;              /* [num_logits][outputs of the head] */
+    int64_t *best;              /* [num_logits], the argmax of each row; -1 where it is not finite. NULL for none */
 } Step;
 
 /* Memory for the values between the products, for `rows` rows. */
@@ -58,7 +59,7 @@ typedef struct {
 } Computation;
 
 /* Of the functions and structures, as `kernels.cpu.library.VERSION`. */
-#define TESSERA_VERSION 1
+#define TESSERA_VERSION 2
 #define LOOPS_OF_LAYER 10
 #define MOST_PANEL 96
 
@@ -235,6 +236,32 @@ static void compute_layer(Pool *pool, int64_t loop, const Computation *c, int64_
     product(pool, loop + 9, &l->down, index + 1 < m->layers ? &l[1].qkv : m->head, w->activations, rows, w->hidden, m->hidden, ADD);
 }
 
+/* The smallest index of the largest number; -1 if that is not finite or a number is NaN. */
+static int64_t argmax(const float *x, int64_t size) {
+    float16 largest = splat(-__builtin_inff());
+    int32x16 is_nan = {0};
+    int64_t i = 0, whole = size / LANES * LANES;
+    for (; i < whole; i += LANES) {
+        float16 v = load(x + i);
+        is_nan |= v != v;
+        largest = vmax(largest, v);
+    }
+    float most = -__builtin_inff();
+    for (int lane = 0; lane < LANES; lane++) most = largest[lane] > most ? largest[lane] : most;
+    if (__builtin_reduce_or(is_nan) != 0) return -1;
+    for (; i < size; i++) {
+        if (x[i] != x[i]) return -1;
+        most = x[i] > most ? x[i] : most;
+    }
+    if (most == __builtin_inff() || most == -__builtin_inff()) return -1;
+    for (i = 0; i < whole; i += LANES) {
+        int32x16 found = load(x + i) == splat(most);
+        if (__builtin_reduce_or(found) != 0) break;
+    }
+    while (x[i] != most) i++;
+    return i;
+}
+
 static void compute_step(Pool *pool, const void *argument, int thread) {
     (void)thread;
     const Computation *c = argument;
@@ -256,6 +283,8 @@ static void compute_step(Pool *pool, const void *argument, int thread) {
     } else if (s->num_logits > 0) {
         norm_rows(pool, loop, c, w->hidden, s->logits_rows, s->num_logits, m->norm, m->head);
         product(pool, loop + 1, m->head, NULL, w->activations, s->num_logits, s->logits, m->head->outputs, STORE);
+        if (s->best == NULL) return;
+        LOOP(pool, loop + 2, s->num_logits, 1, row, end, { s->best[row] = argmax(s->logits + row * m->head->outputs, m->head->outputs); (void)end; });
     }
 }
 
@@ -324,7 +353,7 @@ void tessera_end(Engine *e) {
 int64_t tessera_step(Engine *e, const Model *m, const Step *s) {
     if (!reserve(e, m, s->rows)) return 1;
     Computation c = {m, s, e->space};
-    pool_run(e->pool, compute_step, &c, 3 + m->layers * LOOPS_OF_LAYER);
+    pool_run(e->pool, compute_step, &c, 4 + m->layers * LOOPS_OF_LAYER);
     return 0;
 }
 

@@ -27,7 +27,7 @@ from server.engine.runner.recordings import RecordedSteps
 from server.engine.runner.sampled_tokens import SampledTokens
 from server.engine.runner.shared_prefix import shared_blocks
 from server.engine.runner.step_input import PackedStep, exact_bucket
-from server.engine.runner.step_result import GreedyStep, SampledStep, WaitingStep
+from server.engine.runner.step_result import GreedyStep, SampledStep, WaitingStep, suffices
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -168,7 +168,7 @@ class ModelRunner:
                 masks[1].wait()  # the step may be computed again, with masks of the same grammars
             raise
         self._sampled.note(scheduled)
-        if greedy and all(part.tokens is not None for part in computed):
+        if greedy and suffices(computed, scheduled):
             return GreedyStep(computed, scheduled)
         num_logits = [s.num_logits for s in scheduled]
         if not sampling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import platform
@@ -177,7 +178,7 @@ def _set_threads(requested: int | None, device: torch.device, quantization: str)
         The threads of the C library, which computes models in int8 and int4.
     """
     cpus = usable_cpus()
-    most = torch.get_num_threads()
+    most = _default_torch_threads()
     torch_threads = requested or min(most, default_engine_threads(cpus, synchronous=True))
     native_threads = requested or min(most, default_engine_threads(cpus, synchronous=False))
     torch.set_num_threads(torch_threads)
@@ -185,6 +186,12 @@ def _set_threads(requested: int | None, device: torch.device, quantization: str)
         threads = native_threads if quantization in cpu_steps.BITS else torch_threads
         log.info("threads: %d, for %s", threads, cpus)
     return native_threads
+
+
+@functools.cache
+def _default_torch_threads() -> int:
+    """Return PyTorch's number of threads before the first engine of this process set it."""
+    return torch.get_num_threads()
 
 
 @contextmanager

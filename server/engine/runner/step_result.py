@@ -80,6 +80,15 @@ class WaitingStep:
         return self._step.result()
 
 
+def suffices(outputs: Sequence[StepOutput], scheduled: Sequence[ScheduledSequence]) -> bool:
+    """Return whether the forward pass computed all results that greedy sequences want."""
+    wants_logprobs = any(s.sequence.sampling.logprobs for s in scheduled)
+    return all(
+        part.tokens is not None and (part.logprobs is not None or not wants_logprobs)
+        for part in outputs
+    )
+
+
 class GreedyStep:
     """A step whose forward pass also computed the tokens, the argmax of each row.
 

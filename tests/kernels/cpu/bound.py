@@ -93,7 +93,7 @@ class Driver:
         if hidden:
             result = self.bound.project(self.bound.hidden_states(step))
         else:
-            result = self.bound.logits(step, None, len(ids))
+            result, self.best = self.bound.logits(step, None, len(ids))
         parts = result.split([len(tokens) for _, tokens in ordered])
         return {name: part for (name, _), part in zip(ordered, parts, strict=True)}
 

@@ -130,6 +130,22 @@ def test_hidden_states_give_the_logits_of_the_step():
     assert torch.equal(direct, projected)
 
 
+def test_tokens_are_the_first_of_the_largest_logits():
+    decoder = Decoder(SMALL, VOCAB, 8)
+    driver = Driver(bind(decoder), SMALL)
+    logits = driver.step({0: tokens(33)})[0]
+
+    assert torch.equal(driver.best, logits.argmax(-1))
+
+    decoder.head[7:] = decoder.head[VOCAB - 1]
+    decoder.head[:7] = 0
+    driver = Driver(bind(decoder), SMALL)
+    logits = driver.step({0: tokens(33)})[0]
+
+    assert (logits[:, 7:] == logits[:, 7:8]).all()
+    assert torch.equal(driver.best, torch.where(logits[:, 7] > 0, 7, 0))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_sequence_whose_numbers_are_not_finite_disturbs_no_other(value):
     decoder = Decoder(SMALL, VOCAB, 8)
@@ -144,6 +160,7 @@ def test_a_sequence_whose_numbers_are_not_finite_disturbs_no_other(value):
 
     assert torch.equal(logits[0], sound[19:])
     assert not logits[1].isfinite().any()
+    assert driver.best.tolist() == [int(logits[0].argmax()), -1]
 
 
 def test_a_row_without_a_slot_writes_nothing_and_an_unused_row_reads_nothing():
@@ -159,7 +176,7 @@ def test_a_row_without_a_slot_writes_nothing_and_an_unused_row_reads_nothing():
     arrays.seq_lens = torch.tensor([0], dtype=torch.int32)
     arrays.block_table = arrays.prompt_block_table
 
-    logits = driver.bound.logits(step, None, 1)
+    logits, _ = driver.bound.logits(step, None, 1)
 
     assert logits.isfinite().all()
     for cache, old in zip(driver.caches, before, strict=True):
