@@ -76,7 +76,7 @@ docs: dev ## Regenerate the generated parts of the documents
 	$(BIN)/python -m docs.generate
 
 bench: dev ## Measure the bundled model on the CPU, compared with transformers
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.cpu # the same setting as in the engine process
+	$(BIN)/python -m benchmarks.cpu_peers --models bundled --contenders engine service transformers
 
 clean: ## Remove the environment and caches
 	rm -rf .venv .venv-sbom .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -37,31 +37,66 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def latest_result(topic: str) -> dict[str, Any] | None:
-    """Return the newest committed result of a topic, by date and time; None if there is none."""
+def cpu_results() -> list[dict[str, Any]]:
+    """Return the newest committed results of `benchmarks.cpu_peers`, one for each instruction set and model."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
     found = [
         json.loads(path.read_text())
-        for path in (ROOT / "benchmarks" / "results").glob(f"*-{topic}-*.json")
+        for path in (ROOT / "benchmarks" / "results").glob("cpu-peers-*.json")
     ]
-    results: list[dict[str, Any]] = [result for result in found if result["topic"] == topic]
-    return max(results, key=lambda result: str(result["date"]), default=None)
+    for result in sorted(found, key=lambda result: str(result["date"])):
+        for model in dict.fromkeys(row["model"] for row in result["rows"]):
+            rows = [row for row in result["rows"] if row["model"] == model]
+            newest[result["isa"]["name"], model] = {**result, "model": model, "rows": rows}
+    return sorted(newest.values(), key=lambda it: (it["isa"]["name"], _MODELS.index(it["model"])))
 
 
-def cpu_table() -> str:
-    """Return the README's table of the bundled model's speed on a CPU."""
-    result = latest_result("cpu")
-    if result is None:
-        return ""
-    rows = [row for row in result["rows"] if row["metric"] == "decode_tok_s"]
-    lines = ["| | streams | tokens/s | ms per token and stream |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['contender'].rpartition(' ')[0]} | {row['batch']} | {row['value']:.0f} | {row['ms_per_token']:.2f} |"
-        for row in rows
+_MODELS = ("bundled", "smollm2-135m", "qwen3-0.6b", "llama-3.2-1b")
+_ISA_TITLES = {"native": "AVX-512 VNNI", "avx2": "AVX2"}
+_SPEEDS = {
+    "one sequence": ("decode_1", "engine", "llama-bench"),
+    "one stream, HTTP": ("http_1", "service", "llama-server"),
+    "eight streams, HTTP": ("http_8", "service", "llama-server"),
+    "prompt of 512 tokens": ("prefill_512", "engine", "llama-bench"),
+}
+
+
+def cpu_table(isa: str) -> str:
+    """Return the table of the speeds on a CPU beside llama.cpp.
+
+    Args:
+        isa: name of the instruction set, as for `benchmarks.cpu_peers --isa`.
+    """
+    lines = [
+        "| | tokens/s | Tessera int8 | llama.cpp Q8_0 | Tessera int4 | llama.cpp Q4_0 |",
+        "|---|---|---|---|---|---|",
     ]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines.append(
-        f"\n{result['machine']}; {versions}; commit {result['commit']}; `{result['command']}`."
-    )
+    notes: list[str] = []
+    chosen = [result for result in cpu_results() if result["isa"]["name"] == isa]
+    for result in chosen:
+        values = {
+            (row["contender"], row["weights"], row["metric"]): row["value"]
+            for row in result["rows"]
+            if "contender" in row
+        }
+        name = result["model"]
+        if peer := values.get(("transformers", "float32", "decode_1")):
+            notes.append(
+                f"`transformers` makes {peer:.0f} tokens/s of {name} in float32, one sequence."
+            )
+        for what, (metric, ours, theirs) in _SPEEDS.items():
+            cells = [
+                values.get((contender, weights, metric))
+                for contender, weights in (
+                    (ours, "int8"), (theirs, "Q8_0"), (ours, "int4"), (theirs, "Q4_0"),
+                )
+            ]  # fmt: skip
+            shown = " | ".join("" if cell is None else f"{cell:.0f}" for cell in cells)
+            lines.append(f"| {name} | {what} | {shown} |")
+            name = ""
+    commits = ", ".join(dict.fromkeys(result["commit"] for result in chosen))
+    machines = ", ".join(dict.fromkeys(result["machine"] for result in chosen))
+    lines.append("\n" + " ".join([*notes, f"{machines}, commit {commits}."]))
     return "\n".join(lines)
 
 
@@ -114,7 +149,13 @@ def fill(text: str, marker: str, content: str) -> str:
 
 def readme() -> str:
     """Return README.md with its table up to date."""
-    return fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table())
+    return fill((ROOT / "README.md").read_text(), "cpu-table", cpu_table("native"))
+
+
+def benchmarks_page() -> str:
+    """Return docs/benchmarks.md with its tables up to date."""
+    tables = [f"**{title}**\n\n{cpu_table(isa)}" for isa, title in _ISA_TITLES.items()]
+    return fill((ROOT / "docs" / "benchmarks.md").read_text(), "cpu-tables", "\n\n".join(tables))
 
 
 def kernels_page() -> str:
@@ -137,6 +178,7 @@ def main() -> None:
     (ROOT / "docs" / "settings.md").write_text(settings_page())
     (ROOT / "docs" / "kernels.md").write_text(kernels_page())
     (ROOT / "docs" / "http.md").write_text(http_page())
+    (ROOT / "docs" / "benchmarks.md").write_text(benchmarks_page())
     (ROOT / "README.md").write_text(readme())
 
 

@@ -192,8 +192,9 @@ def main() -> None:
     ]
     extra = {"llama": llama, "isa": isa, "rounds": options.rounds, "about": results.about}
     libraries = ("torch", "transformers", "tokenizers")
+    topic = "-".join(("peers", options.isa, *options.models))
     write_report(
-        "peers", rows, libraries, folder=options.out, revision=options.commit, echo=False,
+        topic, rows, libraries, folder=options.out, revision=options.commit, echo=False,
         extra={**extra, "failures": results.failures},
     )  # fmt: skip
     if results.failures:

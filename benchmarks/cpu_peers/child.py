@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.cpu import peer_seconds, transformers_generate
 from benchmarks.cpu_peers.work import Work
 from server.cli.bench.engine.run import EngineRun
 from server.cli.command_settings import engine_config, find_model, read_settings
@@ -50,14 +50,39 @@ def measure_engine(work: Work, options: list[str]) -> dict[str, Any]:
 
 def measure_transformers(work: Work, folder: str) -> dict[str, Any]:
     """Measure `transformers`: tokens per second of decoding one greedy sequence in float32."""
-    peer = transformers_generate(Path(folder), torch.float32)
+    peer = _transformers_model(Path(folder), torch.float32)
     vocabulary = peer.config.vocab_size
     prompt = np.random.default_rng(0).integers(0, vocabulary, work.prompt).tolist()
-    peer_seconds(peer, prompt, _WARM_TOKENS)
-    first = peer_seconds(peer, prompt, 1)
-    seconds = peer_seconds(peer, prompt, work.tokens) - first
+    _seconds_of(peer, prompt, _WARM_TOKENS)
+    first = _seconds_of(peer, prompt, 1)
+    seconds = _seconds_of(peer, prompt, work.tokens) - first
     about = {"dtype": "float32", "threads": torch.get_num_threads()}
     return {"figures": {"decode_1": (work.tokens - 1) / seconds}, "about": about}
+
+
+def _transformers_model(path: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Load the checkpoint in `transformers`."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - seconds; only for this contender
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def _seconds_of(peer: Any, prompt: list[int], tokens: int) -> float:  # noqa: ANN401
+    """Return the seconds of one greedy continuation of exactly `tokens` tokens."""
+    ids = torch.tensor([prompt])
+    start = time.perf_counter()
+    with torch.inference_mode():
+        out = peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    seconds = time.perf_counter() - start
+    assert out.shape[1] == len(prompt) + tokens
+    return seconds
 
 
 def main() -> None:

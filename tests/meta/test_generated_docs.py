@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate import fill, http_page, kernels_page, readme, settings_page
+from docs.generate import benchmarks_page, fill, http_page, kernels_page, readme, settings_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,6 +23,10 @@ def test_the_kernels_page_shows_the_current_plans_and_the_newest_results():
 
 def test_the_http_page_shows_what_becomes_of_other_servers_parameters():
     assert (ROOT / "docs" / "http.md").read_text() == http_page(), "run `make docs`"
+
+
+def test_the_benchmarks_page_shows_the_newest_results():
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == benchmarks_page(), "run `make docs`"
 
 
 def test_a_generated_part_replaces_the_text_between_its_markers():
