@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _LANES: Final = 16
 _MOST_HEAD_DIM: Final = 256
 _MOST_GROUP: Final = 16
+_MOST_LAYERS: Final = 400
 _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -164,6 +165,10 @@ def unsupported(shape: DecoderShape) -> tuple[str, ...]:
         (odd is not None, f"a size of {odd} is not a multiple of {GROUP8}"),
         (attended % GROUP8 != 0, f"{attended} is not a multiple of {GROUP8}"),
         (shape.head_dim % (2 * _LANES) != 0, f"heads of {shape.head_dim}, no multiple of 32"),
+        (
+            len(shape.windows) > _MOST_LAYERS,
+            f"{len(shape.windows)} layers, more than {_MOST_LAYERS}",
+        ),
         (shape.head_dim > _MOST_HEAD_DIM, f"heads of {shape.head_dim}, more than {_MOST_HEAD_DIM}"),
         (
             shape.heads // shape.kv_heads > _MOST_GROUP,

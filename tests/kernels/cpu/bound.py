@@ -36,10 +36,10 @@ def bind(decoder, threads=2):
         )
         for layer in decoder.layers
     ]
-    head = PackedMatrix(library, decoder.head, 8)
+    head = PackedMatrix(library, decoder.head, decoder.bits)
     embedding = head
     if decoder.embedding is not decoder.head:
-        embedding = PackedMatrix(library, decoder.embedding, 8)
+        embedding = PackedMatrix(library, decoder.embedding, decoder.bits)
     return CPUDecoder(decoder.shape, layers, decoder.norm, head, embedding, threads)
 
 

@@ -81,7 +81,7 @@ class Decoder:
         """Return the logits [T, V] of one sequence."""
         shape = self.shape
         positions = torch.arange(len(ids))
-        hidden = rounded_weights(self.embedding, 8)[ids].float()
+        hidden = rounded_weights(self.embedding, self.bits)[ids].float()
         for layer, window in zip(self.layers, shape.windows, strict=True):
             x = rms_norm(hidden, layer["input_norm"], shape.eps)
             qkv = product(x, layer["qkv"], self.bits, layer["qkv_bias"])
@@ -105,4 +105,4 @@ class Decoder:
             x = rms_norm(hidden, layer["mlp_norm"], shape.eps)
             gate, up = product(x, layer["gate_up"], self.bits).chunk(2, -1)
             hidden = hidden + product(torch.nn.functional.silu(gate) * up, layer["down"], self.bits)
-        return product(rms_norm(hidden, self.norm, shape.eps), self.head, 8)
+        return product(rms_norm(hidden, self.norm, shape.eps), self.head, self.bits)

@@ -190,6 +190,7 @@ def test_a_row_without_a_slot_writes_nothing_and_an_unused_row_reads_nothing():
         ({"inner": 96}, "96 is not a multiple of 64"),
         ({"heads": 3, "kv_heads": 3}, "96 is not a multiple of 64"),
         ({"head_dim": 48}, "heads of 48"),
+        ({"windows": (0,) * 401}, "401 layers"),
         ({"head_dim": 288}, "more than 256"),
         ({"heads": 34}, "17 query heads"),
     ],
