@@ -30,7 +30,8 @@ BUILDS: Final = ("auto", "cpu", "cuda", "default")
 _SOURCES: Final = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX")
 # Processors for which the index has CPU builds that differ from PyPI's.
 _MACHINES: Final = ("x86_64", "amd64", "aarch64", "arm64")
-_NOT_FOUND: Final = "No matching distribution found"
+# What pip says if an index has no suitable version or cannot be reached; the second one beside a constraint on PyTorch.
+_NOT_FOUND: Final = ("No matching distribution found", "ResolutionImpossible")
 # pip repeats a connection that failed, with a warning each.
 _RETRY: Final = "WARNING: Retrying ("
 _DOWNLOADING: Final = re.compile(rb"\s*Downloading ")
@@ -206,7 +207,7 @@ def _install_cpu_torch(python: Path, root: Path) -> bool:
         status = pip(python, "install", *source, torch, errors=errors)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").splitlines(keepends=True)
-    if status and any(_NOT_FOUND in line for line in lines):
+    if status and any(text in line for text in _NOT_FOUND for line in lines):
         return False
     sys.stderr.writelines(line for line in lines if _RETRY not in line)
     if status:

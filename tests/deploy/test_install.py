@@ -80,10 +80,14 @@ def test_without_a_gpu_pytorch_comes_from_the_cpu_index_alone(monkeypatch, linux
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+@pytest.mark.parametrize(
+    "message",
+    ["No matching distribution found for torch", "ResolutionImpossible: for help visit x"],
+)
 def test_an_index_that_cannot_be_reached_is_reported_in_a_line_and_pips_own_is_used(
-    monkeypatch, linux, tmp_path, capsys
+    monkeypatch, linux, tmp_path, capsys, message
 ):
-    error = "WARNING: Retrying (x)\nERROR: No matching distribution found for torch\n"
+    error = f"WARNING: Retrying (x)\nERROR: {message}\n"
     pip = FakePip(monkeypatch, tmp_path, cpu_status=1, cpu_error=error)
 
     install.install("auto", root=tmp_path)
