@@ -95,7 +95,8 @@ def test_the_configuration_is_a_llama_of_the_size_in_the_card():
 def test_the_tokenizer_round_trips_every_text(text):
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    if "<|endoftext|>" not in text:
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    if not any(token in text for token in special):  # decoding leaves those out
         assert tokenizer.decode(ids) == text
 
 
