@@ -69,7 +69,7 @@ class ModelConfig:
         initializer_range: standard deviation of freshly initialized weights.
 
     Raises:
-        ModelFolderError: the sizes of the heads do not fit each other.
+        ModelFolderError: the sizes of the heads do not fit each other, or LongRoPE's factors do not fit them.
     """
 
     architecture: str
@@ -111,6 +111,13 @@ class ModelConfig:
             raise ModelFolderError(
                 f"head_dim must be an even number from 4 to 1024, found {head_dim}"
             )
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self.rope, name)
+            if self.rope.rope_type == "longrope" and len(factors) != head_dim // 2:
+                raise ModelFolderError(
+                    f"{name} of the rope parameters must have head_dim / 2 = {head_dim // 2} numbers,"
+                    f" found {len(factors)}"
+                )
         kind: LayerType = "full_attention" if self.sliding_window is None else "sliding_attention"
         layer_types = self.layer_types or (kind,) * self.num_layers
         assert len(layer_types) == self.num_layers

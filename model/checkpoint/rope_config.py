@@ -12,9 +12,10 @@ from msgspec import Meta
 from model.errors import ModelFolderError, UnsupportedModelError
 from model.json_input import Harmless, convert, refuse, shorten
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Positions = Annotated[int, Meta(ge=1, le=2**24)]
 _Number = Annotated[float, Meta(ge=0, le=1e6)]
+_Divisor = Annotated[float, Meta(ge=1e-3, le=1e6)]
 _Frequency = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 _FIELDS: Final[dict[RopeType, tuple[str, ...]]] = {
@@ -22,9 +23,16 @@ _FIELDS: Final[dict[RopeType, tuple[str, ...]]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Fields of `RopeConfig` that config.json holds under the same name, by variant; all but YaRN's are required."""
+"""Fields of `RopeConfig` that config.json holds under the same name, by variant.
+
+YaRN's have defaults, as have the first two of LongRoPE; the others are required.
+"""
+
+_WITH_ORIGINAL: Final = ("yarn", "longrope", "llama3")
+"""Variants whose original context is a key of its own."""
 
 # transformers nests one object for each layer type if their parameters differ, which is not supported.
 _HARMLESS: Final[Harmless] = (
@@ -41,13 +49,15 @@ class RopeConfig:
         rope_type: the scaling variant.
         theta: base of the geometric series of wavelengths.
         factor: factor by which the original context is extended.
-        original_max_positions: tokens of the context before the extension (dynamic, yarn, llama3).
+        original_max_positions: tokens of the context before the extension (dynamic, yarn, longrope, llama3).
         low_freq_factor: llama3; wavelengths above original / low_freq_factor are divided by factor.
         high_freq_factor: llama3; wavelengths below original / high_freq_factor are kept.
-        attention_factor: multiplies cosine and sine (yarn); 1 elsewhere.
+        attention_factor: multiplies cosine and sine (yarn, longrope); 1 elsewhere.
         beta_fast: yarn; dimensions that rotate more often than this over the original context are kept.
         beta_slow: yarn; dimensions that rotate less often than this are divided by factor.
         truncate: yarn; whether the two borders are rounded outwards to whole dimensions.
+        short_factor: longrope; divides the frequency of each pair of dimensions within the original context.
+        long_factor: longrope; the same for longer contexts.
     """
 
     rope_type: RopeType = "default"
@@ -60,6 +70,8 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], max_positions: int) -> RopeConfig:
@@ -90,6 +102,8 @@ class RopeConfig:
         values = {field: getattr(rope, field) for field in _FIELDS[rope_type]}
         if rope_type == "yarn":
             values |= _yarn(rope, max_positions / original)
+        if rope_type == "longrope":
+            values |= _longrope(rope, max_positions / original, original)
         if missing := [field for field, value in values.items() if value is None]:
             raise ModelFolderError(f"{name}.{missing[0]} is missing")
         if rope_type == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
@@ -97,7 +111,7 @@ class RopeConfig:
                 f"{name}.high_freq_factor = {values['high_freq_factor']:g} must be greater than"
                 f" low_freq_factor = {values['low_freq_factor']:g}"
             )
-        if rope_type in ("yarn", "llama3", "dynamic"):
+        if rope_type in ("yarn", "longrope", "llama3", "dynamic"):
             values["original_max_positions"] = max_positions if rope_type == "dynamic" else original
         return cls(rope_type, rope.rope_theta or outer.rope_theta or cls.theta, **values)
 
@@ -106,10 +120,10 @@ class RopeConfig:
         if self.rope_type == "default":
             return None
         names = ("rope_type", *_FIELDS[self.rope_type])
+        values = {name: getattr(self, name) for name in names}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         original = {"original_max_position_embeddings": self.original_max_positions}
-        return {name: getattr(self, name) for name in names} | (
-            original if self.rope_type in ("yarn", "llama3") else {}
-        )
+        return values | lists | (original if self.rope_type in _WITH_ORIGINAL else {})
 
 
 class _OuterKeys(msgspec.Struct):
@@ -129,6 +143,8 @@ class _RopeKeys(_OuterKeys):
     beta_fast: _Number | None = None
     beta_slow: _Number | None = None
     truncate: bool | None = None
+    short_factor: tuple[_Divisor, ...] | None = None
+    long_factor: tuple[_Divisor, ...] | None = None
 
 
 def _supported(rope_type: str) -> RopeType:
@@ -163,3 +179,18 @@ def _yarn(rope: _RopeKeys, extension: float) -> dict[str, Any]:
         "beta_slow": rope.beta_slow or 1.0,
         "truncate": rope.truncate is not False,
     }
+
+
+def _longrope(rope: _RopeKeys, extension: float, original: int) -> dict[str, Any]:
+    """Return LongRoPE's fields, with defaults for the absent ones that have any.
+
+    Source: LongRoPE (arXiv 2402.13753); the defaults as in transformers 5, `modeling_rope_utils.py`,
+    `_compute_longrope_parameters`.
+    """
+    factor = rope.factor or extension
+    attention_factor = rope.attention_factor
+    if attention_factor is None:
+        extends = factor > 1 and original > 1
+        growth = math.log(factor) / math.log(original) if extends else 0.0
+        attention_factor = math.sqrt(1 + growth)
+    return {"factor": factor, "attention_factor": attention_factor}

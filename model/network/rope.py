@@ -13,10 +13,15 @@ from model.checkpoint.rope_config import RopeConfig
 _CHUNK_POSITIONS = 16_384
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, *, long: bool = False) -> Tensor:
     """Compute the radians by which each pair of dimensions rotates per position.
 
     For `dynamic` they hold within the original context; see `RotaryEmbedding` for longer sequences.
+
+    Args:
+        rope: the parameters.
+        head_dim: D.
+        long: `longrope` only: whether the context is longer than the original one.
 
     Returns:
         [D / 2] float32, on the CPU.
@@ -30,6 +35,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(rope, frequencies)
+    if rope.rope_type == "longrope":
+        factors = torch.tensor(rope.long_factor if long else rope.short_factor, dtype=torch.float32)
+        return 1.0 / (factors * rope.theta**exponents)
     if rope.rope_type == "yarn":
         return _yarn(rope, frequencies, rope.theta**exponents, head_dim)
     return frequencies
@@ -73,7 +81,8 @@ def _yarn(rope: RopeConfig, frequencies: Tensor, periods: Tensor, head_dim: int)
 class RotaryEmbedding:
     """Cosines and sines by position, in the layout of `kernels.apply_rope`.
 
-    It owns a table for serving, whose rows never change once written.
+    It owns a table for serving, whose rows never change once written, except where `longrope` passes the original
+    context.
 
     `dynamic` (NTK) depends on a length L: beyond the original context, theta grows with L. transformers takes L from
     the longest sequence of a forward pass, so a token's rotation depends on the other tokens of the batch. In a cache
@@ -83,12 +92,16 @@ class RotaryEmbedding:
       pass over any prompt within the original context.
     - training (`dense`): L = the number of positions of the call. This equals transformers' single forward pass at any
       length.
+
+    `longrope` has two sets of frequencies, for sequences up to the original context and for longer ones. A key must
+    not change when its sequence passes that length. In serving the set is that of the longest sequence that the table
+    is reserved for, so a service with a limit above the original context uses the long set for all sequences.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self._rope = rope
         self._head_dim = head_dim
-        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._frequencies: dict[bool, Tensor] = {}
         self._cos = torch.empty(0)
         self._sin = torch.empty(0)
 
@@ -102,7 +115,7 @@ class RotaryEmbedding:
         Returns:
             cos and sin, [S, 1, D] each.
         """
-        frequencies = self._frequencies_on(positions.device)
+        frequencies = self._frequencies_on(positions.device, len(positions))
         if self._rope.rope_type == "dynamic":
             length = torch.tensor(
                 [positions.shape[0]], dtype=torch.float32, device=positions.device
@@ -120,10 +133,12 @@ class RotaryEmbedding:
         kept = old_cos.shape[0] if old_cos.dtype is dtype and old_cos.device == device else 0
         if kept >= num_positions:
             return
+        if self._is_long(kept) != self._is_long(num_positions):
+            kept = 0
         shape = (num_positions, 1, self._head_dim)
         self._cos = torch.empty(shape, dtype=dtype, device=device)
         self._sin = torch.empty(shape, dtype=dtype, device=device)
-        frequencies = self._frequencies_on(device)
+        frequencies = self._frequencies_on(device, num_positions)
         if kept:
             self._cos[:kept], self._sin[:kept] = old_cos, old_sin
         # In chunks, because the float32 intermediates of 10^6 positions take gigabytes.
@@ -152,12 +167,21 @@ class RotaryEmbedding:
         """
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
-    def _frequencies_on(self, device: torch.device) -> Tensor:
-        # Not a module buffer: `module.to(bfloat16)` would convert a buffer too, and a float32 position times a
+    def _is_long(self, num_positions: int) -> bool:
+        """Return whether sequences of up to `num_positions` tokens have the frequencies for longer contexts."""
+        rope = self._rope
+        return rope.rope_type == "longrope" and num_positions > rope.original_max_positions
+
+    def _frequencies_on(self, device: torch.device, num_positions: int) -> Tensor:
+        """Return the frequencies for sequences of up to `num_positions` tokens."""
+        # Not module buffers: `module.to(bfloat16)` would convert a buffer too, and a float32 position times a
         # bfloat16 frequency is wrong by whole rotations after a few hundred tokens.
-        if self._frequencies.device != device:
-            self._frequencies = self._frequencies.to(device)
-        return self._frequencies
+        long = self._is_long(num_positions)
+        found = self._frequencies.get(long)
+        if found is None or found.device != device:
+            found = inverse_frequencies(self._rope, self._head_dim, long=long).to(device)
+            self._frequencies[long] = found
+        return found
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
         """Compute the frequencies for sequences of the given lengths (tokens).

@@ -112,6 +112,15 @@ CASES = {
             truncate=False,
         ),
     ),
+    "llama rope longrope": Case(
+        "Llama",
+        _rope(
+            "longrope",
+            original_max_position_embeddings=16,  # shorter than every prompt of the tests
+            short_factor=[1.0 + 0.01 * i for i in range(8)],
+            long_factor=[1.0 + 0.5 * i for i in range(8)],
+        ),
+    ),
     "mistral": Case("Mistral", {"sliding_window": None}),
     "mistral sliding": Case("Mistral", {"sliding_window": 24}),
     "qwen2": Case("Qwen2"),

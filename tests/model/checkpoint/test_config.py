@@ -40,6 +40,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}
 
 
 def without(config, *keys):
@@ -123,6 +129,7 @@ def test_a_window_that_no_layer_uses_is_dropped():
         ({"rope_type": "yarn", "factor": 4.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         (LLAMA3_ROPE, 512),
+        (LONGROPE, 512),
     ],
 )
 def test_the_maximum_context_is_the_extended_one(scaling, context):
@@ -154,7 +161,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "'proportional'"),
         ({"rope_scaling": {"type": "mrope"}}, "'mrope'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.25"),
         (
@@ -211,6 +218,12 @@ def test_the_error_for_an_unsupported_architecture_lists_the_supported_ones():
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "rope_scaling.factor must be"),
+        ({"rope_scaling": LONGROPE | {"long_factor": None}}, "rope_scaling.long_factor is missing"),
+        (
+            {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 7}},
+            "short_factor of the rope parameters must have head_dim / 2 = 8 numbers, found 7",
+        ),
+        ({"rope_scaling": LONGROPE | {"short_factor": [0.0] * 8}}, r"short_factor\[.*must be"),
         (
             {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
             "high_freq_factor = 1 must be greater than low_freq_factor = 1",
@@ -322,7 +335,8 @@ ROPE = st.fixed_dictionaries(
             "mscale_all_dim",
             "truncate",
         )
-    },
+    }
+    | {key: st.just([1.5] * 8) | JSON for key in ("short_factor", "long_factor")},
 )
 
 
