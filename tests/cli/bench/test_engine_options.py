@@ -28,6 +28,8 @@ def plan(*flags):
         ("decode", [Workload("decode", n) for n in (8, 32, 128, 256)]),
         ("ttft", [Workload("ttft", 128), Workload("ttft", 4096)]),
         ("mixed8", [Workload("mixed", 8)]),
+        ("hit", [Workload("hit", 32768), Workload("hit", 131072)]),
+        ("context500", [Workload("context", 500)]),
     ],
 )
 def test_a_name_is_a_kind_and_a_size_or_a_kind_with_its_usual_sizes(name, workloads):
@@ -45,6 +47,19 @@ def test_without_flags_the_standard_workloads_are_measured():
 
     assert {kind for kind, _ in whole.workloads} == {"batch", "decode", "ttft", "mixed"}
     assert (whole.prompt, whole.steps, str(whole.lengths)) == (128, 256, "100-1024")
+
+
+def test_long_contexts_are_measured_alone_or_beside_other_workloads():
+    alone, beside = plan("--long-context"), plan("--long-context", "--workloads", "batch1")
+
+    assert [Workload("batch", 1), *alone.workloads] == [*beside.workloads]
+    assert {size for _, size in alone.workloads} == {32768, 131072}
+    assert {kind for kind, _ in alone.workloads} == {"ttft", "hit", "context"}
+    assert alone.most_sequences == 1
+    adapted = adapt(config(), alone, set(), 10**6)
+    assert adapted.max_model_len == 131072 + 256 + 1
+    assert adapted.enable_prefix_caching
+    assert adapt(config(), alone, set(), 131072).max_model_len == 131072
 
 
 def test_a_workload_named_twice_is_measured_once():
@@ -114,5 +129,6 @@ def test_invalid_flags_are_refused(flag, capsys):
 
 
 def test_shapes_are_available_as_models():
-    assert shapes() == ["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b", "smollm2-135m"]
+    assert len(shapes()) == 14
+    assert "llama-3.2-1b" in shapes()
     assert ModelConfig.from_folder(SHAPES / "qwen3-0.6b").num_layers == 28

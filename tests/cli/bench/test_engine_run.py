@@ -1,10 +1,13 @@
 """Traces of engine runs."""
 
+import itertools
+import math
+
 import pytest
 
 from model.sampling.parameters import SamplingParams
-from server.cli.bench.engine.run import EngineRunError, read_trace
-from server.engine.core.messages import EngineStats, StepMessage
+from server.cli.bench.engine.run import EngineRunError, _Channel, read_trace
+from server.engine.core.messages import EngineStats, Shutdown, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 
 
@@ -69,3 +72,39 @@ def test_a_single_token_has_no_decode_steps():
 def test_a_request_without_all_its_tokens_is_an_error(steps, words):
     with pytest.raises(EngineRunError, match=words):
         read_trace(0.0, [(1.0, s) for s in steps], requests(2))
+
+
+def messages_when_idle(channel, most=50):
+    """What an engine receives that has no work but preparatory work without end, up to the end of its loop."""
+    channel.receive(wait=0.02)
+    received = []
+    while not received and most:
+        received, most = channel.receive(wait=0), most - 1
+    return received
+
+
+def test_preparatory_work_ends_after_the_idle_time(monkeypatch):
+    clock = itertools.count(step=0.1)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+
+    channel = _Channel(0.35)
+
+    assert messages_when_idle(channel) == [Shutdown()]
+    assert next(clock) == pytest.approx(0.5)
+    assert messages_when_idle(channel) == [Shutdown()]  # the next time has as much
+
+
+def test_preparatory_work_is_completed_by_default():
+    channel = _Channel()
+
+    assert not messages_when_idle(channel)
+    assert channel.receive(wait=math.inf) == [Shutdown()]
+
+
+def test_requests_are_not_limited_by_the_idle_time():
+    channel = _Channel(0.0)
+    channel.receive(wait=0.02)
+    channel.inbox += requests(1)
+
+    assert len(channel.receive(wait=0)) == 1
+    assert not channel.receive(wait=0)

@@ -13,9 +13,21 @@ SHAPES = Path(__file__).parents[3] / "server" / "cli" / "bench" / "shapes"
     ("name", "num_parameters", "heads", "context"),
     [
         ("qwen3-0.6b", 596_049_920, (16, 8, 128), 40960),
+        ("qwen3-0.6b-yarn", 596_049_920, (16, 8, 128), 131072),
         ("llama-3.2-1b", 1_235_814_400, (32, 8, 64), 131072),
         ("llama-3.1-8b", 8_030_261_248, (32, 8, 128), 131072),
         ("smollm2-135m", 134_515_008, (9, 3, 64), 8192),
+        ("smollm2-360m", 361_821_120, (15, 5, 64), 8192),
+        ("qwen2.5-0.5b", 494_032_768, (14, 2, 64), 32768),
+        ("qwen2.5-1.5b", 1_543_714_304, (12, 2, 128), 131072),
+        ("llama-3.2-3b", 3_212_749_824, (24, 8, 128), 131072),
+        ("qwen3-1.7b", 1_720_574_976, (16, 8, 128), 40960),
+        ("qwen3-4b", 4_022_468_096, (32, 8, 128), 40960),
+        ("mistral-7b", 7_248_023_552, (32, 8, 128), 32768),
+        # The model's context is 2048 tokens; here a prompt of 4096 has to fit.
+        ("tinyllama-1.1b", 1_100_048_384, (32, 4, 64), 8192),
+        # Qwen3's layers in the sizes of Gemma 3, without two of its four norms a layer.
+        ("gemma-3-1b", 999_885_952 - 26 * 2 * 1152, (4, 1, 256), 32768),
     ],
 )
 def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
@@ -28,5 +40,12 @@ def test_a_shape_has_the_parameter_count_of_the_model_of_its_name(
     assert config.max_context == context
 
 
+def test_the_shape_of_gemma_has_a_window_in_five_of_six_layers():
+    config = ModelConfig.from_folder(SHAPES / "gemma-3-1b")
+
+    windows = [config.layer_window(layer) for layer in range(config.num_layers)]
+    assert windows == [None if layer % 6 == 5 else 512 for layer in range(26)]
+
+
 def test_every_shape_is_checked():
-    assert len(list(SHAPES.iterdir())) == 4
+    assert len(list(SHAPES.iterdir())) == 14

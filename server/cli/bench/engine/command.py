@@ -61,7 +61,7 @@ def main(
     model = ModelConfig.from_folder(Path(config.model_path))
     config = adapt(config, plan, given, model.max_context)
     try:
-        engine = EngineRun(config)
+        engine = EngineRun(config, options.idle_seconds)
         ready = time.perf_counter() - began
         engine.use_idle_time()
         freeze_startup_objects()

@@ -21,6 +21,8 @@ Row: TypeAlias = dict[str, Any]
 
 _REPEATS = 3
 _TTFT_REPEATS = 5
+_TTFT_SECONDS = 10.0
+"""Time for repeats of one prompt: a prompt of 131072 tokens takes seconds and hardly varies."""
 _WARM_STEPS = 8
 
 
@@ -48,25 +50,103 @@ class EngineMeasures:
         self._plan = plan
         self._generator = generator
         self._say = say
+        self._cached: list[int] = []
 
     def measure(self, workload: Workload) -> Row | None:
         """Measure a workload; return None and report it if it does not fit."""
-        if workload.kind == "ttft":
-            return self._ttft(workload.size)
-        if workload.kind == "mixed":
-            return self._mixed(workload.size)
+        kind, size = workload
+        if kind == "ttft":
+            return self._ttft(size)
+        if kind == "hit":
+            return self._hit(size)
+        if kind == "context":
+            return self._context(size)
+        if kind == "mixed":
+            return self._mixed(size)
         return self._decode(workload)
 
-    def _ttft(self, prompt: int) -> Row | None:
+    def _ttft(self, size: int) -> Row | None:
         """Measure the milliseconds to the first token of a single prompt."""
-        if not self._fits(f"a prompt of {prompt} tokens", prompt + 1):
+        prompt = self._prompt_length(size, 1)
+        if prompt is None:
             return None
-        self._run([prompt], [1])
-        seconds = statistics.median(self._run([prompt], [1]).seconds for _ in range(_TTFT_REPEATS))
-        limit = self._work.limit(self._work.step([Rows(1, prompt, prompt)]))
-        least = None if limit is None else limit.seconds
-        row = _row("ttft_ms", 1, 1e3 * seconds, least, seconds)
-        return row | {"prompt_tokens": prompt}
+
+        def seconds() -> float:
+            return self._run([prompt], [1]).seconds
+
+        return self._first_token("ttft_ms", prompt, prompt, seconds)
+
+    def _hit(self, size: int) -> Row | None:
+        """Measure the milliseconds to the first token of a single prompt that is in the prefix cache."""
+        length = self._prompt_length(size, 1)
+        if length is None:
+            return None
+        prompt = self._cached_prompt(length)
+        cached = self._num_cached(prompt)
+        if not cached:
+            self._say(f"skipped: a prompt of {length} tokens is not in the prefix cache")
+            return None
+
+        def seconds() -> float:
+            return self._run_prompt(prompt, 1).seconds
+
+        row = self._first_token("hit_ttft_ms", length, length - cached, seconds)
+        return row | {"cached_tokens": cached}
+
+    def _first_token(
+        self, metric: str, prompt: int, computed: int, seconds: Callable[[], float]
+    ) -> Row:
+        """Measure a prompt of which `computed` tokens are not cached, once without counting it."""
+        repeats = max(1, min(_TTFT_REPEATS, int(_TTFT_SECONDS / seconds())))
+        median = statistics.median(seconds() for _ in range(repeats))
+        limit = self._work.limit(self._work.step([Rows(1, computed, prompt)]))
+        row = _row(metric, 1, 1e3 * median, None if limit is None else limit.seconds, median)
+        return row | {"prompt_tokens": prompt, "repeats": repeats}
+
+    def _context(self, size: int) -> Row | None:
+        """Measure the milliseconds per token of one sequence after a long prompt, which is in the prefix cache."""
+        steps = self._plan.steps
+        length = self._prompt_length(size, steps + 1)
+        if length is None:
+            return None
+        prompt = self._cached_prompt(length)
+        self._run_prompt(prompt, min(_WARM_STEPS, steps + 1))
+        traces = [self._run_prompt(prompt, steps + 1) for _ in range(_REPEATS)]
+        trace = sorted(traces, key=lambda trace: trace.decode_seconds)[_REPEATS // 2]
+        least = self._work.decode_seconds(1, length + 2, trace.decode_steps)
+        milliseconds = 1e3 * trace.decode_seconds / trace.decode_steps
+        row = _row("context_ms", 1, milliseconds, least, trace.decode_seconds)
+        return row | {"prompt_tokens": length, "steps": trace.decode_steps}
+
+    def _cached_prompt(self, length: int) -> list[int]:
+        """Return a prompt of this length that is in the prefix cache: the start of the last one if that is as long."""
+        if len(self._cached) < length:
+            vocabulary = self._engine.info.vocab_size
+            self._cached = self._generator.integers(0, vocabulary, length).tolist()
+        prompt = self._cached[:length]
+        self._run_prompt(prompt, 1)  # other prompts may have evicted it
+        return prompt
+
+    def _num_cached(self, prompt: list[int]) -> int:
+        """Return how many tokens of a prompt the engine finds in its prefix cache."""
+        found: list[int] = []
+        self._engine.run(
+            [self._engine.request(prompt, 1)],
+            lambda step: found.extend(started.num_cached_tokens for started in step.started),
+        )
+        return max(found, default=0)
+
+    def _run_prompt(self, prompt: list[int], outputs: int) -> Trace:
+        trace = self._engine.run([self._engine.request(prompt, outputs)])
+        self._engine.use_idle_time()
+        return trace
+
+    def _prompt_length(self, size: int, outputs: int) -> int | None:
+        """Return the tokens of a prompt of `size`, shortened if only the output exceeds the limit; None if it does."""
+        limit = self._engine.info.max_total_tokens
+        if not self._fits(f"a prompt of {size} tokens", min(size, limit + 1)):
+            return None
+        return min(size, limit - outputs)
 
     def _mixed(self, sequences: int) -> Row | None:
         """Measure the tokens per second of requests of mixed lengths, from sending all of them to the last token."""

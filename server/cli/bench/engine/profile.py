@@ -173,7 +173,7 @@ class Profiler:
         self._on_gpu = engine.info.device.startswith("cuda")
 
     def profile(self, workloads: Sequence[Workload]) -> list[StepProfile]:
-        """Profile the step of each workload except "mixed", which has steps of many kinds.
+        """Profile the steps of "batch", "decode" and "ttft".
 
         Raises:
             EngineRunError: the sequences of a workload never decode together.
@@ -191,7 +191,7 @@ class Profiler:
             if self._plan.prompt + self._outputs(batch) <= limit:
                 yield self._decode_case(batch)
         for prompt in (w.size for w in workloads if w.kind == "ttft"):
-            yield self._prompt_case(prompt)
+            yield self._prompt_case(min(prompt, limit - 1))
 
     def _outputs(self, batch: int) -> int:
         plan = dataclasses.replace(self._plan, steps=_WARM_STEPS + _TIMED_STEPS + 4)

@@ -81,9 +81,15 @@ class Trace(msgspec.Struct):
 
 
 class _Channel:
-    """Passes requests to the engine, and ends its loop when all work is done."""
+    """Passes requests to the engine, and ends its loop when all work is done.
 
-    def __init__(self) -> None:
+    Args:
+        idle_seconds: time for preparatory work after which the loop ends although there is more of it.
+    """
+
+    def __init__(self, idle_seconds: float = math.inf) -> None:
+        self._idle_seconds = idle_seconds
+        self._idle_until = math.inf
         self.inbox: list[FrontEndMessage] = []
         self.steps: list[tuple[float, StepMessage]] = []
         self.on_step: Callable[[StepMessage], None] | None = None
@@ -96,7 +102,16 @@ class _Channel:
 
     def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
         messages, self.inbox = self.inbox, []
-        return messages or ([Shutdown()] if math.isinf(wait) else [])
+        if messages:
+            self._idle_until = math.inf
+            return messages
+        now = time.perf_counter()
+        if math.isinf(wait) or now > self._idle_until:
+            self._idle_until = math.inf
+            return [Shutdown()]
+        if wait and math.isinf(self._idle_until):  # the engine's work is done
+            self._idle_until = now + self._idle_seconds
+        return []
 
 
 class EngineRun:
@@ -104,13 +119,14 @@ class EngineRun:
 
     Args:
         config: of the engine.
+        idle_seconds: time for the engine's idle-time work each time it has no other work.
 
     Attributes:
         info: properties of the engine.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._channel = _Channel()
+    def __init__(self, config: EngineConfig, idle_seconds: float = math.inf) -> None:
+        self._channel = _Channel(idle_seconds)
         self._engine = start_engine(config, self._channel)
         self.info = self._engine.info
         self._ids = itertools.count(1)

@@ -14,10 +14,17 @@ KINDS: dict[str, tuple[int, ...]] = {
     "ttft": (128, 4096),
     "decode": (8, 32, 128, 256),
     "mixed": (256,),
+    "hit": (32768, 131072),
+    "context": (32768, 131072),
 }
 """Kinds of workloads, with the sizes that a name without a number stands for."""
+USUAL = ("batch", "ttft", "decode", "mixed")
+"""Kinds that are measured by default."""
+LONG_CONTEXT = ("ttft32768", "hit32768", "context32768", "ttft131072", "hit131072", "context131072")
+"""Names of the workloads of `--long-context`."""
 
-_NAME = re.compile(r"(batch|ttft|decode|mixed)([1-9][0-9]*)?")
+_NAME = re.compile(rf"({'|'.join(KINDS)})([1-9][0-9]*)?")
+_OF_ONE_SEQUENCE = ("ttft", "hit", "context")
 _SMALLEST_BUDGET = 512
 
 
@@ -26,7 +33,7 @@ class Workload(NamedTuple):
 
     Attributes:
         kind: a key of `KINDS`.
-        size: concurrent sequences; for "ttft", tokens of the prompt.
+        size: concurrent sequences; for "ttft", "hit" and "context", which have one, tokens of its prompt.
     """
 
     kind: str
@@ -35,7 +42,7 @@ class Workload(NamedTuple):
     @property
     def sequences(self) -> int:
         """Number of concurrent sequences."""
-        return 1 if self.kind == "ttft" else self.size
+        return 1 if self.kind in _OF_ONE_SEQUENCE else self.size
 
 
 def parse(name: str) -> list[Workload]:
@@ -60,7 +67,7 @@ class Plan:
     Attributes:
         workloads: in the order of measurement.
         prompt: tokens of the prompts of "batch" and "decode".
-        steps: decode steps of "batch" and "decode".
+        steps: decode steps of "batch", "decode" and "context".
         lengths: tokens of prompts and outputs of "mixed".
     """
 
@@ -68,6 +75,11 @@ class Plan:
     prompt: int
     steps: int
     lengths: Lengths
+
+    @property
+    def repeats_prompts(self) -> bool:
+        """Whether a workload needs the prefix cache."""
+        return any(kind in ("hit", "context") for kind, _ in self.workloads)
 
     @property
     def most_sequences(self) -> int:
@@ -91,8 +103,10 @@ class Plan:
         """
         tokens = 1
         for kind, size in self.workloads:
-            if kind == "ttft":
+            if kind in ("ttft", "hit"):
                 tokens = max(tokens, size + 1)
+            elif kind == "context":
+                tokens = max(tokens, size + self.steps + 1)
             elif kind == "mixed":
                 tokens = max(tokens, 2 * self.lengths.longest)
             else:
