@@ -15,6 +15,7 @@ from model.text.template_files import read_template
 from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
+from server.cli.front_end_count import front_end_count
 from server.cli.listening import ListenError, listen, local_hosts
 from server.cli.tracing import TracingError, check_tracing
 from server.engine.core.start_checks import StartupError
@@ -72,7 +73,8 @@ def serve(
     try:
         check_tracing(settings)
         model_path, model_config = find_model(settings)
-        listeners = listen(settings.host, settings.port, settings.frontends)
+        front_ends = front_end_count(settings.frontends, settings.device)
+        listeners = listen(settings.host, settings.port, front_ends)
         tokenizer_path = _tokenizer_path(settings, model_path)
         keys = api_keys(settings)
         chat_template = settings.chat_template and read_template(settings.chat_template)
@@ -105,7 +107,7 @@ def serve(
         access_log=settings.access_log,
         otlp_endpoint=settings.otlp_endpoint,
     )
-    engine_type = EngineHub if settings.frontends > 1 else EngineClient
+    engine_type = EngineHub if front_ends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
     try:
         with deferred_signals(signal.SIGINT, signal.SIGTERM):
@@ -116,13 +118,11 @@ def serve(
                 spawned,
             )
             engine.launch()  # before the HTTP libraries are imported
-        front_ends = _create_front_ends(
-            engine, listeners, tokenizer_path, limits, settings.log_format
-        )
+        server = _create_front_ends(engine, listeners, tokenizer_path, limits, settings.log_format)
         remove_abandoned()
         freeze_startup_objects()
-        with asyncio.Runner(loop_factory=front_ends.loop_factory) as runner:
-            runner.run(_serve(engine, front_ends, listeners[0], began))
+        with asyncio.Runner(loop_factory=server.loop_factory) as runner:
+            runner.run(_serve(engine, server, listeners[0], began))
     except (ModelError, ChildStartError) as error:
         fail(str(error))
     finally:

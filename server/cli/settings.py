@@ -64,12 +64,12 @@ class Settings(BaseModel):
     port: int = Field(
         8000, ge=0, le=65535, description="TCP port to listen on; 0 chooses a free one"
     )
-    frontends: int = Field(
-        1,
+    frontends: int | None = Field(
+        None,
         ge=1,
         le=64,
         description="processes that share the port and the work of HTTP, tokenizing and streaming; one process streams "
-        "about 50,000 tokens per second",
+        "about 50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4; else 1",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -138,6 +138,12 @@ class Settings(BaseModel):
     )
     enable_prefix_caching: bool = Field(
         True, description="keep computed blocks for later prompts with the same prefix"
+    )
+    deterministic: bool = Field(
+        False,
+        description="give the tokens and log-probabilities of all requests, not only of those with the field "
+        "`deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights, "
+        "slower on a GPU",
     )
     cpu_threads: int | None = Field(
         None,

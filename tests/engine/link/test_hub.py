@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from model.sampling.parameters import SamplingParams
-from server.engine.core.messages import AbortRequests, EngineConfig
+from server.engine.core.messages import AbortRequests, EngineConfig, EngineStats, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link import hub as hub_module
 from server.engine.link.client import EngineUnavailableError, RemoteEngine
@@ -102,6 +102,7 @@ def test_a_front_end_that_does_not_read_is_cut_off_before_much_is_queued(monkeyp
             remote, _ = await service.front_end(hang_seconds=2.0)
             _, connection = service.raw()
             await until(lambda: connection.attached)
+            connection.external_ids[connection.first_id] = "a request of its own"
             events = await collect(submit(remote, [1, 2, 3], 400))
 
             assert [e.token_id for e in events] == expected_tokens([1, 2, 3], 400)
@@ -111,6 +112,26 @@ def test_a_front_end_that_does_not_read_is_cut_off_before_much_is_queued(monkeyp
 
     # The healthy front end acknowledges too rarely for this limit, unless it is asked to hurry.
     monkeypatch.setattr("server.engine.link.client.tick_seconds", lambda _: 0.001)
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_statistics", [False, True])
+def test_a_front_end_without_requests_gets_only_steps_with_statistics(has_statistics):
+    async def scenario():
+        async with pool() as service:
+            _, busy = await service.front_end()
+            _, idle = await service.front_end()
+            busy.external_ids[busy.first_id] = ""
+            before = busy.sent_bytes, idle.sent_bytes
+            stats = EngineStats() if has_statistics else None
+            step = StepMessage(
+                request_ids=[busy.first_id], token_ids=[5], finish_reasons=[0], stats=stats
+            )
+            service.hub._on_steps([(b"bytes of the step", step)])
+
+            assert busy.sent_bytes - before[0] == len(b"bytes of the step")
+            assert (idle.sent_bytes > before[1]) == has_statistics
+
     run(scenario())
 
 
@@ -180,7 +201,7 @@ def test_a_front_end_whose_hub_hangs_ends_its_requests_and_refuses_new_ones():
             await anext(stream)
             began = time.monotonic()
             service.hub._hang_watch.cancel()  # no heartbeats, and
-            service.hub._broadcast = lambda data: None  # no steps
+            service.hub._on_steps = lambda steps: None
             events = await collect(stream)
 
             assert 0.8 < time.monotonic() - began < 5.0
