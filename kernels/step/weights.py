@@ -36,6 +36,7 @@ class LayerWeights(NamedTuple):
         mlp_norm: [C].
         q_norm: [D], as is `k_norm`; None where the family has none.
         qkv_bias: [(H + 2 * K) * D] or None.
+        window: tokens that the layer attends, the current one included; None if all.
     """
 
     qkv: Tensor
@@ -47,6 +48,7 @@ class LayerWeights(NamedTuple):
     q_norm: Tensor | None
     k_norm: Tensor | None
     qkv_bias: Tensor | None
+    window: int | None = None
 
 
 class StepWeights(NamedTuple):

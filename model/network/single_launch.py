@@ -58,8 +58,9 @@ def bind_single_launch(
             layer.q_norm,
             layer.k_norm,
             layer.qkv_bias,
+            config.layer_window(index),
         )
-        for layer in layers
+        for index, layer in enumerate(layers)
     ]
     step = StepWeights(step_shape(config), weights, embedding, head, norm)
     return bind_step(step, kv_cache.layers, kv_cache.scales, detect(head.device))
@@ -92,7 +93,6 @@ def unsupported(
     """
     features = {
         "quantized weights": weight_dtype is not None,
-        "sliding windows": config.sliding_window is not None,
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
     }

@@ -1,6 +1,7 @@
 """The single-launch decode step: accuracy against separate layers, determinism, and its outputs."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -55,7 +56,41 @@ BIASED = dataclasses.replace(
     vocab_size=1304,
     layer_types=(),
 )
+
+
+def llama(hidden, inner, heads, kv_heads, dim, **changes):
+    """Return a model like LLAMA with other sizes."""
+    return dataclasses.replace(
+        LLAMA,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        layer_types=(),
+        **changes,
+    )
+
+
 MODELS = {"qwen": QWEN, "llama": LLAMA, "biased": BIASED}
+SHAPES = {
+    "groups of 3": llama(576, 1536, 9, 3, 64),
+    "groups of 3, 960": llama(960, 2560, 15, 5, 64),
+    "groups of 7": dataclasses.replace(
+        llama(896, 4864, 14, 2, 64), architecture="Qwen2ForCausalLM", attention_bias=True
+    ),
+    "groups of 6": llama(1536, 8960, 12, 2, 128),
+    "groups of 8": llama(2048, 5632, 32, 4, 64),
+    "groups of 16": llama(2048, 4096, 32, 2, 64),
+    "wide": llama(3072, 8192, 24, 8, 128),
+    "long": llama(3072, 14336, 32, 8, 128, num_layers=2),
+    "heads of 80": llama(2560, 6912, 32, 8, 80, vocab_size=1003),
+    "heads of 96": llama(1536, 4096, 16, 4, 96),
+    "windows": llama(1152, 6912, 4, 1, 256, sliding_window=100),
+    "a key-value head each": llama(384, 1024, 12, 12, 32, vocab_size=1001),
+}
+"""Sizes that real models have, and odd ones."""
+MODELS |= SHAPES
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 CONTEXTS = (1, 2, 31, 33, 64, 65, 129, 511, 1024, 4000)
 
@@ -170,8 +205,14 @@ def assert_same_rows(found, truth, plain, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(sorted(set(MODELS) - set(SHAPES)), (torch.bfloat16, torch.float16)),
+        *itertools.product(SHAPES, (torch.bfloat16,)),
+    ],
+    ids=str,
+)
 def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dtype, kv_dtype):
     model = build(name, dtype)
     wide = build(name, torch.float32)
@@ -195,8 +236,37 @@ def test_it_is_as_accurate_as_separate_layers_and_writes_the_same_cache(name, dt
         torch.testing.assert_close(step.logprobs.double(), step.true_logprob(), **CLOSE)
 
 
+@pytest.mark.parametrize("num_sms", [16, 78, 114])
+@pytest.mark.parametrize("name", ["qwen", "llama", "groups of 7", "groups of 8", "wide"])
+def test_it_is_as_accurate_with_fewer_programs(monkeypatch, name, num_sms):
+    arch = dataclasses.replace(detect("cuda"), num_sms=num_sms)
+    monkeypatch.setattr("model.network.single_launch.detect", lambda _device: arch)
+    model = build(name, torch.bfloat16)
+    wide = build(name, torch.float32)
+    wide.load_state_dict(model.state_dict())
+    cache = new_cache(model)
+    one = bind(model, cache)
+    for context in (1, 65, 511, 4000):
+        fill(cache)
+        step = Step(model, context)
+        plain = step.by_layers(new_cache(model))
+        truth = Step(wide, context).by_layers(new_cache(wide))
+
+        assert_no_worse_than(step.single_launch(one).float(), truth, plain.float(), factor=3.0)
+
+
+def test_sequences_of_other_lengths_may_alternate():
+    model = build("groups of 3", torch.bfloat16)
+    one = bind(model, new_cache(model))
+    steps = [Step(model, context, write=False) for context in (1500, 40, 700, 1, 3000, 129)]
+    expected = [step.single_launch(one) for step in steps]
+
+    for number in [5, 0, 1, 4, 3, 2, 0, 0, 3, 4, 5, 1] * 10:
+        assert torch.equal(steps[number].single_launch(one), expected[number])
+
+
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("name", ["qwen", "biased"])
+@pytest.mark.parametrize("name", ["qwen", "biased", "groups of 3", "wide"])
 def test_repeats_and_graph_replays_give_the_same_bits(name, kv_dtype):
     model = build(name, torch.bfloat16)
     one = bind(model, new_cache(model, kv_dtype))

@@ -28,17 +28,17 @@ from kernels.step.gpu.grid_barrier import (
     wait_grid,
 )
 from kernels.step.gpu.products import (
-    dot_held,
+    dot_normed,
     dot_shared,
-    load_own,
-    load_parts,
+    held_rows,
+    load_gains,
     normed,
     rows_of_tile,
     share,
+    tiles_at_once,
     tiles_of_program,
 )
 from kernels.step.gpu.ring import (
-    COLUMNS,
     INPUT_NORM,
     K_NORM,
     MLP_NORM,
@@ -47,6 +47,8 @@ from kernels.step.gpu.ring import (
     ROWS,
     address,
     cache_of,
+    first_key,
+    first_tile,
     members_of_head,
     projected_row,
     projected_tiles,
@@ -85,61 +87,62 @@ def consume(
     cosine = load_head_vector(cos + position * c.D, c)
     sine = load_head_vector(sin + position * c.D, c)
     share(ring, x, c.HIDDEN, gl.constexpr(False), c)
-    gains = load_parts(address(table, 0, INPUT_NORM, dtype), c.HIDDEN, c)
-    mlp_gains = load_parts(address(table, 0, MLP_NORM, dtype), c.HIDDEN, c)
+    gains = load_gains(address(table, 0, INPUT_NORM, dtype), c)
+    mlp_gains = load_gains(address(table, 0, MLP_NORM, dtype), c)
     q_gain, k_gain = head_gains(table, 0, cosine, dtype, c)
-    before = load_own(x, c)
     for layer in range(c.LAYERS):
         parity = (base + layer) & 1
         vectors = (cosine, sine, q_gain, k_gain)
         cache = cache_of(table, layer, dtype, c)
-        xs = normed(ring, gains, eps, c)
+        first = first_tile(layer, gl.constexpr(0), c)
+        before = held_rows(ring, first, c)
+        seen = first_key(table, layer, position, c)
+        xs, factor = normed(ring, gains, eps, c)
         bias = address(table, layer, QKV_BIAS, dtype)
-        used = project_all(ring, xs, qkv, parity, bias, used, c)
+        used = project_all(ring, xs, factor, qkv, parity, bias, used, c)
         arrive_published(ready, c)
 
         used, items = attend(
-            ring, qkv + parity * PROJECTED, vectors, cache, position, slot, parts, logs, counter, (layer + 1) * members,
-            used, eps, scale, c,
+            ring, qkv + parity * PROJECTED, vectors, cache, seen, position, slot, parts, logs, parity,
+            counter, (layer + 1) * members, used, eps, scale, c,
         )  # fmt: skip
-        wait_grid(counter + HEADS_DONE, (layer + 1) * items)
-        combine(ring, parts, logs, position, c)
-        used = add_rows(ring, before, between, parity, used, QUERIES, c)
+        wait_grid(counter + HEADS_DONE, (layer + 1) * items, gl.constexpr(False))
+        combine(ring, parts, logs, parity, seen, position, c)
+        used = add_rows(ring, before, between, parity, first, used, QUERIES, c)
         arrive_published(counter, c)
         arrivals += programs
 
-        x = between + parity * c.HIDDEN
-        before = load_own(x, c)
-        wait_grid(counter, arrivals)
-        share(ring, x, c.HIDDEN, gl.constexpr(True), c)
-        xs = normed(ring, mlp_gains, eps, c)
-        used = gate_all(ring, xs, inner, parity, used, c)
+        wait_grid(counter, arrivals, c.EARLY)
+        share(ring, between + parity * c.HIDDEN, c.HIDDEN, gl.constexpr(True), c)
+        first = first_tile(layer, c.HIDDEN // ROWS, c)
+        own = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
+        before = held_rows(ring, own, c)
+        xs, factor = normed(ring, mlp_gains, eps, c)
+        used = gate_all(ring, xs, factor, inner, parity, first, used, c)
         arrive_published(counter, c)
         arrivals += programs
 
         following = norm
         if layer + 1 < c.LAYERS:
             following = address(table, layer + 1, INPUT_NORM, dtype)
-        gains = load_parts(following, c.HIDDEN, c)
-        wait_grid(counter, arrivals)
+        gains = load_gains(following, c)
+        wait_grid(counter, arrivals, gl.constexpr(False))
         share(ring, inner + parity * c.INNER, c.INNER, gl.constexpr(True), c)
-        used = add_rows(ring, before, hidden, parity, used, c.INNER, c)
+        used = add_rows(ring, before, hidden, parity, own, used, c.INNER, c)
         arrive_published(counter, c)
         arrivals += programs
 
-        x = hidden + parity * c.HIDDEN
-        before = load_own(x, c)
         next_layer = gl.minimum(layer + 1, c.LAYERS - 1)
-        mlp_gains = load_parts(address(table, next_layer, MLP_NORM, dtype), c.HIDDEN, c)
+        mlp_gains = load_gains(address(table, next_layer, MLP_NORM, dtype), c)
         q_gain, k_gain = head_gains(table, next_layer, cosine, dtype, c)
-        wait_grid(counter, arrivals)
-        share(ring, x, c.HIDDEN, gl.constexpr(True), c)
+        wait_grid(counter, arrivals, gl.constexpr(False))
+        share(ring, hidden + parity * c.HIDDEN, c.HIDDEN, gl.constexpr(True), c)
 
-    xs = normed(ring, gains, eps, c)
-    score_all(ring, xs, logits, best, totals, used, c)
+    xs, factor = normed(ring, gains, eps, c)
+    score_all(ring, xs, factor, logits, best, totals, used, c)
     arrive_grid(counter)
     if gl.program_id(0) == 0:
-        wait_grid(counter, arrivals + programs)
+        wait_grid(counter, arrivals + programs, gl.constexpr(False))
         choose(best, totals, tokens, logprobs, sampled)
         # Reset the counters for the next step; no program waits for them any more.
         gl.store(counter + PARITY, (base + c.LAYERS) & 1)
@@ -160,63 +163,65 @@ def head_gains(table, layer, ones, dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def project_all(ring, xs, out, parity, bias, used, c):
+def project_all(ring, xs, factor, out, parity, bias, used, c):
     """Compute this program's queries, keys and values."""
-    EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
+    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4)
     count = projected_tiles(c)
     for i in range(count // EACH):
-        used = project(ring, xs, out, parity, bias, i * EACH, used, EACH, c)
+        used = project(ring, xs, factor, out, parity, bias, i * EACH, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            used = project(ring, xs, out, parity, bias, count - n, used, gl.constexpr(n), c)
+            used = project(ring, xs, factor, out, parity, bias, count - n, used, gl.constexpr(n), c)
     return used
 
 
 @gluon.jit
-def gate_all(ring, xs, out, parity, used, c):
+def gate_all(ring, xs, factor, out, parity, first, used, c):
     """Compute this program's part of the gated product."""
-    EACH: gl.constexpr = max(1, 3 * c.PARTS * COLUMNS // c.HIDDEN)
-    count = tiles_of_program(c.INNER // ROWS)
+    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES // 2, 3)
+    count = tiles_of_program(first, c.INNER // ROWS)
     for i in range(count // EACH):
-        used = gate(ring, xs, out, parity, i * EACH, used, EACH, c)
+        used = gate(ring, xs, factor, out, parity, first, i * EACH, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
-            used = gate(ring, xs, out, parity, count - n, used, gl.constexpr(n), c)
+            used = gate(ring, xs, factor, out, parity, first, count - n, used, gl.constexpr(n), c)
     return used
 
 
 @gluon.jit
-def project(ring, xs, out, parity, bias, number, used, TILES: gl.constexpr, c):
+def project(ring, xs, factor, out, parity, bias, number, used, TILES: gl.constexpr, c):
     """Compute TILES tiles of queries, keys and values."""
     PROJECTED: gl.constexpr = (c.HEADS + 2 * c.KV_HEADS) * c.D
-    sums, used = dot_held(ring, xs, used, TILES, c)
+    sums, used = dot_normed(ring, xs, factor, used, TILES, c)
     for t in gl.static_range(TILES):
         row = projected_row(number + t, c) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
         y = sums[t]
         if c.BIAS:
             y = y + gl.load(bias + row).to(gl.float32)
-        publish(out, PROJECTED, parity, row, y, c)
+        publish(out, PROJECTED, parity, row, y, gl.constexpr(True), c)
     return used
 
 
 @gluon.jit
-def gate(ring, xs, out, parity, number, used, PAIRS: gl.constexpr, c):
+def gate(ring, xs, factor, out, parity, first, number, used, PAIRS: gl.constexpr, c):
     """Compute PAIRS tiles of the gated product."""
-    sums, used = dot_held(ring, xs, used, gl.constexpr(2 * PAIRS), c)
+    sums, used = dot_normed(ring, xs, factor, used, gl.constexpr(2 * PAIRS), c)
     for t in gl.static_range(PAIRS):
         x = sums[2 * t]
         value = x / (1.0 + gl.exp(-x)) * sums[2 * t + 1]
-        publish(out, c.INNER, parity, rows_of_tile(number + t, c), value, c)
+        row = rows_of_tile(first, number + t, c)
+        publish(out, c.INNER, parity, row, value, gl.constexpr(True), c)
     return used
 
 
 @gluon.jit
-def add_rows(ring, before, out, parity, used, INPUTS: gl.constexpr, c):
+def add_rows(ring, before, out, parity, first, used, INPUTS: gl.constexpr, c):
     """Multiply this program's rows of weights by the vector in shared memory and add the residual."""
     for i in gl.static_range(len(before)):
-        tile = gl.program_id(0) + i * gl.num_programs(0)
+        tile = first + i * gl.num_programs(0)
         if tile < c.HIDDEN // ROWS:
             y, used = dot_shared(ring, used, INPUTS, c)
             row = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.W))
-            publish(out, c.HIDDEN, parity, row, y + before[i].to(gl.float32), c)
+            y += before[i].to(gl.float32)
+            publish(out, c.HIDDEN, parity, row, y, gl.constexpr(True), c)
     return used

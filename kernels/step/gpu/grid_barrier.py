@@ -8,8 +8,15 @@ always succeeds.
     layer n        writes half t of a vector, clears half 1 - t, which layer n - 1 wrote and no program reads any more
     layer n + 1    writes half 1 - t ...
 
-A cleared place is visible to all programs before it is written again: in between, every program has arrived behind a
-fence.
+Places are empty before they are filled:
+
+- A program writes only places that it has cleared itself, so its two writes are in order.
+- No program still reads what it clears. It clears half 1 - t of a vector in layer n, after it has waited for all
+  programs since layer n - 1, and no program arrived there before it had read that half.
+- No program reads a number of layer n - 1 in layer n + 1. Each executes a fence while it waits for a layer's output
+  projection (`wait_grid`), and its next arrival, for which all programs wait, makes its earlier clears visible: those
+  of layer n up to the output projection by the fence in layer n, the others by that in layer n + 1, which all wait
+  for before they read the results of the MLP.
 """
 
 from triton.experimental import gluon
@@ -27,16 +34,63 @@ MISSING = gl.constexpr(-1)
 """Bits of a number that has not arrived: a NaN that no conversion produces."""
 
 
+@gluon.constexpr_function
+def bits_of(dtype):
+    """Return the integers that have the size of published numbers, and a NaN among them that is not `MISSING`."""
+    return (gl.int16, 0x7FFF) if dtype.primitive_bitwidth == 16 else (gl.int32, 0x7FFFFFFF)
+
+
 @gluon.jit
-def publish(vector, size, parity, place, values, c):
-    """Write this program's numbers to half `parity` of a vector [2, size], and clear their places in the other half."""
+def publish(vector, size, parity, place, values, exists, c):
+    """Write this program's numbers to half `parity` of a vector [2, size], and clear their places in the other half.
+
+    `exists` masks them.
+    """
     dtype: gl.constexpr = vector.dtype.element_ty
-    bits = values.to(dtype).to(gl.int16, bitcast=True)
-    there = gl.where(bits == MISSING, 0x7FFF, bits.to(gl.int32)).to(gl.int16)
-    half = vector.to(gl.pointer_type(gl.int16))
-    gl.store(half + parity * size + place, there)
+    INTEGER: gl.constexpr = bits_of(dtype)[0]
+    NAN: gl.constexpr = bits_of(dtype)[1]
+    bits = values.to(dtype).to(INTEGER, bitcast=True)
+    there = gl.where(bits == MISSING, NAN, bits.to(gl.int32)).to(INTEGER)
+    half = vector.to(gl.pointer_type(INTEGER)) + parity * size
+    store_relaxed(half + place, there, exists)
     if c.EARLY:
-        gl.store(half + (1 - parity) * size + place, gl.full_like(there, MISSING))
+        clear(vector, size, parity, place, exists)
+
+
+@gluon.jit
+def clear(vector, size, parity, place, exists):
+    """Clear places of a vector [2, size] in the half that is not `parity`; `exists` masks them."""
+    INTEGER: gl.constexpr = bits_of(vector.dtype.element_ty)[0]
+    half = vector.to(gl.pointer_type(INTEGER)) + (1 - parity) * size
+    gl.store(half + place, gl.full_like(place, MISSING).to(INTEGER), mask=exists)
+
+
+@gluon.jit
+def store_relaxed(pointers, bits, exists):
+    """Store integers of 16 or 32 bits that other programs poll; `exists` masks them.
+
+    The loads that poll (`received`) are relaxed, and only a relaxed store is ordered with them. Cleared places need
+    none: no program reads them before a fence.
+    """
+    SIZE: gl.constexpr = bits.dtype.primitive_bitwidth
+    CODE: gl.constexpr = (
+        """{ .reg .pred exists; .reg .b16 half;
+        cvt.u16.u32 half, $2;
+        setp.ne.u32 exists, $3, 0;
+        @exists st.relaxed.gpu.global.b"""
+        + ("16 [$1], half;" if SIZE == 16 else "32 [$1], $2;")
+        + """
+        mov.u32 $0, 0; }"""
+    )
+    wide = bits.to(gl.int32)
+    gl.inline_asm_elementwise(
+        CODE,
+        "=r,l,r,r",
+        [pointers.to(gl.int64), wide, gl.where(exists, gl.full_like(wide, 1), 0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -94,6 +148,29 @@ def received(values, pointers, PACK: gl.constexpr, c):
 
 
 @gluon.jit
+def received_log(values, pointers, c):
+    """Like `received`, for float32."""
+    if not c.EARLY:
+        return values
+    CODE: gl.constexpr = """{ .reg .pred there;
+        mov.b32 $0, $1;
+        again: setp.ne.u32 there, $0, 0xFFFFFFFF;
+        @there bra done;
+        ld.relaxed.gpu.global.b32 $0, [$2];
+        bra again;
+        done: }"""
+    bits = gl.inline_asm_elementwise(
+        CODE,
+        "=&r,r,l",
+        [values.to(gl.int32, bitcast=True), pointers.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return bits.to(values.dtype, bitcast=True)
+
+
+@gluon.jit
 def arrive_published(counter, c):
     """Arrive at a counter; with EARLY, possibly before this program's published numbers are visible."""
     count_in(counter, gl.constexpr("relaxed" if c.EARLY else "release"))
@@ -112,7 +189,7 @@ def count_in(counter, ORDER: gl.constexpr):
     CODE: gl.constexpr = (
         """{ .reg .pred first; .reg .u32 thread;
         mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
+        setp.eq.u32 first, thread, 32;
         @first red."""
         + ORDER
         + """.gpu.global.add.u32 [$1], 1;
@@ -124,39 +201,29 @@ def count_in(counter, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def fence():
-    """Make this program's next arrival cover all that it wrote before its last one, such as cleared places."""
-    gl.inline_asm_elementwise(
-        """{ .reg .pred first; .reg .u32 thread;
-        mov.u32 thread, %tid.x;
-        setp.eq.u32 first, thread, 0;
-        @first fence.acq_rel.gpu;
-        mov.u32 $0, $1; }""",
-        "=r,r",
-        [gl.program_id(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def wait_grid(counter, arrivals):
+def wait_grid(counter, arrivals, FENCE: gl.constexpr):
     """Wait until a counter has `arrivals` since the launch; later loads must bypass the first-level cache.
 
-    One thread polls: more would delay the arrivals of other programs.
+    One thread polls: more would delay the arrivals of other programs. With FENCE, the arriving thread executes a fence
+    meanwhile: the program's next arrival then covers all that it has written before, such as cleared places.
     """
-    gl.inline_asm_elementwise(
-        """{ .reg .pred first, early; .reg .u32 thread, seen;
+    CODE: gl.constexpr = (
+        """{ .reg .pred not_first, early, arriving; .reg .u32 thread, seen;
         mov.u32 $0, 0;
         mov.u32 thread, %tid.x;
-        setp.ne.u32 first, thread, 0;
-        @first bra done;
+        """
+        + ("setp.eq.u32 arriving, thread, 32; @arriving fence.acq_rel.gpu;" if FENCE else "")
+        + """
+        setp.ne.u32 not_first, thread, 0;
+        @not_first bra done;
         again:
         ld.acquire.gpu.global.u32 seen, [$1];
         setp.lt.u32 early, seen, $2;
         @early bra again;
-        done: }""",
+        done: }"""
+    )
+    gl.inline_asm_elementwise(
+        CODE,
         "=&r,l,r",
         [counter.to(gl.int64), arrivals],
         dtype=gl.int32,

@@ -17,23 +17,15 @@ from triton.experimental.gluon import language as gl
 from kernels.step.gpu.consumer import consume
 from kernels.step.gpu.grid_barrier import COUNTER_LINE, HEAD_READY, MISSING
 from kernels.step.gpu.producer import produce
-from kernels.step.gpu.ring import (
-    FIELDS,
-    MOST_PROGRAMS,
-    MOST_SPLITS,
-    ROWS,
-    StepConstants,
-    make_ring,
-)
+from kernels.step.gpu.ring import FIELDS, MOST_PROGRAMS, StepConstants, make_ring
+from kernels.step.sizes import MOST_SPLITS, ROWS, step_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.arch import GPUArch
     from kernels.step.weights import StepWeights
 
-_PARTS: Final = 4
-_STAGES: Final = 12
-"""192 KB, which leaves enough shared memory for 8192 inputs of a linear layer."""
 _HEAD_FLYING: Final = 4
 _LITTLE_HIDDEN: Final = 1024
 """Up to this hidden size, programs wait more for each other than for memory."""
@@ -44,25 +36,26 @@ def whole_step(
     table, embedding, norm, head, ids, positions, slots, block_table, cos, sin, hidden, between, qkv, inner, parts,
     logs, best, totals, counters, logits, tokens, logprobs, sampled, eps, scale,
     LAYERS: gl.constexpr, HIDDEN: gl.constexpr, INNER: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    D: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr,
-    NORMS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
+    GROUP_SPLITS: gl.constexpr, HELD: gl.constexpr, HELD_P: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
+    BLOCK_D: gl.constexpr, INPUTS: gl.constexpr, VOCAB: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+    FLYING: gl.constexpr, HEAD_FLYING: gl.constexpr, EARLY: gl.constexpr, SPLITS: gl.constexpr, NORMS: gl.constexpr,
+    BIAS: gl.constexpr, WINDOWS: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
     """Compute a step with one program per SM; all programs must be resident at once, else they deadlock.
 
     Programs exchange their results through the buffers from `hidden` to `totals`. Layers alternate between the two
-    halves of `hidden`, `between`, `qkv` and `inner`, which hold the bits of `MISSING` before the first launch.
+    halves of all buffers up to `logs`, which hold the bits of `MISSING` before the first launch.
 
     Args:
-        table: [LAYERS, fields] int64, addresses of the tensors that `kernels.step.gpu.ring.FIELDS` names.
+        table: [LAYERS, fields] int64, the fields that `kernels.step.gpu.ring.FIELDS` names.
         ids: as in `StepKernel`, as are `positions`, `slots`, `block_table`, `cos`, `sin`, `logits`, `tokens`,
             `logprobs` and `sampled`.
         hidden: [2, HIDDEN], the hidden state after a layer.
         between: [2, HIDDEN], the hidden state between attention and MLP.
         qkv: [2, (HEADS + 2 * KV_HEADS) * D].
         inner: [2, INNER].
-        parts: [SPLITS, HEADS, D] in the model's dtype.
-        logs: [SPLITS, HEADS] float32.
+        parts: [2, SPLITS, HEADS, D] in the model's dtype.
+        logs: [2, SPLITS, HEADS] float32.
         best: [MOST_PROGRAMS] int64, the largest key of a program's logits.
         totals: [MOST_PROGRAMS] float32, the sum of their exp(logit - largest).
         counters: [HEAD_READY + KV_HEADS * COUNTER_LINE] int32, 0 before the first launch.
@@ -70,11 +63,10 @@ def whole_step(
         scale: of the attention scores, in units of log2.
     """
     c = StepConstants(
-        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS,
-        NORMS, BIAS, FP8, OWN,
+        LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB, BLOCK_SIZE,
+        STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN,
     )  # fmt: skip
-    INPUTS: gl.constexpr = max(INNER, HEADS * D)
-    ring = make_ring(embedding.dtype.element_ty, INPUTS, c)
+    ring = make_ring(embedding.dtype.element_ty, c)
     buffers = (hidden, between, qkv, inner, parts, logs, best, totals)
     gl.warp_specialize([
         (consume, (
@@ -82,7 +74,7 @@ def whole_step(
             sampled, eps, scale, c,
         )),
         (produce, (ring, table, head, positions, block_table, c)),
-    ], [4], [40])  # fmt: skip
+    ], [4], [48])  # fmt: skip
 
 
 class StepKernel:
@@ -92,7 +84,7 @@ class StepKernel:
         weights: as in `kernels.step.single_launch.bind_step`.
         caches: as in `bind_step`.
         scales: as in `bind_step`.
-        num_sms: SMs of their device.
+        arch: of their device.
     """
 
     def __init__(
@@ -100,13 +92,15 @@ class StepKernel:
         weights: StepWeights,
         caches: tuple[Tensor, ...],
         scales: tuple[Tensor | None, ...],
-        num_sms: int,
+        arch: GPUArch,
     ) -> None:
         shape, device = weights.shape, weights.embedding.device
         dtype = weights.embedding.dtype
         queries = shape.num_heads * shape.head_dim
         keys = shape.num_kv_heads * shape.head_dim
-        splits = min(MOST_SPLITS.value, num_sms // shape.num_kv_heads)
+        sizes = step_sizes(shape, arch)
+        num_sms = arch.num_sms
+        splits = min(MOST_SPLITS, num_sms // (shape.num_kv_heads * sizes.group_splits))
         self._weights = weights
         self._in_table = caches, scales
         self._grid = (num_sms,)
@@ -125,8 +119,8 @@ class StepKernel:
             missing(shape.hidden_size),
             missing(queries + 2 * keys),
             missing(shape.inner_size),
-            empty(splits * queries, dtype),
-            empty(splits * shape.num_heads, torch.float32),
+            missing(splits * queries),
+            missing(2 * splits * shape.num_heads).view(torch.float32),
             empty(MOST_PROGRAMS.value, torch.int64),
             empty(MOST_PROGRAMS.value, torch.float32),
         )
@@ -140,19 +134,25 @@ class StepKernel:
             "INNER": shape.inner_size,
             "HEADS": shape.num_heads,
             "KV_HEADS": shape.num_kv_heads,
+            "GROUP_SPLITS": sizes.group_splits,
+            "HELD": sizes.heads,
+            "HELD_P": sizes.padded_heads,
             "D": shape.head_dim,
+            "DP": sizes.padded_dim,
+            "BLOCK_D": sizes.block_dim,
+            "INPUTS": sizes.inputs,
             "VOCAB": len(weights.head),
             "BLOCK_SIZE": caches[0].shape[2],
-            "PARTS": _PARTS,
-            "STAGES": _STAGES,
+            "STAGES": sizes.stages,
             "FLYING": 1 if little else 2,
             "HEAD_FLYING": _HEAD_FLYING,
             "EARLY": little,
             "SPLITS": splits,
             "NORMS": first.q_norm is not None,
             "BIAS": first.qkv_bias is not None,
+            "WINDOWS": any(layer.window for layer in weights.layers),
             "FP8": scales[0] is not None,
-            "OWN": -(-shape.hidden_size // (ROWS.value * num_sms)),
+            "OWN": -(-shape.hidden_size // (ROWS * num_sms)),
             "num_warps": 8,
             "launch_cooperative_grid": True,
         }
@@ -208,11 +208,13 @@ class StepKernel:
 def addresses(
     weights: StepWeights, caches: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
 ) -> list[list[int]]:
-    """Return the rows of the table of addresses; 0 for tensors that a layer does not have."""
+    """Return the rows of the table of a step; 0 for tensors that a layer does not have."""
     rows = []
     for layer, kv, scale in zip(weights.layers, caches, scales, strict=True):
         tensors = {**layer._asdict(), "keys": kv[0], "values": kv[1]}
         tensors["key_scales"], tensors["value_scales"] = (None, None) if scale is None else scale
         found = (tensors[name] for name in FIELDS)
-        rows.append([0 if tensor is None else tensor.data_ptr() for tensor in found])
+        rows.append(
+            [field.data_ptr() if isinstance(field, torch.Tensor) else field or 0 for field in found]
+        )
     return rows

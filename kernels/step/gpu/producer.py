@@ -15,18 +15,24 @@ from kernels.step.gpu.ring import (
     DOWN,
     GATE_UP,
     OUTPUT,
+    PARTS,
     PRODUCER_WARPS,
     QKV,
     ROWS,
     address,
     cache_of,
+    first_key,
+    first_tile,
+    head_element,
     key_range,
     keys_of,
+    parts_in,
     parts_of,
     projected_row,
     projected_tiles,
     scales_of,
     sent,
+    stages_of,
     wait_empty,
 )
 
@@ -42,79 +48,115 @@ def produce(ring, table, head, positions, block_table, c):
         weight = address(table, layer, QKV, dtype)
         for number in range(projected_tiles(c)):
             place = weight + projected_row(number, c) * c.HIDDEN
-            used = send_rows(ring, place, used, c.HIDDEN, c.FLYING, c)
+            used = send_rows(ring, place, ROWS - 1, used, c.HIDDEN, c.FLYING, c)
         cache = cache_of(table, layer, dtype, c)
-        used = send_keys(ring, cache, block_table, past, used, c)
+        seen = first_key(table, layer, past, c)
+        used = send_keys(ring, cache, block_table, seen, past, used, c)
         weight = address(table, layer, OUTPUT, dtype)
-        used = send_matrix(ring, weight, used, c.HIDDEN, QUERIES, c.FLYING, c)
+        first = first_tile(layer, gl.constexpr(0), c)
+        used = send_matrix(ring, weight, first, used, c.HIDDEN, QUERIES, c.FLYING, c)
         weight = address(table, layer, GATE_UP, dtype)
-        for tile in range(gl.program_id(0), c.INNER // ROWS, gl.num_programs(0)):
+        first = first_tile(layer, c.HIDDEN // ROWS, c)
+        for tile in range(first, c.INNER // ROWS, gl.num_programs(0)):
             place = weight + tile * ROWS * c.HIDDEN
-            used = send_rows(ring, place, used, c.HIDDEN, c.FLYING, c)
-            used = send_rows(ring, place + c.INNER * c.HIDDEN, used, c.HIDDEN, c.FLYING, c)
+            used = send_rows(ring, place, ROWS - 1, used, c.HIDDEN, c.FLYING, c)
+            used = send_rows(
+                ring, place + c.INNER * c.HIDDEN, ROWS - 1, used, c.HIDDEN, c.FLYING, c
+            )
         weight = address(table, layer, DOWN, dtype)
-        used = send_matrix(ring, weight, used, c.HIDDEN, c.INNER, c.FLYING, c)
-    used = send_matrix(ring, head, used, c.VOCAB, c.HIDDEN, c.HEAD_FLYING, c)
+        first = first_tile(layer, (c.HIDDEN + c.INNER) // ROWS, c)
+        used = send_matrix(ring, weight, first, used, c.HIDDEN, c.INNER, c.FLYING, c)
+    first = gl.program_id(0)
+    used = send_matrix(ring, head, first, used, c.VOCAB, c.HIDDEN, c.HEAD_FLYING, c)
 
 
 @gluon.jit
 def send_matrix(
-    ring, weight, used, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, FLYING: gl.constexpr, c
+    ring, weight, first, used, OUTPUTS: gl.constexpr, INPUTS: gl.constexpr, FLYING: gl.constexpr, c
 ):  # fmt: skip
-    """Copy this program's rows of a matrix."""
-    for tile in range(gl.program_id(0), OUTPUTS // ROWS, gl.num_programs(0)):
+    """Copy this program's tiles of a matrix, from `first` on; rows past its end are copies of its last row."""
+    for tile in range(first, (OUTPUTS + ROWS - 1) // ROWS, gl.num_programs(0)):
         place = weight + tile.to(gl.int64) * (ROWS * INPUTS)  # type: ignore[attr-defined]
-        used = send_rows(ring, place, used, INPUTS, FLYING, c)
+        last = ROWS - 1
+        if OUTPUTS % ROWS > 0:
+            last = gl.minimum(OUTPUTS - 1 - tile * ROWS, ROWS - 1)
+        used = send_rows(ring, place, last, used, INPUTS, FLYING, c)
     return used
 
 
 @gluon.jit
-def send_rows(ring, weight, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c):
-    """Copy ROWS rows, stage by stage."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PRODUCER_WARPS, 1], [1, 0])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
-    for i in range(INPUTS // (COLUMNS * c.PARTS)):
+def send_rows(ring, weight, last, used, INPUTS: gl.constexpr, FLYING: gl.constexpr, c):
+    """Copy the rows from 0 to `last`, stage by stage; the stages' further rows are copies of the last one."""
+    FULL: gl.constexpr = INPUTS // (COLUMNS * PARTS)
+    for i in range(FULL):
         stage = wait_empty(ring, used, c)
-        parts = parts_of(ring, stage, c)
-        for j in gl.static_range(c.PARTS):
-            place = weight + row * INPUTS + ((i * c.PARTS + j) * COLUMNS + column)
-            place = gl.multiple_of(gl.max_contiguous(place, [1, 8]), [1, 16])
-            async_copy.async_copy_global_to_shared(parts.index(j), place)
+        send_parts(ring, stage, weight, i, last, INPUTS, gl.constexpr(False), PARTS)
+        sent(ring, stage, FLYING)
+        used += 1
+    if stages_of(INPUTS) > FULL:
+        stage = wait_empty(ring, used, c)
+        send_parts(
+            ring, stage, weight, FULL, last, INPUTS, gl.constexpr(True), parts_in(INPUTS, FULL)
+        )
         sent(ring, stage, FLYING)
         used += 1
     return used
 
 
 @gluon.jit
-def send_keys(ring, cache, block_table, past, used, c):
+def send_parts(
+    ring, stage, weight, number, last, INPUTS: gl.constexpr, ENDS: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """Copy COUNT parts of ROWS rows, those of their stage `number`; zeros behind the rows' end if ENDS."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [PRODUCER_WARPS, 1], [1, 0])
+    row = gl.minimum(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), last)[:, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    parts = parts_of(ring, stage)
+    for j in gl.static_range(COUNT):
+        element = (number * PARTS + j) * COLUMNS + column
+        place = gl.multiple_of(gl.max_contiguous(weight + row * INPUTS + element, [1, 8]), [1, 16])
+        if ENDS:
+            exists = gl.max_constancy((element < INPUTS) & (row >= 0), [1, 8])
+            async_copy.async_copy_global_to_shared(parts.index(j), place, mask=exists)
+        else:
+            async_copy.async_copy_global_to_shared(parts.index(j), place)
+
+
+@gluon.jit
+def send_keys(ring, cache, block_table, seen, past, used, c):
     """Copy the keys and values of this program's head and split, except those of the step's own token.
 
-    `cache` is a result of `cache_of`.
+    `cache` is a result of `cache_of`; `seen` is the first key that the token may see, `past` the last one plus 1.
     """
-    WIDE: gl.constexpr = 16 if c.FP8 else 8
-    LANES: gl.constexpr = c.D // WIDE
+    WIDE: gl.constexpr = 16 if c.FP8 and c.D % 32 == 0 else 8
+    LANES: gl.constexpr = c.DP // WIDE
     layout: gl.constexpr = gl.BlockedLayout(
         [1, WIDE], [32 // LANES, LANES], [PRODUCER_WARPS, 1], [1, 0]
     )
-    kv_head = gl.program_id(0) % c.KV_HEADS
-    splits, first, last = key_range(past, gl.program_id(0) // c.KV_HEADS, c)
+    unit = gl.program_id(0) % c.UNITS
+    split = gl.program_id(0) // c.UNITS
+    kv_head = unit % c.KV_HEADS
+    splits, first, last = key_range(seen, past, split, c)
     row = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))[None, :]
+    column, in_head = head_element(gl.arange(0, c.DP, layout=gl.SliceLayout(0, layout)), c)
     scale_row = gl.arange(0, c.KEYS, layout=gl.BlockedLayout([1], [32], [PRODUCER_WARPS], [0]))
-    if gl.program_id(0) // c.KV_HEADS < splits:
+    if split < splits:
         for i in range(first, last):
-            block, offset = place_of(block_table, i * c.KEYS + row, past, c)
+            block, offset = place_of(block_table, i * c.KEYS + row, seen, past, c)
             line = block * c.BLOCK_SIZE + offset
-            element = ((line * c.KV_HEADS + kv_head) * c.D)[:, None] + column
-            scale_block, offset = place_of(block_table, i * c.KEYS + scale_row, past, c)
+            element = ((line * c.KV_HEADS + kv_head) * c.D)[:, None] + column[None, :]
+            exists = gl.max_constancy(in_head[None, :] & (row >= 0)[:, None], [1, WIDE])
+            scale_block, offset = place_of(block_table, i * c.KEYS + scale_row, seen, past, c)
             scale = (scale_block * c.KV_HEADS + kv_head) * c.BLOCK_SIZE + offset
             stage = wait_empty(ring, used, c)
             both = keys_of(ring, stage, c)
             for which in gl.static_range(2):
                 numbers, scales = cache[which]
                 place = gl.multiple_of(gl.max_contiguous(numbers + element, [1, WIDE]), [1, 16])
-                async_copy.async_copy_global_to_shared(both.index(which), place)
+                if c.D == c.DP:
+                    async_copy.async_copy_global_to_shared(both.index(which), place)
+                else:
+                    async_copy.async_copy_global_to_shared(both.index(which), place, mask=exists)
                 if c.FP8:
                     target = scales_of(ring, stage, which, c)
                     async_copy.async_copy_global_to_shared(target, scales + scale)
@@ -124,10 +166,11 @@ def send_keys(ring, cache, block_table, past, used, c):
 
 
 @gluon.jit
-def place_of(block_table, key, past, c):
+def place_of(block_table, key, seen, past, c):
     """Return the cache blocks of keys, int64, and their offsets in these blocks.
 
-    Indices past the last key return its place, which holds finite numbers; the consumers mask them.
+    Indices outside of `seen` to `past` - 1 return the place of the nearest key, which holds finite numbers; the
+    consumers mask them.
     """
-    key = gl.minimum(key, past - 1)
+    key = gl.minimum(gl.maximum(key, seen), past - 1)
     return gl.load(block_table + key // c.BLOCK_SIZE).to(gl.int64), key % c.BLOCK_SIZE

@@ -1,7 +1,8 @@
 """Shared by producer and consumers of the whole-step kernel: constants, the shared-memory ring, each program's rows.
 
 A stage of the ring holds `PARTS` parts of 8 rows by 256 columns of weights, or keys and values that have the same size
-in the model's dtype. FP8 keys and values fill half a stage, and their scales follow them. A stage has two barriers:
+in the model's dtype. The last stage of 8 rows is filled as far as the rows go; columns past their end are zeros. FP8
+keys and values fill half a stage, and their scales follow them. A stage has two barriers:
 `full` completes when its bytes have arrived, `empty` when they have been read. Producer and consumers each count the
 stages they have used; the count gives stage and phase:
 
@@ -15,21 +16,23 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-ROWS = gl.constexpr(8)
-"""Rows of weights in a part: one for each consumer warp."""
-COLUMNS = gl.constexpr(256)
-"""Columns of weights in a part: 16 bytes for each thread of a warp."""
+from kernels.step import sizes
+
+ROWS = gl.constexpr(sizes.ROWS)
+COLUMNS = gl.constexpr(sizes.COLUMNS)
+PARTS = gl.constexpr(sizes.PARTS)
+MOST_SPLITS = gl.constexpr(sizes.MOST_SPLITS)
+MOST_HELD = gl.constexpr(sizes.MOST_HELD)
+MERGED = gl.constexpr(sizes.MERGED)
 MOST_PROGRAMS = gl.constexpr(256)
-MOST_SPLITS = gl.constexpr(8)
-"""Splits of a sequence, at most: to merge them, a program holds all their attention results in registers."""
 PRODUCER_WARPS = gl.constexpr(4)
 CONSUMER_WARPS = gl.constexpr(8)
 
 FIELDS = (
     "qkv", "output", "gate_up", "down", "input_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "keys", "values",
-    "key_scales", "value_scales",
+    "key_scales", "value_scales", "window",
 )  # fmt: skip
-"""Fields of a layer in the table of addresses, in order."""
+"""Fields of a layer in the table of addresses, in order; `window` is not an address but a number of tokens."""
 (
     QKV,
     OUTPUT,
@@ -44,6 +47,7 @@ FIELDS = (
     VALUES,
     KEY_SCALES,
     VALUE_SCALES,
+    WINDOW,
 ) = (gl.constexpr(i) for i in range(len(FIELDS)))
 _NUM_FIELDS = gl.constexpr(len(FIELDS))
 
@@ -55,8 +59,10 @@ class StepConstants:
     Attributes:
         LAYERS: layers of the model; `HIDDEN`, `INNER`, `HEADS`, `KV_HEADS`, `D` and `VOCAB` are its sizes.
         GROUP: query heads per key-value head.
+        GROUP_SPLITS: programs that attend the same keys, each for other query heads.
+        UNITS: key-value heads times `GROUP_SPLITS`.
+        HELD: query heads that a program attends.
         BLOCK_SIZE: tokens per block of the cache.
-        PARTS: parts per stage.
         STAGES: stages of the ring.
         FLYING: stages that a program copies at once. More would delay the loads of the consumers.
         HEAD_FLYING: the same for the output head, during which the consumers issue no loads.
@@ -64,12 +70,19 @@ class StepConstants:
         SPLITS: parts of a sequence that are attended in parallel, at most.
         NORMS: whether queries and keys are normalized per head.
         BIAS: whether the QKV projection has a bias.
+        WINDOWS: whether a layer has a sliding window.
         FP8: whether the cache is in float8_e4m3fn, with a scale for each key and each value of a head.
         OWN: tiles of ROWS elements of the hidden state that a program computes, at most.
         KEYS: keys per stage; values likewise.
-        HEAD_ROWS: query heads per key-value head plus 2, for key and value, rounded up to a power of two.
+        HELD_P: `HELD` rounded up to a power of two.
+        HEAD_ROWS: rows of the buffer of query heads, a key and a value.
+        INPUTS: elements of the largest vector in shared memory.
+        DP: `D` rounded up to a power of two. A head is two halves of DP / 2 elements, each padded (`head_element`).
+        BLOCK_D: largest power of two that divides `D`.
         W: register layout of a part [ROWS, COLUMNS]: one row per warp.
-        A: register layout of keys [8, KEYS / 8, D]: one index of the first dimension per warp.
+        LINES: rows of lanes that attend keys of their own, 2 of a stage. A lane has 8 elements of a head.
+        A: register layout of keys [LINES, 2, DP].
+        M: register layout of partial results [HELD_P, LINES, DP]: a thread has all lines.
     """
 
     LAYERS: gl.constexpr
@@ -78,10 +91,12 @@ class StepConstants:
     HEADS: gl.constexpr
     KV_HEADS: gl.constexpr
     GROUP: gl.constexpr
+    GROUP_SPLITS: gl.constexpr
+    UNITS: gl.constexpr
+    HELD: gl.constexpr
     D: gl.constexpr
     VOCAB: gl.constexpr
     BLOCK_SIZE: gl.constexpr
-    PARTS: gl.constexpr
     STAGES: gl.constexpr
     FLYING: gl.constexpr
     HEAD_FLYING: gl.constexpr
@@ -89,17 +104,24 @@ class StepConstants:
     SPLITS: gl.constexpr
     NORMS: gl.constexpr
     BIAS: gl.constexpr
+    WINDOWS: gl.constexpr
     FP8: gl.constexpr
     OWN: gl.constexpr
     KEYS: gl.constexpr
     HEAD_ROWS: gl.constexpr
+    HELD_P: gl.constexpr
+    INPUTS: gl.constexpr
+    DP: gl.constexpr
+    BLOCK_D: gl.constexpr
+    LINES: gl.constexpr
     W: gl.constexpr
     A: gl.constexpr
+    M: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, D, VOCAB, BLOCK_SIZE, PARTS, STAGES, FLYING, HEAD_FLYING,
-        EARLY, SPLITS, NORMS, BIAS, FP8, OWN,
+        self, LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, GROUP_SPLITS, HELD, HELD_P, D, DP, BLOCK_D, INPUTS, VOCAB,
+        BLOCK_SIZE, STAGES, FLYING, HEAD_FLYING, EARLY, SPLITS, NORMS, BIAS, WINDOWS, FP8, OWN,
     ) -> None:  # fmt: skip
         self.LAYERS = gl.constexpr(LAYERS)
         self.HIDDEN = gl.constexpr(HIDDEN)
@@ -107,10 +129,15 @@ class StepConstants:
         self.HEADS = gl.constexpr(HEADS)
         self.KV_HEADS = gl.constexpr(KV_HEADS)
         self.GROUP = gl.constexpr(HEADS // KV_HEADS)
+        self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
+        self.UNITS = gl.constexpr(KV_HEADS * GROUP_SPLITS)
+        self.HELD = gl.constexpr(HELD)
         self.D = gl.constexpr(D)
+        self.DP = gl.constexpr(DP)
+        self.BLOCK_D = gl.constexpr(BLOCK_D)
+        self.INPUTS = gl.constexpr(INPUTS)
         self.VOCAB = gl.constexpr(VOCAB)
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
-        self.PARTS = gl.constexpr(PARTS)
         self.STAGES = gl.constexpr(STAGES)
         self.FLYING = gl.constexpr(FLYING)
         self.HEAD_FLYING = gl.constexpr(HEAD_FLYING)
@@ -118,15 +145,23 @@ class StepConstants:
         self.SPLITS = gl.constexpr(SPLITS)
         self.NORMS = gl.constexpr(NORMS)
         self.BIAS = gl.constexpr(BIAS)
+        self.WINDOWS = gl.constexpr(WINDOWS)
         self.FP8 = gl.constexpr(FP8)
         self.OWN = gl.constexpr(OWN)
-        self.KEYS = gl.constexpr(PARTS * ROWS.value * COLUMNS.value // 2 // D)
-        self.HEAD_ROWS = gl.constexpr(1 << (HEADS // KV_HEADS + 1).bit_length())
+        self.KEYS = gl.constexpr(PARTS.value * ROWS.value * COLUMNS.value // 2 // DP)
+        self.HEAD_ROWS = gl.constexpr(max(4, 2 * HELD_P))
         self.W = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0]))
-        lanes = D // 8
-        keys = max(1, self.KEYS.value // 8 // (32 // lanes))
+        lanes = DP // 8
+        self.LINES = gl.constexpr(CONSUMER_WARPS.value * 32 // lanes)
         self.A = gl.constexpr(
-            gl.BlockedLayout([1, keys, 8], [1, 32 // lanes, lanes], [8, 1, 1], [2, 1, 0])
+            gl.BlockedLayout([1, 2, 8], [32 // lanes, 1, lanes], [8, 1, 1], [2, 1, 0])
+        )
+        self.HELD_P = gl.constexpr(HELD_P)
+        each = max(1, DP // (32 * (8 // HELD_P)))
+        self.M = gl.constexpr(
+            gl.BlockedLayout(
+                [1, self.LINES.value, each], [1, 1, 32], [HELD_P, 1, 8 // HELD_P], [2, 1, 0]
+            )
         )
 
 
@@ -137,10 +172,9 @@ class Ring:
     Attributes:
         data: [STAGES, PARTS * ROWS * COLUMNS].
         full: [STAGES, 1], as is `empty`.
-        x: [inputs / 256, 256], the input of a linear layer.
-        heads: [HEAD_ROWS, D], queries, key and value of the step's token.
-        accs: [GROUP, 8, D] float32, each warp's partial attention output.
-        sums: [2 * GROUP, 8] float32, each warp's maximum and total.
+        x: [INPUTS / 256, 256], the input of a linear layer.
+        heads: [HEAD_ROWS, DP], queries, key and value of the step's token.
+        maxima: [HELD_P, LINES] float32, of each line's scores, as are `totals` of its weights.
     """
 
     data: gl.shared_memory_descriptor
@@ -148,30 +182,30 @@ class Ring:
     empty: gl.shared_memory_descriptor
     x: gl.shared_memory_descriptor
     heads: gl.shared_memory_descriptor
-    accs: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor
+    maxima: gl.shared_memory_descriptor
+    totals: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, data, full, empty, x, heads, accs, sums) -> None:
+    def __init__(self, data, full, empty, x, heads, maxima, totals) -> None:
         self.data = data
         self.full = full
         self.empty = empty
         self.x = x
         self.heads = heads
-        self.accs = accs
-        self.sums = sums
+        self.maxima = maxima
+        self.totals = totals
 
 
 @gluon.jit
-def make_ring(dtype: gl.constexpr, INPUTS: gl.constexpr, c):
+def make_ring(dtype: gl.constexpr, c):
     """Allocate the ring and set up its barriers."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    data = gl.allocate_shared_memory(dtype, [c.STAGES, c.PARTS * ROWS * COLUMNS], flat)
-    x = gl.allocate_shared_memory(dtype, [INPUTS // COLUMNS, COLUMNS], flat)
+    data = gl.allocate_shared_memory(dtype, [c.STAGES, PARTS * ROWS * COLUMNS], flat)
+    x = gl.allocate_shared_memory(dtype, [c.INPUTS // COLUMNS, COLUMNS], flat)
     plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    heads = gl.allocate_shared_memory(dtype, [c.HEAD_ROWS, c.D], flat)
-    accs = gl.allocate_shared_memory(gl.float32, [c.GROUP, 8, c.D], plane)
-    sums = gl.allocate_shared_memory(gl.float32, [2 * c.GROUP, 8], flat)
+    heads = gl.allocate_shared_memory(dtype, [c.HEAD_ROWS, c.DP], flat)
+    maxima = gl.allocate_shared_memory(gl.float32, [c.HELD_P, c.LINES], plane)
+    totals = gl.allocate_shared_memory(gl.float32, [c.HELD_P, c.LINES], plane)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [c.STAGES, 1], bar)
@@ -180,14 +214,14 @@ def make_ring(dtype: gl.constexpr, INPUTS: gl.constexpr, c):
         mbarrier.init(full.index(i), count=PRODUCER_WARPS * 32)
         mbarrier.init(empty.index(i), count=1)
     gl.thread_barrier()
-    return Ring(data, full, empty, x, heads, accs, sums)
+    return Ring(data, full, empty, x, heads, maxima, totals)
 
 
 @gluon.jit
-def parts_of(ring, stage, c):
+def parts_of(ring, stage):
     """View a stage as parts of weights, [PARTS, ROWS, COLUMNS]."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return ring.data.index(stage)._reinterpret(ring.data.dtype, [c.PARTS, ROWS, COLUMNS], layout)
+    return ring.data.index(stage)._reinterpret(ring.data.dtype, [PARTS, ROWS, COLUMNS], layout)
 
 
 @gluon.constexpr_function
@@ -198,37 +232,37 @@ def cache_dtype(dtype, fp8):
 
 @gluon.jit
 def keys_of(ring, stage, c):
-    """View a stage as keys and values, [2, KEYS, D]; in FP8 as [4, KEYS, D], where the scales follow the values."""
+    """View a stage as keys and values, [2, KEYS, DP]; in FP8 as [4, KEYS, DP], where the scales follow the values."""
     dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return ring.data.index(stage)._reinterpret(dtype, [4 if c.FP8 else 2, c.KEYS, c.D], layout)
+    return ring.data.index(stage)._reinterpret(dtype, [4 if c.FP8 else 2, c.KEYS, c.DP], layout)
 
 
 @gluon.jit
-def warps_keys_of(ring, stage, c):
-    """View a stage as the keys and values of each warp, [2, 8, KEYS / 8, D]; in FP8 the first size is 4."""
+def lines_of(ring, stage, c):
+    """View a stage as the keys and values of each line, [2, LINES, 2, DP]; in FP8 the first size is 4."""
     dtype: gl.constexpr = cache_dtype(ring.data.dtype, c.FP8)
-    shape: gl.constexpr = [4 if c.FP8 else 2, 8, c.KEYS // 8, c.D]
+    shape: gl.constexpr = [4 if c.FP8 else 2, c.LINES, 2, c.DP]
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     return ring.data.index(stage)._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
 def scales_of(ring, stage, OF_VALUES: gl.constexpr, c):
-    """View the scales of a stage's keys or values, [KEYS] float32; a stage has the size of D such rows."""
+    """View the scales of a stage's keys or values, [KEYS] float32; a stage has the size of DP such rows."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lines = ring.data.index(stage)._reinterpret(gl.float32, [c.D, c.KEYS], layout)
-    return lines.index(c.D // 2 + OF_VALUES)
+    lines = ring.data.index(stage)._reinterpret(gl.float32, [c.DP, c.KEYS], layout)
+    return lines.index(c.DP // 2 + OF_VALUES)
 
 
 @gluon.jit
-def warps_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
-    """Load the scales of each warp's keys or values, [8, KEYS / 8] float32; all 1 without FP8."""
-    scales = gl.full([8, c.KEYS // 8], 1.0, gl.float32, layout=layout)
+def lines_scales(ring, stage, OF_VALUES: gl.constexpr, layout: gl.constexpr, c):
+    """Load the scales of each line's keys or values, [LINES, 2] float32; all 1 without FP8."""
+    scales = gl.full([c.LINES, 2], 1.0, gl.float32, layout=layout)
     if c.FP8:
         plane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         line = scales_of(ring, stage, OF_VALUES, c)
-        scales = line._reinterpret(gl.float32, [8, c.KEYS // 8], plane).load(layout)
+        scales = line._reinterpret(gl.float32, [c.LINES, 2], plane).load(layout)
     return scales
 
 
@@ -281,17 +315,68 @@ def cache_of(table, layer, dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def key_range(past, split, c):
-    """Return the stages of keys that a split attends.
+def first_key(table, layer, past, c):
+    """Return the first key that a layer's window shows to the step's token, which follows `past` others."""
+    first = past * 0
+    if c.WINDOWS:
+        window = gl.load(table + layer * _NUM_FIELDS + WINDOW).to(gl.int32)
+        first = gl.where(window > 0, gl.maximum(past - window + 1, 0), 0)
+    return first
+
+
+@gluon.jit
+def key_range(seen, past, split, c):
+    """Return the stages of keys that a split attends, of those with keys from `seen` to `past` - 1.
 
     Returns:
         (number of splits, first stage, last stage + 1); the range is empty for a split past the last one.
     """
-    stages = (past + c.KEYS - 1) // c.KEYS
+    skipped = seen // c.KEYS
+    end = (past + c.KEYS - 1) // c.KEYS
+    stages = gl.where(seen < past, end - skipped, 0)
     splits = gl.minimum(gl.maximum(stages, 1), c.SPLITS)
     each = gl.maximum((stages + splits - 1) // splits, 1)
     splits = gl.maximum((stages + each - 1) // each, 1)
-    return splits, gl.minimum(split * each, stages), gl.minimum((split + 1) * each, stages)
+    first = skipped + gl.minimum(split * each, stages)
+    return splits, first, skipped + gl.minimum((split + 1) * each, stages)
+
+
+@gluon.jit
+def head_element(place, c):
+    """Return the element of a head at a place of its padded form [DP], and whether there is one."""
+    if c.D == c.DP:
+        return place, place >= 0
+    within = place % (c.DP // 2)
+    return place // (c.DP // 2) * (c.D // 2) + within, within < c.D // 2
+
+
+@gluon.constexpr_function
+def stages_of(inputs):
+    """Return how many stages ROWS rows of weights take."""
+    return -(-inputs // (PARTS.value * COLUMNS.value))
+
+
+@gluon.constexpr_function
+def parts_in(inputs, stage):
+    """Return how many parts of ROWS rows of weights are in one of their stages."""
+    parts = -(-inputs // COLUMNS.value)
+    return min(PARTS.value, parts - stage * PARTS.value)
+
+
+@gluon.jit
+def first_tile(layer, BEFORE: gl.constexpr, c):
+    """Return this program's first tile of a matrix; of n programs each gets every n-th tile.
+
+    The first tile goes to the program after that which got the last one of the matrix before, so that in the end all
+    have about as many. With EARLY it goes to program 0, since a program clears the places that it publishes to.
+    `BEFORE` are the layer's tiles in the matrices before this one; QKV is divided by heads (`projected_row`).
+    """
+    first = gl.program_id(0)
+    if not c.EARLY:
+        ALL: gl.constexpr = (2 * c.HIDDEN + c.INNER) // ROWS
+        first -= (layer * ALL + BEFORE) % gl.num_programs(0)
+        first = gl.where(first < 0, first + gl.num_programs(0), first)
+    return first
 
 
 @gluon.jit

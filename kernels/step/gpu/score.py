@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.step.gpu.products import (
-    dot_held,
+    dot_normed,
     rows_of_tile,
+    tiles_at_once,
     tiles_of_program,
 )
 from kernels.step.gpu.ring import (
-    COLUMNS,
     CONSUMER_WARPS,
     MOST_PROGRAMS,
     ROWS,
@@ -25,18 +25,18 @@ _MINUS_INFINITY = gl.constexpr(-0x7F800001)
 
 
 @gluon.jit
-def score_all(ring, xs, logits, best, totals, used, c):
+def score_all(ring, xs, factor, logits, best, totals, used, c):
     """Compute and store this program's logits, their largest key and the sum of their exponentials."""
-    EACH: gl.constexpr = max(1, 4 * c.PARTS * COLUMNS // c.HIDDEN)
+    EACH: gl.constexpr = tiles_at_once(c.HIDDEN, c.STAGES, 4)
     key = gl.full([ROWS], _LOWEST_KEY, gl.int64, layout=gl.SliceLayout(1, c.W))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, c.W))
-    count = tiles_of_program(c.VOCAB // ROWS)
+    count = tiles_of_program(gl.program_id(0), (c.VOCAB + ROWS - 1) // ROWS)
     for i in range(count // EACH):
-        key, total, used = score(ring, xs, logits, i * EACH, key, total, used, EACH, c)
+        key, total, used = score(ring, xs, factor, logits, i * EACH, key, total, used, EACH, c)
     for n in gl.static_range(1, EACH):
         if count % EACH == n:
             key, total, used = score(
-                ring, xs, logits, count - n, key, total, used, gl.constexpr(n), c
+                ring, xs, factor, logits, count - n, key, total, used, gl.constexpr(n), c
             )
     largest = gl.max(key, 0)
     gl.store(best + gl.program_id(0), largest)
@@ -44,16 +44,21 @@ def score_all(ring, xs, logits, best, totals, used, c):
 
 
 @gluon.jit
-def score(ring, xs, logits, number, key, total, used, TILES: gl.constexpr, c):
+def score(ring, xs, factor, logits, number, key, total, used, TILES: gl.constexpr, c):
     """Compute and store TILES tiles of logits; returns each warp's largest key and sum of exponentials so far."""
-    sums, used = dot_held(ring, xs, used, TILES, c)
+    sums, used = dot_normed(ring, xs, factor, used, TILES, c)
     keys = ()
     largest = key
     for t in gl.static_range(TILES):
-        row = rows_of_tile(number + t, c)
+        row = rows_of_tile(gl.program_id(0), number + t, c)
         rounded = sums[t].to(logits.dtype.element_ty)
-        gl.store(logits + row, rounded)
-        keys = keys + (ranking_keys(rounded.to(gl.float32), row),)  # type: ignore[assignment]
+        ranked = ranking_keys(rounded.to(gl.float32), row)
+        if c.VOCAB % ROWS == 0:
+            gl.store(logits + row, rounded)
+        else:
+            gl.store(logits + row, rounded, mask=row < c.VOCAB)
+            ranked = gl.where(row < c.VOCAB, ranked, _LOWEST_KEY)
+        keys = keys + (ranked,)  # type: ignore[assignment]
         largest = gl.maximum(largest, keys[t])
     total *= exponentials(key, largest)
     for t in gl.static_range(TILES):

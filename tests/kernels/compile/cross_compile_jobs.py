@@ -8,7 +8,7 @@ from typing import Any
 from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, AttentionProblem, Phase
-from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from kernels.attention.spec import KernelSpec
 from kernels.fp8 import FP8
 from kernels.tuning import tuned_launches
@@ -157,7 +157,8 @@ def _is_uncommon(job: Job) -> bool:
 
 def compiled_rows(sm: int) -> list[KernelSpec]:
     """List the registry rows that launch Triton or Gluon kernels on a compute capability."""
-    ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
+    # Both phases of a batch-invariant problem have the same kernel.
+    ours = [row for row in (*REGISTRY, *PREFIX_REGISTRY, INVARIANT_REGISTRY[0]) if row.launch]
     return [row for row in ours if row.sm and sm in row.sm]
 
 
@@ -165,6 +166,8 @@ def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
     """Return the fields that all problems of a row have in common."""
     if spec.fp8:
         return {"block_size": None, "fp8": True}
+    if spec.batch_invariant:
+        return {"batch_invariant": True}
     return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
 
 
@@ -223,12 +226,13 @@ def _quantized(spec: KernelSpec, sm: int) -> list[Job]:
     if spec.quantized is None or sm not in (spec.quantized.sm or ()):
         return []
     asked = [
-        (problem(spec.phase, dtype, head_dim, kv_dtype=FP8), "")
+        (problem(spec.phase, dtype, head_dim, kv_dtype=FP8, **fixed_fields(spec)), "")
         for head_dim in sorted(spec.head_dims or ())
         for dtype in sorted(spec.quantized.dtypes)
         if head_dim in SAMPLED_HEAD_DIMS or (dtype == "bfloat16" and sm in _READ_FP8)
     ]
-    fields = {"sliding_window": 1000, "softcap": 30.0, "lse": True, "num_heads": 24}
+    fields = {"sliding_window": 1000, "softcap": 30.0, "lse": spec.lse, "num_heads": 24}
+    fields |= fixed_fields(spec)
     fields |= {"max_query_tokens": 8} if spec.phase is Phase.DECODE else {}
     for size in (1, 256):
         features = problem(spec.phase, kv_dtype=FP8, block_size=size, **fields)
@@ -252,6 +256,11 @@ def _planning(sm: int) -> list[Job]:
         *_quantizing(sm),
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),
         Job(sm, "portable_prefill", "plan", packed, launch, 300, "packed, 300 sequences"),
+        *(
+            Job(sm, row.name, "plan", prefill, launch, count, f"{count} sequences")
+            for row in INVARIANT_REGISTRY[:1]
+            for count in (1, 300)
+        ),
         Job(sm, "portable_decode", "plan", problem(Phase.DECODE), launch, 1, "1 sequence"),
         Job(sm, "portable_decode", "plan", decode, launch, 300, "window, 300 sequences"),
         Job(sm, "combine_parts", "run", problem(Phase.DECODE, head_dim=192, lse=True), launch),

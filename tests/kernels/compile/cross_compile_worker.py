@@ -43,7 +43,7 @@ from kernels.attention.gpu.cascade_decode import CascadeDecode
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.portable.write_kv import write_kv
 from kernels.attention.problem import KV_DTYPES, AttentionProblem, PackedBatch, PagedBatch, Phase
-from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from kernels.attention.select import Selection
 from tests.kernels.compile.cross_compile_jobs import ARCHES, Job, problem
 
@@ -169,7 +169,8 @@ class Compiler:
             self.compiled = []
             merge(out, lse)
             return
-        spec = next(row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.name == job.kernel)
+        every = (*REGISTRY, *PREFIX_REGISTRY, *INVARIANT_REGISTRY)
+        spec = next(row for row in every if row.name == job.kernel)
         tuned = TunedLaunch(job.launch, None, "job", measured=False)
         selection = Selection(spec, ARCHES[job.sm], (tuned,), "job", ())
         if spec in PREFIX_REGISTRY:

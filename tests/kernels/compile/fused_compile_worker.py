@@ -14,10 +14,13 @@ import torch
 
 from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
 from kernels.elementwise.gpu.quantize_rows import quantize_rows
+from kernels.fp8 import FP8
+from kernels.linear.gpu.invariant import InvariantLinear
 from kernels.linear.gpu.matrix import MatrixLinear
+from kernels.linear.matrix_tiles import ROW_COUNTS
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
-from kernels.linear.select import LinearChoice, LinearLaunch
+from kernels.linear.select import LinearChoice, LinearLaunch, select_linear
 from kernels.linear.weights import LinearArguments, LinearWeights, Norm, TileBest
 from kernels.rope.gpu.rope_cache import rope_and_write_kv
 from kernels.sampling.gpu.argmax import argmax_tokens, chosen_logprobs
@@ -37,7 +40,16 @@ STEPS = {
     ("norm",): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     (): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
     ("norm", "bias"): StepShape(2048, 8192, 32, 8, 128, 32000, 1e-6, 0.1),
-    ("bias",): StepShape(1024, 2048, 16, 4, 64, 32000, 1e-6, 0.1),
+    ("bias",): StepShape(896, 4864, 14, 2, 64, VOCABULARY, 1e-6, 0.1),
+    ("groups of 3",): StepShape(576, 1536, 9, 3, 64, 49152, 1e-6, 0.1),
+    ("bias", "groups of 6"): StepShape(1536, 8960, 12, 2, 128, VOCABULARY, 1e-6, 0.1),
+    ("groups of 8",): StepShape(2048, 5632, 32, 4, 64, 32000, 1e-6, 0.1),
+    ("wide",): StepShape(3072, 14336, 32, 8, 128, 32000, 1e-6, 0.1),
+    ("heads of 80",): StepShape(2560, 6912, 32, 8, 80, 50257, 1e-6, 0.1),
+    ("heads of 256", "window"): StepShape(1152, 6912, 4, 1, 256, 262144, 1e-6, 0.1),
+    ("heads of 32",): StepShape(384, 1024, 12, 12, 32, 32003, 1e-6, 0.1),
+    ("norm", "78 SMs"): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
+    ("78 SMs",): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
 }
 STEPS |= {(*around, "fp8"): shape for around, shape in STEPS.items()}
 """Models whose steps are one launch, by the operations around the QKV projection and whether the cache is FP8."""
@@ -60,12 +72,12 @@ class FusedJob:
 
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
-        operation: "linear", "matrix", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
+        operation: "linear", "matrix", "invariant", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
             "chosen", "sample" or "step".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
-            `STEPS`; of "matrix" see `MATRICES`.
+            `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of "parts", "fp8", "float32".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen" and "sample" launch.
@@ -175,9 +187,28 @@ class FusedCompiler(Compiler):
         problem = LinearProblem(
             job.tokens, outputs // (1 + gated), inputs, gated=gated, residual="parts" in job.around
         )
+        problem = dataclasses.replace(problem, batch_invariant=job.tokens > ROW_COUNTS[-1])
         weights = LinearWeights(weight, weight[:, 0] if "bias" in job.around else None)
         x = torch.empty((job.tokens, inputs), dtype=torch.bfloat16)
         MatrixLinear(weights, problem)(x, None, None, LinearArguments(pdl=pdl))
+
+    def _invariant(self, job: FusedJob, pdl: bool) -> None:
+        dtype = torch.float32 if "float32" in job.around else torch.bfloat16
+        weight, scale = torch.empty((1001, 1024), dtype=dtype), None
+        if "fp8" in job.around:
+            weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(len(weight))
+        problem = LinearProblem(
+            job.tokens,
+            *weight.shape,
+            str(dtype).removeprefix("torch."),
+            weight_dtype=None if scale is None else FP8,
+            residual="parts" in job.around,
+            batch_invariant=True,
+        )
+        choice = select_linear(problem, ARCHES[job.sm])
+        x = torch.empty((job.tokens, 1024), dtype=dtype)
+        layer = InvariantLinear(LinearWeights(weight, weight[:, 0].to(dtype), scale), problem)
+        layer(x, choice, None, LinearArguments(pdl=pdl))
 
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
         x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
@@ -236,12 +267,16 @@ class FusedCompiler(Compiler):
             empty(2 * inner, c),
             empty(c, inner),
             *(empty(c), empty(c), norm, norm, bias),
+            window=512 if "window" in job.around else None,
         )
         weights = StepWeights(shape, [layer], empty(vocabulary, c), empty(vocabulary, c), empty(c))
         cache, scales = empty(2, 3, 16, kv_heads, dim), None
         if "fp8" in job.around:
             cache, scales = cache.to(torch.float8_e4m3fn), torch.empty(2, 3, kv_heads, 16)
-        step = StepKernel(weights, (cache,), (scales,), ARCHES[job.sm].num_sms)
+        arch = ARCHES[job.sm]
+        if "78 SMs" in job.around:
+            arch = dataclasses.replace(arch, num_sms=78)
+        step = StepKernel(weights, (cache,), (scales,), arch)
         one, slot = torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
         table, rope = torch.empty((1, 9), dtype=torch.int32), (empty(99, 1, dim), empty(99, 1, dim))
         self.compiled = []

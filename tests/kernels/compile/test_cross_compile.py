@@ -27,6 +27,8 @@ BULK_COPIES = {
     "hopper_decode": ("cp.async.bulk.tensor",),
 }
 """Required instructions of the rows that load by the tensor memory accelerator, some of them in a separate warp."""
+FEWEST_WIDE_ROWS = 64
+"""Rows of the smallest tile that wgmma and tcgen05 multiply."""
 ROW_SHUFFLES = 32
 """Shuffles for maxima and sums of rows. Moving FP8 weights to other threads would take hundreds more."""
 JOBS = distinct_jobs()
@@ -44,6 +46,8 @@ def family(job: Job) -> str | None:
     if job.kernel in BULK_COPIES:
         return "wgmma.mma_async"
     wide = job.problem.phase is Phase.PREFILL or job.kernel.endswith("prefix")
+    if job.problem.batch_invariant and job.launch.block_m < FEWEST_WIDE_ROWS:
+        wide = False
     if wide and job.name != "safe default":
         return {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(job.sm, "mma.sync")
     return "mma.sync"

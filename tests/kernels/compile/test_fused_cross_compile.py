@@ -36,6 +36,8 @@ QKV, OUTPUT, GATE_UP, DOWN, HEAD = (
     ((151936, 1024, False), ("norm", "best")),
 )
 WIDE = (((14336, 4096, True), ("norm",)), ((4096, 14336, False), ("residual",)))
+BLACKWELL_STEPS = ((), ("bias",), ("groups of 3",), ("groups of 8",))
+"""Of `STEPS`: those that fit into the shared memory of sm_120, and without a spill on sm_100."""
 SAMPLING = ("rank_tiles", "set_limits", "weigh_tiles", "sample_filtered")
 SMALL_VOCABULARIES = (512, SAMPLE_SIZES.capacity, SAMPLE_SIZES.capacity + 1)
 """Sizes of rows that a list of candidates holds, just holds and just does not hold."""
@@ -100,8 +102,12 @@ def jobs_for(sm: int) -> list[FusedJob]:
         *(
             FusedJob(sm, "matrix", around=around, tokens=rows)
             for around in MATRICES
-            for rows in (5, 64, 128, 256)
+            for rows in (5, 64, 128, 256, 1000)
             if sm == HOPPER
+        ),
+        *(
+            FusedJob(sm, "invariant", around=around, tokens=64)
+            for around in ((), ("parts",), ("fp8", "parts"), ("float32",))
         ),
         FusedJob(sm, "embed", tokens=64),
         FusedJob(sm, "best"),
@@ -121,7 +127,9 @@ def jobs_for(sm: int) -> list[FusedJob]:
     ]
 
 
-JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)]
+JOBS = [job for sm in COMPUTE_CAPABILITIES for job in jobs_for(sm)] + [
+    FusedJob(sm, "step", around=around) for sm in (100, 120) for around in BLACKWELL_STEPS
+]
 
 
 def representative_jobs() -> list[FusedJob]:
@@ -184,10 +192,14 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
         expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
     if job.operation == "step":
-        # Only the scales of keys and values are copied by less than 16 bytes at once.
+        # Only the scales of keys and values are copied by less than 16 bytes at once, and halves of a head in FP8 that
+        # are no multiple of 16 bytes.
         copies = {name: n for name, n in facts["sass"].items() if name.startswith("LDGSTS.")}
-        scales = {"LDGSTS.32": 2} if "fp8" in job.around else {}
-        if copies != scales | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:
+        fp8 = "fp8" in job.around
+        expected = {"LDGSTS.32": 2} if fp8 else {}
+        if fp8 and STEPS[job.around].head_dim % 32:
+            expected["LDGSTS.64"] = copies.get("LDGSTS.64", 0)
+        if copies != expected | {"LDGSTS.128": copies.get("LDGSTS.128", 0)}:
             found.append(f"copies {copies}")
     if job.choice is None:
         return found

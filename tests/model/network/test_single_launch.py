@@ -7,6 +7,7 @@ import torch
 
 from kernels.arch import CATALOGUE
 from kernels.step.single_launch import StepShape, unsupported
+from kernels.step.sizes import step_sizes
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
 from model.network.decoder import DecoderLM
@@ -29,50 +30,93 @@ CONFIG = ModelConfig(
 QWEN = StepShape(1024, 3072, 16, 8, 128, 151936, 1e-6, 128**-0.5)
 
 
-def test_small_models_on_hopper_are_supported():
-    llama = QWEN._replace(hidden_size=2048, inner_size=8192, num_heads=32, head_dim=64)
+KNOWN = {
+    "SmolLM2-135M": (576, 1536, 9, 3, 64, 49152),
+    "SmolLM2-360M": (960, 2560, 15, 5, 64, 49152),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, 151936),
+    "Qwen2.5-1.5B": (1536, 8960, 12, 2, 128, 151936),
+    "Qwen3-0.6B": (1024, 3072, 16, 8, 128, 151936),
+    "Qwen3-1.7B": (2048, 6144, 16, 8, 128, 151936),
+    "TinyLlama-1.1B": (2048, 5632, 32, 4, 64, 32000),
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 128256),
+    "Llama-3.2-3B": (3072, 8192, 24, 8, 128, 128256),
+    "GPT-2's vocabulary": (768, 3072, 12, 12, 64, 50257),
+}
 
-    assert unsupported(QWEN, torch.bfloat16, HOPPER) == ()
-    assert unsupported(llama, torch.float16, HOPPER) == ()
+
+@pytest.mark.parametrize("sizes", KNOWN.values(), ids=KNOWN)
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+def test_small_models_on_hopper_are_supported(sizes, num_sms):
+    shape = StepShape(*sizes, eps=1e-6, softmax_scale=0.1)
+    arch = dataclasses.replace(HOPPER, num_sms=num_sms)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert unsupported(shape, dtype, arch) == ()
+    divided = step_sizes(shape, arch)
+    assert divided.stages >= 8
+    assert divided.group_splits * divided.heads >= shape.num_heads // shape.num_kv_heads
+    assert divided.group_splits * shape.num_kv_heads <= num_sms
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 96}, "head_dim 96 is not one of (64, 128)"),
-        ({"hidden_size": 4096}, "a hidden size of 4096, at most 2048"),
-        ({"inner_size": 14336}, "an intermediate size of 14336, at most 8192"),
-        ({"hidden_size": 896}, "a hidden size of 896, not a multiple of 1024"),
-        ({"num_heads": 24}, "24 heads are not a power of two"),
-        ({"num_heads": 128, "num_kv_heads": 64}, "a size of all heads of 16384, at most 8192"),
-        ({"num_kv_heads": 2}, "16 query heads for 2, at most 4 for each"),
-        ({"vocab_size": 32003}, "a vocabulary of 32003, not a multiple of 8"),
+        ({"head_dim": 72}, "head_dim 72 is not a multiple of 16 from 32 to 256"),
+        ({"head_dim": 272}, "head_dim 272 is not a multiple of 16 from 32 to 256"),
+        ({"hidden_size": 5120}, "a hidden size of 5120, at most 3072"),
+        ({"inner_size": 131072}, "hold 0 stages beside vectors of 131072 elements, at least 4"),
+        ({"hidden_size": 1000}, "a hidden size of 1000, not a multiple of 64"),
+        ({"inner_size": 4000}, "an intermediate size of 4000, not a multiple of 64"),
+        ({"num_heads": 20}, "20 query heads for 8 key-value heads"),
+        (
+            {"num_heads": 160, "num_kv_heads": 160},
+            "132 SMs for 160 groups of query heads; from 160 to 256",
+        ),
     ],
 )
 def test_a_reason_names_the_value_and_the_limit(change, message):
-    assert message in unsupported(QWEN._replace(**change), torch.bfloat16, HOPPER)
+    reasons = unsupported(QWEN._replace(**change), torch.bfloat16, HOPPER)
+
+    assert message in "; ".join(reasons)
 
 
 def test_all_reasons_are_listed():
-    shape = QWEN._replace(hidden_size=896, num_heads=24)
+    shape = QWEN._replace(hidden_size=900, num_heads=20)
 
-    assert len(unsupported(shape, torch.float32, CATALOGUE["a100"])) == 4
+    assert len(unsupported(shape, torch.float32, ARCHES[80])) == 4
 
 
-def test_a_gpu_slice_needs_an_sm_for_each_kv_head():
+def test_a_gpu_slice_needs_an_sm_for_each_group_of_query_heads():
     slice_of_it = dataclasses.replace(HOPPER, num_sms=16)
     wide = QWEN._replace(num_kv_heads=32, num_heads=32, head_dim=64, hidden_size=2048)
 
     assert unsupported(wide, torch.bfloat16, HOPPER) == ()
     assert unsupported(wide, torch.bfloat16, slice_of_it) == (
-        "16 SMs for 32 key-value heads; from 32 to 256",
+        "16 SMs for 32 groups of query heads; from 32 to 256",
     )
+
+
+def test_less_shared_memory_means_fewer_stages():
+    assert step_sizes(QWEN, HOPPER).stages == 12
+    assert step_sizes(QWEN, ARCHES[120]).stages == 5
+    assert unsupported(QWEN, torch.bfloat16, ARCHES[120]) == ()
+
+
+def test_query_heads_are_divided_until_all_sms_have_some():
+    llama = QWEN._replace(num_heads=32)
+
+    assert step_sizes(llama, HOPPER).group_splits == 2
+    assert step_sizes(llama, dataclasses.replace(HOPPER, num_sms=78)).group_splits == 1
+    # More heads than a program can attend are divided in any case.
+    few = QWEN._replace(num_heads=32, num_kv_heads=2)
+    assert step_sizes(few, dataclasses.replace(HOPPER, num_sms=16)).group_splits == 4
 
 
 def test_unsupported_dtypes_and_gpus_are_named():
     assert unsupported(QWEN, torch.float32, HOPPER) == ("no float32",)
     assert "needs a GPU" in unsupported(QWEN, torch.bfloat16, CATALOGUE["cpu"])
-    assert "needs sm_90, this is sm_80" in unsupported(QWEN, torch.bfloat16, ARCHES[80])
+    reasons = unsupported(QWEN, torch.bfloat16, ARCHES[80])
+    assert "needs sm_90, sm_100, sm_103, sm_120 or sm_121, this is sm_80" in reasons
 
 
 @pytest.mark.parametrize(
@@ -81,7 +125,7 @@ def test_unsupported_dtypes_and_gpus_are_named():
         ({}, ""),
         ({"mlp_bias": True}, "biases of the MLP"),
         ({"attention_output_bias": True}, "a bias of the output projection"),
-        ({"sliding_window": 64, "layer_types": ()}, "sliding windows"),
+        ({"sliding_window": 64, "layer_types": ()}, ""),
     ],
 )
 def test_unsupported_features_are_named(monkeypatch, change, message):

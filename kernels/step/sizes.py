@@ -1,0 +1,90 @@
+"""Sizes of the single-launch step that follow from a model's shape and a GPU, without Triton.
+
+Dimensions: C hidden size, H query heads, K key-value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from kernels.arch import GPUArch
+    from kernels.step.weights import StepShape
+
+ROWS: Final = 8
+"""Rows of weights in a part: one for each consumer warp."""
+COLUMNS: Final = 256
+"""Columns of weights in a part: 16 bytes for each thread of a warp."""
+PARTS: Final = 4
+"""Parts in a stage of the ring."""
+STAGE_BYTES: Final = PARTS * ROWS * COLUMNS * 2
+MOST_STAGES: Final = 12
+LEAST_STAGES: Final = 4
+MOST_SPLITS: Final = 8
+"""Splits of a sequence, at most: to merge them, a thread holds its elements of all splits in registers."""
+MOST_HEADS: Final = 4
+"""Query heads that a program attends, at most: more need more registers than there are."""
+MOST_HELD: Final = 2048
+"""Largest hidden size that each warp holds in registers; a larger one is read from shared memory, in half precision."""
+MERGED: Final = 2048
+"""Elements of all heads that are merged at once."""
+HEAD_BYTES: Final = 8192
+"""Of the partial results of a query head that the threads of a program have before they merge them."""
+_SCRATCH_BYTES: Final = 6 * 1024
+"""For barriers and for what the compiler exchanges between warps."""
+
+
+class StepSizes(NamedTuple):
+    """How a step is divided.
+
+    Attributes:
+        group_splits: programs that attend the same keys, each for other query heads.
+        heads: query heads that such a program attends; the last one may have fewer.
+        padded_heads: `heads`, rounded up to a power of two.
+        padded_dim: the head dim, rounded up to a power of two.
+        block_dim: largest power of two that divides the head dim.
+        inputs: elements of the largest vector in shared memory, rounded up so that partial results of the heads
+            divide the same memory.
+        stages: of the ring; less than `LEAST_STAGES` if the shared memory is too small.
+    """
+
+    group_splits: int
+    heads: int
+    padded_heads: int
+    padded_dim: int
+    block_dim: int
+    inputs: int
+    stages: int
+
+
+def step_sizes(shape: StepShape, arch: GPUArch) -> StepSizes:
+    """Divide the step of a model on a GPU.
+
+    Query heads are divided until all SMs have some; the keys that several programs read come from the second-level
+    cache.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    idle = arch.num_sms // (MOST_SPLITS * shape.num_kv_heads)
+    group_splits = max(-(-group // MOST_HEADS), min(group, idle))
+    heads = -(-group // group_splits)
+    padded_heads = _power_of_two(heads)
+    padded_dim = _power_of_two(shape.head_dim)
+    queries = shape.num_heads * shape.head_dim
+    largest = max(shape.hidden_size, shape.inner_size, queries)
+    partials = padded_heads * HEAD_BYTES // 2
+    inputs = -(-largest // partials) * partials
+    used = inputs * 2 + (padded_heads + 4) * padded_dim * 2
+    stages = (arch.shared_memory_bytes - _SCRATCH_BYTES - used) // STAGE_BYTES
+    return StepSizes(
+        group_splits,
+        heads,
+        padded_heads,
+        padded_dim,
+        shape.head_dim & -shape.head_dim,
+        inputs,
+        min(stages, MOST_STAGES),
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
