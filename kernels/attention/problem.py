@@ -31,8 +31,8 @@ class Phase(enum.Enum):
 class AttentionProblem:
     """The properties of attention that are constant from step to step. They determine the kernel.
 
-    No model or request uses `softcap`, `batch_invariant` or `fp8` yet. `softcap` is for a model
-    family with capped scores; the other two will be options of a request.
+    No model or request uses `softcap` or `fp8` yet. `softcap` is for a model family with capped
+    scores; `fp8` will be an option of a request.
 
     Attributes:
         phase: prefill or decode.
@@ -49,8 +49,8 @@ class AttentionProblem:
             attention to the tokens that all sequences share (`PagedBatch.shared_prefix`).
         max_query_tokens: most query tokens of a sequence in a decode: 1, or more for speculation.
         lse: whether the call also writes the log-sum-exp of the scores.
-        batch_invariant: whether a sequence's result must be bitwise the same in every batch. This makes a
-            decode of few sequences slower.
+        batch_invariant: whether the result of a query must have the same bits in every batch, however its
+            sequence is cut into chunks, and in a prefill as in a decode.
         fp8: whether a prefill may multiply in FP8, which is faster and less exact. Rows that multiply
             in FP8 support only problems that allow it; the other rows ignore this field.
         kv_dtype: dtype of a quantized paged cache: "float8_e4m3fn"; None for a cache of `dtype`.

@@ -17,11 +17,8 @@ _NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 _HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
 _POWERS_OF_TWO = frozenset({1, 2, 4, 8, 16, 32, 64})
 _UP_TO_64_HEADS = frozenset(range(1, 65))
-_NEARLY_POWERS_OF_TWO = frozenset(
-    heads for heads in _UP_TO_64_HEADS if 8 * heads >= 7 * (1 << (heads - 1).bit_length())
-)
-"""A group of query heads takes a power of two of a tile's rows. If more than an eighth of those rows are unused, the
-portable kernel is as fast."""
+_HOPPER_HEAD_DIMS = frozenset(range(32, 257, 16))
+"""Copied to tiles of 64, 128 or 256 columns, whose unused columns are zeros."""
 _FP8_BY_TRITON = QuantizedCache(
     kv_dtypes=frozenset({FP8}),
     dtypes=frozenset({"bfloat16", "float16"}),
@@ -30,8 +27,8 @@ _FP8_BY_TRITON = QuantizedCache(
 )
 _FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 
-# No request reaches three features yet. `fp8` (hopper_fp8_prefill) and `batch_invariant` wait for options of a
-# request, `softcap` for a model family with capped scores.
+# No request reaches two features yet. `fp8` (hopper_fp8_prefill) waits for an option of a request, `softcap` for a
+# model family with capped scores.
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="hopper_fp8_prefill",
@@ -48,7 +45,6 @@ REGISTRY: tuple[KernelSpec, ...] = (
         softcap=False,
         non_causal=True,
         lse=True,
-        batch_invariant=True,
         fp8=True,
         row_tiles=frozenset({128}),
         launch=LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=2),
@@ -62,14 +58,13 @@ REGISTRY: tuple[KernelSpec, ...] = (
         dtypes=frozenset({"bfloat16", "float16"}),
         sm=HOPPER,
         flash_attention=3,
-        head_dims=frozenset({64, 128, 256}),
+        head_dims=_HOPPER_HEAD_DIMS,
         block_sizes=(16, 256),
         power_of_two_blocks=True,
-        group_sizes=_NEARLY_POWERS_OF_TWO,
+        group_sizes=_UP_TO_64_HEADS,
         packed=True,
         non_causal=True,
         lse=True,
-        batch_invariant=True,
         row_tiles=frozenset({128, 192}),
         launch=LaunchConfig(block_m=128, block_n=64, num_warps=4, num_stages=2),
         arch_note=_NO_WGMMA,
@@ -86,7 +81,6 @@ REGISTRY: tuple[KernelSpec, ...] = (
         packed=True,
         non_causal=True,
         lse=True,
-        batch_invariant=True,
         quantized=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=32, block_n=32, num_warps=4, num_stages=1),
         arch_note=_NO_TENSOR_CORES,
@@ -98,13 +92,12 @@ REGISTRY: tuple[KernelSpec, ...] = (
         dtypes=frozenset({"bfloat16", "float16"}),
         sm=HOPPER,
         flash_attention=3,
-        head_dims=frozenset({64, 128, 256}),
+        head_dims=_HOPPER_HEAD_DIMS,
         block_sizes=(16, 256),
         power_of_two_blocks=True,
         group_sizes=_UP_TO_64_HEADS,
         several_queries=True,
         lse=True,
-        batch_invariant=True,
         row_tiles=frozenset({64}),
         launch=LaunchConfig(block_m=64, block_n=32, num_warps=4, num_stages=2, programs_per_sm=2),
         arch_note=_NO_WGMMA,
@@ -120,7 +113,6 @@ REGISTRY: tuple[KernelSpec, ...] = (
         block_sizes=(1, 256),
         several_queries=True,
         lse=True,
-        batch_invariant=True,
         quantized=_FP8_BY_TRITON,
         launch=LaunchConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2),
         arch_note=_NO_TENSOR_CORES,
@@ -168,3 +160,26 @@ PREFIX_REGISTRY: tuple[KernelSpec, ...] = (
 )
 """Kernels that compute attention of all sequences of a decode to their shared tokens. If none supports the problem,
 each sequence reads those tokens itself."""
+
+
+def _invariant(phase: Phase) -> KernelSpec:
+    """Return the row of a phase for batch-invariant problems; both phases have the same kernel and launch."""
+    return KernelSpec(
+        name=f"invariant_{phase.value}",
+        phase=phase,
+        target="kernels.attention.portable.invariant:InvariantAttention",
+        dtypes=frozenset(DTYPES),
+        sm=TENSOR_CORES,
+        flash_attention=2,
+        head_dims=_HEAD_DIMS,
+        block_sizes=(1, 256),
+        batch_invariant=True,
+        quantized=_FP8_BY_TRITON,
+        launch=LaunchConfig(block_m=32, block_n=32, num_warps=8, num_stages=1),
+        note="equal bits in every batch and chunk, from one kernel for prompts and decodes",
+        arch_note=_NO_TENSOR_CORES,
+    )
+
+
+INVARIANT_REGISTRY: tuple[KernelSpec, ...] = (_invariant(Phase.PREFILL), _invariant(Phase.DECODE))
+"""Kernels for batch-invariant problems, which no row of `REGISTRY` supports."""

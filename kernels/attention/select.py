@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from kernels.attention.registry import REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, REGISTRY
 from kernels.errors import NoKernelError
 from kernels.tuning import tuned_launches
 
@@ -60,7 +60,7 @@ class Selection:
 def select(
     problem: AttentionProblem,
     arch: GPUArch,
-    registry: Sequence[KernelSpec] = REGISTRY,
+    registry: Sequence[KernelSpec] | None = None,
     launches: Callable[
         [KernelSpec, AttentionProblem, GPUArch], tuple[TunedLaunch, ...]
     ] = tuned_launches,
@@ -70,12 +70,14 @@ def select(
     Args:
         problem: the problem to solve.
         arch: from `detect()` or `kernels.arch.CATALOGUE`.
-        registry: rows, most preferred first.
+        registry: rows, most preferred first; None for those of the package.
         launches: returns a row's tile sizes, in the order of `Selection.launches`.
 
     Raises:
         NoKernelError: no row supports it; the message has a line for each row.
     """
+    if registry is None:
+        registry = INVARIANT_REGISTRY if problem.batch_invariant else REGISTRY
     refusals: list[Refusal] = []
     for spec in registry:
         reasons = spec.unsupported(problem, arch)

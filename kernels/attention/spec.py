@@ -67,7 +67,7 @@ class KernelSpec:
         non_causal: whether it supports queries that see keys after their own token.
         several_queries: whether a decode may have more than one query token per sequence.
         lse: whether it can write the log-sum-exp.
-        batch_invariant: whether a sequence's result can be made independent of its batch.
+        batch_invariant: whether the bits of a query's result depend on nothing but its sequence.
         fp8: whether it multiplies in FP8; it then supports only problems with `fp8`.
         row_tiles: supported values of `block_m`; None for any power of two.
         quantized: the quantized caches it reads; None for none.

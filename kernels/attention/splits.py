@@ -17,9 +17,6 @@ Source: our own; a chunk size common to all sequences is from FlashInfer's decod
 
 from __future__ import annotations
 
-BATCH_INVARIANT_SPLIT_TOKENS = 2048
-"""Keys of a split of a batch-invariant problem, whose splits must not depend on the batch."""
-
 
 def splits_wanted(num_sms: int, programs_per_sm: int, programs_per_split: int) -> int:
     """Return the number of splits that fill a GPU.
@@ -30,21 +27,6 @@ def splits_wanted(num_sms: int, programs_per_sm: int, programs_per_split: int) -
         programs_per_split: thread blocks of one split, one for each tile of query rows.
     """
     return max(1, num_sms * programs_per_sm // programs_per_split)
-
-
-def split_bound(num_seqs: int, max_seqlen_k: int, block_n: int, wanted: int, fixed: int) -> int:
-    """Return the largest number of splits that a step can have, for any lengths.
-
-    Args:
-        num_seqs: B.
-        max_seqlen_k: upper bound of the lengths, tokens.
-        block_n: keys of a tile.
-        wanted: from `splits_wanted`.
-        fixed: tiles of a split; 0 if `wanted` decides.
-    """
-    if fixed:
-        return num_seqs * max(1, -(-max_seqlen_k // (block_n * fixed)))
-    return num_seqs + wanted
 
 
 def prefix_parts(num_keys: int, block_n: int, wanted: int) -> int:

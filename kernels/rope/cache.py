@@ -48,6 +48,7 @@ def rope_and_write_kv(
     *,
     norms: tuple[Norm, Norm] | None,
     ahead: tuple[Tensor, Tensor] | None = None,
+    batch_invariant: bool = False,
     pdl: bool,
 ) -> Tensor:
     """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
@@ -61,6 +62,7 @@ def rope_and_write_kv(
         norms: of queries and keys, over D; None where the family has none.
         ahead: weights of the next products, more than 127 bytes each: at most 24 MiB of them are prefetched to the
             second-level cache. This is faster only if the kernels before those products read little.
+        batch_invariant: whether a token's results must have the same bits among any others.
         pdl: use programmatic dependent launch. `positions` and slots are then read before the wait: the kernels that
             wrote them must be followed by a launch without `pdl` before this one.
 
@@ -81,6 +83,7 @@ def rope_and_write_kv(
         eps=0.0 if norms is None else norms[0].eps,
         write=kv_scale is None,
         ahead=ahead,
+        batch_invariant=batch_invariant,
         pdl=pdl,
     )
     if kv_scale is not None:

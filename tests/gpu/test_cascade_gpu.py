@@ -163,9 +163,8 @@ def test_a_replayed_step_reads_changed_queries_and_lengths(row, plan_inside):
 
 
 @DECODE
-@pytest.mark.parametrize("more", [{"sliding_window": 100}, {"batch_invariant": True}], ids=str)
-def test_a_problem_without_cascade_support_ignores_shared_prefix(row, more):
-    combination = (*COMBINATIONS[0][:5], more)
+def test_a_problem_without_cascade_support_ignores_shared_prefix(row):
+    combination = (*COMBINATIONS[0][:5], {"sliding_window": 100})
     case = shared_case(combination, [1] * 5, [1, 20, 300, 17, 90], 12)
     selection = selection_of(row, case.problem)
     plan = kernels.plan_attention(case.problem, case.batch, selection=selection)

@@ -29,7 +29,6 @@ from tests.gpu.attention_cases import (
     make,
     make_problem,
     named,
-    one_sequence,
     run,
     selection_of,
 )
@@ -194,25 +193,6 @@ def test_values_of_any_size_agree(row, size):
 
     error, allowed = (float((x.double() - truth).abs().max()) for x in (out, plain))
     assert error <= 2 * allowed
-
-
-@BOTH
-def test_a_batch_invariant_result_is_the_same_alone_and_among_neighbours(row):
-    problem = fp8_problem(row.phase, COMBINATIONS[0], batch_invariant=True)
-    skip_if_unsupported(row, problem)
-    queries = queries_of(row.phase, 40, 60)
-    lengths = [max(count, 1 + (7919 * i) % 6000) for i, count in enumerate(queries)]
-    case = make(problem, queries, lengths)
-    selection = kernels.select(problem, kernels.detect(DEVICE), registry=(row,))
-    together, _ = case.attend(selection)
-    starts = torch.tensor([0, *queries]).cumsum(0).tolist()
-
-    for index in (0, 17, 39):
-        batch, q = one_sequence(case, index)
-        plan = kernels.plan_attention(problem, batch, selection=selection)
-        alone = torch.full_like(q, float("nan"))
-        plan.run(q, case.kv, alone, kv_scale=case.kv_scale)
-        assert torch.equal(alone, together[starts[index] : starts[index + 1]])
 
 
 @BOTH

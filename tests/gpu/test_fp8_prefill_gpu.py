@@ -259,17 +259,6 @@ def test_outliers_increase_the_error_no_more_than_in_the_model():
     judge(case, *case.attend(selection_for(problem)))
 
 
-def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch():
-    problem = allowed(("bfloat16", 8, 2, 128, None, {"batch_invariant": True}))
-    alone, among = make(problem, [512], [900]), make(problem, [300, 512, 7], [901, 900, 7])
-    alone.q.copy_(among.q[300:812])
-    alone.kv.copy_(among.kv[:, 901:1801])
-
-    outs = [case.attend(selection_for(problem))[0] for case in (alone, among)]
-
-    assert torch.equal(outs[0], outs[1][300:812])
-
-
 def test_one_plan_can_be_used_for_several_layers():
     problem = allowed(("bfloat16", 8, 2, 128, None, {}))
     case = make(problem, [100, 1, 700], [100, 500, 1000])

@@ -11,12 +11,12 @@ from kernels import tuning
 from kernels.arch import CATALOGUE, TENSOR_CORES
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, AttentionProblem, Phase
-from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from kernels.fp8 import FP8
 from kernels.tuning import table, table_for, tables, tuned_launches
 from tests.kernels.tuning_check import mistakes, shared_memory_estimate
 
-TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY) if row.launch]
+TRITON_ROWS = [row for row in (*REGISTRY, *PREFIX_REGISTRY, *INVARIANT_REGISTRY) if row.launch]
 EVERYWHERE = [row for row in TRITON_ROWS if row.sm == TENSOR_CORES]
 PREFILL = next(row for row in EVERYWHERE if row.phase is Phase.PREFILL)
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)

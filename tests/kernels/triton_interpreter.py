@@ -22,6 +22,7 @@ _MODULES = (
     "kernels.attention.portable.prefill",
     "kernels.attention.portable.decode",
     "kernels.attention.portable.prefix",
+    "kernels.attention.portable.invariant",
     "kernels.attention.gpu.cascade_decode",
     "kernels.attention.portable.write_kv",
     "kernels.attention.hopper.fp8_quantize",
@@ -33,6 +34,7 @@ _MODULES = (
     "kernels.elementwise.gpu.quantize_rows",
     "kernels.rope.gpu.rope_cache",
     "kernels.linear.gpu.vector",
+    "kernels.linear.gpu.invariant",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.arch import CATALOGUE
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, KV_DTYPES
-from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def mistakes(sm: int, rows: Sequence[dict[str, Any]]) -> list[str]:
     limit = min(arch.shared_memory_bytes for arch in arches)
     specs = {
         spec.name: spec
-        for spec in (*REGISTRY, *PREFIX_REGISTRY)
+        for spec in (*REGISTRY, *PREFIX_REGISTRY, *INVARIANT_REGISTRY)
         if spec.launch and spec.sm and not arches[0].unsupported(spec.sm)
     }
     found: list[str] = []

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention.portable.tile import FEWEST_SEQUENCES, window_argument
-from kernels.attention.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
+from kernels.attention.splits import splits_wanted
 
 if TYPE_CHECKING:
     from kernels.attention.problem import AttentionProblem, PagedBatch
@@ -33,7 +33,7 @@ SPLIT_FIELDS = tl.constexpr(8)
 end key, number of the split within its sequence, splits of the sequence."""
 
 
-@triton.jit(do_not_specialize=["num_seqs", "wanted", "fixed", "window"])
+@triton.jit(do_not_specialize=["num_seqs", "wanted", "window"])
 def list_splits(
     splits,
     arrivals,
@@ -41,7 +41,6 @@ def list_splits(
     seq_lens,
     num_seqs,
     wanted,
-    fixed,
     window,
     NUM_ARRIVALS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -50,9 +49,8 @@ def list_splits(
 ):
     """List the splits of a step; one program per entry of `splits`, [entries, 8] int32.
 
-    `fixed` is the chunk in tiles; 0 derives the chunk from `wanted` splits. Program `entry` computes split number
-    `entry` in the order of the sequences, and writes it to its position in the order of the launch. It also resets
-    `arrivals` to 0.
+    Program `entry` computes split number `entry` in the order of the sequences, and writes it to its position in the
+    order of the launch. It also resets `arrivals` to 0.
     """
     entry = tl.program_id(0)
     b = tl.arange(0, BLOCK_B)
@@ -64,9 +62,7 @@ def list_splits(
     if WINDOW:
         first = tl.maximum(k_len - q_len - window + 1, 0) // BLOCK_N
     tiles = (k_len + BLOCK_N - 1) // BLOCK_N - first
-    chunk = fixed
-    if fixed == 0:
-        chunk = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, 1)
+    chunk = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, 1)
     count = tl.where(real, tl.maximum((tiles + chunk - 1) // chunk, 1), 0)
     seq = tl.sum((tl.cumsum(count, 0) <= entry).to(tl.int32), 0)
     if seq >= num_seqs:
@@ -116,7 +112,7 @@ class SplitList:
         """List the splits of a step.
 
         Args:
-            problem: gives heads, window and batch invariance.
+            problem: gives heads and window.
             batch: gives the lengths.
             selection: gives the tile sizes.
             num_rows: most query rows of a sequence for one key-value head.
@@ -126,8 +122,7 @@ class SplitList:
         self.row_tiles = -(-num_rows // launch.block_m)
         tiles = problem.num_kv_heads * self.row_tiles
         wanted = splits_wanted(selection.arch.num_sms, launch.programs_per_sm, tiles)
-        fixed = BATCH_INVARIANT_SPLIT_TOKENS // launch.block_n if problem.batch_invariant else 0
-        most = split_bound(batch.num_seqs, batch.max_seqlen_k, launch.block_n, wanted, fixed)
+        most = batch.num_seqs + wanted
         self.splits = torch.empty((most, SPLIT_FIELDS.value), dtype=torch.int32, device=device)
         self.arrivals = torch.empty((batch.num_seqs, tiles), dtype=torch.int32, device=device)
         list_splits[(most,)](
@@ -137,7 +132,6 @@ class SplitList:
             batch.seq_lens,
             batch.num_seqs,
             wanted,
-            fixed,
             window_argument(problem),
             NUM_ARRIVALS=tiles,
             BLOCK_N=launch.block_n,

@@ -257,5 +257,8 @@ def store_output(
     else:
         row = my_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.O_LAYOUT))
         column = gl.arange(0, c.D, layout=gl.SliceLayout(0, c.O_LAYOUT))
-        place = output_row(row, q_start, head, c)[:, None] * c.D + column[None, :]
-        gl.store(out + place, acc.to(dtype), mask=row_exists(row, q_len, c)[:, None])
+        place = output_row(row, q_start, head, c)[:, None] * c.HEAD_DIM + column[None, :]
+        exists = row_exists(row, q_len, c)[:, None]
+        if c.HEAD_DIM < c.D:
+            exists &= (column < c.HEAD_DIM)[None, :]
+        gl.store(out + place, acc.to(dtype), mask=exists)

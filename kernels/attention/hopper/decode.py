@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -28,7 +29,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.attention.gpu.split_list import SPLIT_FIELDS, SplitList
 from kernels.attention.hopper.merge import DecodeConstants, merge_parts, store_part, store_rows
 from kernels.attention.hopper.ping_pong import keep_rows
-from kernels.attention.hopper.pipeline import ROWS, first_kept, rows_of_token
+from kernels.attention.hopper.pipeline import (
+    PART_COLUMNS,
+    ROWS,
+    first_kept,
+    padded_dim,
+    rows_of_token,
+)
 from kernels.attention.hopper.prefill import bulk_strides, exponents
 from kernels.attention.hopper.producer import copy_tile, rows_of_tile
 from kernels.attention.hopper.scores import cap_scores, mask_scores, softmax_step
@@ -43,8 +50,6 @@ if TYPE_CHECKING:
     from kernels.attention.select import Selection
 
 FEW_ROWS = gl.constexpr(8)
-PART_COLUMNS = gl.constexpr(64)
-"""Width of a swizzled row: 64 two-byte elements are 128 bytes. Eight such rows form one contiguous swizzle atom."""
 
 
 @gluon.jit(do_not_specialize=["table_stride", "window"])
@@ -66,7 +71,7 @@ def decode(
     HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    D: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -86,7 +91,7 @@ def decode(
     tiles without keys of the query tokens are issued before the wait for the preceding kernel, which writes those keys.
     """
     c = DecodeConstants(
-        HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
+        HEADS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES, MERGE_ROWS,
         WINDOW, SOFTCAP, LSE, FEW,
     )  # fmt: skip
     TILES: gl.constexpr = KV_HEADS * ROW_TILES
@@ -165,9 +170,13 @@ def attend_split(
     for j in gl.static_range(c.STAGES):
         mbarrier.init(k_full.index(j), count=1)
         mbarrier.init(v_full.index(j), count=1)
+    # The copies' proxy must see the barriers initialized.
+    fence_async_shared()
     gl.thread_barrier()
 
-    column = kv_head * c.D
+    column = kv_head
+    if c.HEAD_DIM == c.D:
+        column = kv_head * c.D
     tiles = (end - begin + c.BLOCK_N - 1) // c.BLOCK_N
     kept = 0
     if c.WINDOW:
@@ -288,17 +297,19 @@ class HopperDecode:
         dtype = getattr(gl, problem.dtype)
         page = min(problem.block_size, launch.block_n)
         few = problem.max_query_tokens == 1 and box <= FEW_ROWS.value
-        q_box = [ROWS.value // box, box, problem.head_dim]
+        columns = padded_dim(problem.head_dim)
+        self._is_padded = columns > problem.head_dim
+        q_box = [ROWS.value // box, box, columns]
         if few:
             q_box = [1, FEW_ROWS.value, PART_COLUMNS.value]
-        k_box = [page, problem.head_dim]
+        k_box = [page, 1, PART_COLUMNS.value] if self._is_padded else [page, columns]
         self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
         self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
         self._constants: dict[str, Any] = {
             "HEADS": problem.num_heads,
             "KV_HEADS": problem.num_kv_heads,
             "GROUP": problem.group_size,
-            "D": problem.head_dim,
+            "HEAD_DIM": problem.head_dim,
             "BLOCK_SIZE": problem.block_size,
             "PAGE": page,
             "BLOCK_N": launch.block_n,
@@ -328,10 +339,13 @@ class HopperDecode:
                 lse.fill_(float("-inf"))
             return
         keys, values = kv.unbind(0)
-        width = keys.shape[-2] * keys.shape[-1]
+        heads, head_dim = keys.shape[-2:]
+        width = heads * head_dim
         kv_shape, kv_strides = [keys.numel() // width, width], [width, 1]
+        if self._is_padded:
+            kv_shape, kv_strides = [kv_shape[0], heads, head_dim], [width, head_dim, 1]
         q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
-        bulk_strides("kv", keys, (width, keys.shape[-1]))
+        bulk_strides("kv", keys, (width, head_dim))
         decode[(self._list.num_programs,)](
             TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
             TensorDescriptor(keys, kv_shape, kv_strides, *self._k_box),

@@ -67,7 +67,7 @@ def prefill(
     """Process all items; one program per SM. Shapes as in `kernels.prefill_attention`."""
     # Keys are packed, in blocks of one tile. Window and softcap are unsupported.
     c = Constants(
-        HEADS, GROUP, D, 1, BLOCK_N, BLOCK_M, BLOCK_N, STAGES, False, CAUSAL, False, False, LSE, True, 1
+        HEADS, GROUP, 1, D, 1, BLOCK_N, BLOCK_M, BLOCK_N, STAGES, False, CAUSAL, False, False, LSE, True, 1
     )  # fmt: skip
     pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
     supply = (
@@ -93,7 +93,7 @@ class HopperFP8Prefill:
         group = problem.group_size
         self._problem = problem
         self._batch = batch
-        self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)
+        self._work = plan_work(problem, batch, group, launch.block_m, selection.arch.num_sms)
         self._block_n = launch.block_n
         self._num_keys = 0
         self._buffers: tuple[KeyBlocks, Quantized] | None = None

@@ -12,6 +12,7 @@ from kernels.attention.hopper.pipeline import (
     ROWS,
     accumulator_layout,
     output_row,
+    padded_dim,
     row_exists,
     rows_of_token,
 )
@@ -25,8 +26,8 @@ _MERGE_ELEMENTS = 8192
 class DecodeConstants:
     """Compile-time constants of the decode kernel, with the names that the prefill's device functions use.
 
-    `BOX` is `GROUP` rounded up to a power of two: the tile rows of one query token. `FEW` means that a sequence has one
-    query token, of at most 8 rows.
+    `BOX` is `GROUP` rounded up to a power of two: the tile rows of one query token. `D` is `padded_dim` of `HEAD_DIM`.
+    `FEW` means that a sequence has one query token, of at most 8 rows.
     """
 
     HEADS: gl.constexpr
@@ -34,6 +35,7 @@ class DecodeConstants:
     GROUP: gl.constexpr
     BOX: gl.constexpr
     D: gl.constexpr
+    HEAD_DIM: gl.constexpr
     BLOCK_SIZE: gl.constexpr
     PAGE: gl.constexpr
     BLOCK_N: gl.constexpr
@@ -52,14 +54,16 @@ class DecodeConstants:
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, KV_HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
+        self, HEADS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_N, STAGES, ROW_TILES,
         MERGE_ROWS, WINDOW, SOFTCAP, LSE, FEW,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.KV_HEADS = gl.constexpr(KV_HEADS)
         self.GROUP = gl.constexpr(GROUP)
         self.BOX = gl.constexpr(rows_of_token(GROUP))
+        D = padded_dim(HEAD_DIM)
         self.D = gl.constexpr(D)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
         self.PAGE = gl.constexpr(PAGE)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
@@ -85,9 +89,9 @@ def store_rows(out, lse, acc, log_sum, kv_head, first_row, q_start, q_len, c):
     place = output_row(first_row + row, q_start, kv_head, c)
     exists = row_exists(first_row + row, q_len, c)
     gl.store(
-        out + place[:, None] * c.D + column[None, :],
+        out + place[:, None] * c.HEAD_DIM + column[None, :],
         acc.to(out.dtype.element_ty),
-        mask=exists[:, None],
+        mask=exists[:, None] & (column < c.HEAD_DIM)[None, :],
     )
     if c.LSE:
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
@@ -104,7 +108,8 @@ def store_part(partial_out, partial_lse, part, acc, log_sum, first_row, q_len, c
     first_line = part.to(gl.int64) * c.MERGE_ROWS
     exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
     line = first_line + row
-    gl.store(partial_out + line[:, None] * c.D + column[None, :], acc, mask=exists[:, None])
+    place = line[:, None] * c.HEAD_DIM + column[None, :]
+    gl.store(partial_out + place, acc, mask=exists[:, None] & (column < c.HEAD_DIM)[None, :])
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, c.S_LAYOUT))
     exists = row_exists(first_row + row, q_len, c) & (row < c.MERGE_ROWS)
     gl.store(partial_lse + first_line + row, log_sum, mask=exists)
@@ -136,8 +141,8 @@ def merge_parts(
             partial_lse + line, mask=exists[:, None], other=float("-inf"), cache_modifier=".cg"
         )
         parts = gl.load(
-            partial_out + line[:, :, None] * c.D + column[None, None, :],
-            mask=exists[:, None, None],
+            partial_out + line[:, :, None] * c.HEAD_DIM + column[None, None, :],
+            mask=exists[:, None, None] & (column < c.HEAD_DIM)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -156,9 +161,9 @@ def merge_parts(
     exists = row_exists(first_row + wide_row, q_len, c)
     place = output_row(first_row + wide_row, q_start, kv_head, c)
     gl.store(
-        out + place[:, None] * c.D + wide_column[None, :],
+        out + place[:, None] * c.HEAD_DIM + wide_column[None, :],
         acc.to(out.dtype.element_ty),
-        mask=exists[:, None],
+        mask=exists[:, None] & (wide_column < c.HEAD_DIM)[None, :],
     )
     if c.LSE:
         log_sum = gl.where(saw_nothing, float("-inf"), m + gl.log2(total)) * _LN_2

@@ -16,6 +16,8 @@ from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(64)
 """Query rows of a consumer: the M dimension of a WGMMA."""
+PART_COLUMNS = gl.constexpr(64)
+"""Width of a swizzled row: 64 two-byte elements are 128 bytes. Eight such rows form one contiguous swizzle atom."""
 _ITEM_WORDS = gl.constexpr(8)
 """Integers of a posted item: its fields, rounded up to a power of two."""
 _WIDEST_OWN_RANGE = 128
@@ -36,12 +38,32 @@ def rows_of_token(group):
     return 1 << (group - 1).bit_length()
 
 
+@gluon.constexpr_function
+def heads_of_tile(group):
+    """Return how many query heads of a key-value head share a tile, of a group of them.
+
+    All, if they leave at most an eighth of the rows of `rows_of_token` unused; else as many as divide the group into
+    powers of two. Tiles of the same key-value head then read the same keys, from the second-level cache.
+    """
+    return group if 8 * group >= 7 * rows_of_token(group) else group & -group
+
+
+@gluon.constexpr_function
+def padded_dim(head_dim):
+    """Return the head dim rounded up to 64, 128 or 256; the hardware fills copies up with zeros."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
 @aggregate
 class Constants:
     """Compile-time constants of a prefill kernel; sizes are in elements.
 
     Attributes:
+        GROUP: query heads of a tile, `heads_of_tile`.
+        KEY_SHARES: tiles of a query token for a key-value head, which attend the same keys.
         BOX: `GROUP` rounded up to a power of two: the tile rows of one query token.
+        D: columns of a tile, `padded_dim`.
+        HEAD_DIM: of those, the elements of a head.
         PAGE: keys of one TMA copy.
         OWN_OUTPUT: whether outputs have a staging buffer of their own; else they are staged in the queries' buffer.
         OPERAND_BYTES: bytes of an element of a WGMMA operand; 1 for FP8, whose values are transposed.
@@ -52,8 +74,10 @@ class Constants:
 
     HEADS: gl.constexpr
     GROUP: gl.constexpr
+    KEY_SHARES: gl.constexpr
     BOX: gl.constexpr
     D: gl.constexpr
+    HEAD_DIM: gl.constexpr
     BLOCK_SIZE: gl.constexpr
     PAGE: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -75,13 +99,16 @@ class Constants:
 
     @gluon.constexpr_function
     def __init__(
-        self, HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
+        self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
         SOFTCAP, LSE, OWN_OUTPUT, OPERAND_BYTES,
     ) -> None:  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
+        D = padded_dim(HEAD_DIM)
         self.GROUP = gl.constexpr(GROUP)
+        self.KEY_SHARES = gl.constexpr(KEY_SHARES)
         self.BOX = gl.constexpr(rows_of_token(GROUP))
         self.D = gl.constexpr(D)
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
         self.BLOCK_SIZE = gl.constexpr(BLOCK_SIZE)
         self.PAGE = gl.constexpr(PAGE)
         self.BLOCK_M = gl.constexpr(BLOCK_M)

@@ -8,7 +8,7 @@
 
 Thread blocks are persistent and fetch items from a global counter (a dynamic tile scheduler). Short items come last,
 so that ragged batches end evenly, and the start of an item overlaps the end of the item before it. Items are the
-tiles of `work_items`, listed once per step, times the key-value heads.
+tiles of `work_items`, listed once per step, times the groups of query heads that share tiles.
 
 This module launches the kernel; `pipeline` defines the state that the warp roles share.
 
@@ -27,7 +27,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention.hopper.consumer import consume
-from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline, rows_of_token
+from kernels.attention.hopper.pipeline import (
+    PART_COLUMNS,
+    ROWS,
+    Constants,
+    heads_of_tile,
+    make_pipeline,
+    padded_dim,
+    rows_of_token,
+)
 from kernels.attention.hopper.producer import produce
 from kernels.attention.hopper.work_items import Items, plan_items
 from kernels.attention.portable.tile import window_argument
@@ -67,7 +75,8 @@ def prefill(
     softcap,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    D: gl.constexpr,
+    KEY_SHARES: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -86,7 +95,7 @@ def prefill(
     `work_items.list_items`, `counter` as in `producer.produce`.
     """
     c = Constants(
-        HEADS, GROUP, D, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
+        HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
         SOFTCAP, LSE, OWN_OUTPUT, q_desc.dtype.primitive_bitwidth // 8,
     )  # fmt: skip
     pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
@@ -117,20 +126,24 @@ class HopperPrefill:
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
         launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
-        box = rows_of_token(problem.group_size)
+        group = heads_of_tile(problem.group_size)
+        box = rows_of_token(group)
         self._problem = problem
-        self._work = plan_work(problem, batch, launch.block_m, selection.arch.num_sms)
+        self._work = plan_work(problem, batch, group, launch.block_m, selection.arch.num_sms)
         self._scale, self._softcap = exponents(problem)
         dtype = getattr(gl, problem.dtype)
         page = min(problem.block_size or launch.block_n, launch.block_n)
-        q_box = [ROWS.value // box, box, problem.head_dim]
-        k_box = [page, problem.head_dim]
+        columns = padded_dim(problem.head_dim)
+        self._is_padded = columns > problem.head_dim
+        q_box = [ROWS.value // box, box, columns]
+        k_box = [page, 1, PART_COLUMNS.value] if self._is_padded else [page, columns]
         self._q_box = q_box, gl.NVMMASharedLayout.get_default_for(q_box, dtype)
         self._k_box = k_box, gl.NVMMASharedLayout.get_default_for(k_box, dtype)
         self._constants: dict[str, Any] = {
             "HEADS": problem.num_heads,
-            "GROUP": problem.group_size,
-            "D": problem.head_dim,
+            "GROUP": group,
+            "KEY_SHARES": problem.group_size // group,
+            "HEAD_DIM": problem.head_dim,
             "BLOCK_SIZE": problem.block_size or 1,
             "PAGE": page,
             "BLOCK_M": launch.block_m,
@@ -142,7 +155,7 @@ class HopperPrefill:
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
             # With a head dim of 256, shared memory cannot hold queries, output and two stages of keys and values.
-            "OWN_OUTPUT": problem.head_dim <= 128,
+            "OWN_OUTPUT": columns <= 128,
             "num_warps": launch.num_warps,
         }
 
@@ -166,6 +179,9 @@ class HopperPrefill:
                 f"{_LARGEST_INT32} behind the start of the first"
             )
         kv_shape, kv_strides = [keys.numel() // (heads * head_dim), width], [token_stride, 1]
+        if self._is_padded:
+            kv_shape, kv_strides = [kv_shape[0], heads, head_dim], [token_stride, head_stride, 1]
+            head_stride = 1
         q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
         out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
         work = self._work
@@ -198,7 +214,7 @@ class WorkList:
     Attributes:
         items: the list.
         counter: [2] int32, items fetched and thread blocks finished; 0 before and after a launch.
-        num_items: entries times key-value heads.
+        num_items: entries times the tiles of a query token.
         grid: thread blocks.
     """
 
@@ -209,23 +225,29 @@ class WorkList:
 
 
 def plan_work(
-    problem: AttentionProblem, batch: PagedBatch | PackedBatch, block_m: int, num_sms: int
+    problem: AttentionProblem,
+    batch: PagedBatch | PackedBatch,
+    group: int,
+    block_m: int,
+    num_sms: int,
 ) -> WorkList:
     """List a step's work in tiles of `block_m` rows, for one thread block per SM.
+
+    A tile has `group` query heads of a key-value head.
 
     Raises:
         ShapeError: there are more items than a 32-bit counter holds.
     """
     items = plan_items(
         batch,
-        rows_of_token(problem.group_size),
+        rows_of_token(group),
         block_m,
-        num_heads=problem.num_kv_heads,
+        num_heads=problem.num_heads // group,
         num_sms=num_sms,
         causal=problem.causal,
         window=problem.sliding_window,
     )
-    num_items = items.num_entries * problem.num_kv_heads
+    num_items = items.num_entries * (problem.num_heads // group)
     if num_items > _MOST_ITEMS:
         raise ShapeError(
             f"{batch.num_tokens} tokens of {batch.num_seqs} sequences are {num_items} tiles; at most "

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.attention.gpu.tile_list import TILE_FIELDS
-from kernels.attention.hopper.pipeline import ROWS, first_kept, key_range, post
+from kernels.attention.hopper.pipeline import PART_COLUMNS, ROWS, first_kept, key_range, post
 
 
 @gluon.jit
@@ -43,7 +43,7 @@ def produce(
                 copy_queries(pipe, q_desc, queries, q_start + first_row // c.BOX, head, c)
                 queries += 1
                 table = block_table + seq.to(gl.int64) * table_stride
-                column = head * k_head_stride
+                column = head // c.KEY_SHARES * k_head_stride
                 kept = 0
                 if c.WINDOW:
                     kept = first_kept(q_len, num_keys, window)
@@ -138,8 +138,23 @@ def rows_of_tile(table, k_start, start, kept, num_keys, c):
 
 @gluon.jit
 def copy_tile(desc, rows, column, full, tile, c):
-    """Issue the copies of a tile of keys or values, part by part; mbarrier `full` completes with the last byte."""
+    """Issue the copies of a tile of keys or values, part by part; mbarrier `full` completes with the last byte.
+
+    `desc` has [rows, columns of all heads]; if heads are padded, [rows, heads, HEAD_DIM] and `column` is a head.
+    """
     mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
-    for j in gl.static_range(c.BLOCK_N // c.PAGE):
-        part = tile.slice(j * c.PAGE, c.PAGE, dim=0)
-        tma.async_copy_global_to_shared(desc, [rows[j], column], full, part)
+    PAGES: gl.constexpr = c.BLOCK_N // c.PAGE
+    if c.HEAD_DIM == c.D:
+        for j in gl.static_range(PAGES):
+            part = tile.slice(j * c.PAGE, c.PAGE, dim=0)
+            tma.async_copy_global_to_shared(desc, [rows[j], column], full, part)
+    else:
+        # The tile's memory holds a swizzled row's columns of all keys, then the next such columns.
+        WIDTHS: gl.constexpr = c.D // PART_COLUMNS
+        parts = tile._reinterpret(
+            desc.dtype, [WIDTHS * PAGES, c.PAGE, 1, PART_COLUMNS], desc.layout
+        )
+        for i in gl.static_range(WIDTHS):
+            for j in gl.static_range(PAGES):
+                where = [rows[j], column, i * PART_COLUMNS]
+                tma.async_copy_global_to_shared(desc, where, full, parts.index(i * PAGES + j))

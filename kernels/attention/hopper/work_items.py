@@ -129,7 +129,7 @@ def _tiles_below(
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items of a step: tiles times key-value heads.
+    """The items of a step: tiles times the groups of query heads that share them.
 
     Attributes:
         tiles: [2 * entries + 1, 6] int32, as `list_items` writes them.
@@ -160,7 +160,7 @@ def plan_items(
         batch: for its lengths.
         group: rows that a query token takes.
         block_m: query rows of a tile.
-        num_heads: key-value heads.
+        num_heads: groups of query heads that share tiles.
         num_sms: thread blocks that take items.
         causal: whether a token sees no later tokens.
         window: most keys that a token sees; None for no limit.

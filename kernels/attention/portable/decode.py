@@ -26,6 +26,7 @@ from kernels.attention.portable.tile import (
     scale_arguments,
     split_head_dim,
     store_rows,
+    tile_constants,
     window_argument,
 )
 from kernels.attention.portable.tile_fp8 import attend_pairs, takes_pairs
@@ -201,24 +202,14 @@ class PortableDecode:
         d1, d2 = split_head_dim(problem.head_dim)
         self._problem = problem
         self._constants = {
-            "HEADS": problem.num_heads,
+            **tile_constants(problem, launch),
             "KV_HEADS": problem.num_kv_heads,
-            "GROUP": problem.group_size,
-            "D1": d1,
-            "D2": d2,
-            "BLOCK_SIZE": problem.block_size,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
             "ROW_TILES": self._list.row_tiles,
             "MERGE_ROWS": self._list.merge_rows,
             "MERGE_PARTS": max(1, min(16, _MERGE_ELEMENTS // (self._list.merge_rows * d1))),
             "WINDOW": problem.sliding_window is not None,
-            "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
-            "FP8": problem.kv_dtype is not None,
             "PAIRS": problem.kv_dtype is not None and takes_pairs(d1, d2),
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
             **dependent_launch(may_depend(selection.arch, batch.seq_lens.device)),
         }
 

@@ -24,8 +24,8 @@ from kernels.attention.portable.tile import (
     load_rows,
     normalize,
     scale_arguments,
-    split_head_dim,
     store_rows,
+    tile_constants,
     window_argument,
 )
 from kernels.attention.problem import PagedBatch
@@ -211,25 +211,14 @@ class PortablePrefill:
         self._tiles, self._table = plan_tiles(batch, group, launch.block_m)
         paged = isinstance(batch, PagedBatch)
         self._grid = (self._tiles.shape[0], problem.num_kv_heads)
-        d1, d2 = split_head_dim(problem.head_dim)
         self._problem = problem
         self._constants = {
-            "HEADS": problem.num_heads,
-            "GROUP": group,
-            "D1": d1,
-            "D2": d2,
-            "BLOCK_SIZE": problem.block_size or 1,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
+            **tile_constants(problem, launch),
             "PAGED": paged,
             "CAUSAL": problem.causal,
             "WINDOW": problem.sliding_window is not None,
-            "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
             "ONE_LOOP": launch.one_loop,
-            "FP8": problem.kv_dtype is not None,
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
         }
 
     def __call__(

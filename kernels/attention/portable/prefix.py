@@ -22,8 +22,8 @@ from kernels.attention.portable.tile import (
     load_rows,
     normalize,
     scale_arguments,
-    split_head_dim,
     store_rows,
+    tile_constants,
 )
 from kernels.attention.problem import PagedBatch
 from kernels.attention.splits import prefix_parts, splits_wanted
@@ -126,21 +126,10 @@ class PortablePrefix:
         self._row_tiles = row_tiles
         self._problem = problem
         self._batch = batch
-        d1, d2 = split_head_dim(problem.head_dim)
         self._constants = {
-            "HEADS": problem.num_heads,
+            **tile_constants(problem, launch),
             "KV_HEADS": problem.num_kv_heads,
-            "GROUP": problem.group_size,
-            "D1": d1,
-            "D2": d2,
-            "BLOCK_SIZE": problem.block_size,
-            "BLOCK_M": launch.block_m,
-            "BLOCK_N": launch.block_n,
-            "SOFTCAP": problem.softcap is not None,
             "ONE_LOOP": launch.one_loop,
-            "FP8": problem.kv_dtype is not None,
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
         }
 
     def __call__(

@@ -17,7 +17,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -28,6 +28,7 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.attention.launch import LaunchConfig
     from kernels.attention.problem import AttentionProblem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -72,6 +73,24 @@ def scale_arguments(kv: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor
     """Return the kernels' arguments for the scales of keys and values; dummy tensors if there are no scales."""
     keys, values = (kv if kv_scale is None else kv_scale).unbind(0)
     return keys, values
+
+
+def tile_constants(problem: AttentionProblem, launch: LaunchConfig) -> dict[str, Any]:
+    """Return the constants and launch options that all portable kernels have."""
+    d1, d2 = split_head_dim(problem.head_dim)
+    return {
+        "HEADS": problem.num_heads,
+        "GROUP": problem.group_size,
+        "D1": d1,
+        "D2": d2,
+        "BLOCK_SIZE": problem.block_size or 1,
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "SOFTCAP": problem.softcap is not None,
+        "FP8": problem.kv_dtype is not None,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
 
 
 def window_argument(problem: AttentionProblem) -> int:

@@ -164,7 +164,9 @@ def load_heads(address, exists, num_heads, D: tl.constexpr, COUNT: tl.constexpr)
     return halves
 
 
-def rotation_launch(num_tokens: int, num_heads: int, half: int) -> RotationLaunch:
+def rotation_launch(
+    num_tokens: int, num_heads: int, half: int, *, batch_invariant: bool = False
+) -> RotationLaunch:
     """Choose the tile sizes: small ones for few heads, so that no program takes long.
 
     There are only three launches, since each is a kernel to compile. A thread of the larger ones loads 16 bytes at
@@ -174,7 +176,11 @@ def rotation_launch(num_tokens: int, num_heads: int, half: int) -> RotationLaunc
         num_tokens: T.
         num_heads: of queries, keys and values together.
         half: HALF.
+        batch_invariant: whether the launch may not depend on the number of tokens, since it decides about the order in
+            which a norm adds its squares.
     """
+    if batch_invariant:
+        return RotationLaunch(max(1, 256 // half), 4, 1)
     if num_tokens * num_heads <= _FEW_HEADS:
         return RotationLaunch(1, 1, 1)
     warps = 1 if num_tokens < _MANY_TOKENS else 4
@@ -203,6 +209,7 @@ def rope_and_write_kv(
     q_out: Tensor | None = None,
     write: bool = True,
     ahead: tuple[Tensor, Tensor] | None = None,
+    batch_invariant: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
@@ -219,6 +226,7 @@ def rope_and_write_kv(
         q_out: [T, H, D], contiguous in a token; None writes the queries over those in `qkv`.
         write: False does not change the cache: rotated keys are written over those in `qkv`.
         ahead: two tensors that later kernels read; their first 24 MiB are prefetched to the second-level cache.
+        batch_invariant: whether a token's results must have the same bits among any others.
         pdl: use programmatic dependent launch. `positions` and `slot_mapping` are then read before the wait:
             the kernels that write them must be followed by a launch without `pdl` before this one.
 
@@ -234,7 +242,7 @@ def rope_and_write_kv(
         return q_out
     keys, values = kv.unbind(0)
     half = triton.next_power_of_2(head_dim // 2)
-    launch = rotation_launch(tokens, heads + 2 * kv_heads, half)
+    launch = rotation_launch(tokens, heads + 2 * kv_heads, half, batch_invariant=batch_invariant)
     blocks = triton.cdiv(tokens, launch.tokens)
     q_weight, k_weight = (qkv, qkv) if norms is None else norms
     lines = lines_ahead(ahead)

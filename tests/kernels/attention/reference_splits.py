@@ -16,16 +16,13 @@ class KVSplit(NamedTuple):
     end: int
 
 
-def plan_splits(
-    ranges: Sequence[tuple[int, int]], block_n: int, wanted: int, fixed: int = 0
-) -> list[KVSplit]:
+def plan_splits(ranges: Sequence[tuple[int, int]], block_n: int, wanted: int) -> list[KVSplit]:
     """Split the keys of every sequence, as `kernels/attention/splits.py` describes.
 
     Args:
         ranges: for each sequence, the first key that any query sees, and the number of keys.
         block_n: keys of a tile.
         wanted: from `splits_wanted`.
-        fixed: tiles of a split; 0 if `wanted` decides.
 
     Returns:
         The splits in the order of the launch; those of a sequence are adjacent. A sequence without keys
@@ -33,7 +30,7 @@ def plan_splits(
     """
     firsts = [first // block_n for first, _ in ranges]
     tiles = [-(-stop // block_n) - first for first, (_, stop) in zip(firsts, ranges, strict=True)]
-    chunk = fixed or max(1, -(-sum(tiles) // wanted))
+    chunk = max(1, -(-sum(tiles) // wanted))
     counts = [max(1, -(-total // chunk)) for total in tiles]
     longest = [-(-total // count) for total, count in zip(tiles, counts, strict=True)]
     splits: list[KVSplit] = []

@@ -216,13 +216,6 @@ def test_a_shared_prefix_is_ignored_if_the_result_would_depend_on_it(prefixes, m
     assert prefixes == []
 
 
-def test_a_batch_invariant_result_has_the_same_bits_with_a_shared_prefix():
-    case = shared_case(problem(DECODE, "bfloat16", batch_invariant=True), [1] * 2, [70, 145], 64)
-    plain = dataclasses.replace(case, batch=dataclasses.replace(case.batch, shared_prefix=0))
-
-    assert torch.equal(case.attend(select(DECODE))[0], plain.attend(select(DECODE))[0])
-
-
 def test_the_plan_names_the_row_that_reads_the_prefix():
     case = shared_case(problem(DECODE), [1] * 2, [70, 145], 64)
 

@@ -39,7 +39,7 @@ def problem(phase=Phase.PREFILL, **more):
     "more",
     [
         {}, {"dtype": "float16"}, {"causal": False}, {"lse": True},
-        {"num_heads": 8}, {"num_heads": 64, "num_kv_heads": 1}, {"batch_invariant": True},
+        {"num_heads": 8}, {"num_heads": 64, "num_kv_heads": 1},
     ],
     ids=str,
 )  # fmt: skip

@@ -267,29 +267,6 @@ def test_one_plan_runs_every_layer_of_its_step(phase):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_batch_invariant_result_has_the_bits_of_the_sequence_alone(phase, monkeypatch):
-    from kernels.attention.gpu import split_list
-
-    monkeypatch.setattr(split_list, "BATCH_INVARIANT_SPLIT_TOKENS", 64)
-    asked = problem(phase, "bfloat16", batch_invariant=True)
-    many = make_case(asked, queries(phase, 5, 30, 2), [300, 60, 129])
-    first = many.q.shape[0] - queries(phase, 5, 30, 2)[2]
-
-    together = check(many)
-
-    batch = dataclasses.replace(
-        many.batch,
-        cu_seqlens_q=torch.tensor([0, many.q.shape[0] - first], dtype=torch.int32),
-        seq_lens=many.batch.seq_lens[2:].clone(),
-        block_table=many.batch.block_table[2:].clone(),
-        num_tokens=many.q.shape[0] - first,
-        max_seqlen_k=129,
-    )
-    alone, _ = dataclasses.replace(many, batch=batch, q=many.q[first:]).attend(select(phase))
-    assert torch.equal(alone, together[first:])
-
-
-@pytest.mark.parametrize("phase", PHASES)
 def test_blocks_past_two_to_the_thirty_one_elements_are_read_correctly(phase):
     small = make_case(problem(phase, "bfloat16", 2, 2, 64), [1], [40])
     blocks = 2**31 // (16 * 2 * 64) + 16

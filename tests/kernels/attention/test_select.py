@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 
@@ -85,7 +86,7 @@ def test_our_kernels_are_chosen_from_sm_80_on_for_every_head_dim(arch, phase, dt
         {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 8},
         {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"block_size": None},
         {"num_heads": 28, "num_kv_heads": 4}, {"causal": False}, {"sliding_window": 1},
-        {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+        {"softcap": 15.0}, {"lse": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -97,9 +98,9 @@ def test_hopper_uses_its_own_prefill(arch, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 24},
+        {}, {"head_dim": 64}, {"head_dim": 256}, {"dtype": "float16"}, {"num_heads": 24}, {"head_dim": 96},
         {"num_heads": 64, "num_kv_heads": 1}, {"block_size": 256}, {"max_query_tokens": 16},
-        {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True}, {"batch_invariant": True},
+        {"sliding_window": 1}, {"softcap": 15.0}, {"lse": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -113,7 +114,7 @@ def test_hopper_uses_its_own_decode(arch, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"num_heads": 128, "num_kv_heads": 1}, {"head_dim": 96}, {"block_size": 8},
+        {"num_heads": 128, "num_kv_heads": 1}, {"block_size": 8},
         {"block_size": 48}, {"dtype": "float32"},
     ],
     ids=str,
@@ -128,12 +129,7 @@ def test_problems_that_the_hopper_decode_does_not_support_use_the_portable_decod
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"num_heads": 24}, "no groups of 3 query heads per key-value head"),
         ({"num_heads": 128, "num_kv_heads": 1}, "no groups of 128 query heads"),
-        ({"head_dim": 32}, "head_dim 32 is not one of [64, 128, 256]"),
-        ({"head_dim": 80}, "head_dim 80 is not one of"),
-        ({"head_dim": 96}, "head_dim 96 is not one of"),
-        ({"head_dim": 192}, "head_dim 192 is not one of"),
         ({"block_size": 8}, "block_size 8 is not from 16 to 256"),
         ({"block_size": 48}, "block_size 48 is not a power of two"),
         ({"dtype": "float32"}, "no float32"),
@@ -146,6 +142,17 @@ def test_problems_that_the_hopper_prefill_does_not_support_use_the_portable_pref
     assert selection.spec.name == "portable_prefill"
     (told,) = dict(selection.refusals)["hopper_prefill"]
     assert told.startswith(reason)
+
+
+@pytest.mark.parametrize("head_dim", [32, 48, 80, 96, 112, 160, 192, 224])
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("phase", list(Phase))
+def test_hopper_uses_its_own_kernels_for_every_group_and_head_dim(phase, group, head_dim):
+    asked = problem(phase, num_heads=2 * group, num_kv_heads=2, head_dim=head_dim)
+    selection = kernels.select(asked, CATALOGUE["h100"])
+
+    assert selection.spec.name == f"hopper_{phase.value}"
+    assert all("to which the kernel pads" in launch.provenance for launch in selection.launches)
 
 
 @pytest.mark.parametrize("phase", list(Phase))
@@ -211,6 +218,27 @@ def test_only_our_kernels_support_packed_keys_full_attention_and_several_queries
 def test_max_query_tokens_does_not_limit_a_prefill(arch):
     for most in (1, 8):
         assert kernels.select(problem(max_query_tokens=most), arch).spec.phase is Phase.PREFILL
+
+
+@pytest.mark.parametrize("arch", ["a100", "h100", "b200"])
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_batch_invariant_problem_has_one_kernel_and_launch_for_both_phases(arch, phase):
+    for head_dim, dtype in itertools.product((64, 80, 128, 256), ("bfloat16", "float32")):
+        asked = problem(phase, dtype=dtype, head_dim=head_dim, batch_invariant=True)
+        other = dataclasses.replace(asked, phase=Phase.PREFILL)
+
+        found = kernels.select(asked, CATALOGUE[arch])
+
+        assert found.spec.name == f"invariant_{phase.value}"
+        assert len(found.launches) == 1
+        assert found.launches[0].launch == kernels.select(other, CATALOGUE[arch]).launches[0].launch
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_no_processor_without_tensor_cores_supports_a_batch_invariant_problem(phase):
+    for arch in (CPU, CATALOGUE["t4"]):
+        with pytest.raises(NoKernelError, match="batch invariant"):
+            kernels.select(problem(phase, batch_invariant=True), arch)
 
 
 def test_the_first_row_that_supports_the_problem_is_chosen_with_its_launch():

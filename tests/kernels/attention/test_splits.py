@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.attention.splits import BATCH_INVARIANT_SPLIT_TOKENS, split_bound, splits_wanted
+from kernels.attention.splits import splits_wanted
 from tests.kernels.attention.reference_splits import KVSplit, plan_splits
 
 BLOCK_NS = st.sampled_from([16, 32, 64, 128])
@@ -26,9 +26,9 @@ def splits_of(splits, seq):
     return [split for split in splits if split.seq == seq]
 
 
-@given(key_ranges(), BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]))
-def test_every_key_is_in_one_split_and_splits_are_in_order(ranges, block_n, wanted, fixed):
-    splits = plan_splits(ranges, block_n, wanted, fixed)
+@given(key_ranges(), BLOCK_NS, WANTED)
+def test_every_key_is_in_one_split_and_splits_are_in_order(ranges, block_n, wanted):
+    splits = plan_splits(ranges, block_n, wanted)
 
     order = [seq for seq, _ in itertools.groupby(splits, key=lambda split: split.seq)]
     assert sorted(order) == list(range(len(ranges)))
@@ -44,20 +44,9 @@ def test_splits_begin_at_the_edge_of_a_tile(ranges, block_n, wanted):
     assert all(split.begin % block_n == 0 for split in plan_splits(ranges, block_n, wanted))
 
 
-@given(key_ranges(), BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]), st.integers(0, 10_000))
-def test_there_are_never_more_splits_than_the_bound(ranges, block_n, wanted, fixed, longer_by):
-    max_seqlen_k = max(length for _, length in ranges) + longer_by
-
-    splits = plan_splits(ranges, block_n, wanted, fixed)
-
-    assert len(splits) <= split_bound(len(ranges), max_seqlen_k, block_n, wanted, fixed)
-
-
-@given(st.integers(1, 64), BLOCK_NS, WANTED)
-def test_the_bound_depends_on_no_length_unless_the_split_is_fixed(num_seqs, block_n, wanted):
-    bounds = {split_bound(num_seqs, length, block_n, wanted, 0) for length in (0, 1, 1 << 20)}
-
-    assert bounds == {num_seqs + wanted}
+@given(key_ranges(), BLOCK_NS, WANTED)
+def test_there_are_never_more_splits_than_wanted_and_sequences(ranges, block_n, wanted):
+    assert len(plan_splits(ranges, block_n, wanted)) <= len(ranges) + wanted
 
 
 @given(key_ranges(), BLOCK_NS, WANTED)
@@ -69,9 +58,9 @@ def test_the_tiles_of_a_sequence_are_divided_evenly(ranges, block_n, wanted):
         assert max(tiles) - min(tiles) <= 1
 
 
-@given(key_ranges(), BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]))
-def test_the_sequences_with_the_longest_splits_come_first(ranges, block_n, wanted, fixed):
-    splits = plan_splits(ranges, block_n, wanted, fixed)
+@given(key_ranges(), BLOCK_NS, WANTED)
+def test_the_sequences_with_the_longest_splits_come_first(ranges, block_n, wanted):
+    splits = plan_splits(ranges, block_n, wanted)
 
     longest = {
         seq: max(-(-(split.end - split.begin) // block_n) for split in splits_of(splits, seq))
@@ -97,20 +86,9 @@ def test_no_split_is_longer_than_the_share_of_a_program(ranges, block_n, wanted)
     assert max(tiles) <= max(1, -(-all_tiles // wanted))
 
 
-@given(key_ranges(), key_ranges(), BLOCK_NS, WANTED, WANTED, st.integers(1, 64))
-def test_a_fixed_split_of_a_sequence_is_the_same_in_any_batch_and_on_any_gpu(
-    some, others, block_n, wanted, elsewhere, fixed
-):
-    alone = plan_splits(some[:1], block_n, wanted, fixed)
-    among = plan_splits([*others, some[0]], block_n, elsewhere, fixed)
-
-    last = len(others)
-    assert [(s.begin, s.end) for s in alone] == [(s.begin, s.end) for s in splits_of(among, last)]
-
-
-@given(BLOCK_NS, WANTED, st.sampled_from([0, 1, 32]))
-def test_a_sequence_without_keys_has_one_empty_split(block_n, wanted, fixed):
-    splits = plan_splits([(0, 0), (0, 100), (0, 0)], block_n, wanted, fixed)
+@given(BLOCK_NS, WANTED)
+def test_a_sequence_without_keys_has_one_empty_split(block_n, wanted):
+    splits = plan_splits([(0, 0), (0, 100), (0, 0)], block_n, wanted)
 
     assert splits_of(splits, 0) == [KVSplit(0, 0, 0)]
     assert splits_of(splits, 2) == [KVSplit(2, 0, 0)]
@@ -155,7 +133,3 @@ def test_a_long_sequence_at_the_end_of_a_batch_starts_first():
 @pytest.mark.parametrize("programs_per_split", [1, 264, 10_000])
 def test_at_least_one_split_is_wanted(programs_per_split):
     assert splits_wanted(132, 2, programs_per_split) == max(1, 264 // programs_per_split)
-
-
-def test_the_fixed_split_is_a_whole_number_of_tiles_of_every_size():
-    assert all(BATCH_INVARIANT_SPLIT_TOKENS % block_n == 0 for block_n in (16, 32, 64, 128, 256))

@@ -74,16 +74,15 @@ def random_step():
 
 @pytest.mark.parametrize("step", [*STEPS, random_step()], ids=lambda step: f"{len(step)} seqs")
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("invariant", [False, True], ids=["shared", "batch invariant"])
-def test_the_device_splits_a_decode_like_the_reference(step, window, invariant):
+def test_the_device_splits_a_decode_like_the_reference(step, window):
     launch = LaunchConfig(16, 32, 4, 1, programs_per_sm=2)
 
-    made = plan(Phase.DECODE, step, launch, sliding_window=window, batch_invariant=invariant)
+    made = plan(Phase.DECODE, step, launch, sliding_window=window)
 
     firsts = [max(0, keys - queries - window + 1) if window else 0 for queries, keys in step]
     ranges = [(first, keys) for first, (_, keys) in zip(firsts, step, strict=True)]
     wanted = splits_wanted(20, 2, made._list.arrivals.shape[1])
-    expected = plan_splits(ranges, 32, wanted, 2048 // 32 if invariant else 0)
+    expected = plan_splits(ranges, 32, wanted)
     found = [tuple(row) for row in made._list.splits.tolist() if row[0] >= 0]
     assert [(seq, begin, end) for seq, _, _, _, begin, end, _, _ in found] == expected
     starts = offsets(torch.tensor([queries for queries, _ in step]))
