@@ -15,10 +15,14 @@ from typing import Final, NamedTuple
 FEWEST_ROWS: Final = 5
 ROW_COUNTS: Final = (16, 32, 64, 128, 256)
 """Numbers of rows that the kernel is compiled for; a step takes the smallest that is enough, and has at most 256."""
+MANY_ROWS: Final = 1024
+"""Number of rows that the tiles for more rows, of batch-invariant layers alone, are chosen for."""
 _MANY_WEIGHTS: Final = 32 << 20
 _FEW_ROWS: Final = 128
 _OUTPUTS: Final = (64, 128)
 _SPLITS: Final = (1, 2, 4, 8)
+_INVARIANT_ROWS: Final = 64
+"""Number of rows whose best number of splits all numbers of rows of a batch-invariant layer have."""
 _SHARED_BYTES: Final = 192 << 10
 """Shared memory for weights and rows; the rest is left for a block of the kernel that is ending."""
 _NUM_SM: Final = 132
@@ -52,26 +56,47 @@ class MatrixLaunch(NamedTuple):
         return min(chunks, _SHARED_BYTES // chunk_bytes)
 
 
-def plan_matrix(outputs: int, inputs: int, rows: int, *, may_split: bool) -> MatrixLaunch:
+def plan_matrix(
+    outputs: int, inputs: int, rows: int, *, may_split: bool, splits: tuple[int, ...] = _SPLITS
+) -> MatrixLaunch:
     """Return the tile sizes with the smallest `estimate`.
 
     Args:
         outputs: rows of the weights.
         inputs: columns of the weights.
-        rows: of x, one of `ROW_COUNTS`.
+        rows: of x, one of `ROW_COUNTS`, or `MANY_ROWS`.
         may_split: whether the result may be partial sums.
+        splits: numbers of splits to choose from, if it may.
     """
     candidates = [
-        MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, splits)
+        MatrixLaunch(tile, row_tile, 128 if row_tile <= 64 and part % 128 == 0 else 64, count)
         for tile in _OUTPUTS
         if outputs % tile == 0
         for row_tile in ROW_COUNTS
         if row_tile == rows or 64 <= row_tile < rows
-        for splits in (_SPLITS if may_split else (1,))
-        if inputs % (splits * 64) == 0
-        for part in (inputs // splits,)
+        for count in (splits if may_split else (1,))
+        if inputs % (count * 64) == 0
+        for part in (inputs // count,)
     ]
     return min(candidates, key=lambda it: estimate(it, outputs, inputs, rows))
+
+
+def plan_invariant_matrix(outputs: int, inputs: int, *, may_split: bool) -> dict[int, MatrixLaunch]:
+    """Return tile sizes for each of `ROW_COUNTS` and for `MANY_ROWS`, with one number of splits for all of them.
+
+    The sums of an output are added in the order of the columns within a split, then in that of the splits, so that
+    number alone decides about its bits.
+
+    Args:
+        outputs: as for `plan_matrix`, as are the other arguments.
+        inputs: see above.
+        may_split: see above.
+    """
+    splits = plan_matrix(outputs, inputs, _INVARIANT_ROWS, may_split=may_split).splits
+    return {
+        rows: plan_matrix(outputs, inputs, rows, may_split=may_split, splits=(splits,))
+        for rows in (*ROW_COUNTS, MANY_ROWS)
+    }
 
 
 def estimate(launch: MatrixLaunch, outputs: int, inputs: int, rows: int) -> float:

@@ -24,6 +24,7 @@ class LinearProblem:
         residual: whether the output is added to the residual stream.
         layer_weights: number of weights in all projections of the decoder layer; 0 for the output head.
         trainable: whether the result must be differentiable and the weights may change.
+        batch_invariant: whether the result of a row must have the same bits whatever the other rows and their number.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class LinearProblem:
     residual: bool = False
     layer_weights: int = 0
     trainable: bool = False
+    batch_invariant: bool = False
 
     @property
     def matrices(self) -> int:
@@ -56,4 +58,6 @@ class LinearProblem:
         """Return one line for logs and tables."""
         gated = " gated" if self.gated else ""
         weights = f", weights in {self.weight_dtype}" if self.weight_dtype else ""
-        return f"{self.rows} x {self.inputs} to {self.outputs}{gated} in {self.dtype}{weights}"
+        invariant = ", batch invariant" if self.batch_invariant else ""
+        size = f"{self.rows} x {self.inputs} to {self.outputs}"
+        return f"{size}{gated} in {self.dtype}{weights}{invariant}"

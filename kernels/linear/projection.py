@@ -10,6 +10,7 @@ The selected kernel computes (absorbs) some of the surrounding operations in its
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -39,10 +40,21 @@ __all__ = [
     "LinearWeights",
     "Norm",
     "Projection",
+    "Purpose",
     "Residual",
     "bind_norm",
     "bind_projection",
 ]
+
+
+class Purpose(enum.Enum):
+    """What a projection is bound for, which decides what its results must satisfy."""
+
+    TRAINING = "training"
+    """They are differentiable, and the weights may change."""
+    SERVING = "serving"
+    DETERMINISTIC_SERVING = "deterministic serving"
+    """The result of a row has the same bits whatever the other rows and their number."""
 
 
 class Residual(NamedTuple):
@@ -113,7 +125,7 @@ def bind_projection(
     gated: bool = False,
     residual: bool = False,
     layer_weights: int = 0,
-    trainable: bool = False,
+    purpose: Purpose = Purpose.SERVING,
 ) -> Projection:
     """Bind a linear layer to its weights and to the kernels that can compute it.
 
@@ -125,7 +137,10 @@ def bind_projection(
         gated: whether the output of `from_residual` is silu(gate) * up.
         residual: whether the projection is for `to_residual`.
         layer_weights: as in `LinearProblem`.
-        trainable: as in `LinearProblem`.
+        purpose: what is demanded of the results.
+
+    Raises:
+        NoKernelError: no kernel supports a batch-invariant layer.
     """
     stacked, inputs = weights.weight.shape
     problem = LinearProblem(
@@ -138,7 +153,8 @@ def bind_projection(
         bias=weights.bias is not None,
         residual=residual,
         layer_weights=layer_weights,
-        trainable=trainable,
+        trainable=purpose is Purpose.TRAINING,
+        batch_invariant=purpose is Purpose.DETERMINISTIC_SERVING,
     )
     spec = select_linear(problem, arch).spec
     if spec.any_rows:

@@ -28,6 +28,7 @@ _HALF_DTYPES: Final = ("bfloat16", "float16")
 _MATRIX_MULTIPLE: Final = 64
 _FP8_MULTIPLE: Final = 16
 """The library's FP8 product requires inputs and outputs that are multiples of this."""
+_NOT_INVARIANT: Final = "the bits of a row depend on the number of rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def _gpu_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
 
 def _vector_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     return _gpu_unsupported(problem, arch) + _reasons(
+        (problem.batch_invariant, "for few rows only"),
         (
             problem.rows > MOST_VECTOR_ROWS,
             f"{problem.rows} rows: others are faster from {MOST_VECTOR_ROWS + 1} on",
@@ -92,22 +94,39 @@ def _matrix_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
     most = most_rows(problem.layer_weights)
     return arch.unsupported(HOPPER) + _reasons(
         (problem.trainable, "not differentiable"),
-        (problem.layer_weights == 0, "for the projections of a decoder layer only"),
+        (
+            problem.layer_weights == 0 and not problem.batch_invariant,
+            "for the projections of a decoder layer only",
+        ),
         (problem.weight_dtype is not None, "weights are quantized"),
         (problem.dtype not in _HALF_DTYPES, f"no {problem.dtype}"),
         (problem.bias and (problem.gated or problem.residual), "no bias with a gate or a residual"),
         (odd is not None, f"a size of {odd} is not a multiple of {_MATRIX_MULTIPLE}"),
         (
-            not FEWEST_ROWS <= problem.rows <= most,
+            not problem.batch_invariant and not FEWEST_ROWS <= problem.rows <= most,
             f"{problem.rows} rows: others are faster outside {FEWEST_ROWS} to {most}",
         ),
     )
 
 
+def _invariant_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    return _gpu_unsupported(problem, arch) + _reasons(
+        (not problem.batch_invariant, "others are faster where bits may depend on the batch"),
+    )
+
+
+def _library_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
+    return _gpu_unsupported(problem, arch) + _reasons((problem.batch_invariant, _NOT_INVARIANT))
+
+
+def _pytorch_unsupported(problem: LinearProblem, _arch: GPUArch) -> tuple[str, ...]:
+    return _reasons((problem.batch_invariant, _NOT_INVARIANT))
+
+
 def _fp8_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...]:
     sizes = (problem.inputs, problem.matrices * problem.outputs)
     return (
-        _gpu_unsupported(problem, arch)
+        _library_unsupported(problem, arch)
         + arch.unsupported(FP8_INSTRUCTIONS)
         + _reasons(
             (problem.weight_dtype is None, "weights are not quantized"),
@@ -125,6 +144,7 @@ def _packed_unsupported(problem: LinearProblem, arch: GPUArch) -> tuple[str, ...
         (not arch.is_cpu, "needs a CPU"),
         (problem.trainable, "not differentiable"),
         (problem.weight_dtype is not None, "weights are quantized"),
+        (problem.batch_invariant, _NOT_INVARIANT),
     ) + cpu.unsupported(problem.dtype)
 
 
@@ -147,7 +167,14 @@ MATRIX: Final = LinearSpec(
     prefetches=True,
     row_counts=ROW_COUNTS,
 )
-"""5 to 256 rows, on Hopper's tensor cores."""
+"""5 to 256 rows, on Hopper's tensor cores; any number where the result must be batch invariant."""
+INVARIANT: Final = LinearSpec(
+    name="invariant",
+    target="kernels.linear.gpu.invariant:InvariantLinear",
+    unsupported=_invariant_unsupported,
+    leaves_partials=True,
+)
+"""Any number of rows, batch invariant."""
 LIBRARY_FP8: Final = LinearSpec(
     name="library_fp8",
     target="kernels.linear.library:LibraryFP8Linear",
@@ -159,7 +186,7 @@ LIBRARY_FP8: Final = LinearSpec(
 LIBRARY: Final = LinearSpec(
     name="library",
     target="kernels.linear.library:LibraryLinear",
-    unsupported=_gpu_unsupported,
+    unsupported=_library_unsupported,
     absorbs_residual=True,
 )
 """The vendor library's product, for any number of rows; quantized weights are converted at each call."""
@@ -174,9 +201,9 @@ PACKED: Final = LinearSpec(
 PYTORCH: Final = LinearSpec(
     name="pytorch",
     target="kernels.linear.pytorch:PyTorchLinear",
-    unsupported=lambda _problem, _arch: (),
+    unsupported=_pytorch_unsupported,
     any_rows=True,
 )
 """Differentiable, on every device."""
 
-REGISTRY: Final = (VECTOR, MATRIX, LIBRARY_FP8, LIBRARY, PACKED, PYTORCH)
+REGISTRY: Final = (VECTOR, MATRIX, INVARIANT, LIBRARY_FP8, LIBRARY, PACKED, PYTORCH)

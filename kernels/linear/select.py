@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
+from kernels.errors import NoKernelError
 from kernels.linear.registry import MOST_VECTOR_ROWS, REGISTRY, VECTOR, VECTOR_COLUMNS
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ def select_linear(
 
     Returns:
         The first row that supports the problem and was not measured to be slower, with its launch and the reason.
+
+    Raises:
+        NoKernelError: no row supports a batch-invariant problem; the message has a line for each row.
     """
     refusals: list[tuple[str, tuple[str, ...]]] = []
     for spec in REGISTRY:
@@ -131,7 +135,8 @@ def select_linear(
             unpacks=problem.weight_dtype is not None and not arch.has_fp8_conversion,
             refusals=tuple(refusals),
         )
-    raise AssertionError("the last row supports every problem")
+    lines = "".join(f"\n  {name}: {'; '.join(reasons)}" for name, reasons in refusals)
+    raise NoKernelError(f"no kernel for {problem} on {arch}:{lines}")
 
 
 def _slower(problem: LinearProblem, tuned: TunedLinear | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,7 +24,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
-from kernels.linear.matrix_tiles import ROW_COUNTS, plan_matrix
+from kernels.linear.matrix_tiles import (
+    MANY_ROWS,
+    ROW_COUNTS,
+    plan_invariant_matrix,
+    plan_matrix,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +85,8 @@ def matrix_linear(
     for s in gl.static_range(STAGES):
         mbarrier.init(w_full.index(s), count=1)
         mbarrier.init(x_full.index(s), count=1)
+    # The copies' proxy must see the barriers initialized.
+    fence_async_shared()
     gl.thread_barrier()
     if PDL:
         gdc_launch_dependents()
@@ -157,21 +165,25 @@ def store(
     threads: gl.constexpr = [COUNT // 4, 128 // COUNT]
     layout: gl.constexpr = gl.BlockedLayout([4, 1], threads, [1, gl.num_warps()], [0, 1])
     output = tile * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(1, layout))[:, None]
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
     value = acc
     if GATED:
         value = gated(acc, OUTPUTS, ROWS)
     value = gl.convert_layout(value, layout)
     if BIAS:
         value += gl.load(bias + output).to(gl.float32)
-    place = out + row * WIDTH + output
+    line = first_row.to(gl.int64)
     if IN_PARTS:
-        place = out + (part * num_rows + row) * WIDTH + output
-    gl.store(place, value.to(out.dtype.element_ty), mask=row < num_rows)
+        line += part.to(gl.int64) * num_rows
+    place = out + line * WIDTH + (row * WIDTH + output)
+    gl.store(place, value.to(out.dtype.element_ty), mask=first_row + row < num_rows)
 
 
 class MatrixLinear:
-    """A projection of up to 256 rows bound to its weights; it keeps their addresses, so they must not be replaced.
+    """A projection bound to its weights; it keeps their addresses, so they must not be replaced.
+
+    It computes up to 256 rows, and any number of them for a batch-invariant problem: a row then has the same bits
+    whatever the number.
 
     The weights are [N, C], float16 or bfloat16, N and C multiples of 64; [2 * N, C], gate above up, where the problem
     is gated. A projection with a gate or for the residual stream has no bias.
@@ -185,10 +197,13 @@ class MatrixLinear:
         assert self._bias is None or not (self._gated or self._in_parts)
         self._outputs = stacked // 2 if self._gated else stacked
         self._dtype = getattr(gl, str(self._weight.dtype).removeprefix("torch."))
-        self._launches = {
-            rows: plan_matrix(stacked, inputs, rows, may_split=self._in_parts)
-            for rows in ROW_COUNTS
-        }
+        if problem.batch_invariant:
+            self._launches = plan_invariant_matrix(stacked, inputs, may_split=self._in_parts)
+        else:
+            self._launches = {
+                rows: plan_matrix(stacked, inputs, rows, may_split=self._in_parts)
+                for rows in ROW_COUNTS
+            }
         shapes = {(it.outputs, it.columns) for it in self._launches.values()}
         self._boxes = {shape: self._weight_boxes(*shape) for shape in shapes}
 
@@ -202,21 +217,21 @@ class MatrixLinear:
         """Compute the projection.
 
         Args:
-            x: [rows, C] contiguous, 1 to 256 rows.
-            out: None; the output is a new tensor.
+            x: [rows, C] contiguous, at least 1 row.
+            out: [rows, outputs] contiguous; None allocates it. None for the residual stream.
             arguments: only `pdl` may be set; the kernel absorbs a gate and nothing else.
 
         Returns:
             [rows, outputs] in x's dtype; for the residual stream [splits, rows, outputs] float32 partial sums.
         """
-        assert all(it is None for it in (out, *arguments[:3])), "it absorbs a gate alone"
+        assert all(it is None for it in arguments[:3]), "it absorbs a gate alone"
+        assert out is None or not self._in_parts
         rows, inputs = x.shape
-        assert rows <= ROW_COUNTS[-1], f"{rows} rows; at most {ROW_COUNTS[-1]}"
-        launch = self._launches[next(count for count in ROW_COUNTS if rows <= count)]
+        launch = self._launches[next((it for it in ROW_COUNTS if rows <= it), MANY_ROWS)]
         if self._in_parts:
             shape = (launch.splits, rows, self._outputs)
             out = torch.empty(shape, dtype=torch.float32, device=x.device)
-        else:
+        elif out is None:
             out = torch.empty((rows, self._outputs), dtype=x.dtype, device=x.device)
         box = [launch.rows, launch.columns]
         stacked = self._weight.shape[0]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.linear.matrix_tiles import ROW_COUNTS, estimate, most_rows, plan_matrix
+from kernels.linear.matrix_tiles import (
+    MANY_ROWS,
+    ROW_COUNTS,
+    estimate,
+    most_rows,
+    plan_invariant_matrix,
+    plan_matrix,
+)
 
 HOPPER_SHARED_BYTES = 227 << 10
 LAYERS = {
@@ -55,3 +62,18 @@ def test_large_layers_use_the_library_beyond_128_rows():
 
     assert most_rows(weights["qwen3-0.6b"]) == 256
     assert most_rows(weights["llama-3.2-1b"]) == most_rows(weights["llama-3.1-8b"]) == 128
+
+
+@pytest.mark.parametrize("may_split", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), sorted(set().union(*LAYERS.values())))
+def test_a_batch_invariant_layer_has_one_number_of_splits_for_any_number_of_rows(
+    outputs, inputs, may_split
+):
+    launches = plan_invariant_matrix(outputs, inputs, may_split=may_split)
+
+    assert list(launches) == [*ROW_COUNTS, MANY_ROWS]
+    assert len({launch.splits for launch in launches.values()}) == 1
+    for rows, launch in launches.items():
+        assert outputs % launch.outputs == 0
+        assert inputs % (launch.splits * launch.columns) == 0
+        assert launch.rows <= min(rows, ROW_COUNTS[-1])
