@@ -270,3 +270,20 @@ def test_argmax_can_be_captured_in_a_graph():
         assert torch.equal(checked, first)
         truth = logits.double().log_softmax(-1).amax(-1)[first >= 0]
         torch.testing.assert_close(logprobs[first >= 0].double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", VOCABULARIES)
+def test_a_log_probability_has_the_same_bits_whatever_other_rows_report(size):
+    logits = torch.randn((3, size), device="cuda").bfloat16()
+    plain = [sampling_row(temperature=0.0, logprobs=True) for _ in range(3)]
+    greedy = torch.empty(3, device="cuda")
+    tokens = torch.empty(3, dtype=torch.int64, device="cuda")
+    argmax_tokens(logits, tokens, tokens.clone(), greedy)
+
+    alone = Sampler().forward(logits, plain)
+    with_top = sampling_row(temperature=0.0, top_logprobs=5)
+    mixed = Sampler().forward(logits, [plain[0], with_top, plain[2]])
+
+    assert [it.logprob for it in alone] == greedy.tolist()
+    assert (mixed[0], mixed[2]) == (alone[0], alone[2])
+    assert mixed[1] == Sampler().forward(logits[1:2], [with_top])[0]

@@ -2,18 +2,15 @@
 
 The tokens of a row are ordered by key (`ordering_keys`: distance below the peak, then id), and every filter keeps a
 prefix of that order. top_k and top_p thus look for the first key whose cumulative amount exceeds a target: the count of
-tokens for top_k, their weight for top_p. It is found by dividing a window of keys, [low,
-high), into parts until one token is left: in the list of candidates where the window lies within it, else in the logits
-until the window is small enough for a list.
-
-The functions take a tuple `row`: the row's logits as `load_logits` takes them, the list of candidates, the peak, and
-the factor on distances.
+tokens for top_k, their weight for top_p. It is found by dividing a window of keys, [low, high), into parts until one
+token is left: in the list of candidates where the window lies within it, else in the logits until the window is small
+enough for a list.
 """
-
-from __future__ import annotations
+# An aggregate reads its annotations when its class is created, so they cannot be postponed to strings.
 
 import triton
 import triton.language as tl
+from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.functions import LOWEST_KEY, ranked_id, ranking_keys
@@ -43,65 +40,135 @@ _EVERYTHING = tl.constexpr(2**62)
 """Above the amount of all tokens of a row."""
 
 
+@aggregate
+class Row:
+    """A row of logits, its list of candidates, and the constants of the kernel.
+
+    Attributes:
+        logits: with `masks` and `entry` the row's logits, as `logits_of` returns them.
+        masks: see `logits`.
+        entry: see `logits`.
+        listed: address of the list's [CAPACITY] int64 keys.
+        peak: float32, the largest logit.
+        scale: float32, factor on distances.
+        V: logits of the row.
+        CAPACITY: tokens that the list can hold.
+        ID_BITS: low bits of a key, which hold the token's id.
+        BLOCK: tokens of a part that is read at once.
+        LOADS: parts of the logits that are loaded before any of them is used; one of the list.
+        WAYS: parts of a window of listed tokens.
+        ROW_WAYS: parts of a window of logits.
+    """
+
+    logits: tl.tensor
+    masks: tl.tensor
+    entry: tl.tensor
+    listed: tl.tensor
+    peak: tl.tensor
+    scale: tl.tensor
+    V: tl.constexpr
+    CAPACITY: tl.constexpr
+    ID_BITS: tl.constexpr
+    BLOCK: tl.constexpr
+    LOADS: tl.constexpr
+    WAYS: tl.constexpr
+    ROW_WAYS: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(
+        self, source, listed, peak, scale, V, CAPACITY, ID_BITS, BLOCK, LOADS, WAYS, ROW_WAYS
+    ) -> None:
+        self.logits, self.masks, self.entry = source[0], source[1], source[2]
+        self.listed = listed
+        self.peak = peak
+        self.scale = scale
+        self.V = tl.constexpr(V)
+        self.CAPACITY = tl.constexpr(CAPACITY)
+        self.ID_BITS = tl.constexpr(ID_BITS)
+        self.BLOCK = tl.constexpr(BLOCK)
+        self.LOADS = tl.constexpr(LOADS)
+        self.WAYS = tl.constexpr(WAYS)
+        self.ROW_WAYS = tl.constexpr(ROW_WAYS)
+
+
+@aggregate
+class Window:
+    """A range of keys; all are int64.
+
+    Attributes:
+        low: first key.
+        high: first key beyond.
+        low_amount: amount of all keys below `low`.
+        high_amount: amount of all keys below `high`.
+    """
+
+    low: tl.tensor
+    high: tl.tensor
+    low_amount: tl.tensor
+    high_amount: tl.tensor
+
+    @triton.constexpr_function
+    def __init__(self, low, high, low_amount, high_amount) -> None:
+        self.low = low
+        self.high = high
+        self.low_amount = low_amount
+        self.high_amount = high_amount
+
+
+@triton.constexpr_function
+def loads_of(row, IN_LIST):
+    """Return how many parts of the list, or of the logits, are loaded before any of them is used."""
+    return 1 if IN_LIST else row.LOADS
+
+
+@triton.constexpr_function
+def ways_of(row, IN_LIST):
+    """Return how many parts a window of listed tokens, or of logits, is divided into."""
+    return row.WAYS if IN_LIST else row.ROW_WAYS
+
+
 @triton.jit
-def load_parts(row, start, size, IN_LIST: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
-    """Load LOADS parts of the listed candidates, or of the logits, before any of them is used."""
-    logits, listed, _, _ = row
+def load_parts(row, start, size, IN_LIST: tl.constexpr):
+    """Load parts of the listed candidates, or of the logits, before any of them is used."""
     parts = ()
-    for i in tl.static_range(LOADS):
-        at = start + i * BLOCK + tl.arange(0, BLOCK)
+    for i in tl.static_range(loads_of(row, IN_LIST)):
+        at = start + i * row.BLOCK + tl.arange(0, row.BLOCK)
         if IN_LIST:
-            parts = parts + (tl.load(listed + at, mask=at < size, other=0),)  # type: ignore[assignment]
+            parts = parts + (tl.load(row.listed + at, mask=at < size, other=0),)  # type: ignore[assignment]
         else:
-            parts = parts + (load_logits(logits, at, size),)  # type: ignore[assignment]
+            parts = parts + (load_logits((row.logits, row.masks, row.entry), at, size),)  # type: ignore[assignment]
     return parts
 
 
 @triton.jit
-def keys_of(
-    row,
-    part,
-    start,
-    size,
-    IN_LIST: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def keys_of(row, part, start, size, IN_LIST: tl.constexpr):
     """Return keys and weights of a part that `load_parts` loaded."""
-    logits, _, peak, scale = row
-    at = start + tl.arange(0, BLOCK)
+    at = start + tl.arange(0, row.BLOCK)
     if IN_LIST:
-        nowhere = tl.full([BLOCK], _NOWHERE, tl.int64) << ID_BITS
+        nowhere = tl.full([row.BLOCK], _NOWHERE, tl.int64) << row.ID_BITS
         keys = tl.where(at < size, part, nowhere)
     else:
-        values = apply_mask(logits, part, start, size)
-        keys = ordering_keys((peak - values) * scale, at, ID_BITS)
-    distances = (keys >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+        values = apply_mask((row.logits, row.masks, row.entry), part, start, size)
+        keys = ordering_keys((row.peak - values) * row.scale, at, row.ID_BITS)
+    distances = (keys >> row.ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
     return keys, weights_of(distances)
 
 
 @triton.jit
-def tighten(
-    row,
-    size,
-    low,
-    high,
-    IN_LIST: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-):
-    """Shrink a window to the range from its first token with a weight to its last."""
-    least = tl.full([BLOCK], 0, tl.int64) + high
-    most = tl.full([BLOCK], -1, tl.int64)
-    for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
+def tighten(row, window, size, IN_LIST: tl.constexpr):
+    """Shrink a window to the range from its first token with a weight to its last; the amounts stay."""
+    LOADS: tl.constexpr = loads_of(row, IN_LIST)
+    low, high = window.low, window.high
+    least = tl.full([row.BLOCK], 0, tl.int64) + high
+    most = tl.full([row.BLOCK], -1, tl.int64)
+    for start in range(0, size, row.BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
+            keys, weights = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
             inside = (keys >= low) & (keys < high) & (weights > 0)
             least = tl.minimum(least, tl.where(inside, keys, high))
             most = tl.maximum(most, tl.where(inside, keys, -1))
-    return tl.min(least, 0), tl.max(most, 0) + 1
+    return Window(tl.min(least, 0), tl.max(most, 0) + 1, window.low_amount, window.high_amount)
 
 
 @triton.jit
@@ -123,24 +190,16 @@ def split(low, high, ID_BITS: tl.constexpr, WAYS: tl.constexpr):
 
 
 @triton.jit
-def measure(
-    row,
-    size,
-    counting,
-    edges,
-    IN_LIST: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    WAYS: tl.constexpr,
-):
-    """Return the amounts and the numbers [WAYS] of the tokens with a weight below each edge."""
-    sums = tl.full([BLOCK, WAYS], 0, tl.int64)
-    numbers = tl.full([BLOCK, WAYS], 0, tl.int32)
-    for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
+def measure(row, size, counting, edges, IN_LIST: tl.constexpr):
+    """Return the amounts and the numbers [ways] of the tokens with a weight below each edge."""
+    LOADS: tl.constexpr = loads_of(row, IN_LIST)
+    WAYS: tl.constexpr = ways_of(row, IN_LIST)
+    sums = tl.full([row.BLOCK, WAYS], 0, tl.int64)
+    numbers = tl.full([row.BLOCK, WAYS], 0, tl.int32)
+    for start in range(0, size, row.BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
+            keys, weights = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
             exists = weights > 0
             amounts = tl.where(counting, exists.to(tl.int64), weights)
             below = keys[:, None] < edges[None, :]
@@ -150,34 +209,20 @@ def measure(
 
 
 @triton.jit
-def narrow(
-    row,
-    size,
-    target,
-    counting,
-    enough,
-    low,
-    high,
-    low_amount,
-    high_amount,
-    IN_LIST: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    WAYS: tl.constexpr,
-):
+def narrow(row, window, size, target, counting, enough, IN_LIST: tl.constexpr):
     """Narrow a window around the first key whose cumulative amount exceeds `target` to at most `enough` tokens.
 
-    The amounts at `low` and `high` are those of all keys below. A list holds the keys from the `low` of its window on;
-    logits have at most `size` tokens below `high`.
+    A list holds the keys from the `low` of its window on; logits have at most `size` tokens below `high`.
     """
+    low, high = window.low, window.high
+    low_amount, high_amount = window.low_amount, window.high_amount
     base = low_amount
     below = tl.full([], 0, tl.int32)
     up_to = below + size
     while up_to - below > enough:
         number = up_to - below
-        edges = split(low, high, ID_BITS, WAYS)
-        amounts, numbers = measure(row, size, counting, edges, IN_LIST, ID_BITS, BLOCK, LOADS, WAYS)
+        edges = split(low, high, row.ID_BITS, ways_of(row, IN_LIST))
+        amounts, numbers = measure(row, size, counting, edges, IN_LIST)
         amounts += base
         beyond = amounts > target
         low_amount = tl.maximum(low_amount, tl.max(tl.where(beyond, low_amount, amounts), 0))
@@ -188,111 +233,81 @@ def narrow(
         high = tl.min(tl.where(beyond, edges, high), 0)
         if 2 * (up_to - below) > number:
             # Most of the window is empty: dividing it further finds nothing.
-            low, high = tighten(row, size, low, high, IN_LIST, ID_BITS, BLOCK, LOADS)
-    return low, high, low_amount, high_amount
+            tight = tighten(row, Window(low, high, low_amount, high_amount), size, IN_LIST)
+            low, high = tight.low, tight.high
+    return Window(low, high, low_amount, high_amount)
 
 
 @triton.jit
-def gather(row, size, low, high, ID_BITS: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr):
-    """Write the tokens with a weight in [low, high) to the list; return their number."""
-    _, listed, _, _ = row
+def gather(row, window):
+    """Write the tokens with a weight in a window to the list; return their number."""
     tl.debug_barrier()  # all threads have read the previous list
     number = tl.full([], 0, tl.int32)
-    for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(row, start, size, False, BLOCK, LOADS)
-        for i in tl.static_range(LOADS):
-            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, False, ID_BITS, BLOCK)
-            wanted = (keys >= low) & (keys < high) & (weights > 0)
+    for start in range(0, row.V, row.BLOCK * row.LOADS):
+        parts = load_parts(row, start, row.V, False)
+        for i in tl.static_range(row.LOADS):
+            keys, weights = keys_of(row, parts[i], start + i * row.BLOCK, row.V, False)
+            wanted = (keys >= window.low) & (keys < window.high) & (weights > 0)
             at = number + tl.cumsum(wanted.to(tl.int32), 0) - 1
-            tl.store(listed + at, keys, mask=wanted)
+            tl.store(row.listed + at, keys, mask=wanted)
             number += tl.sum(wanted.to(tl.int32), 0)
     tl.debug_barrier()
     return number
 
 
 @triton.jit
-def weight_below(
-    row,
-    size,
-    edge,
-    IN_LIST: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-):
+def weight_below(row, size, edge, IN_LIST: tl.constexpr):
     """Return the weight of all keys below an edge."""
-    sums = tl.full([BLOCK], 0, tl.int64)
-    for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
+    LOADS: tl.constexpr = loads_of(row, IN_LIST)
+    sums = tl.full([row.BLOCK], 0, tl.int64)
+    for start in range(0, size, row.BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST)
         for i in tl.static_range(LOADS):
-            keys, weights = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
+            keys, weights = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
             sums += tl.where(keys < edge, weights, 0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
-def sample_below(
-    row,
-    noise_key,
-    size,
-    edge,
-    IN_LIST: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-):
+def sample_below(row, noise_key, size, edge, IN_LIST: tl.constexpr):
     """Return the id of the token with the largest sum of noise minus distance among all keys below an edge."""
-    best = tl.full([BLOCK], LOWEST_KEY, tl.int64)
-    for start in range(0, size, BLOCK * LOADS):
-        parts = load_parts(row, start, size, IN_LIST, BLOCK, LOADS)
+    LOADS: tl.constexpr = loads_of(row, IN_LIST)
+    best = tl.full([row.BLOCK], LOWEST_KEY, tl.int64)
+    for start in range(0, size, row.BLOCK * LOADS):
+        parts = load_parts(row, start, size, IN_LIST)
         for i in tl.static_range(LOADS):
-            keys, _ = keys_of(row, parts[i], start + i * BLOCK, size, IN_LIST, ID_BITS, BLOCK)
-            ids = (keys & ((1 << ID_BITS) - 1)).to(tl.int32)
-            distances = (keys >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+            keys, _ = keys_of(row, parts[i], start + i * row.BLOCK, size, IN_LIST)
+            high = keys >> row.ID_BITS
+            ids = (keys - (high << row.ID_BITS)).to(tl.int32)
+            distances = high.to(tl.int32).to(tl.float32, bitcast=True)
             totals = ranking_keys(gumbel_noise(noise_key, ids) - distances, ids)
             best = tl.maximum(best, tl.where(keys < edge, totals, LOWEST_KEY))
     return ranked_id(tl.max(best, 0))
 
 
 @triton.jit
-def find(
-    row,
-    size,
-    target,
-    counting,
-    low,
-    high,
-    low_amount,
-    high_amount,
-    end,
-    V: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOADS: tl.constexpr,
-    WAYS: tl.constexpr,
-    ROW_WAYS: tl.constexpr,
-):
+def find(row, window, size, target, counting):
     """Find the first key whose cumulative amount exceeds `target`, after listing the keys around it where needed.
 
+    Args:
+        row: the row.
+        window: of the list.
+        size: tokens of the list.
+        target: int64.
+        counting: whether amounts are counts of tokens; else they are weights.
+
     Returns:
-        The key, the next one, the amount below the next one, and the size and window of the list.
+        A window of that key alone, and the window and the size of the list.
     """
-    if (target < low_amount) | (target >= high_amount):
-        low, high, low_amount, high_amount = end * 0, end, end * 0, _EVERYTHING + end * 0
+    if (target < window.low_amount) | (target >= window.high_amount):
+        end = tl.full([], _WEIGHTLESS, tl.int64) << row.ID_BITS
+        window = Window(end * 0, end, end * 0, end * 0 + _EVERYTHING)
         # Triton's compiler fails on a loop that it can prove is never entered.
-        if V > CAPACITY:
-            low, high, low_amount, high_amount = narrow(
-                row, V, target, counting, CAPACITY,
-                low, high, low_amount, high_amount, False, ID_BITS, BLOCK, LOADS, ROW_WAYS,
-            )  # fmt: skip
-        size = gather(row, V, low, high, ID_BITS, BLOCK, LOADS)
-    found, edge, _, reached = narrow(
-        row, size, target, counting, 1,
-        low, high, low_amount, high_amount, True, ID_BITS, BLOCK, 1, WAYS,
-    )  # fmt: skip
-    found, edge = tighten(row, size, found, edge, True, ID_BITS, BLOCK, 1)
-    return found, edge, reached, size, low, high, low_amount, high_amount
+        if row.V > row.CAPACITY:
+            window = narrow(row, window, row.V, target, counting, row.CAPACITY, False)
+        size = gather(row, window)
+    found = narrow(row, window, size, target, counting, 1, True)
+    return tighten(row, found, size, True), window, size
 
 
 @triton.jit
@@ -329,7 +344,10 @@ def sample_filtered(
     entry = table + number * COLUMNS
     source = logits_of(logits, masks, entry, row_stride)
     scale = tl.load(entry + INVERSE_TEMPERATURE).to(tl.float32)
-    row = (source, listed + number * CAPACITY, tl.load(peaks + number), scale)
+    peak = tl.load(peaks + number)
+    row = Row(
+        source, listed + number * CAPACITY, peak, scale, V, CAPACITY, ID_BITS, BLOCK, LOADS, WAYS, ROW_WAYS
+    )  # fmt: skip
     candidates = tl.load(counts + number)
     tile = tl.arange(0, TILES)
     of_tiles = sums + number * 2 * NUM_TILES + tile
@@ -339,7 +357,7 @@ def sample_filtered(
     first = tl.full([], 0, tl.int64)
     end = tl.full([], _WEIGHTLESS, tl.int64) << ID_BITS
     size = tl.where(candidates <= CAPACITY, candidates, 0)
-    low, high, low_amount, high_amount = first, end, first, size.to(tl.int64)
+    window = Window(first, end, first, size.to(tl.int64))
 
     # Tokens whose keys are below `limit` are kept; their weight is at most `kept`.
     kept = tl.sum(tl.load(of_tiles, mask=tile < NUM_TILES, other=0), 0)
@@ -361,37 +379,33 @@ def sample_filtered(
             kept = tl.minimum(kept, tl.sum(near, 0))
             # A mass of 1 never cuts: rounding the total to a float must not drop a token.
             needed = (top_p < 1.0) & (target < kept)
-            is_listed = is_listed & ((target < high_amount) | (needed == 0))
+            is_listed = is_listed & ((target < window.high_amount) | (needed == 0))
         if needed:
-            found, edge, reached, size, low, high, low_amount, high_amount = find(
-                row, size, target, counting,
-                low, high, low_amount, high_amount, end,
-                V, CAPACITY, ID_BITS, BLOCK, LOADS, WAYS, ROW_WAYS,
-            )  # fmt: skip
+            found, window, size = find(row, window, size, target, counting)
+            edge = found.high
             if stage == 0:
                 # Tokens that tie with the last one are kept, and may lie outside of the window.
-                edge = ((found >> ID_BITS) + 1) << ID_BITS
+                edge = ((found.low >> ID_BITS) + 1) << ID_BITS
                 if candidates <= CAPACITY:
-                    kept = weight_below(row, size, edge, True, ID_BITS, BLOCK, 1)
+                    kept = weight_below(row, size, edge, True)
                 else:
-                    kept = weight_below(row, V, edge, False, ID_BITS, BLOCK, LOADS)
+                    kept = weight_below(row, V, edge, False)
             if stage == 1:
-                kept = tl.minimum(kept, reached)
+                kept = tl.minimum(kept, found.high_amount)
             limit = tl.minimum(limit, edge)
         if stage == 0:
             size = tl.where(candidates <= CAPACITY, size, 0)
-            high_amount = weight_below(row, size, end, True, ID_BITS, BLOCK, 1)
-            low_amount = first
-            listed_weight = high_amount
+            listed_weight = weight_below(row, size, end, True)
+            window = Window(window.low, window.high, first, listed_weight)
     most = tl.load(entry + MIN_P_DISTANCE).to(tl.float32)
     beyond = (most.to(tl.int32, bitcast=True).to(tl.int64) + 1) << ID_BITS
     limit = tl.minimum(limit, beyond)
     noise_key = load_noise_key(entry)
     # The list of candidates is a prefix of the order, so it holds all kept tokens if it has their weight.
     if is_listed & (kept <= listed_weight):
-        token = sample_below(row, noise_key, size, limit, True, ID_BITS, BLOCK, 1)
+        token = sample_below(row, noise_key, size, limit, True)
     else:
-        token = sample_below(row, noise_key, V, limit, False, ID_BITS, BLOCK, LOADS)
+        token = sample_below(row, noise_key, V, limit, False)
     to = tl.load(entry + TARGET).to(tl.int64)
     tl.store(tokens + to, token)
     tl.store(checked + to, token)
