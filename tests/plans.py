@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
+from server.engine.core.plan_report import (
+    DeterminismPlan,
+    LaunchPlan,
+    MemoryPlan,
+    PhasePlan,
+    PlanReport,
+    RefusedRow,
+)
 
 _LAUNCH = LaunchPlan(
     min_num_seqs=0,
@@ -30,7 +37,9 @@ PLAN = PlanReport(
     num_kv_heads=2,
     head_dim=64,
     block_size=16,
+    memory=MemoryPlan(weight_bytes=3 * 2**30, kv_bytes_per_token=32 * 2**10, max_context=65536),
     one_sequence="in one launch",
+    deterministic=DeterminismPlan(requests="on request", why="a test"),
     phases=[
         PhasePlan(
             phase="prefill",

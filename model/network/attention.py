@@ -65,6 +65,7 @@ class PagedAttention:
         fused: whether one Triton kernel computes the per-head norms, the rotation and the cache write; PyTorch
             computes them otherwise.
         pdl: whether that kernel may start before the previous one ends (programmatic dependent launch).
+        batch_invariant: whether a token's results must have the same bits among any others.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class PagedAttention:
         *,
         fused: bool,
         pdl: bool,
+        batch_invariant: bool = False,
     ) -> None:
         self._config, self._metadata, self._positions = config, metadata, positions
         self._layers, self._scales = kv_cache.layers, kv_cache.scales
@@ -86,10 +88,13 @@ class PagedAttention:
             sliding if config.mixes_attention and kind == "sliding_attention" else plans
             for kind in config.layer_types
         ]
-        self._fused, self._pdl = fused, pdl
+        self._fused, self._pdl, self._batch_invariant = fused, pdl, batch_invariant
         self._rope = rope.tables if fused else rope.table(positions)
         self._prefetches = (
-            pdl and len(positions) <= _FEW_ROWS and self._most_bytes() <= _LITTLE_BYTES
+            pdl
+            and not batch_invariant
+            and len(positions) <= _FEW_ROWS
+            and self._most_bytes() <= _LITTLE_BYTES
         )
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
@@ -118,6 +123,7 @@ class PagedAttention:
             self._positions,
             norms=layer.head_norms,
             ahead=ahead,
+            batch_invariant=self._batch_invariant,
             pdl=self._pdl,
         )
         return self._attend(index, q)

@@ -13,10 +13,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kernels import AttentionPlan, AttentionProblem, PagedBatch, Phase, detect, plan_attention
+from kernels import (
+    AttentionPlan,
+    AttentionProblem,
+    NoKernelError,
+    PagedBatch,
+    Phase,
+    detect,
+    plan_attention,
+    select,
+)
 from kernels.fp8 import quantize_rows
 from kernels.gpu.dependent_launch import may_depend
-from kernels.linear.projection import LinearWeights, Norm, Residual, bind_norm, bind_projection
+from kernels.linear.projection import (
+    LinearWeights,
+    Norm,
+    Purpose,
+    Residual,
+    bind_norm,
+    bind_projection,
+)
 from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
 from model.network import cpu_steps, single_launch
@@ -98,7 +114,8 @@ class DecoderLM(nn.Module):
         self.lm_head = None if tied else empty(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim)
         self._eps = config.rms_norm_eps
-        self._bound = self._bind(trainable=True)
+        self._bound = self._bind(Purpose.TRAINING)
+        self._deterministic: _Bound | None = None
         self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
         self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
@@ -121,7 +138,7 @@ class DecoderLM(nn.Module):
         if quantization in cpu_steps.BITS:
             self._quantize(quantization, threads)
             return
-        self._bound = self._bind(trainable=False)
+        self._bound, self._deterministic = self._bind(Purpose.SERVING), None
         if all(layer.qkv.copies_weights for layer in self._bound.layers):
             self.lm_head = None
             for layer in self.decoder_layers:
@@ -148,7 +165,8 @@ class DecoderLM(nn.Module):
     ) -> StepOutput:
         """Run one step: write its keys and values to the cache and compute the requested rows of logits.
 
-        The model selects the implementation: a single launch, Triton kernels, the vendor's library or PyTorch.
+        The model selects the implementation: a single launch, Triton kernels, the vendor's library or PyTorch; for a
+        deterministic step those that are batch invariant (docs/decisions/0030-deterministic.md).
 
         Args:
             step: the step's arrays, already sent to the model's device.
@@ -161,19 +179,18 @@ class DecoderLM(nn.Module):
         Returns:
             `out` if it is given, else the new logits.
         """
-        rows, _, prompt_seqs, _, num_logits, shared_blocks = step.bucket
+        rows, _, prompt_seqs, _, num_logits, shared_blocks, deterministic = step.bucket
         if self.cpu_steps is not None:
             assert out is None, "steps on a CPU are not recorded"
             return self.cpu_steps.step(step, kv_cache, sampled)
-        if rows == num_logits == 1 and not prompt_seqs and not shared_blocks:
+        if rows == num_logits == 1 and not (prompt_seqs or shared_blocks or deterministic):
             kernel = self._step_kernel(kv_cache)
             if kernel is not None:
                 try:
                     return self._launch_once(kernel, step, sampled, out)
                 except RuntimeError as error:
-                    if (refusal := single_launch.launch_refusal(error)) is None:
+                    if not self.replaces_single_launch(error):
                         raise
-                    self._refuse_single_launch(refusal)
         return self.score(step, self.hidden_states(step, kv_cache, sampled), sampled, out)
 
     def hidden_states(
@@ -189,13 +206,25 @@ class DecoderLM(nn.Module):
         if self.cpu_steps is not None:
             return self.cpu_steps.hidden_states(step, kv_cache, sampled)
         arrays, metadata = step.device, self.plan_step(step, kv_cache)
-        hidden: Tensor = self(arrays.token_ids, arrays.positions, kv_cache, metadata, sampled)
+        hidden: Tensor = self(
+            arrays.token_ids,
+            arrays.positions,
+            kv_cache,
+            metadata,
+            sampled,
+            deterministic=step.bucket.deterministic,
+        )
         return hidden
 
     def plan_step(self, step: StepInput, kv_cache: KVCache) -> AttentionMetadata:
         """Plan the attention of a step over a cache, for all layers."""
         return self.attention_metadata(
-            step.device.slot_mapping, step.block_size, step.decode, step.prefill, kv_cache.kv_dtype
+            step.device.slot_mapping,
+            step.block_size,
+            step.decode,
+            step.prefill,
+            kv_cache.kv_dtype,
+            deterministic=step.bucket.deterministic,
         )
 
     def score(
@@ -210,11 +239,12 @@ class DecoderLM(nn.Module):
             return StepOutput(hidden.new_empty((0, self.config.vocab_size)))
         if step.bucket.prompt_seqs or step.bucket.num_logits != len(hidden):
             hidden = hidden[step.device.logits_rows]
+        deterministic = step.bucket.deterministic
         if out is None:
-            return StepOutput(self.logits(hidden))
+            return StepOutput(self.logits(hidden, deterministic=deterministic))
         assert out.tokens is not None
         assert out.logprobs is not None
-        ids = self.argmax(hidden, out.logits, out.tokens, out.logprobs)
+        ids = self.argmax(hidden, out.logits, out.tokens, out.logprobs, deterministic=deterministic)
         if sampled is not None:
             sampled.index_copy_(0, step.device.sampled_rows, ids)
         return out
@@ -226,6 +256,8 @@ class DecoderLM(nn.Module):
         kv_cache: KVCache | None = None,
         metadata: AttentionMetadata | None = None,
         sampled: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> Tensor:
         """Compute the hidden states after the last norm.
 
@@ -236,11 +268,12 @@ class DecoderLM(nn.Module):
                 before `optimize`.
             metadata: the step's plans, from `attention_metadata`; required with a cache, else None.
             sampled: [capacity] int64; -1 - i in `input_ids` refers to index i of this tensor. Only with a cache.
+            deterministic: see `Bucket`; the metadata must be of a deterministic step. Only with a cache.
 
         Returns:
             [T, hidden_size] or [B, L, hidden_size], in the parameters' dtype.
         """
-        bound = self._bound
+        bound = self._kernels(deterministic=deterministic)
         attention: Attention
         if kv_cache is None or metadata is None:
             assert kv_cache is None
@@ -262,15 +295,19 @@ class DecoderLM(nn.Module):
                 positions,
                 fused=bound.fused,
                 pdl=bound.pdl,
+                batch_invariant=deterministic,
             )
         return bound.norm(self._run_layers(bound.layers, Residual(hidden), attention))
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, out: Tensor | None = None, *, deterministic: bool = False
+    ) -> Tensor:
         """Compute logits.
 
         Args:
             hidden: [..., hidden_size] from `forward`; [M, hidden_size] with `out`.
             out: [M, vocab_size], where to write them; None for a new tensor.
+            deterministic: see `Bucket`.
 
         Returns:
             [..., vocab_size] in the parameters' dtype; `out` if it is given.
@@ -278,9 +315,17 @@ class DecoderLM(nn.Module):
         if self.cpu_steps is not None:
             logits = self.cpu_steps.logits(hidden)
             return logits if out is None else out.copy_(logits)
-        return self._bound.head(hidden, out)
+        return self._kernels(deterministic=deterministic).head(hidden, out)
 
-    def argmax(self, hidden: Tensor, logits: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+    def argmax(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        tokens: Tensor,
+        logprobs: Tensor,
+        *,
+        deterministic: bool = False,
+    ) -> Tensor:
         """Compute logits and the argmax of each row, the smallest id among equals.
 
         Args:
@@ -289,16 +334,18 @@ class DecoderLM(nn.Module):
             tokens: [M] int64 contiguous; written, -1 where the largest logit is not finite.
             logprobs: [M] float32 contiguous; written, the tokens' natural log-probabilities, undefined where the token
                 is -1.
+            deterministic: see `Bucket`.
 
         Returns:
             [M] int64: `tokens`, with an arbitrary valid id in place of each -1.
         """
-        return self._bound.head.argmax(hidden, logits, tokens, logprobs)
+        head = self._kernels(deterministic=deterministic).head
+        return head.argmax(hidden, logits, tokens, logprobs)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
-        bound = self._bound
+        bound = self._deterministic or self._bound
         first = bound.layers[0]
         projections = (first.qkv, first.output, first.gate_up, first.down, bound.head)
         return tuple(sorted({rows for it in projections for rows in it.row_counts}))
@@ -308,6 +355,47 @@ class DecoderLM(nn.Module):
         dtype = self.embed_tokens.dtype
         reasons = single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
         return reasons + self._launch_refusals
+
+    def replaces_single_launch(self, error: RuntimeError) -> bool:
+        """Compute all later steps layer by layer if an error is the driver's refusal of a single launch.
+
+        Args:
+            error: raised by a launch, by its recording or by a replay.
+
+        Returns:
+            Whether the step can be computed again, without a single launch.
+        """
+        reason = single_launch.launch_refusal(error)
+        if reason is None or reason in self._launch_refusals:
+            return False
+        _logger.warning("a decode step of one sequence is not a single launch: %s", reason)
+        self._launch_refusals += (reason,)
+        for kv_cache in self._step_kernels:
+            self._step_kernels[kv_cache] = None
+        return True
+
+    def deterministic_unsupported(
+        self, arch: GPUArch, block_size: int, kv_dtype: str | None = None
+    ) -> tuple[str, ...]:
+        """List why `arch` cannot compute deterministic steps; empty if it can.
+
+        Args:
+            arch: the processor; it need not be present.
+            block_size: tokens per cache block.
+            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
+        """
+        if self.cpu_steps is not None:
+            return ()
+        if arch.is_cpu:
+            return ("on a CPU the model must be quantized: --quantization int8 or int4",)
+        dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
+        reasons = rope_unsupported(dtype, arch)
+        try:
+            for problem in self.attention_problems(block_size, kv_dtype, deterministic=True):
+                select(problem, arch)
+        except NoKernelError as error:
+            return (*reasons, str(error))
+        return reasons
 
     @property
     def is_quantized(self) -> bool:
@@ -320,7 +408,13 @@ class DecoderLM(nn.Module):
         return self.decoder_layers[0].qkv is None
 
     def attention_problem(
-        self, phase: Phase, block_size: int, *, sliding: bool = False, kv_dtype: str | None = None
+        self,
+        phase: Phase,
+        block_size: int,
+        *,
+        sliding: bool = False,
+        kv_dtype: str | None = None,
+        deterministic: bool = False,
     ) -> AttentionProblem:
         """Return the attention problem of this model's layers, for kernel selection.
 
@@ -329,6 +423,7 @@ class DecoderLM(nn.Module):
             block_size: tokens per cache block.
             sliding: whether to describe the sliding-window layers; only for a model that mixes both kinds.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
+            deterministic: whether the problem is that of a deterministic step.
         """
         config = self.config
         window = None if config.mixes_attention and not sliding else config.sliding_window
@@ -342,16 +437,19 @@ class DecoderLM(nn.Module):
             softmax_scale=self.softmax_scale,
             sliding_window=window,
             softcap=None,
+            batch_invariant=deterministic,
             kv_dtype=kv_dtype,
         )
 
     def attention_problems(
-        self, block_size: int, kv_dtype: str | None = None
+        self, block_size: int, kv_dtype: str | None = None, *, deterministic: bool = False
     ) -> list[AttentionProblem]:
         """Return the attention problem of each kind of layer and phase; a step may need a kernel for each."""
         kinds = (False, True) if self.config.mixes_attention else (False,)
         return [
-            self.attention_problem(phase, block_size, sliding=sliding, kv_dtype=kv_dtype)
+            self.attention_problem(
+                phase, block_size, sliding=sliding, kv_dtype=kv_dtype, deterministic=deterministic
+            )
             for sliding in kinds
             for phase in Phase
         ]
@@ -363,6 +461,8 @@ class DecoderLM(nn.Module):
         decode: PagedBatch | None,
         prefill: PagedBatch | None,
         kv_dtype: str | None = None,
+        *,
+        deterministic: bool = False,
     ) -> AttentionMetadata:
         """Plan one step's attention for each kind of layer in the model.
 
@@ -372,6 +472,7 @@ class DecoderLM(nn.Module):
             decode: the sequences with one token; None if there are none.
             prefill: the other sequences; None if there are none.
             kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
+            deterministic: see `Bucket`.
         """
 
         def plans(*, sliding: bool) -> list[AttentionPlan | None]:
@@ -379,7 +480,13 @@ class DecoderLM(nn.Module):
                 None
                 if batch is None
                 else plan_attention(
-                    self.attention_problem(phase, block_size, sliding=sliding, kv_dtype=kv_dtype),
+                    self.attention_problem(
+                        phase,
+                        block_size,
+                        sliding=sliding,
+                        kv_dtype=kv_dtype,
+                        deterministic=deterministic,
+                    ),
                     batch,
                 )
                 for phase, batch in ((Phase.DECODE, decode), (Phase.PREFILL, prefill))
@@ -476,13 +583,6 @@ class DecoderLM(nn.Module):
         )
         return StepOutput(logits, tokens, logprobs)
 
-    def _refuse_single_launch(self, reason: str) -> None:
-        """Compute all later steps layer by layer."""
-        _logger.warning("a decode step of one sequence is not a single launch: %s", reason)
-        self._launch_refusals = (reason,)
-        for kv_cache in self._step_kernels:
-            self._step_kernels[kv_cache] = None
-
     def _step_kernel(self, kv_cache: KVCache) -> StepKernel | None:
         """Return the single-launch step kernel bound to a cache; None if it is unsupported."""
         if kv_cache not in self._step_kernels:
@@ -500,19 +600,30 @@ class DecoderLM(nn.Module):
             self._step_kernels[kv_cache] = bound
         return self._step_kernels[kv_cache]
 
-    def _bind(self, *, trainable: bool) -> _Bound:
+    def _kernels(self, *, deterministic: bool) -> _Bound:
+        """Return the bound parameters; those for deterministic steps are bound when they are first used."""
+        if not deterministic:
+            return self._bound
+        if self._deterministic is None:
+            self._deterministic = self._bind(Purpose.DETERMINISTIC_SERVING)
+        return self._deterministic
+
+    def _bind(self, purpose: Purpose) -> _Bound:
         parameter = self.embed_tokens
         arch = detect(parameter.device)
         dtype = str(parameter.dtype).removeprefix("torch.")
         reasons = rope_unsupported(dtype, arch)
-        fused = not trainable and not reasons
-        if not trainable and reasons and not arch.is_cpu:
+        fused = purpose is not Purpose.TRAINING and not reasons
+        if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
             _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
         return _Bound(
-            layers=[layer.bind(arch, trainable=trainable) for layer in self.decoder_layers],
+            layers=[layer.bind(arch, purpose) for layer in self.decoder_layers],
             norm=bind_norm(Norm(self.norm, self._eps), arch, fused=fused),
             head=bind_projection(
-                LinearWeights(self._head), parameter.dtype, arch, trainable=trainable
+                LinearWeights(self._head),
+                parameter.dtype,
+                arch,
+                purpose=purpose,
             ),
             fused=fused,
             pdl=fused and may_depend(arch, parameter.device),

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kernels.linear.projection import LinearWeights, Norm, Projection, Residual, bind_projection
+from kernels.linear.projection import (
+    LinearWeights,
+    Norm,
+    Projection,
+    Purpose,
+    Residual,
+    bind_projection,
+)
 
 if TYPE_CHECKING:
     from kernels import GPUArch
@@ -108,12 +115,12 @@ class DecoderLayer(nn.Module):
         self.down_scale = scale(hidden)
         self.down_bias = empty(hidden) if config.mlp_bias else None
 
-    def bind(self, arch: GPUArch, *, trainable: bool) -> BoundLayer:
+    def bind(self, arch: GPUArch, purpose: Purpose) -> BoundLayer:
         """Bind the parameters to kernels. In-place changes to the parameters take effect; replacing them does not.
 
         Args:
             arch: architecture of the parameters' device.
-            trainable: whether the layer must be differentiable; otherwise matrices may be copied.
+            purpose: what the layer is for; matrices may be copied unless it is training.
         """
         dtype, eps = self.input_norm.dtype, self._eps
         matrices = (self.qkv, self.output, self.gate_up, self.down)
@@ -131,7 +138,7 @@ class DecoderLayer(nn.Module):
                 gated=gated,
                 residual=residual,
                 layer_weights=layer_weights,
-                trainable=trainable,
+                purpose=purpose,
             )
 
         head_norms = None

@@ -8,6 +8,7 @@ Tokens are packed, decode rows first, then the prompt chunks one after the other
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,6 +35,9 @@ class Bucket(NamedTuple):
         columns: C, blocks of the longest sequence.
         num_logits: M, rows of logits.
         shared_blocks: leading blocks that all decode rows' sequences share; attention reads them once for all rows.
+            0 if `deterministic`.
+        deterministic: whether a token's results must have the same bits in every step that could compute it: with any
+            other tokens, as part of any chunk, and in any bucket with this field.
     """
 
     rows: int
@@ -42,6 +46,7 @@ class Bucket(NamedTuple):
     columns: int
     num_logits: int
     shared_blocks: int = 0
+    deterministic: bool = False
 
 
 class StepArrays(NamedTuple, Generic[A]):
@@ -74,6 +79,30 @@ class StepArrays(NamedTuple, Generic[A]):
     prompt_block_table: A
 
 
+def _array_kinds(bucket: Bucket) -> list[tuple[tuple[int, ...], type[np.generic]]]:
+    """Return shape and dtype of each array of a step, in the order of `StepArrays`."""
+    rows, prompt_tokens, seqs, columns, num_logits, *_ = bucket
+    tokens = rows + prompt_tokens
+    return [
+        ((tokens,), np.int64),
+        ((tokens,), np.int64),
+        ((tokens,), np.int32),
+        ((num_logits,), np.int64),
+        ((num_logits,), np.int64),
+        ((rows + 1,), np.int32),
+        ((rows,), np.int32),
+        ((rows, columns), np.int32),
+        ((seqs + 1,), np.int32),
+        ((seqs,), np.int32),
+        ((seqs, columns), np.int32),
+    ]
+
+
+def input_bytes(bucket: Bucket) -> int:
+    """Return the bytes of a step's arrays."""
+    return sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in _array_kinds(bucket))
+
+
 class StepInput:
     """The arrays of a step in one buffer, which is copied to the device in one transfer.
 
@@ -92,25 +121,9 @@ class StepInput:
     """
 
     def __init__(self, bucket: Bucket, block_size: int, device: torch.device) -> None:
-        rows, prompt_tokens, seqs, columns, num_logits, _ = bucket
-        tokens = rows + prompt_tokens
+        rows, prompt_tokens, seqs, columns, *_ = bucket
         self.bucket, self.block_size = bucket, block_size
-        self._staged = StagedArrays(
-            [
-                ((tokens,), np.int64),
-                ((tokens,), np.int64),
-                ((tokens,), np.int32),
-                ((num_logits,), np.int64),
-                ((num_logits,), np.int64),
-                ((rows + 1,), np.int32),
-                ((rows,), np.int32),
-                ((rows, columns), np.int32),
-                ((seqs + 1,), np.int32),
-                ((seqs,), np.int32),
-                ((seqs, columns), np.int32),
-            ],
-            device,
-        )
+        self._staged = StagedArrays(_array_kinds(bucket), device)
         self.host: StepArrays[HostArray] = StepArrays(*self._staged.host)
         self.device: StepArrays[Tensor] = StepArrays(*self._staged.device)
         self.host.cu_seqlens[:] = np.arange(rows + 1)

@@ -142,16 +142,22 @@ class DeviceTokens:
         if len(self._wanted) < len(self._rows):
             at = _indices(self._wanted, logits.device)
             logits, tokens = logits[at], tokens[at]
-        count = min(
-            max(self._rows[i].parameters.top_logprobs for i in self._wanted), logits.shape[1]
-        )
-        if count == 0:
-            return Download(chosen_logprobs(logits, tokens).double()[:, None])
+        counts = [self._rows[i].parameters.top_logprobs for i in self._wanted]
+        count = min(max(counts), logits.shape[1])
+        chosen = None
+        if min(counts) == 0:
+            chosen = chosen_logprobs(logits, tokens)[:, None]
+            if count == 0:
+                return Download(chosen.double())
         logits = logits.float()
         logprobs = log_softmax(logits)
         keys = ranking_keys(logits.amax(-1, keepdim=True) - logits)
         top = keys.topk(count, dim=-1, largest=False, sorted=True).values & RANKING_ID_MASK
         sampled = logprobs.gather(1, tokens[:, None])
+        if chosen is not None:
+            # `chosen_logprobs` may round otherwise, and the bits of a row must not depend on what the others report.
+            (has_top,) = upload([np.array(counts, np.int64)[:, None]], logits.device)
+            sampled = torch.where(has_top > 0, sampled, chosen)
         # Float64 represents every id and every float32 exactly, so one transfer is enough.
         columns = (sampled, top, logprobs.gather(1, top))
         return Download(torch.cat([column.double() for column in columns], dim=1))

@@ -20,6 +20,7 @@ from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, 
 from model.errors import ModelError
 from model.network import cpu_steps
 from model.network.decoder import DecoderLM
+from server.engine.core.kv_demand import GIB
 from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.model_plan import explain_model
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from kernels import GPUArch
     from server.cli.settings import Settings
-    from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport
+    from server.engine.core.plan_report import LaunchPlan, MemoryPlan, PhasePlan, PlanReport
 
 WIDTH = 120
 """Width of the printed plan in characters."""
@@ -78,7 +79,9 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
     )
     model = DecoderLM(config, dtype, "meta", weight_dtype(quantization))
     in_c = quantization if quantization in cpu_steps.BITS else None
-    return explain_model(model, settings.block_size, arch, kv_dtype, in_c)
+    return explain_model(
+        model, settings.block_size, arch, kv_dtype, in_c, deterministic=settings.deterministic
+    )
 
 
 class _NoDeviceError(Exception):
@@ -110,9 +113,14 @@ def render(report: PlanReport, model: str) -> str:
         model: the model's name.
     """
     lines = [_processor(report), *_wrapped("", _shape(report, model))]
+    lines += _wrapped("", _memory(report.memory))
     for phase in report.phases:
         lines += ["", *_phase(phase, report)]
-    return "\n".join([*lines, "", *_wrapped("", f"one sequence is decoded {report.one_sequence}")])
+    lines += ["", *_wrapped("", f"one sequence is decoded {report.one_sequence}")]
+    plan = report.deterministic
+    return "\n".join(
+        [*lines, *_wrapped("", f"deterministic requests: {plan.requests}; {plan.why}")]
+    )
 
 
 def _processor(report: PlanReport) -> str:
@@ -133,6 +141,17 @@ def _shape(report: PlanReport, model: str) -> str:
     return (
         f"{model} in {report.dtype}{weights}{cache}: {report.num_heads} query heads, "
         f"{report.num_kv_heads} key-value heads, head dim {report.head_dim}{blocks}"
+    )
+
+
+def _memory(memory: MemoryPlan) -> str:
+    weights = (
+        "" if memory.weight_bytes is None else f"weights {memory.weight_bytes / GIB:.2f} GiB; "
+    )
+    sequence = memory.kv_bytes_per_token * memory.max_context / GIB
+    return (
+        f"memory: {weights}KV cache {memory.kv_bytes_per_token / 2**10:g} KiB a token, {sequence:.2f} GiB for one "
+        f"sequence of {memory.max_context} tokens"
     )
 
 

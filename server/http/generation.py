@@ -108,6 +108,7 @@ class Generation:
                         deadline=deadline,
                         cache_salt=cache_salt,
                         client=request.client,
+                        deterministic=options.deterministic,
                     )
                     stream = context.submit(submitted)  # first, so that the engine can start
                     self.completions.append(

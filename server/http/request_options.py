@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hmac
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
+
+from server.errors import ValidationError
+
+if TYPE_CHECKING:
+    from server.engine.core.messages import EngineInfo
 
 MAX_PRIORITY = 2**31 - 1
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -19,11 +24,13 @@ class RequestOptions(NamedTuple):
         priority: requests with a lower number are served first.
         timeout_ms: time from the request's arrival until its deadline; None for no deadline.
         cache_salt: the request shares cached prefixes only with requests of an equal salt.
+        deterministic: whether its results must have the same bits whatever else the engine computes.
     """
 
     priority: int = 0
     timeout_ms: int | None = None
     cache_salt: str | None = None
+    deterministic: bool = False
 
     def salt_within(self, namespace: bytes | None) -> str | None:
         """Return the salt for the engine.
@@ -57,6 +64,24 @@ class RequestOptionFields(BaseModel):
         "find out by its speed whether a prompt was sent before.",
     )
 
-    def request_options(self) -> RequestOptions:
-        """Return the options."""
-        return RequestOptions(self.priority or 0, self.timeout_ms, self.cache_salt)
+    deterministic: bool | None = Field(
+        None,
+        description="The tokens and log-probabilities have the same bits whatever else the service computes. Default: "
+        "the service's setting.",
+    )
+
+    def request_options(self, info: EngineInfo) -> RequestOptions:
+        """Return the options.
+
+        Args:
+            info: properties of the engine.
+
+        Raises:
+            ValidationError: the engine's kernels cannot compute a deterministic request.
+        """
+        plan = info.plan.deterministic
+        if self.deterministic and plan.requests == "none":
+            raise ValidationError(f"`deterministic` must be false here: {plan.why}. Given: true")
+        return RequestOptions(
+            self.priority or 0, self.timeout_ms, self.cache_salt, bool(self.deterministic)
+        )

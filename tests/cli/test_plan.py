@@ -13,6 +13,7 @@ import torch
 from kernels.arch import CATALOGUE
 from kernels.cpu.library import load
 from model.checkpoint.hub import resolve
+from server.cli.bench.engine.options import SHAPES
 from server.cli.plan import WIDTH, render
 from server.engine.core.plan_report import PlanReport
 from tests.plans import PLAN
@@ -45,9 +46,24 @@ def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     assert out.startswith(CATALOGUE[arch].name)
     assert "bundled in" in out
     kernel = "portable" if CATALOGUE[arch].has_triton_tensor_cores else "torch"
+    if CATALOGUE[arch].sm == 90:
+        kernel = "hopper"
     assert f"{kernel}_prefill" in out
-    # Hopper's decode supports three query heads per key-value head; its prefill does not.
-    assert f"{'hopper' if CATALOGUE[arch].sm == 90 else kernel}_decode" in out
+    assert f"{kernel}_decode" in out
+
+
+def test_the_plan_tells_the_memory_of_weights_and_of_the_longest_sequence(tessera):
+    shape = str(SHAPES / "llama-3.1-8b")
+
+    _, out, _ = tessera("plan", "--arch=h100", "--model", shape)
+    _, fp8, _ = tessera("plan", "--arch=h100", "--model", shape, "--kv-cache-dtype=fp8")
+    _, cpu, _ = tessera("plan", "--device=cpu", "--quantization=int8")
+
+    # 2 (keys, values) x 32 layers x 8 heads x 128 x 2 bytes a token
+    sequence = "KV cache 128 KiB a token, 16.00 GiB for one sequence of 131072 tokens"
+    assert f"memory: weights 14.96 GiB; {sequence}" in out
+    assert "KV cache 66 KiB a token" in fp8  # a float32 scale for each head's key and value
+    assert "memory: KV cache " in cpu
 
 
 @pytest.mark.parametrize(("arch", "expected"), [("cpu", 0), ("a100", 2), ("h100", 0)])
@@ -60,7 +76,7 @@ def test_the_plan_says_if_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, a
 def test_the_plan_names_a_kernels_flash_attention_generation(tessera):
     _, out, _ = tessera("plan", "--arch=h100")
 
-    assert "prefill: portable_prefill (FlashAttention-2 style)\n" in out
+    assert "prefill: hopper_prefill (FlashAttention-3 style)\n" in out
     assert "decode: hopper_decode (FlashAttention-3 style)\n" in out
     assert "prefill: torch_prefill (PyTorch)\n" in tessera("plan", "--arch=t4")[1]
 

@@ -1,7 +1,4 @@
-"""Batch-invariant attention returns the same bits for a sequence alone and in any batch.
-
-The tests run every row of the registry that declares `batch_invariant`.
-"""
+"""Batch-invariant attention returns the same bits for a query alone, in any batch, and in both phases."""
 
 from __future__ import annotations
 
@@ -12,19 +9,17 @@ import pytest
 import torch
 
 from kernels.attention.problem import Phase
+from kernels.attention.registry import INVARIANT_REGISTRY
 from tests.gpu.attention_cases import (
     attend,
     make,
     make_problem,
     one_sequence,
-    rows,
     selection_of,
 )
 
-ALL = [*rows(Phase.PREFILL), *rows(Phase.DECODE)]
-INVARIANT = [row for row in ALL if row.values[0].batch_invariant]
+INVARIANT = [pytest.param(row, id=row.name) for row in INVARIANT_REGISTRY]
 PREFILL = [row for row in INVARIANT if row.values[0].phase is Phase.PREFILL]
-DECODE = [row for row in INVARIANT if row.values[0].phase is Phase.DECODE]
 BOTH = pytest.mark.parametrize("row", INVARIANT)
 NEIGHBOURS = (2, 17, 256)
 LONG = 5000
@@ -37,7 +32,6 @@ COMBINATIONS = [
     ("bfloat16", 8, 1, 256, 64, {"softcap": 15.0}),
     ("float32", 8, 2, 96, 16, {}),
 ]
-QUERIES = [1, 2, 5, 8]
 
 
 def invariant_problem(phase, combination, **more):
@@ -49,12 +43,10 @@ def named(combinations):
     return [pytest.param(it, id="-".join(map(str, (*it[:5], *it[5])))) for it in combinations]
 
 
-def neighbours(rng, phase, count, most_queries):
+def neighbours(rng, phase, count):
     """Return query and sequence lengths of `count` random sequences."""
-    if phase is Phase.DECODE:
-        queries = [rng.randint(1, most_queries) for _ in range(count)]
-    else:
-        queries = [rng.randint(1, 400) for _ in range(count)]
+    most = 1 if phase is Phase.DECODE else 400
+    queries = [rng.randint(1, most) for _ in range(count)]
     longest = 9000 if count < 100 else 1500
     lengths = [rng.randint(least, longest) for least in queries]
     return queries, lengths
@@ -63,7 +55,7 @@ def neighbours(rng, phase, count, most_queries):
 def among(row, problem, kept_queries, count, seed):
     """Return a sequence's output in a batch of `count`, and its output alone over the same cache."""
     rng = random.Random(seed)
-    queries, lengths = neighbours(rng, row.phase, count - 1, problem.max_query_tokens)
+    queries, lengths = neighbours(rng, row.phase, count - 1)
     index = rng.randrange(count)
     queries.insert(index, kept_queries)
     lengths.insert(index, LONG)
@@ -99,17 +91,6 @@ def test_the_batch_and_the_number_of_queries_change_no_bit(row, seed):
     assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("row", DECODE)
-@pytest.mark.parametrize("kept", QUERIES)
-@pytest.mark.parametrize("count", NEIGHBOURS)
-def test_several_queries_of_a_decode_have_the_same_bits_among_neighbours(row, kept, count):
-    problem = invariant_problem(Phase.DECODE, COMBINATIONS[0], max_query_tokens=max(QUERIES))
-
-    together, alone = among(row, problem, kept, count, seed=count + kept)
-
-    assert torch.equal(together, alone)
-
-
 @pytest.mark.parametrize("row", PREFILL)
 @pytest.mark.parametrize("combination", named(COMBINATIONS))
 @pytest.mark.parametrize("chunk", [128, 512, 1000])
@@ -117,7 +98,7 @@ def test_a_chunk_of_a_prompt_has_the_same_bits_alone_and_in_a_batch(row, combina
     problem = invariant_problem(Phase.PREFILL, combination)
     selection = selection_of(row, problem)
     rng = random.Random(chunk)
-    queries, lengths = neighbours(rng, Phase.PREFILL, 16, 1)
+    queries, lengths = neighbours(rng, Phase.PREFILL, 16)
     case = make(problem, [2500, *queries], [2500, *lengths], seed=chunk)
     whole_batch, q = one_sequence(case, 0)
     for start in range(0, 2500, chunk):
@@ -183,6 +164,26 @@ def test_loose_bounds_of_the_lengths_change_no_bit(row):
     assert torch.equal(attend(problem, loose, case.q, case.kv, selection), tight)
 
 
-def test_some_row_of_each_phase_declares_batch_invariance():
-    assert PREFILL
-    assert DECODE
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_a_decoded_token_has_the_bits_that_the_whole_prompt_gives_it(combination):
+    asked = invariant_problem(Phase.PREFILL, combination)
+    decode = dataclasses.replace(asked, phase=Phase.DECODE)
+    prefill_row, decode_row = INVARIANT_REGISTRY
+    case = make(asked, [LONG], [LONG])
+    whole = attend(asked, case.batch, case.q, case.kv, selection_of(prefill_row, asked))
+    for at in (0, 1, 63, 64, 511, 512, 513, 1500, 3000, LONG - 1):
+        batch = part_of(case.batch, 1, at + 1)
+        q = case.q[at : at + 1]
+        alone = attend(decode, batch, q, case.kv, selection_of(decode_row, decode))
+
+        assert torch.equal(alone, whole[at : at + 1]), at
+
+
+@BOTH
+@pytest.mark.parametrize("combination", named(COMBINATIONS))
+def test_the_results_agree_with_the_reference(row, combination):
+    problem = invariant_problem(row.phase, combination)
+    queries = [1] * 4 if row.phase is Phase.DECODE else [300, 1, 700, 20]
+    case = make(problem, queries, [LONG, 600, 1000, 20])
+
+    case.check(attend(problem, case.batch, case.q, case.kv, selection_of(row, problem)))

@@ -3,12 +3,14 @@
 import json
 import time
 
+import msgspec
 import pytest
 
+from server.engine.core.plan_report import DeterminismPlan
 from server.engine.core.request import FinishReason
 from server.http.request_options import RequestOptionFields, RequestOptions
 from tests.http.conftest import frames
-from tests.http.fakes import event, put
+from tests.http.fakes import INFO, event, put
 
 pytestmark = pytest.mark.anyio
 
@@ -21,6 +23,39 @@ async def test_the_engine_gets_the_options(generate, engine):
     (request,) = engine.requests
     assert (request.priority, request.cache_salt) == (-3, "tenant")
     assert before + 5 <= request.deadline <= time.monotonic() + 5
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("value", [True, False, None])
+async def test_the_engine_gets_whether_a_request_is_deterministic(client, engine, path, value):
+    fields = {"deterministic": value}
+    tgi = {"inputs": "x", "parameters": fields}
+
+    response = await client.post(
+        path, json=tgi if path == "/generate" else {"prompt": "x"} | fields
+    )
+
+    assert response.status_code == 200
+    (request,) = engine.requests
+    assert request.deterministic is bool(value)
+
+
+async def test_a_deterministic_request_is_refused_with_the_reason_where_no_kernel_supports_it(
+    generate, engine
+):
+    plan = DeterminismPlan(requests="none", why="needs sm_80, this is sm_75")
+    engine.info = msgspec.structs.replace(
+        INFO, plan=msgspec.structs.replace(INFO.plan, deterministic=plan)
+    )
+
+    response = await generate(deterministic=True)
+
+    assert response.status_code == 422
+    assert response.json()["error"] == (
+        "Input validation error: `deterministic` must be false here: needs sm_80, this is sm_75. "
+        "Given: true"
+    )
+    assert (await generate(deterministic=False)).status_code == 200
 
 
 @pytest.mark.parametrize("value", [None, "absent"])
@@ -65,7 +100,7 @@ async def test_a_value_out_of_range_is_refused(generate, field, value, message):
 
 
 def test_the_options_of_a_body_without_the_fields_are_the_defaults():
-    assert RequestOptionFields().request_options() == RequestOptions(0, None, None)
+    assert RequestOptionFields().request_options(INFO) == RequestOptions(0, None, None)
 
 
 async def expire_in_the_queue(_engine, _request, stream):

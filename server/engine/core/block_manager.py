@@ -10,9 +10,9 @@ from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
 from server.engine.core.free_blocks import FreeBlocks
-from server.engine.core.sequence import Sequence
+from server.engine.core.sequence import CacheSalt, Sequence
 
-Link: TypeAlias = int | str | None
+Link: TypeAlias = int | CacheSalt
 """Identifies the content of a sequence's leading blocks: a number; before the first block, the cache salt."""
 
 Key: TypeAlias = tuple[Link, tuple[int, ...]]

@@ -14,6 +14,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+import msgspec
+
 from server.engine.core.grammar_queue import GrammarQueue
 from server.engine.core.messages import (
     AbortRequests,
@@ -361,6 +363,8 @@ class Engine:
 
     def _admit(self, request: GenerateRequest) -> None:
         check_request(request, self.info.vocab_size)
+        if self.info.plan.deterministic.requests == "all":
+            request = msgspec.structs.replace(request, deterministic=True)
         sequence = Sequence(request)
         self._arrivals[request.request_id] = time.monotonic()
         if request.deadline is not None:

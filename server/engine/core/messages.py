@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         cuda_graphs: whether steps are recorded and replayed on a GPU.
         overlap: whether the engine launches a step on a GPU before it commits the results of the previous one.
         enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
+        deterministic: whether all requests are deterministic; see `GenerateRequest`.
         cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
         log_level: name of a logging level.
         log_format: "text" or "json".
@@ -57,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graphs: bool = True
     overlap: bool = True
     enable_prefix_caching: bool = True
+    deterministic: bool = False
     cpu_threads: int | None = None
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"

@@ -5,6 +5,8 @@ The fields are in the order of the reply. This module imports no kernels, so tha
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -50,6 +52,25 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     launches: list[LaunchPlan]
 
 
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that a model needs, besides the activations of a step.
+
+    `weight_bytes` is None where the weights are packed for the C library. `kv_bytes_per_token` are the keys and values
+    of a token in all layers, with their scales. `max_context` is the model's limit of tokens in a sequence.
+    """
+
+    weight_bytes: int | None
+    kv_bytes_per_token: int
+    max_context: int
+
+
+class DeterminismPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which requests are deterministic, and by which kernels; for "none", why a request that asks for it is refused."""
+
+    requests: Literal["all", "on request", "none"]
+    why: str
+
+
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The attention kernels of a model on a processor; constant while the engine runs."""
 
@@ -67,8 +88,10 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     block_size: int | None
+    memory: MemoryPlan
     one_sequence: str
     phases: list[PhasePlan]
+    deterministic: DeterminismPlan
 
     def __str__(self) -> str:
         """Return one line for the log."""

@@ -44,6 +44,8 @@ class GenerateRequest(
             share. None for never.
         cache_salt: the request uses only cached blocks of requests with an equal salt.
         client: who sent it, in any form; waiting requests of different clients share the engine.
+        deterministic: whether its tokens and log-probabilities must have the same bits whatever else the engine
+            computes; the engine must support it.
     """
 
     request_id: int
@@ -54,6 +56,7 @@ class GenerateRequest(
     deadline: float | None = None
     cache_salt: str | None = None
     client: str = ""
+    deterministic: bool = False
 
 
 class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import enum
+from typing import TypeAlias
 
 from server.engine.core.accounting import SequenceAccount
 from server.engine.core.grammar import Matcher
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
+
+CacheSalt: TypeAlias = str | tuple[str, str | None] | None
+"""Names a part of the prefix cache: a request's salt, with a mark if its blocks are computed by deterministic steps."""
 
 
 class SequenceStatus(enum.IntEnum):
@@ -44,7 +48,9 @@ class Sequence:
         block_table: ids of the blocks that hold its keys and values, in order of position.
         sampling: how its tokens are chosen.
         matcher: state of its grammar after the tokens with known ids; None without a grammar.
-        cache_salt: only sequences with equal salts share cached blocks.
+        cache_salt: only sequences with equal salts share cached blocks. Deterministic sequences share none with others,
+            since steps that are not deterministic compute other bits.
+        deterministic: whether the steps that compute it must be deterministic; see `Bucket`.
         client: who sent the request; the queue shares the engine among clients.
         deadline: when the sequence ends, complete or not, on the clock of `Accounting.now`; None for never.
         priority: sequences with a lower number are served first.
@@ -71,6 +77,7 @@ class Sequence:
         "cache_salt",
         "client",
         "deadline",
+        "deterministic",
         "error",
         "finish_reason",
         "first_scheduled_step",
@@ -107,7 +114,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.sampling = sampling
         self.matcher: Matcher | None = None
-        self.cache_salt = request.cache_salt
+        self.deterministic = request.deterministic
+        self.cache_salt: CacheSalt = request.cache_salt
+        if request.deterministic:
+            self.cache_salt = ("deterministic", request.cache_salt)
         self.client = request.client
         self.deadline = request.deadline
         self.priority = request.priority
@@ -121,7 +131,7 @@ class Sequence:
         self.first_scheduled_step: int | None = None
         self.num_preemptions = 0
         self.num_linked_blocks = 0
-        self.prefix_link: int | str | None = request.cache_salt
+        self.prefix_link: int | CacheSalt = self.cache_salt
         self.account = SequenceAccount(self.num_prompt_tokens)
         self.usage: SequenceUsage | None = None
         self._end_token_ids = frozenset(sampling.end_token_ids)

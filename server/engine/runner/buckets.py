@@ -45,9 +45,13 @@ class BucketGrid:
     Args:
         limits: of a step.
         block_size: tokens per block.
+        deterministic: whether the steps to record ahead are deterministic.
     """
 
-    def __init__(self, limits: SchedulerConfig, block_size: int) -> None:
+    def __init__(
+        self, limits: SchedulerConfig, block_size: int, *, deterministic: bool = False
+    ) -> None:
+        self._deterministic = deterministic
         self._most_seqs = most = limits.max_num_seqs
         self._block_size = block_size
         self._most_columns = -(-limits.max_model_len // block_size)
@@ -63,7 +67,13 @@ class BucketGrid:
         self._mixed_seqs = min(_MIXED_CROWD, most)
 
     def ahead(self) -> Iterator[Bucket]:
-        """Yield the buckets to record in idle time, in the order in which steps are likely to need them."""
+        """Yield the buckets to record in idle time, in the order in which steps are likely to need them.
+
+        If not all requests are deterministic, deterministic steps get a recording when they first need it.
+        """
+        return (it._replace(deterministic=self._deterministic) for it in self._ahead())
+
+    def _ahead(self) -> Iterator[Bucket]:
         shortest = self._prompt_columns[0]
         for rows in self._rows:
             yield self._bucket(rows, columns=shortest)
@@ -104,7 +114,12 @@ class BucketGrid:
             kinds = self._prompts(step)
         else:
             kinds = self._mixed(step)
-        return (kind for kind in kinds if kind.num_logits >= step.num_logits)
+        deterministic = step.deterministic
+        return (
+            kind._replace(deterministic=True) if deterministic else kind
+            for kind in kinds
+            if kind.num_logits >= step.num_logits
+        )
 
     def _decode(self, step: Bucket) -> Iterator[Bucket]:
         """Yield buckets for a step of decode rows; rows grow before columns."""

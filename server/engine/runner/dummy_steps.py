@@ -165,6 +165,13 @@ def _sequence(length: int, block_size: int, sampling: SamplingParams) -> Sequenc
     return sequence
 
 
+def deterministic(output: SchedulerOutput) -> SchedulerOutput:
+    """Make a step's sequences deterministic; return the step."""
+    for scheduled in (*output.decode, *output.prefill):
+        scheduled.sequence.deterministic = True
+    return output
+
+
 def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
     """Schedule the last tokens of a sequence."""
     return ScheduledSequence(sequence, sequence.num_tokens - num_tokens, num_tokens, num_logits=1)

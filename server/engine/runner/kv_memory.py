@@ -88,13 +88,13 @@ def allocate_kv_cache(
         tokens = size.num_blocks * demand.block_size
         wanted = f"KV cache of {tokens} tokens, {num_bytes / GIB:.2f} GiB"
         try:
+            log.info("%s: %s", wanted, size.why)
             cache = allocate(size.num_blocks)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             refusal = str(error).partition("\n")[0]
         else:
-            log.info("%s: %s", wanted, size.why)
             return cache
         # After the handler: until then, the exception's frames hold the allocated memory.
         release_cached(device)

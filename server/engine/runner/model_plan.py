@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from kernels import select
 from kernels.cpu.library import instructions
+from model.device.kv_cache import bytes_per_token
 from model.network.cpu_steps import CACHE_DTYPE as CPU_CACHE_DTYPE
-from server.engine.core.plan_report import LaunchPlan, PhasePlan, PlanReport, RefusedRow
+from server.engine.core.plan_report import (
+    DeterminismPlan,
+    LaunchPlan,
+    MemoryPlan,
+    PhasePlan,
+    PlanReport,
+    RefusedRow,
+)
 
 if TYPE_CHECKING:
     from kernels import AttentionProblem, GPUArch
@@ -20,6 +30,8 @@ def explain_model(
     arch: GPUArch,
     kv_dtype: str | None = None,
     cpu_quantization: str | None = None,
+    *,
+    deterministic: bool = False,
 ) -> PlanReport:
     """Plan the attention of every phase and kind of layer, and how one sequence is decoded.
 
@@ -29,16 +41,18 @@ def explain_model(
         arch: the processor; it need not be present.
         kv_dtype: dtype of a quantized KV cache; None if the cache has the model's dtype.
         cpu_quantization: "int8" or "int4" if the C library computes the steps; None otherwise.
+        deterministic: whether all requests are deterministic.
 
     Raises:
         NoKernelError: no kernel supports the model's attention on the processor; lists every reason.
     """
-    problems = model.attention_problems(block_size, kv_dtype)
     in_c = cpu_quantization is not None
+    invariant = deterministic and not in_c
+    problems = model.attention_problems(block_size, kv_dtype, deterministic=invariant)
     shape, weight_dtype, reasons = (
         problems[0],
         model.weight_dtype,
-        model.single_launch_unsupported(arch),
+        ("deterministic",) if invariant else model.single_launch_unsupported(arch),
     )
     return PlanReport(
         arch=arch.key,
@@ -59,13 +73,48 @@ def explain_model(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         block_size=shape.block_size,
+        memory=_plan_memory(model, CPU_CACHE_DTYPE if in_c else shape.cache_dtype, in_c=in_c),
         one_sequence=(
             f"layer by layer: {'; '.join(reasons)}" if reasons and not in_c else "in one launch"
         ),
         phases=[
             _plan_cpu_phase(problem) if in_c else _plan_phase(problem, arch) for problem in problems
         ],
+        deterministic=(
+            DeterminismPlan(
+                requests="all", why="the C library computes equal bits in every step, at no cost"
+            )
+            if in_c
+            else _plan_determinism(model, block_size, arch, kv_dtype, always=deterministic)
+        ),
     )
+
+
+def _plan_memory(model: DecoderLM, kv_dtype: str, *, in_c: bool) -> MemoryPlan:
+    """Return the memory of the weights and of a token, in a cache of dtype `kv_dtype`."""
+    config = model.config
+    return MemoryPlan(
+        weight_bytes=None if in_c else sum(it.nbytes for it in model.parameters()),
+        kv_bytes_per_token=bytes_per_token(
+            config.num_layers, config.num_kv_heads, config.head_dim, getattr(torch, kv_dtype)
+        ),
+        max_context=config.max_context,
+    )
+
+
+def _plan_determinism(
+    model: DecoderLM, block_size: int, arch: GPUArch, kv_dtype: str | None, *, always: bool
+) -> DeterminismPlan:
+    """Plan which requests are deterministic where PyTorch or a GPU computes the steps."""
+    reasons = model.deterministic_unsupported(arch, block_size, kv_dtype)
+    if reasons:
+        return DeterminismPlan(requests="none", why="; ".join(reasons))
+    problems = model.attention_problems(block_size, kv_dtype, deterministic=True)
+    names = dict.fromkeys(select(problem, arch).spec.name for problem in problems)
+    why = f"batch-invariant products, and attention by {', '.join(names)}, in steps with such a request"
+    if always:
+        return DeterminismPlan(requests="all", why=f"--deterministic; {why}")
+    return DeterminismPlan(requests="on request", why=why)
 
 
 def _plan_cpu_phase(problem: AttentionProblem) -> PhasePlan:

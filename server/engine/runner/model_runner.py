@@ -60,12 +60,18 @@ class ModelRunner:
         model: in evaluation mode, on the cache's device.
         kv_cache: the engine's `BlockManager` allocates its blocks.
         grammars: compiles the grammars of sequences; None if none has one.
+        deterministic: whether all sequences are deterministic.
     """
 
     def __init__(
-        self, model: DecoderLM, kv_cache: KVCache, grammars: Grammars | None = None
+        self,
+        model: DecoderLM,
+        kv_cache: KVCache,
+        grammars: Grammars | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
-        self.model, self.kv_cache = model, kv_cache
+        self.model, self.kv_cache, self.deterministic = model, kv_cache, deterministic
         self._grammars = grammars
         self.device = kv_cache.layer(0).device
         self.sharing_rule = self._find_sharing_rule()
@@ -94,7 +100,13 @@ class ModelRunner:
         """
         self._sampled = SampledTokens(limits.max_num_seqs + 1, self.device)
         self.recorded = RecordedSteps(
-            self.model, self.kv_cache, recorder, self._sampled, limits, self.sharing_rule
+            self.model,
+            self.kv_cache,
+            recorder,
+            self._sampled,
+            limits,
+            self.sharing_rule,
+            deterministic=self.deterministic,
         )
 
     def use_idle_time(self) -> bool:
@@ -207,7 +219,9 @@ class ModelRunner:
 
     def attention_problems(self) -> list[AttentionProblem]:
         """Return the attention problem of every kind of layer and phase."""
-        return self.model.attention_problems(self.kv_cache.block_size, self.kv_cache.kv_dtype)
+        return self.model.attention_problems(
+            self.kv_cache.block_size, self.kv_cache.kv_dtype, deterministic=self.deterministic
+        )
 
     def describe_plan(self) -> PlanReport:
         """Report which attention kernels run, their launch configurations, and the reasons."""
@@ -219,6 +233,7 @@ class ModelRunner:
             detect(self.device),
             cache.kv_dtype,
             None if steps is None else steps.quantization,
+            deterministic=self.deterministic,
         )
 
     def _compute(
@@ -233,7 +248,8 @@ class ModelRunner:
         if not any(map(_scores_prompt, scheduled)):
             return [self.model.step(packed.input, self.kv_cache, sampled)], {}
         hidden = self.model.hidden_states(packed.input, self.kv_cache, sampled)
-        prompts = self._prompt_logprobs(scheduled, hidden)
+        deterministic = packed.input.bucket.deterministic
+        prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
         return [self.model.score(packed.input, hidden)], prompts
 
     def _find_sharing_rule(self) -> SharingRule | None:
@@ -276,7 +292,11 @@ class ModelRunner:
         return masked, self._grammars.start_masks(cast("list[tuple[GrammarMatcher, bool]]", inputs))
 
     def _prompt_logprobs(
-        self, scheduled: tuple[ScheduledSequence, ...], hidden: torch.Tensor
+        self,
+        scheduled: tuple[ScheduledSequence, ...],
+        hidden: torch.Tensor,
+        *,
+        deterministic: bool,
     ) -> dict[int, PromptLogprobs]:
         results: dict[int, PromptLogprobs] = {}
         first_row = 0
@@ -292,7 +312,8 @@ class ModelRunner:
             count = sequence.sampling.prompt_top_logprobs
             for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
                 ids = following[i : i + _PROMPT_LOGPROB_ROWS]
-                logits = self.model.logits(hidden[row + i : row + i + len(ids)])
+                rows = hidden[row + i : row + i + len(ids)]
+                logits = self.model.logits(rows, deterministic=deterministic)
                 logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
                 if count:
                     top_tokens += prompt_top_tokens(logits, count)

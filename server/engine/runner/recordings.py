@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from model.network.step import StepOutput
+from model.network.step import StepOutput, input_bytes
 from server.engine.runner.buckets import BucketGrid
 from server.engine.runner.shared_prefix import shared_blocks
 from server.engine.runner.step_input import PackedStep, exact_bucket
@@ -66,6 +66,20 @@ class _Recording:
 _MOST_BEST: Final = 10_000
 
 
+def recorded_bytes(limits: SchedulerConfig, block_size: int, row_bytes: int) -> int:
+    """Return the device memory of inputs and results of all recordings that are made ahead.
+
+    Block tables are most of it: 138 MiB for 256 sequences of 131072 tokens. Intermediate results are not included.
+
+    Args:
+        limits: of a step.
+        block_size: tokens per block.
+        row_bytes: bytes of a row of logits.
+    """
+    results = 2 * limits.max_num_seqs * row_bytes
+    return results + sum(map(input_bytes, BucketGrid(limits, block_size).ahead()))
+
+
 class RecordedSteps:
     """The recordings of a model's steps. Only the engine's thread uses it.
 
@@ -76,6 +90,7 @@ class RecordedSteps:
         sampled: steps write their tokens here; its capacity is at least a step's rows plus one.
         limits: of a step.
         sharing_rule: decides whether a shared prefix is read once; None if no kernel supports it.
+        deterministic: whether the steps to record in idle time are deterministic.
     """
 
     def __init__(
@@ -86,11 +101,13 @@ class RecordedSteps:
         sampled: SampledTokens,
         limits: SchedulerConfig,
         sharing_rule: SharingRule | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._sampled, self._sharing_rule = sampled, sharing_rule
         self._device = kv_cache.layer(0).device
-        self._grid = BucketGrid(limits, kv_cache.block_size)
+        self._grid = BucketGrid(limits, kv_cache.block_size, deterministic=deterministic)
         # Two recordings may compute the decode rows and the prompts of a step; their results must not overlap.
         most = limits.max_num_seqs
         self._decode_out, self._prompt_out = self._allocate(most), self._allocate(most)
@@ -148,7 +165,13 @@ class RecordedSteps:
         num_sampled = 0
         for recording, (decode, prefill) in zip(found, parts, strict=True):
             recording.step.pack(decode, prefill, self._sampled, num_sampled)
-            recording.replay()
+            try:
+                recording.replay()
+            except RuntimeError as error:
+                if not self._model.replaces_single_launch(error):
+                    raise
+                self._forget_single_launches()
+                return None
             count = sum([s.num_logits for s in (*decode, *prefill)])
             outputs.append(recording.first(count))
             num_sampled += count
@@ -213,12 +236,23 @@ class RecordedSteps:
         try:
             self._recordings[bucket] = self._make(bucket, out.first(bucket.num_logits))
         except RuntimeError as error:
+            if self._model.replaces_single_launch(error):
+                self._forget_single_launches()
+                self._record(bucket)
+                return
             # Steps without a recording are launched kernel by kernel, so the service continues.
             self._waiting.clear()
             self._closed = True
             log.warning("no more steps are recorded: %s failed: %s", bucket, error)
         else:
             log.debug("recorded %s", bucket)
+
+    def _forget_single_launches(self) -> None:
+        """Drop the recordings of decode rows, which may be single launches; they are made again in idle time."""
+        self._best.clear()
+        for bucket in [b for b in self._recordings if not b.prompt_seqs]:
+            del self._recordings[bucket]
+            self._waiting.insert(0, bucket)
 
     @torch.inference_mode()
     def _make(self, bucket: Bucket, out: StepOutput) -> _Recording:

@@ -25,6 +25,7 @@ from server.engine.core.kv_demand import KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.grammars import Grammars
 from server.engine.runner.kv_memory import allocate_kv_cache
 from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.recordings import recorded_bytes
 from server.engine.runner.warm_up import compute_largest_step, warm_up
 
 if TYPE_CHECKING:
@@ -82,20 +83,33 @@ def _start_on_gpu(
             warm_up(_runner(model, config, num_blocks=1), limits, phases.say)
             step_bytes = peak_bytes()
         release_cached(device)
-        log.info("the largest step needs %.2f GiB of activations", step_bytes / 2**30)
+        recorded = _recorded_bytes(model, config, limits)
+        log.info(
+            "the largest step needs %.2f GiB of activations, recorded steps %.2f GiB",
+            step_bytes / 2**30,
+            recorded / 2**30,
+        )
     with phases("allocating the KV cache"):
 
         def hold_step(runner: ModelRunner) -> None:
             compute_largest_step(runner, limits)
             torch.cuda.synchronize(device)
 
-        kept_bytes = step_bytes + _GPU_HEADROOM_BYTES
+        kept_bytes = step_bytes + recorded + _GPU_HEADROOM_BYTES
         runner = _allocate(model, config, limits, kept_bytes, hold_step)
         max_total_tokens = _max_total_tokens(runner, limits)
     if config.cuda_graphs and _can_record(runner):
         served = dataclasses.replace(limits, max_model_len=max_total_tokens)
         runner.record_steps(served, CudaGraphs(device))
     return runner, max_total_tokens
+
+
+def _recorded_bytes(model: DecoderLM, config: EngineConfig, limits: SchedulerConfig) -> int:
+    """Return the memory of the inputs and results of recorded steps; 0 if steps are not recorded."""
+    if not config.cuda_graphs:
+        return 0
+    row_bytes = model.config.vocab_size * model.embed_tokens.element_size()
+    return recorded_bytes(limits, config.block_size, row_bytes)
 
 
 def _can_record(runner: ModelRunner) -> bool:
@@ -168,6 +182,7 @@ def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRun
             parameter.device,
         ),
         Grammars(config.model_path, shape),
+        deterministic=config.deterministic,
     )
 
 
@@ -184,6 +199,13 @@ def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
             "the KV cache limits a request to %d tokens, prompt and output together; the model allows %d; "
             "--kv-cache-tokens and --kv-cache-gib set the size of the cache",
             tokens,
+            limits.max_model_len,
+        )
+    else:
+        log.info(
+            "the KV cache holds %d tokens, %d sequences of %d tokens at once",
+            runner.num_cache_tokens,
+            runner.num_cache_tokens // limits.max_model_len,
             limits.max_model_len,
         )
     return tokens

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kernels import KernelError, detect
+from kernels.fp8 import FP8
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.device.cpus import default_engine_threads, usable_cpus
@@ -40,6 +41,7 @@ from server.engine.runner.startup_progress import Phases
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from model.network.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
 
 log = logging.getLogger("tessera.engine")
@@ -85,6 +87,8 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
                 weight_dtype=weight_dtype(quantization),
             )
             model.optimize(quantization, threads)
+            if config.deterministic:
+                _check_deterministic(model, config, device)
         dtype = model.embed_tokens.dtype
         runner, max_total_tokens = start_runner(model, config, limits, phases)
     except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
@@ -131,6 +135,14 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
+
+
+def _check_deterministic(model: DecoderLM, config: EngineConfig, device: torch.device) -> None:
+    """Raise a `StartupError` unless the model's steps can be deterministic on a device."""
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else None
+    reasons = model.deterministic_unsupported(detect(device), config.block_size, kv_dtype)
+    if reasons:
+        raise StartupError(f"--deterministic is not supported here: {'; '.join(reasons)}")
 
 
 def release_memory() -> None:

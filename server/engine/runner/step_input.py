@@ -30,16 +30,18 @@ def exact_bucket(
         decode: sequences with one token each.
         prefill: the other sequences; `decode` and `prefill` have at least one sequence together.
         block_size: tokens per block.
-        shared_blocks: see `Bucket`.
+        shared_blocks: see `Bucket`; ignored by a step with a deterministic sequence.
     """
     scheduled = (*decode, *prefill)
+    deterministic = any(s.sequence.deterministic for s in scheduled)
     return Bucket(
         rows=len(decode),
         prompt_tokens=sum(s.num_tokens for s in prefill),
         prompt_seqs=len(prefill),
         columns=-(-max([s.start + s.num_tokens for s in scheduled]) // block_size),
         num_logits=sum([s.num_logits for s in scheduled]),
-        shared_blocks=shared_blocks,
+        shared_blocks=0 if deterministic else shared_blocks,
+        deterministic=deterministic,
     )
 
 

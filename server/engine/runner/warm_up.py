@@ -19,7 +19,6 @@ from server.engine.runner.startup_progress import clocked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from model.network.decoder import DecoderLM
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.step import SchedulerOutput
     from server.engine.runner.model_runner import ModelRunner
@@ -101,7 +100,7 @@ def _compute_first_steps(
         for output in (*few, *dummy_steps.sampling_ways(block_size)):
             _compute(runner, output)
         for num_rows in _ARGMAX_ROWS:
-            _argmax(runner.model, min(num_rows, limits.max_num_seqs))
+            _argmax(runner, min(num_rows, limits.max_num_seqs))
 
 
 def _distinct_lengths(runner: ModelRunner, longest: int) -> list[int]:
@@ -119,12 +118,16 @@ def _distinct_lengths(runner: ModelRunner, longest: int) -> list[int]:
 @torch.inference_mode()
 def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
     """Plan the attention of a step, which compiles the kernels for its number of sequences."""
+    if runner.deterministic:
+        dummy_steps.deterministic(output)
     runner.model.plan_step(runner.pack(output, None).input, runner.kv_cache)
 
 
 def _compute(
     runner: ModelRunner, output: SchedulerOutput, sharing_rule: SharingRule | None = None
 ) -> None:
+    if runner.deterministic:
+        dummy_steps.deterministic(output)
     kept = runner.sharing_rule
     runner.sharing_rule = sharing_rule or kept
     try:
@@ -136,10 +139,11 @@ def _compute(
 
 
 @torch.inference_mode()
-def _argmax(model: DecoderLM, num_rows: int) -> None:
+def _argmax(runner: ModelRunner, num_rows: int) -> None:
     """Compute the logits and the argmax of rows of zeros, as a recording of `num_rows` rows does."""
-    weight = model.embed_tokens
+    weight = runner.model.embed_tokens
     hidden = weight.new_zeros(num_rows, weight.shape[1])
     logits = weight.new_empty(num_rows, weight.shape[0])
     tokens = hidden.new_empty(num_rows, dtype=torch.int64)
-    model.argmax(hidden, logits, tokens, torch.empty_like(tokens, dtype=torch.float32))
+    logprobs = torch.empty_like(tokens, dtype=torch.float32)
+    runner.model.argmax(hidden, logits, tokens, logprobs, deterministic=runner.deterministic)

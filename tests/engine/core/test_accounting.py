@@ -18,8 +18,9 @@ from server.engine.core.messages import (
 from server.engine.core.request import FinishReason
 from server.engine.core.sequence import Sequence
 from tests.engine.core.bookkeeping import Token, begin, make_request, make_scheduler, make_sequence
+from tests.plans import PLAN
 
-INFO = SimpleNamespace(vocab_size=1_000_000)
+INFO = SimpleNamespace(vocab_size=1_000_000, plan=PLAN)
 
 
 def end(scheduler, output, seconds, token_id=7):

@@ -125,6 +125,20 @@ def test_the_log_states_the_size_and_its_reason(device, caplog):
     )
 
 
+def test_the_log_states_the_size_before_the_memory_is_taken(device, caplog):
+    caplog.set_level(logging.INFO, "tessera.engine")
+    device.free = 10 * 2**30
+    before = []
+
+    def allocate(num_blocks):
+        before.append(caplog.text)
+        return device.allocate(num_blocks)
+
+    allocate_kv_cache(demand(useful=10**12, kept=2**30), CUDA, allocate)
+
+    assert "7.20 GiB" in before[0]
+
+
 def test_a_smaller_cache_is_tried_if_another_process_took_the_memory(device, caplog):
     device.free = 1000 * BLOCK_BYTES
 

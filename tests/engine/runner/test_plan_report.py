@@ -46,8 +46,8 @@ def test_every_known_processor_has_a_plan_with_reasons_that_can_be_decoded(confi
         ("cpu", ["torch_prefill", "torch_decode"], [None, None], True),
         ("t4", ["torch_prefill", "torch_decode"], [None, None], False),
         ("a100", ["portable_prefill", "portable_decode"], [2, 2], False),
-        ("h100", ["portable_prefill", "hopper_decode"], [2, 3], True),
-        ("h200", ["portable_prefill", "hopper_decode"], [2, 3], True),
+        ("h100", ["hopper_prefill", "hopper_decode"], [3, 3], True),
+        ("h200", ["hopper_prefill", "hopper_decode"], [3, 3], True),
         ("b200", ["portable_prefill", "portable_decode"], [2, 2], False),
     ],
 )
@@ -114,3 +114,25 @@ def test_the_log_line_says_that_the_kernels_never_ran_on_such_a_gpu(config):
     assert str(planned(config, "a100")).endswith(
         "; never run here: no GPU of this architecture (sm_80) has ever run it"
     )
+
+
+@pytest.mark.parametrize("arch", CATALOGUE)
+def test_the_plan_says_which_requests_are_deterministic(config, arch):
+    plan = planned(config, arch).deterministic
+
+    if CATALOGUE[arch].sm < 80:
+        assert plan.requests == "none"
+        assert "sm_75" in plan.why or "CPU" in plan.why
+    else:
+        assert plan.requests == "on request"
+        assert "invariant_prefill, invariant_decode" in plan.why
+
+
+def test_with_all_requests_deterministic_the_plan_has_the_kernels_of_deterministic_steps(config):
+    model = DecoderLM(config, torch.bfloat16, "meta")
+
+    plan = explain_model(model, 16, CATALOGUE["h100"], deterministic=True)
+
+    assert plan.deterministic.requests == "all"
+    assert [it.kernel for it in plan.phases] == ["invariant_prefill", "invariant_decode"]
+    assert plan.one_sequence == "layer by layer: deterministic"

@@ -13,7 +13,7 @@ from server.engine.runner.sampled_tokens import SampledTokens
 from tests.engine.core.bookkeeping import make_sequence
 
 CPU = torch.device("cpu")
-MODEL = SimpleNamespace(embed_tokens=torch.zeros(5, 2))
+MODEL = SimpleNamespace(embed_tokens=torch.zeros(5, 2), replaces_single_launch=lambda _error: False)
 CACHE = SimpleNamespace(layer=lambda _: torch.zeros(1), block_size=8)
 LIMITS = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=64)
 BROKEN = 13

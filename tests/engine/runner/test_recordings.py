@@ -9,6 +9,7 @@ import pytest
 from benchmarks.local_engine import LocalEngine
 from server.engine.core.messages import Shutdown
 from server.engine.runner.buckets import row_counts, token_counts
+from server.engine.runner.recordings import recorded_bytes
 from tests.engine.runner.test_engine_model import (
     assert_all_free,
     greedy,
@@ -40,6 +41,32 @@ class Again:
 class Broken:
     def record(self, compute):
         raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class Refusing(Again):
+    """Refuses cooperative launches: the recording of the first step, or its first replay."""
+
+    def __init__(self, *, recording):
+        super().__init__()
+        self.refusals = 0
+        self._recording = recording
+
+    def record(self, compute):
+        if self._recording:
+            self._refuse()
+        run = super().record(compute)
+
+        def refused_first():
+            if not self._recording:
+                self._refuse()
+            run()
+
+        return refused_first
+
+    def _refuse(self):
+        self.refusals += 1
+        if self.refusals == 1:
+            raise RuntimeError("CUDA error: too many blocks in cooperative launch")
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +205,55 @@ def test_a_step_that_cannot_be_recorded_is_launched_and_logged_once(checkpoint, 
     reason = "failed: operation not permitted when stream is capturing"
     assert [r.getMessage() for r in caplog.records if "recorded" in r.getMessage()] == [
         "no more steps are recorded: Bucket(rows=1, prompt_tokens=0, prompt_seqs=0, columns=32, "
-        f"num_logits=1, shared_blocks=0) {reason}",
+        f"num_logits=1, shared_blocks=0, deterministic=False) {reason}",
     ]
+
+
+def test_the_memory_of_inputs_and_results_is_known_before_the_recordings_are_made(checkpoint):
+    engine = recording_engine(checkpoint, Again())
+    runner, limits = engine.engine._runner, engine.engine._scheduler.config
+    while runner.use_idle_time():
+        pass
+    recorded = runner.recorded
+    sizes = [
+        sum(array.nbytes for array in made.step.input.host)
+        for made in recorded._recordings.values()
+    ]
+    logits = recorded._decode_out.logits.nbytes + recorded._prompt_out.logits.nbytes
+
+    found = recorded_bytes(limits, 8, logits // (2 * limits.max_num_seqs))
+
+    assert found == logits + sum(sizes)
+
+
+@pytest.mark.parametrize("recording", [True, False], ids=["recording", "replay"])
+def test_a_single_launch_that_the_driver_refuses_late_is_replaced(checkpoint, recording, caplog):
+    prompts = [[1, 2, 3], [4, 5]]
+    expected = answers(make_engine(checkpoint), prompts)
+    recorder = Refusing(recording=recording)
+    engine = recording_engine(checkpoint, recorder)
+    runner = engine.engine._runner
+    ahead = runner.recorded.recorded
+
+    assert answers(engine, prompts) == expected
+
+    assert engine.engine.stats().num_failed_steps == 0
+    assert "the driver refuses the launch" in runner.describe_plan().one_sequence
+    assert caplog.text.count("is not a single launch") == 1
+    while runner.use_idle_time():
+        pass
+    assert {*ahead} <= {*runner.recorded.recorded}
+    assert answers(engine, prompts) == expected
+    assert_all_free(engine)
+
+
+def test_a_second_refusal_is_an_error(checkpoint):
+    model = make_engine(checkpoint).engine._runner.model
+    error = RuntimeError("CUDA error: too many blocks in cooperative launch")
+
+    assert model.replaces_single_launch(error)
+    assert not model.replaces_single_launch(error)
+    assert not model.replaces_single_launch(RuntimeError("CUDA error: out of memory"))
 
 
 @pytest.mark.parametrize("budget", [20, 64])

@@ -1,6 +1,7 @@
 """Allocation of the KV cache and warm-up in the order of each device, and the errors of a start."""
 
 import contextlib
+import logging
 
 import pytest
 import torch
@@ -95,6 +96,18 @@ def test_on_a_gpu_the_largest_step_is_computed_again_after_the_cache_is_allocate
     assert list(phases.seconds) == ["warming up", "allocating the KV cache"]
 
 
+def test_the_cache_leaves_memory_for_the_inputs_of_recorded_steps(monkeypatch, model, checkpoint):
+    config = config_for(checkpoint, cuda_graphs=True)
+    recorded = runner_start._recorded_bytes(model, config, LIMITS)
+    FakeGPU(monkeypatch, free=KEPT_BYTES + recorded + 100 * BLOCK_BYTES)
+    monkeypatch.setattr(runner_start, "_can_record", lambda _runner: False)
+
+    runner, _ = runner_start._start_on_gpu(model, config, LIMITS, Phases(Log()))
+
+    assert recorded > 0
+    assert runner.num_cache_tokens == 80 * 8
+
+
 def test_the_cache_shrinks_if_the_largest_step_does_not_fit_beside_it(
     monkeypatch, model, checkpoint
 ):
@@ -113,6 +126,15 @@ def test_a_cache_for_all_sequences_counts_partly_filled_blocks(model, checkpoint
     runner, _ = runner_start.start_runner(model, config_for(checkpoint), limits, Phases(Log()))
 
     assert runner.num_cache_tokens == 4 * 13 * 8
+
+
+def test_the_log_says_how_many_of_the_longest_sequences_fit(model, checkpoint, caplog):
+    caplog.set_level(logging.INFO, "tessera.engine")
+    config = config_for(checkpoint, kv_cache_tokens=800)
+
+    runner_start.start_runner(model, config, LIMITS, Phases(Log()))
+
+    assert "the KV cache holds 800 tokens, 3 sequences of 256 tokens at once" in caplog.text
 
 
 def test_a_cache_smaller_than_the_models_context_logs_a_warning_with_both_numbers(

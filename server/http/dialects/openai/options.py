@@ -158,7 +158,7 @@ def check(
         stop=StopStrings(tuple(body.stop or ()), included=bool(body.include_stop_str_in_output)),
         bad_words=tuple(body.bad_words or ()),
         constraint=constraint or find_constraint(body),
-        request=body.request_options(),
+        request=body.request_options(info),
         skip_special_tokens=body.skip_special_tokens is not False,
         truncate=body.truncate_prompt_tokens,
         logprobs=logprobs,

@@ -156,7 +156,7 @@ def check(
         ),
         details=details,
         prompt_details=bool(parameters.decoder_input_details),
-        request=parameters.request_options(),
+        request=parameters.request_options(info),
         warnings=warnings,
     )
 

@@ -7,7 +7,9 @@ import { define, element } from "./dom.js";
 export async function showPlan(node) {
   const plan = await getJson("plan");
   const single = element("p", { class: "wide" }, `A decode step of one sequence: ${plan.one_sequence}.`);
-  node.replaceChildren(element("p", {}, plan.arch_name), facts(plan), single, ...plan.phases.map(phase));
+  const { requests, why } = plan.deterministic;
+  const deterministic = element("p", { class: "wide" }, `Deterministic requests: ${requests}; ${why}.`);
+  node.replaceChildren(element("p", {}, plan.arch_name), facts(plan), single, deterministic, ...plan.phases.map(phase));
 }
 
 /** Show what /info reports. */
@@ -23,6 +25,7 @@ function facts(plan) {
     ["dtype", plan.dtype],
     ["weights", plan.weight_dtype],
     ["KV cache", plan.block_size === null ? plan.kv_dtype : `${plan.kv_dtype}, blocks of ${plan.block_size} tokens`],
+    ["KV cache for a token", `${format(plan.memory.kv_bytes_per_token / 1024)} KiB`],
     [plan.sm ? "multiprocessors" : "cores", plan.num_sms],
     ["memory bandwidth", plan.memory_bandwidth_gbs ? `${format(plan.memory_bandwidth_gbs)} GB/s` : "not known"],
     ["peak", plan.peak_tflops ? `${format(plan.peak_tflops)} TFLOP/s` : "not known"],

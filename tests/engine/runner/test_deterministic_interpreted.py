@@ -1,0 +1,117 @@
+"""Deterministic requests on the Triton kernels of a GPU, in Triton's interpreter: the same bits in any company."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import msgspec
+import pytest
+
+import kernels.attention.functional
+import model.network.attention
+import model.network.decoder
+import server.engine.runner.model_runner
+import server.engine.runner.startup
+from benchmarks.local_engine import LocalEngine
+from kernels.arch import CATALOGUE
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
+from tests.kernels.triton_interpreter import interpreted
+from tests.marks import slow_except
+from tests.tiny_checkpoint import VOCAB_SIZE, write_tiny_checkpoint
+
+pytestmark = interpreted
+
+GPU = dataclasses.replace(CATALOGUE["a100"], num_sms=8)
+COMPANIES = [
+    {"max_num_seqs": 4, "max_num_batched_tokens": 9},
+    {"max_num_seqs": 2, "max_num_batched_tokens": 64, "enable_prefix_caching": False},
+    {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "block_size": 2,
+        "kv_cache_tokens": 66,
+        "max_model_len": 60,
+    },
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch):
+    from kernels.attention.portable import invariant
+
+    monkeypatch.setattr(invariant, "PART_TOKENS", 32)
+    for module in (
+        kernels.attention.functional,
+        model.network.decoder,
+        server.engine.runner.model_runner,
+        server.engine.runner.startup,
+    ):
+        monkeypatch.setattr(module, "detect", lambda _device=None: GPU)
+    # Dummy steps take as long in the interpreter as the requests.
+    monkeypatch.setattr("server.engine.runner.runner_start.warm_up", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"),
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        head_dim=32,
+        num_hidden_layers=1,
+    )
+
+
+def engine(checkpoint, **changes):
+    config = {
+        "model_path": str(checkpoint),
+        "model_id": "tiny",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "quantization": "none",
+        "max_model_len": 128,
+        "kv_cache_tokens": 1024,
+        "block_size": 16,
+        "enable_prefix_caching": True,
+    }
+    return LocalEngine(EngineConfig(**(config | changes)))
+
+
+def requests():
+    rng = random.Random(0)
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
+    ways = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.0}]
+    return [
+        GenerateRequest(
+            request_id=i,
+            prompt_token_ids=prefix[: 40 * (i % 2)] + [rng.randrange(VOCAB_SIZE) for _ in range(9)],
+            sampling=SamplingParams(max_new_tokens=6, logprobs=True, **ways[i % 3]),
+            deterministic=True,
+        )
+        for i in range(4)
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Results of the requests alone; computed once."""
+    return []
+
+
+@pytest.mark.parametrize("company", slow_except(COMPANIES[-1:], COMPANIES))
+def test_requests_have_the_bits_that_they_have_alone(checkpoint, answers, company):
+    if not answers:
+        one = engine(checkpoint, max_num_seqs=1, enable_prefix_caching=False)
+        answers += [one.generate([request])[0] for request in requests()]
+    assert all(event.error is None for events in answers for event in events)
+    together = engine(checkpoint, **company)
+    other = msgspec.structs.replace(requests()[1], request_id=100, deterministic=False)
+
+    for asked in (requests(), [other, *requests()[::-1]]):
+        found = dict(zip((it.request_id for it in asked), together.generate(asked), strict=True))
+        assert [found[i] for i in range(4)] == answers
+    if "kv_cache_tokens" in company:
+        assert together.engine.stats().num_preemptions > 0
