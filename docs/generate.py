@@ -13,7 +13,7 @@ from docs.attention_table import attention_table
 from docs.parameter_table import parameter_tables
 from kernels import AttentionProblem, Phase, select
 from kernels.arch import CATALOGUE
-from kernels.attention.registry import PREFIX_REGISTRY, REGISTRY
+from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from server.cli.settings import Settings, environment_variable, flag
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +106,7 @@ def rows_table() -> str:
         "| row | algorithm | runs on | dtypes | head dims |",
         "|---|---|---|---|---|",
     ]
-    for spec in (*REGISTRY, *PREFIX_REGISTRY):
+    for spec in (*REGISTRY, *PREFIX_REGISTRY, *INVARIANT_REGISTRY):
         cells = (
             f"`{spec.name}`",
             "PyTorch" if spec.flash_attention is None else f"FlashAttention-{spec.flash_attention}",

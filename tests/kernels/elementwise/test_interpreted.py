@@ -281,7 +281,7 @@ def test_programs_with_several_tokens_and_heads_give_the_same_result(
     around = {"norms": case.norms, "eps": 1e-5}
     ahead = tuple(torch.empty(1000, dtype=torch.int8) for _ in range(2))
     one = rope_and_write_kv(same.qkv, same.kv, same.rope, same.positions, same.slots, **around)
-    monkeypatch.setattr(rope_cache, "rotation_launch", lambda *_: launch)
+    monkeypatch.setattr(rope_cache, "rotation_launch", lambda *_, **__: launch)
 
     found = rope_and_write_kv(
         case.qkv, case.kv, case.rope, case.positions, case.slots, ahead=ahead, **around
@@ -304,3 +304,13 @@ def test_programs_with_several_tokens_and_heads_give_the_same_result(
 )
 def test_programs_have_more_tokens_and_heads_in_larger_steps(tokens, heads, half, wanted):
     assert rotation_launch(tokens, heads, half) == wanted
+
+
+def test_the_launch_of_a_batch_invariant_step_does_not_depend_on_its_tokens():
+    for heads, half in ((1, 16), (32, 64), (96, 128)):
+        found = {
+            rotation_launch(tokens, heads, half, batch_invariant=True)
+            for tokens in (1, 2, 64, 500, 5000)
+        }
+
+        assert len(found) == 1
