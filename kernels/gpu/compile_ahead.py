@@ -1,8 +1,8 @@
 """Compiles all kernels of some code in parallel before it runs, or checks that all of them are compiled.
 
-Triton compiles a kernel at its first launch, one after the other. Nearly all of that time is spent outside Python, so
-threads compile as many kernels at once as there are processors. To find the kernels, this module runs the code without
-its launches, or until it launches a kernel that is not compiled.
+Triton compiles a kernel, and the C program that launches it, at the first launch, one after the other. Nearly all of
+that time is spent outside Python, so threads compile as many kernels at once as there are processors. To find the
+kernels, this module runs the code without its launches, or until it launches a kernel that is not compiled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _MOST_THREADS: Final = 32
-_GROUP: Final = "__grp__"  # begins the name of the file that lists a kernel's files
 _HASHED: Final = re.compile(r"\.(py|so),sha256=")
 
 
@@ -42,7 +41,7 @@ def compile_nothing() -> Iterator[None]:
     except ImportError:
         yield
         return
-    _name_compiler()
+    _make_keys_stable()
     before = active_mode.get()
     active_mode.set(_CacheAlone())
     try:
@@ -64,31 +63,34 @@ class _CacheAlone:
             compile_kernel: reads the kernel from the cache, or compiles it.
             finish: registers it for later launches.
         """
-        if not _is_cached(key):
+        from kernels.gpu.kernel_cache import is_cached  # noqa: PLC0415 - imports Triton
+
+        if not is_cached(key):
             raise NotCompiledError
         kernel = compile_kernel()
         finish(kernel)
         return kernel
 
 
-def _is_cached(key: str) -> bool:
-    """Whether Triton's cache has a kernel; False if the cache is not one of files."""
-    from triton import knobs  # noqa: PLC0415 - not everywhere
-    from triton.runtime.cache import FileCacheManager, get_cache_manager  # noqa: PLC0415 - as above
+def _make_keys_stable() -> None:
+    """Replace two parts of a kernel's key in the cache.
 
-    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    if knobs.compilation.always_compile or not isinstance(kept, FileCacheManager):
-        return False
-    names = (path.name.removeprefix(_GROUP) for path in Path(kept.cache_dir).glob(f"{_GROUP}*"))
-    return any(name in (kept.get_group(name) or {}) for name in names)
-
-
-def _name_compiler() -> None:
-    """Replace Triton's key of its own version by a cheaper one: Triton hashes 400 MB of files for half a second."""
-    from triton.runtime import cache  # noqa: PLC0415 - not everywhere
+    Triton's key of its own version is replaced by a cheaper one: Triton hashes 400 MB of files for half a second. And
+    the key of a function includes the constants of the functions that it calls only if those have their own keys
+    already, so it depends on which kernel was launched first; now they always have.
+    """
+    from triton.runtime import cache, jit  # noqa: PLC0415 - not everywhere
 
     key = compiler_key(Path(cache.__file__).parents[1], _record())
     cache.triton_key = lambda: key
+    include = jit.DependenciesFinder._update_hash
+
+    def include_callee(self: object, function: jit.JITCallable) -> None:
+        assert function.cache_key
+        include(self, function)
+
+    if include.__name__ != include_callee.__name__:
+        jit.DependenciesFinder._update_hash = include_callee
 
 
 @contextlib.contextmanager
@@ -112,7 +114,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     except ImportError:
         yield
         return
-    _name_compiler()
+    _make_keys_stable()
     launch = JITFunction.run
 
     def compile_only(function: object, *arguments: object, **options: object) -> object:
@@ -126,7 +128,7 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     before = active_mode.get()
     try:
         with (
-            ThreadPoolExecutor(threads) as workers,
+            _Compilers(threads) as workers,
             AsyncCompileMode(workers, ignore_errors=True) as mode,
         ):
             JITFunction.run = compile_only
@@ -141,6 +143,23 @@ def compile_ahead(num_threads: int | None = None) -> Iterator[None]:
     for compilation in mode.raw_futures:
         if error := compilation.exception():
             raise error
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Compiles kernels, and the C program that launches each: Triton would compile those at the first launches."""
+
+    def submit(  # type: ignore[override]  # Triton passes no arguments
+        self, compile_kernel: Callable[[], Any]
+    ) -> Future[Any]:
+        """Compile a kernel on another thread."""
+        from triton.runtime.driver import driver  # noqa: PLC0415 - not everywhere
+
+        def compile_both() -> object:
+            kernel = compile_kernel()
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(compile_both)
 
 
 def compiler_key(folder: Path, record: str | None = None) -> str:

@@ -69,6 +69,10 @@ class AbsentGPU(DriverBase):
 
     sm = 0
 
+    @staticmethod
+    def launcher_cls(src: object, metadata: object) -> None:
+        """Make no program that launches a kernel: it needs CUDA's driver."""
+
     @classmethod
     def is_active(cls) -> bool:
         return True

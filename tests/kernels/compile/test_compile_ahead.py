@@ -211,8 +211,8 @@ def test_a_kernel_that_is_not_in_the_cache_raises_and_is_not_compiled(run):
 def test_kernels_compiled_by_another_process_are_found(run, way):
     compiled = run(
         f"""
-        from kernels.gpu.compile_ahead import _name_compiler
-        _name_compiler()
+        from kernels.gpu.compile_ahead import _make_keys_stable
+        _make_keys_stable()
         {way}
             for size in (16, 32):
                 add.warmup(x, SIZE=size, grid=(1,))
@@ -277,3 +277,31 @@ def test_the_compiler_key_of_a_package_depends_on_its_hashes_and_not_on_its_fold
 
     assert compiler_key(tmp_path, record) == compiler_key(tmp_path / "elsewhere", moved)
     assert compiler_key(tmp_path, record) != compiler_key(tmp_path, other)
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_which_kernel_was_launched_first(run):
+    body = """
+    from kernels.gpu.compile_ahead import _make_keys_stable
+    _make_keys_stable()
+    _make_keys_stable()
+    WIDTH = tl.constexpr(16)
+
+    @triton.jit
+    def at():
+        return tl.arange(0, WIDTH)
+
+    @triton.jit
+    def first(x):
+        tl.store(x + at(), 0.0)
+
+    @triton.jit
+    def second(x):
+        tl.store(x + at(), 1.0)
+
+    ORDER
+    print(second.cache_key)
+    """
+    alone, after = (run(body.replace("ORDER", it)) for it in ("at", "first.cache_key"))
+
+    assert alone.stdout, alone.stderr
+    assert alone.stdout == after.stdout
