@@ -107,8 +107,18 @@ RUN nvidia="$(python -c 'import triton.backends.nvidia as it; print(it.__path__[
     && gcc -shared -fPIC -I"$nvidia/include" -I"$headers" -o /dev/null "$nvidia/driver.c"
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     pip install --no-cache-dir --no-deps --no-index /dist/*.whl && tessera --version
+# Kernels of these models, the bundled one or shapes of `tessera bench engine`, for these GPUs (tessera warmup --arch), so
+# that no container compiles them: with every model about 30 minutes of one processor and 100 MB. Empty for none.
+ARG COMPILED_MODELS="bundled smollm2-135m smollm2-360m qwen2.5-0.5b qwen2.5-1.5b qwen3-0.6b qwen3-1.7b qwen3-4b \
+llama-3.2-1b llama-3.2-3b llama-3.1-8b tinyllama-1.1b mistral-7b"
+ARG COMPILED_GPUS="a100 a10 l4 h100"
+RUN mkdir /opt/tessera/compiled-kernels \
+    && for gpu in $COMPILED_GPUS; do for model in $COMPILED_MODELS; do \
+         HOME=/tmp tessera warmup --arch "$gpu" --model "$model" --output /opt/tessera/compiled-kernels || exit 1; \
+       done; done
 # Without a GPU this image must fail to start instead of being slow.
 ENV TESSERA_DEVICE=cuda \
+    TESSERA_COMPILED_KERNELS=/opt/tessera/compiled-kernels \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

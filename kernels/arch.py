@@ -6,6 +6,7 @@ files read a named capability of a `GPUArch`, or give it a set of compute capabi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,7 +20,7 @@ from kernels.errors import UnsupportedDeviceError
 from kernels.torch_private import onednn_has_bfloat16
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _KIB = 1024
 
@@ -185,6 +186,20 @@ _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
 """Words in a driver's device name of models that share a name in `CATALOGUE` but have other peaks."""
 
 
+_described: GPUArch | None = None
+
+
+@contextlib.contextmanager
+def described_as(arch: GPUArch) -> Iterator[None]:
+    """Let `detect` describe every GPU as `arch`, without asking the driver; for code that runs without the GPU."""
+    global _described  # noqa: PLW0603 - `detect` has no other argument to pass it by
+    before, _described = _described, arch
+    try:
+        yield
+    finally:
+        _described = before
+
+
 def detect(device: torch.device | str | None = None) -> GPUArch:
     """Describe a device.
 
@@ -203,6 +218,8 @@ def detect(device: torch.device | str | None = None) -> GPUArch:
     resolved = torch.device(device)
     if resolved.type != "cuda":
         return _detect_cpu()
+    if _described is not None:
+        return _described
     index = resolved.index if resolved.index is not None else torch.cuda.current_device()
     return _detect_gpu(index)
 

@@ -7,10 +7,13 @@ Each docstring says what the public API lacks. Used with PyTorch 2.11 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+without_torch_function: Final = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass of Tensor whose operators return plain tensors; see "Extending PyTorch"."""
 
 
 def has_bfloat16_instructions() -> bool:

@@ -224,13 +224,50 @@ def _plan(call: Invocation) -> None:
     plan_command.plan(call.options, settings, folder)
 
 
-def _warm_up(call: Invocation) -> None:
-    from server.cli.command_settings import settings_of
+def _warm_up_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "--arch",
+        choices=ARCHITECTURES[1:],
+        help="compile for this GPU, which need not be present; no weights are read",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="with --arch: folder for the kernels, for --compiled-kernels; default: Triton's cache",
+    )
+    _add_settings(parser)
 
-    config = _local_engine(settings_of(call.options, "warmup"), "warmup")
+
+def _warm_up(call: Invocation) -> None:
+    from model.errors import ModelError
+    from server.cli.bench.engine.options import SHAPES, shapes
+    from server.cli.command_settings import engine_config, fail, settings_of
+
+    settings, arch = settings_of(call.options, "warmup"), call.options.arch
+    if arch is None and call.options.output is not None:
+        fail("--output needs --arch", "warmup", status=2)
+    if arch is None:
+        config = _local_engine(settings, "warmup")
+        from server.cli import warmup as warmup_command
+
+        warmup_command.warm_up(config, call.began)
+        return
+    from model.checkpoint.hub import resolve
+
+    try:
+        is_shape = settings.model in shapes()
+        folder = (
+            SHAPES / settings.model
+            if is_shape
+            else resolve(settings.model, settings.revision, config_only=True)
+        )
+    except ModelError as error:
+        fail(str(error), "warmup")
     from server.cli import warmup as warmup_command
 
-    warmup_command.warm_up(config, call.began)
+    warmup_command.compile_ahead(
+        engine_config(settings, folder), arch, call.options.output, call.began
+    )
 
 
 def _bench_flags(parser: Parser) -> None:
@@ -345,9 +382,13 @@ COMMANDS = {
     ),
     "warmup": Command(
         "fill the cache of compiled kernels for `serve`",
-        _add_settings,
+        _warm_up_flags,
         _warm_up,
-        usage=_SETTINGS_USAGE,
+        "Start an engine and end it, so that the next start finds its kernels compiled. With "
+        "--arch, compile them on a machine without that GPU; the model may then also be a shape "
+        "of `tessera bench engine`, and all settings that change kernels should be those of "
+        "the service.",
+        _SETTINGS_USAGE,
     ),
     "bench": Command(
         "measure a server, or the engine",

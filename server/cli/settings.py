@@ -91,6 +91,11 @@ class Settings(BaseModel):
         "auto",
         description="dummy generates random weights from config.json, to measure speed without a checkpoint",
     )
+    compiled_kernels: str | None = Field(
+        None,
+        description="folder of kernels that `tessera warmup --arch` compiled; only read, those that it lacks are "
+        "compiled into Triton's own cache",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,

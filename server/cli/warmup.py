@@ -1,4 +1,6 @@
-"""`tessera warmup`: starts an engine like the service and ends it, so that the next start finds compiled kernels.
+"""`tessera warmup`: compiles the kernels of a service, so that its next start finds them in the cache.
+
+On the GPU, it starts an engine like the service and ends it. For an absent GPU, it only compiles.
 
 Imports PyTorch, so `server.cli.commands` imports it only for this command.
 """
@@ -8,10 +10,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+from kernels.arch import CATALOGUE
 from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
+from server.engine.runner.compile_absent import compile_for
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:
@@ -43,8 +48,7 @@ def warm_up(config: EngineConfig, began: float) -> None:
     try:
         engine = start_engine(config, _EndsAtOnce())
     except StartupError as error:
-        print(f"tessera warmup: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _fail(str(error))
     ready = time.perf_counter() - began
     engine.run()
     seconds = ", ".join(
@@ -55,3 +59,37 @@ def warm_up(config: EngineConfig, began: float) -> None:
         from triton import knobs  # noqa: PLC0415 - only installed for GPUs
 
         print(f"the compiled kernels are in {knobs.cache.dir}")
+
+
+def compile_ahead(config: EngineConfig, arch: str, output: str | None, began: float) -> None:
+    """Compile the kernels of a service for a GPU, and print how many there are.
+
+    Exits with status 1 if they cannot be compiled.
+
+    Args:
+        config: of the engine; its weights are not read.
+        arch: the GPU's key in the catalogue.
+        output: folder for the compiled kernels; None for Triton's cache.
+        began: `time.perf_counter()` when the command began.
+    """
+    try:
+        from triton import knobs  # noqa: PLC0415 - only installed for GPUs
+
+        from kernels.gpu import kernel_cache  # noqa: PLC0415 - imports Triton
+    except ImportError:
+        _fail("Triton is not installed: pip install triton==3.6.0")
+    if output is not None:
+        kernel_cache.write_to(Path(output))
+    try:
+        compile_for(config, CATALOGUE[arch], lambda _: None)
+    except StartupError as error:
+        _fail(str(error))
+    folder = Path(knobs.cache.dir)
+    kernels = len(list(folder.glob("*/*.cubin")))
+    seconds = time.perf_counter() - began
+    print(f"{folder} has {kernels} compiled kernels, after {seconds:.1f} s")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"tessera warmup: error: {message}", file=sys.stderr)
+    raise SystemExit(1)

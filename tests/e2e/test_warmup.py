@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.kernels.triton_interpreter import HAS_TRITON
+
 pytestmark = pytest.mark.e2e
 
 
@@ -30,3 +32,18 @@ def test_warmup_exits_with_status_1_and_the_reason_if_the_engine_cannot_start():
     assert done.returncode == 1
     assert "tessera warmup: error: --max-model-len 1000000 is more than" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_folder_for_kernels_needs_the_gpu_that_they_are_for():
+    done = warm_up("--output=kernels")
+
+    assert done.returncode == 2
+    assert done.stderr == "tessera warmup: error: --output needs --arch\n"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
+def test_a_gpu_whose_kernels_cannot_be_compiled_without_it_is_refused():
+    done = warm_up("--arch=t4")
+
+    assert done.returncode == 1
+    assert "tessera warmup: error: NVIDIA T4 (sm_75) runs torch_" in done.stderr

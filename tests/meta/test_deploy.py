@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from deploy import healthcheck
+from kernels.arch import CATALOGUE
 from server.cli import front_end_pool
+from server.cli.bench.engine.options import shapes
 from server.cli.settings import Settings, environment_variable
 from server.engine.link import supervisor
 from server.http import serving
@@ -62,6 +64,14 @@ def instructions(target, word):
     stage = STAGES[target]
     inherited = instructions(stage.base, word) if stage.base in STAGES else []
     return inherited + [rest for name, rest in stage.instructions if name == word]
+
+
+def test_the_image_compiles_kernels_of_known_models_for_known_gpus():
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    arguments = dict(re.findall(r'^ARG (COMPILED_\w+)="([^"]+)"', text, re.MULTILINE))
+
+    assert set(arguments["COMPILED_MODELS"].split()) <= {"bundled", *shapes()}
+    assert set(arguments["COMPILED_GPUS"].split()) <= set(CATALOGUE)
 
 
 def environment(target):

@@ -26,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         dtype: "auto", "float32", "bfloat16" or "float16".
         quantization: as the setting of that name.
         load_format: "auto", "safetensors" or "dummy".
+        compiled_kernels: folder of compiled kernels that is read in addition to Triton's cache; None for none.
         max_model_len: limit of prompt and output tokens of a sequence; None uses the model's own limit.
         max_num_seqs: limit of sequences that run at the same time; None uses the device's default.
         max_num_batched_tokens: limit of tokens in one step, over all sequences; None uses the device's default.
@@ -48,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     quantization: str = "none"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    compiled_kernels: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -40,6 +40,17 @@ def first_steps(length: int, limits: SchedulerConfig, block_size: int) -> Iterat
     yield _output((_chunk(sequence, 1),), ())
 
 
+def longest_chunk(limits: SchedulerConfig, block_size: int) -> SchedulerOutput:
+    """Return a step with as many tokens of one prompt as the limits allow: kernels for many tokens differ.
+
+    Args:
+        limits: of a step.
+        block_size: tokens per block.
+    """
+    tokens = min(limits.max_num_batched_tokens, limits.max_model_len)
+    return _output((), (_chunk(_sequence(tokens, block_size, _GREEDY), tokens),))
+
+
 def unsampled_token(length: int, block_size: int) -> SchedulerOutput:
     """Return a step of one token without logits. It is computed layer by layer even if decode steps are one launch.
 

@@ -80,7 +80,7 @@ def _start_on_gpu(
     with phases("warming up"):
         model.reserve_positions(limits.max_model_len)
         with peak_memory(device) as peak_bytes:
-            warm_up(_runner(model, config, num_blocks=1), limits, phases.say)
+            warm_up(make_runner(model, config, num_blocks=1), limits, phases.say)
             step_bytes = peak_bytes()
         release_cached(device)
         recorded = _recorded_bytes(model, config, limits)
@@ -146,7 +146,7 @@ def _allocate(
     shape, parameter = model.config, model.embed_tokens
 
     def allocate(num_blocks: int) -> ModelRunner:
-        runner = _runner(model, config, num_blocks)
+        runner = make_runner(model, config, num_blocks)
         if hold_step is not None:
             hold_step(runner)
         return runner
@@ -168,7 +168,17 @@ def _allocate(
     return allocate_kv_cache(demand, parameter.device, allocate)
 
 
-def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRunner:
+def make_runner(
+    model: DecoderLM, config: EngineConfig, num_blocks: int, *, deterministic: bool | None = None
+) -> ModelRunner:
+    """Return a runner of a model with a new KV cache.
+
+    Args:
+        model: on its device.
+        config: of the engine.
+        num_blocks: of the cache.
+        deterministic: as for `ModelRunner`; None for the configuration's.
+    """
     shape, parameter = model.config, model.embed_tokens
     return ModelRunner(
         model,
@@ -182,7 +192,7 @@ def _runner(model: DecoderLM, config: EngineConfig, num_blocks: int) -> ModelRun
             parameter.device,
         ),
         Grammars(config.model_path, shape),
-        deterministic=config.deterministic,
+        deterministic=config.deterministic if deterministic is None else deterministic,
     )
 
 

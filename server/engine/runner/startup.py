@@ -71,8 +71,10 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             model_config = ModelConfig.from_folder(Path(config.model_path))
             check_start(config, model_config, has_gpu=torch.cuda.is_available())
             device = _device(config.device)
-            limits = _limits(config, model_config, device)
-            quantization = _quantization(config, model_config, device)
+            if device.type == "cuda" and config.compiled_kernels is not None:
+                _read_compiled_kernels(Path(config.compiled_kernels))
+            limits = resolved_limits(config, model_config, device)
+            quantization = resolved_quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
             threads = _set_threads(config.cpu_threads, device, quantization)
         with phases("loading the weights"), _weights_progress(phases) as progress:
@@ -137,6 +139,17 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
 
 
+def _read_compiled_kernels(folder: Path) -> None:
+    if not folder.is_dir():
+        raise StartupError(f"--compiled-kernels {folder}: there is no such folder")
+    try:
+        from kernels.gpu.kernel_cache import read_also  # noqa: PLC0415 - imports Triton
+    except ImportError:
+        log.warning("--compiled-kernels has no effect: Triton is not installed")
+    else:
+        read_also(folder)
+
+
 def _check_deterministic(model: DecoderLM, config: EngineConfig, device: torch.device) -> None:
     """Raise a `StartupError` unless the model's steps can be deterministic on a device."""
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else None
@@ -151,7 +164,9 @@ def release_memory() -> None:
     torch.cuda.empty_cache()  # does nothing unless a GPU is in use
 
 
-def _limits(config: EngineConfig, model: ModelConfig, device: torch.device) -> SchedulerConfig:
+def resolved_limits(
+    config: EngineConfig, model: ModelConfig, device: torch.device
+) -> SchedulerConfig:
     """Return the operator's limits, with defaults for those that are not set."""
     sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
     if sequences is None:
@@ -171,7 +186,7 @@ def _device(requested: str) -> torch.device:
     return torch.device("cuda" if use_gpu else "cpu")
 
 
-def _quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
+def resolved_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
     """Return the quantization of the weights; see `resolve_quantization`."""
 
     def unsupported() -> tuple[str, ...]:

@@ -96,6 +96,7 @@ def _compute_first_steps(
             for output in dummy_steps.sharing(length, limits, block_size):
                 _compute(runner, output, lambda *_: True)
     if on_gpu:
+        _compute(runner, dummy_steps.longest_chunk(limits, block_size))
         few = dummy_steps.few_rows(runner.model.row_counts, limits, block_size)
         for output in (*few, *dummy_steps.sampling_ways(block_size)):
             _compute(runner, output)

@@ -1,0 +1,80 @@
+"""Triton's cache of compiled kernels, with a second folder that is only read, such as one inside an image."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Final
+
+from triton import knobs
+from triton.runtime.cache import FileCacheManager, get_cache_manager
+
+_GROUP: Final = "__grp__"  # begins the name of the file that lists a kernel's files
+_shipped: Path | None = None
+
+
+def read_also(folder: Path) -> None:
+    """Let Triton read kernels from a folder where its own cache has none; kernels compiled here go to its own cache.
+
+    Args:
+        folder: what `tessera warmup --arch` made, at any place.
+    """
+    global _shipped  # noqa: PLW0603 - Triton creates the managers
+    _shipped = folder
+    knobs.cache.manager_class = _CacheManager
+
+
+def write_to(folder: Path) -> None:
+    """Let Triton keep compiled kernels in a folder, without the files that show how they were compiled."""
+    knobs.cache.dir = str(folder.absolute())
+    knobs.compilation.store_binary_only = True  # else the folder is eight times as large
+
+
+def is_cached(key: str) -> bool:
+    """Whether the cache has a kernel; False if the cache is not one of files.
+
+    Args:
+        key: of the kernel, before it is hashed.
+    """
+    kept = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    if knobs.compilation.always_compile or not isinstance(kept, FileCacheManager):
+        return False
+    folders = [Path(kept.cache_dir)]
+    if isinstance(kept, _CacheManager):
+        folders.append(kept.shipped)
+    names = (path.name.removeprefix(_GROUP) for it in folders for path in it.glob(f"{_GROUP}*"))
+    return any(name in (kept.get_group(name) or {}) for name in names)
+
+
+class _CacheManager(FileCacheManager):  # type: ignore[misc]  # Triton has no types
+    """Reads the files of one key from Triton's folder, else from the shipped one.
+
+    Attributes:
+        shipped: the key's folder among the shipped ones; may be absent.
+    """
+
+    def __init__(self, key: str, *, override: bool = False, dump: bool = False) -> None:
+        super().__init__(key, override=override, dump=dump)
+        assert _shipped is not None
+        self.shipped = _shipped / key
+
+    def get_file(self, filename: str) -> str | None:
+        """Return the path of a file, None if there is none."""
+        own: str | None = super().get_file(filename)
+        path = self.shipped / filename
+        return own if own is not None or not path.exists() else str(path)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """Return the paths of a kernel's files by name, None if it is not cached.
+
+        A list of files has the absolute paths of the cache in which it was written.
+        """
+        own: dict[str, str] | None = super().get_group(filename)
+        listed = self.shipped / f"{_GROUP}{filename}"
+        if own is not None or not listed.exists():
+            return own
+        paths = {
+            name: self.shipped / name for name in json.loads(listed.read_text())["child_paths"]
+        }
+        return {name: str(path) for name, path in paths.items() if path.exists()}
