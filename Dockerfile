@@ -108,7 +108,7 @@ RUN nvidia="$(python -c 'import triton.backends.nvidia as it; print(it.__path__[
 RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     pip install --no-cache-dir --no-deps --no-index /dist/*.whl && tessera --version
 # Kernels of these models, the bundled one or shapes of `tessera bench engine`, for these GPUs (tessera warmup --arch), so
-# that no container compiles them: with every model about 30 minutes of one processor and 100 MB. Empty for none.
+# that no container compiles them: with all of them 200 MB, and up to an hour on two processors. Empty for none.
 ARG COMPILED_MODELS="bundled smollm2-135m smollm2-360m qwen2.5-0.5b qwen2.5-1.5b qwen3-0.6b qwen3-1.7b qwen3-4b \
 llama-3.2-1b llama-3.2-3b llama-3.1-8b tinyllama-1.1b mistral-7b"
 ARG COMPILED_GPUS="a100 a10 l4 h100"

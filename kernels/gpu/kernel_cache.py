@@ -26,9 +26,15 @@ def read_also(folder: Path) -> None:
 
 
 def write_to(folder: Path) -> None:
-    """Let Triton keep compiled kernels in a folder, without the files that show how they were compiled."""
+    """Let Triton keep compiled kernels in a folder, without the code between source and binary; see `drop_sources`."""
     knobs.cache.dir = str(folder.absolute())
-    knobs.compilation.store_binary_only = True  # else the folder is eight times as large
+    knobs.compilation.store_binary_only = True
+
+
+def drop_sources(folder: Path) -> None:
+    """Delete the sources of compiled kernels from a folder: most of its size, and nothing reads them."""
+    for path in folder.glob("*/*.source"):
+        path.unlink()
 
 
 def is_cached(key: str) -> bool:

@@ -9,14 +9,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from model.checkpoint.hub import BUNDLED, resolve
 from model.errors import ModelError
-from model.text.template_files import read_template
 from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
 from server.cli.deferred_signals import deferred_signals
 from server.cli.front_end_count import front_end_count
 from server.cli.listening import ListenError, listen, local_hosts
+from server.cli.service_parts import http_config, tokenizer_path
 from server.cli.tracing import TracingError, check_tracing
 from server.engine.core.start_checks import StartupError
 from server.engine.link.child_process import ChildStartError
@@ -31,7 +30,6 @@ from server.engine.link.process_setup import (
 from server.engine.link.socket_folder import remove_abandoned
 from server.engine.link.spawn import ENGINE_COMMAND
 from server.engine.link.watchdog import LoopWatch, Watchdog
-from server.http.config import HTTPConfig
 from server.log import configure_logging
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 
     from server.cli.front_end_pool import FrontEndPool
     from server.cli.settings import Settings
+    from server.http.config import HTTPConfig
     from server.http.serving import HTTPServer
     from server.log import LogFormat
 
@@ -75,38 +74,13 @@ def serve(
         model_path, model_config = find_model(settings)
         front_ends = front_end_count(settings.frontends, settings.device)
         listeners = listen(settings.host, settings.port, front_ends)
-        tokenizer_path = _tokenizer_path(settings, model_path)
+        tokenizer_folder = tokenizer_path(settings, model_path)
         keys = api_keys(settings)
-        chat_template = settings.chat_template and read_template(settings.chat_template)
+        allowed_hosts = _allowed_hosts(settings, listeners[0], keys)
+        limits = http_config(settings, model_config, keys, allowed_hosts)
     except (ModelError, StartupError, ListenError, ApiKeyError, TracingError) as error:
         fail(str(error))
     log.info("starting with the model %s", settings.model)
-    limits = HTTPConfig(
-        model_id=settings.model,
-        served_model_names=settings.served_model_name,
-        strict_fields=settings.strict_fields,
-        eos_token_ids=model_config.eos_token_ids,
-        chat_template=chat_template,
-        tool_call_format=settings.tool_call_format,
-        max_concurrent_requests=settings.max_concurrent_requests,
-        max_queue_seconds=settings.max_queue_seconds,
-        max_queued_tokens=settings.max_queued_tokens,
-        max_body_bytes=settings.max_body_bytes,
-        max_buffered_body_bytes=settings.max_buffered_body_bytes,
-        restart_wait_seconds=settings.restart_wait,
-        drain_delay_seconds=settings.drain_delay,
-        drain_timeout_seconds=settings.drain_timeout,
-        api_keys=keys,
-        prefix_cache_sharing=settings.prefix_cache_sharing,
-        cors_allow_origins=settings.cors_allow_origin,
-        allowed_hosts=_allowed_hosts(settings, listeners[0], keys),
-        max_connections=settings.max_connections,
-        max_header_bytes=settings.max_header_bytes,
-        header_timeout_seconds=settings.header_timeout,
-        keep_alive_timeout_seconds=settings.keep_alive_timeout,
-        access_log=settings.access_log,
-        otlp_endpoint=settings.otlp_endpoint,
-    )
     engine_type = EngineHub if front_ends > 1 else EngineClient
     engine: EngineHub | EngineClient | None = None
     try:
@@ -118,7 +92,9 @@ def serve(
                 spawned,
             )
             engine.launch()  # before the HTTP libraries are imported
-        server = _create_front_ends(engine, listeners, tokenizer_path, limits, settings.log_format)
+        server = _create_front_ends(
+            engine, listeners, tokenizer_folder, limits, settings.log_format
+        )
         remove_abandoned()
         freeze_startup_objects()
         with asyncio.Runner(loop_factory=server.loop_factory) as runner:
@@ -158,7 +134,7 @@ class _SingleFrontEnd:
 def _create_front_ends(
     engine: EngineHub | EngineClient,
     listeners: list[socket.socket],
-    tokenizer_path: Path,
+    tokenizer_folder: Path,
     limits: HTTPConfig,
     log_format: LogFormat,
 ) -> FrontEndPool | _SingleFrontEnd:
@@ -166,14 +142,14 @@ def _create_front_ends(
     if isinstance(engine, EngineHub):
         from server.cli.front_end_pool import FrontEndPool  # noqa: PLC0415
 
-        return FrontEndPool(engine, listeners, tokenizer_path, limits, log_format)
+        return FrontEndPool(engine, listeners, tokenizer_folder, limits, log_format)
     from model.text.tokenizer import Tokenizer  # noqa: PLC0415
     from server.http.app import create_app  # noqa: PLC0415
     from server.http.chat import load_chat_template  # noqa: PLC0415 - after the engine has started
     from server.http.serving import HTTPServer  # noqa: PLC0415
 
-    tokenizer = Tokenizer.from_folder(tokenizer_path)
-    chat_template = load_chat_template(tokenizer_path, tokenizer, limits)
+    tokenizer = Tokenizer.from_folder(tokenizer_folder)
+    chat_template = load_chat_template(tokenizer_folder, tokenizer, limits)
     app = create_app(engine, tokenizer, limits, chat_template=chat_template)
     return _SingleFrontEnd(HTTPServer(app, limits), listeners[0])
 
@@ -225,11 +201,3 @@ def _allowed_hosts(
     if settings.allowed_hosts:
         return () if "*" in settings.allowed_hosts else settings.allowed_hosts
     return () if keys else local_hosts(settings.host, listener)
-
-
-def _tokenizer_path(settings: Settings, model_path: Path) -> Path:
-    """Return the model's folder. A model with random weights may have no tokenizer and uses the bundled model's."""
-    if settings.load_format == "dummy" and not (model_path / "tokenizer.json").exists():
-        log.warning("%s has no tokenizer.json; using the bundled model's", model_path)
-        return resolve(BUNDLED)
-    return model_path

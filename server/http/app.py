@@ -51,7 +51,8 @@ def create_app(
         chat_template: the served model's chat template; None if it has none.
 
     Returns:
-        The application; it owns a few tokenizer threads and no other resources.
+        The application. It owns threads and processes that tokenize and compile grammars; they end with it, or when
+        `app.state.close` is called.
     """
     app = FastAPI(
         title="Tessera",
@@ -88,6 +89,7 @@ def create_app(
         ],
     )
     app.state.lifecycle = lifecycle
+    app.state.close = context.close
     install_edge(app, config, lifecycle, _render_error)
     return app
 

@@ -75,6 +75,11 @@ class AppContext:
         self._longest_token = longest_token(tokenizer.library)
         self._workers = TokenizerThreads(config.validation_workers)
 
+    def close(self) -> None:
+        """End the threads and processes; no request may follow."""
+        self._workers.close()
+        self.grammars.close()
+
     def engine_info(self) -> EngineInfo:
         """Return the facts that the running engine reported, or the last one while requests wait for the next one.
 

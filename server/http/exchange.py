@@ -6,6 +6,7 @@ client disconnects, and metrics.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from server.errors import AbortedError, TesseraError
 from server.http.generation import GENERATION
 from server.http.metrics.records import RequestRecord
+from server.http.metrics.specs import Outcome
 from server.http.request_body import ClientDisconnectedError, ClientWatch, read_json
 from server.http.request_id import RequestFigures, current_request
 from server.http.responses import send_json, warnings_header
@@ -133,7 +135,13 @@ class Exchange(Response):
         try:
             with RequestRecord(self._context.metrics, self._endpoint) as record:
                 request.figures = functools.partial(_figures, record, None)
-                await self._serve(scope, receive, send, record)
+                try:
+                    await self._serve(scope, receive, send, record)
+                except asyncio.CancelledError:
+                    if not self._context.lifecycle.is_ending:
+                        # Other servers than ours cancel a request whose client has disconnected.
+                        record.finish(Outcome.ABORT)
+                    raise
         except ClientDisconnectedError:
             request.disconnected = True  # no response can be sent
 
@@ -162,7 +170,9 @@ class Exchange(Response):
                         writer = direct_writer(scope)
                         async with open_event_stream(send, context.config, headers, writer) as out:
                             renderer = answer.renderer(generation)
-                            await TokenSender(generation, renderer, out, record, watch).run()
+                            await TokenSender(
+                                generation, renderer, out, record, watch, context.lifecycle
+                            ).run()
                     else:
                         await self._finish(generation, record, watch)
                         body = answer.reply(generation)

@@ -90,7 +90,7 @@ class GrammarCompiler:
         processes: list[subprocess.Popen[bytes]] = []
         for _ in range(_WORKERS):
             self._workers.put(_Worker(processes))
-        weakref.finalize(self, _end_all, processes)
+        self._end = weakref.finalize(self, _end_all, processes)
 
     async def check(self, constraint: Constraint, vocab_size: int) -> Verdict:
         """Check a constraint, or return the verdict of an equal one.
@@ -117,6 +117,11 @@ class GrammarCompiler:
         if len(self._cache) > _KEPT:
             self._cache.popitem(last=False)
         return verdict
+
+    def close(self) -> None:
+        """End the worker processes; a check that is running fails."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._end()
 
     def _ask(self, config: WorkerConfig, line: bytes) -> Verdict:
         worker = (

@@ -53,6 +53,11 @@ class Lifecycle:
         """Whether the service is about to end, so that health checks must fail."""
         return self.stage is not Stage.SERVING
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether requests are cancelled because the service ends, not because their clients have gone."""
+        return self.stage is Stage.ENDING
+
     def add_request(self, task: asyncio.Task[Any]) -> None:
         """Note a request in progress, of any route but those of health checks."""
         self._requests.add(task)
@@ -67,6 +72,11 @@ class Lifecycle:
         """Cancel the requests in progress, whose clients get an error."""
         for task in self._requests:
             task.cancel()
+
+    def end(self) -> None:
+        """Pass to the last stage at once, and cancel the requests in progress."""
+        self.stage = Stage.ENDING
+        self.cancel_requests()
 
     def stop(self) -> None:
         """Begin to end; a second call ends the requests in progress at once."""

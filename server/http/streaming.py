@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from server.http.completion import Completion
     from server.http.config import HTTPConfig
     from server.http.generation import Generation
+    from server.http.lifecycle import Lifecycle
     from server.http.metrics.records import RequestRecord
     from server.http.request_body import ClientWatch
     from server.http.responses import Headers
@@ -87,6 +88,7 @@ class TokenSender:
     out: EventStream
     record: RequestRecord
     watch: ClientWatch
+    lifecycle: Lifecycle
     ended: bool = False
     failure: TesseraError | None = None
 
@@ -104,9 +106,10 @@ class TokenSender:
                 await self._settle()
         except (ClientDisconnectedError, OSError):
             raise
-        except asyncio.CancelledError:  # the server is stopping
-            self.record.finish(Outcome.ERROR)
-            await self._fail(IncompleteGenerationStreamError())
+        except asyncio.CancelledError:
+            if self.lifecycle.is_ending:
+                self.record.finish(Outcome.ERROR)
+                await self._fail(IncompleteGenerationStreamError())
             raise
         except Exception:
             log.exception("a stream failed")

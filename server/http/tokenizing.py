@@ -33,6 +33,10 @@ class TokenizerThreads:
         self._pool = ThreadPoolExecutor(count, "tokenize")
         self._long = asyncio.Semaphore(max(1, count - 1))
 
+    def close(self) -> None:
+        """Let the threads end; work that has not begun is cancelled."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     async def run(self, work: Callable[[], ResultT], size: int) -> ResultT:
         """Call a function in a thread. If the caller is cancelled before the function runs, it never does.
 

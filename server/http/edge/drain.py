@@ -70,7 +70,7 @@ class DrainMiddleware:
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
-            if lifecycle.stage is not Stage.ENDING:
+            if not lifecycle.is_ending:
                 raise
             # The service ends; the server would log the exception. A response that has begun has been ended.
             if not current_request().status:

@@ -1,0 +1,109 @@
+"""Runs Tessera inside another program: its engine as a child process, its HTTP interface as an ASGI application.
+
+    async with embedded_service(Settings(model="Qwen/Qwen3-0.6B")) as service:
+        await service.wait_until_ready()
+        app.mount("/llm", service.app)
+
+Any ASGI server can run the application, under any path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from model.text.tokenizer import Tokenizer
+from server.cli.api_keys import api_keys
+from server.cli.command_settings import engine_config, find_model
+from server.cli.service_parts import http_config, tokenizer_path
+from server.cli.settings import Settings
+from server.cli.tracing import check_tracing
+from server.engine.link.client import EngineClient
+from server.engine.link.spawn import ENGINE_COMMAND
+from server.http.app import create_app
+from server.http.chat import load_chat_template
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from starlette.types import ASGIApp
+
+    from model.text.chat_template import ChatTemplate
+    from server.engine.core.messages import EngineConfig
+    from server.http.config import HTTPConfig
+
+__all__ = ["EmbeddedService", "Settings", "embedded_service"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedService:
+    """A service in this process.
+
+    Attributes:
+        app: answers HTTP requests as `tessera serve` does; 503 until the engine is ready.
+        engine: submits requests to the engine, and has its state and statistics.
+    """
+
+    app: ASGIApp
+    engine: EngineClient
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            ChildStartError: the engine cannot start; the text says why.
+        """
+        await self.engine.wait_until_ready()
+
+
+@contextlib.asynccontextmanager
+async def embedded_service(
+    settings: Settings, engine_command: Sequence[str] = ENGINE_COMMAND
+) -> AsyncIterator[EmbeddedService]:
+    """Start an engine process and an application that uses it, on the running event loop.
+
+    On leaving, the engine process ends and its sockets are removed; requests that are still running get an error. If
+    this process is killed, the engine ends too. Signals, logging and the event loop stay the caller's.
+
+    Args:
+        settings: of the service. Those of sockets and processes have no effect: host, port, front ends, limits of
+            connections and headers, draining. `allowed_hosts` is any host unless it is set.
+        engine_command: starts an engine process.
+
+    Raises:
+        ModelError: the model is not found or not supported.
+        StartupError: an engine with these settings cannot start on this machine.
+        ApiKeyError: the file of API keys is not valid.
+        TracingError: spans cannot be exported.
+        ChildStartError: the engine process cannot be started.
+    """
+    config, limits, tokenizer, chat_template = await asyncio.to_thread(_prepare, settings)
+    engine = EngineClient(config, settings.engine_hang_seconds, engine_command)
+    try:
+        engine.launch()
+        app = create_app(engine, tokenizer, limits, chat_template=chat_template)
+        await engine.start()
+        try:
+            yield EmbeddedService(app, engine)
+        finally:
+            app.state.lifecycle.end()
+            await engine.stop()
+            app.state.close()
+    finally:
+        engine.kill()
+
+
+def _prepare(
+    settings: Settings,
+) -> tuple[EngineConfig, HTTPConfig, Tokenizer, ChatTemplate | None]:
+    """Read the files of the model, which may be downloaded first."""
+    check_tracing(settings)
+    model_path, model = find_model(settings)
+    hosts = () if "*" in settings.allowed_hosts else settings.allowed_hosts
+    limits = http_config(settings, model, api_keys(settings), hosts)
+    folder = tokenizer_path(settings, model_path)
+    tokenizer = Tokenizer.from_folder(folder)
+    chat_template = load_chat_template(folder, tokenizer, limits)
+    return engine_config(settings, model_path), limits, tokenizer, chat_template
