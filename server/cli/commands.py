@@ -233,6 +233,20 @@ def _warm_up(call: Invocation) -> None:
     warmup_command.warm_up(config, call.began)
 
 
+def _doctor_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    _add_settings(parser)
+
+
+def _doctor(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+
+    settings = settings_of(call.options, "doctor")
+    from server.cli.doctor import command
+
+    command.main(call.options, settings)
+
+
 def _bench_flags(parser: Parser) -> None:
     # Both kinds get their flags: there are two, and only people wait for them.
     _add_commands(parser, BENCHMARKS, "kind", None)
@@ -348,6 +362,14 @@ COMMANDS = {
         _add_settings,
         _warm_up,
         usage=_SETTINGS_USAGE,
+    ),
+    "doctor": Command(
+        "check whether this machine can run the service",
+        _doctor_flags,
+        _doctor,
+        "Check driver, GPU, compiler, caches, port and limits for a service with these settings, of "
+        "which --host, --port and --device matter. One line for each check: ok, warning or error, "
+        "and what to do. The exit status is 1 if there is an error.",
     ),
     "bench": Command(
         "measure a server, or the engine",

@@ -5,7 +5,6 @@ Imports PyTorch, so `server.cli.commands` imports it only for this command.
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, 
 from model.errors import ModelError
 from model.network import cpu_steps
 from model.network.decoder import DecoderLM
+from server.cli.output import write_result
 from server.engine.core.kv_demand import GIB
 from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.model_plan import explain_model
@@ -54,10 +54,7 @@ def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
         text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
     else:
         text = render(report, settings.model)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `tessera plan | head`; at exit, Python flushes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    write_result(text)
 
 
 def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanReport:
