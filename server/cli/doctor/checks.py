@@ -63,6 +63,7 @@ def check(machine: Machine, settings: Settings) -> list[Check]:
         checks.append(_kernels(machine.kernels))
     return [
         *checks,
+        # Has the sockets and the memory that the processes share; the service does not use /dev/shm.
         _folder("temporary files", machine.temporary, _TEMPORARY_SPACE, "set TMPDIR"),
         _port(machine, settings),
         _open_files(machine),
