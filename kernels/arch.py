@@ -59,6 +59,7 @@ class GPUArch:
             sparsity, in 10^12 operations per second; 0 if not known.
         float32_tflops: peak of float32 arithmetic outside the tensor cores, in the same unit.
         fp8_tflops: as `half_tflops`, for products of 8-bit floats; 0 where the processor has none.
+        memory_mib: main memory in MiB; 0 for a CPU.
     """
 
     key: str
@@ -70,6 +71,7 @@ class GPUArch:
     half_tflops: float
     float32_tflops: float
     fp8_tflops: float = 0.0
+    memory_mib: int = 0
 
     @property
     def is_cpu(self) -> bool:
@@ -148,29 +150,19 @@ class GPUArch:
 
 CPU = GPUArch("cpu", "CPU", 0, os.cpu_count() or 1, 0, 0, 0.0, 0.0)
 
-CATALOGUE: Mapping[str, GPUArch] = MappingProxyType(
-    {
-        arch.key: arch
-        for arch in (
-            CPU,
-            GPUArch("t4", "NVIDIA T4", 75, 40, 64 * _KIB, 320, 65.0, 8.1),
-            GPUArch("a100", "NVIDIA A100 80GB", 80, 108, 163 * _KIB, 2039, 312.0, 19.5),
-            GPUArch("a10", "NVIDIA A10", 86, 72, 99 * _KIB, 600, 125.0, 31.2),
-            GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300, 121.0, 30.3, 242.5),
-            GPUArch(
-                "rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008, 165.2, 82.6, 330.3
-            ),
-            GPUArch(
-                "h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352, 989.4, 66.9, 1978.9
-            ),
-            GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800, 989.4, 66.9, 1978.9),
-            GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700, 2250.0, 75.0, 4500.0),
-            GPUArch(
-                "rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792, 209.5, 104.8, 419.0
-            ),
-        )
-    }
-)
+_KNOWN: Final = (
+    CPU,
+    GPUArch("t4", "NVIDIA T4", 75, 40, 64 * _KIB, 320, 65.0, 8.1, 0.0, 15_360),
+    GPUArch("a100", "NVIDIA A100 80GB", 80, 108, 163 * _KIB, 2039, 312.0, 19.5, 0.0, 81_920),
+    GPUArch("a10", "NVIDIA A10", 86, 72, 99 * _KIB, 600, 125.0, 31.2, 0.0, 23_028),
+    GPUArch("l4", "NVIDIA L4", 89, 58, 99 * _KIB, 300, 121.0, 30.3, 242.5, 23_034),
+    GPUArch("rtx4090", "NVIDIA GeForce RTX 4090", 89, 128, 99 * _KIB, 1008, 165.2, 82.6, 330.3, 24_564),
+    GPUArch("h100", "NVIDIA H100 80GB HBM3", 90, 132, 227 * _KIB, 3352, 989.4, 66.9, 1978.9, 81_559),
+    GPUArch("h200", "NVIDIA H200", 90, 132, 227 * _KIB, 4800, 989.4, 66.9, 1978.9, 143_771),
+    GPUArch("b200", "NVIDIA B200", 100, 148, 227 * _KIB, 7700, 2250.0, 75.0, 4500.0, 183_359),
+    GPUArch("rtx5090", "NVIDIA GeForce RTX 5090", 120, 170, 99 * _KIB, 1792, 209.5, 104.8, 419.0, 32_607),
+)  # fmt: skip
+CATALOGUE: Mapping[str, GPUArch] = MappingProxyType({arch.key: arch for arch in _KNOWN})
 """Known processors, for tests and for plans on a host without the device.
 
 The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 only.
@@ -178,8 +170,8 @@ The A100 and H100 are the SXM modules. The T4's tensor cores multiply float16 on
 Source: the vendor's data sheets for SM counts, bandwidths and peaks: T4, A100, A10, L4 (tensor figures
 halved, the sheet counts sparsity), H100, H200, HGX B200 (halved too); the white papers "NVIDIA Ada
 GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture" for the GeForce cards, with float32
-accumulation; FP8 from the same. The shared memory limits are those of the compute capability in the
-CUDA C++ Programming Guide, "Technical Specifications".
+accumulation; FP8 from the same. Memory as nvidia-smi reports it. The shared memory limits are those of
+the compute capability in the CUDA C++ Programming Guide, "Technical Specifications".
 """
 
 _OTHER_MODELS = frozenset({"40GB", "D", "LAPTOP", "MIG", "NVL", "PCIE"})
@@ -248,6 +240,7 @@ def _detect_gpu(index: int) -> GPUArch:
         half_tflops=known.half_tflops if known else 0.0,
         float32_tflops=known.float32_tflops if known else 0.0,
         fp8_tflops=known.fp8_tflops if known else 0.0,
+        memory_mib=properties.total_memory // 2**20,
     )
 
 

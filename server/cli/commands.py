@@ -17,6 +17,7 @@ from server.cli.parsing.parser import Parser
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from server.cli.settings import Settings
     from server.engine.core.messages import EngineConfig
@@ -31,6 +32,7 @@ examples:
   tessera chat                       talk to the service
   tessera complete 'def fib(n):'     continue a text
   tessera plan --arch h100           the kernels that a GPU would run, and why
+  tessera doctor                     whether this machine can run the service
 
 `tessera COMMAND --help` explains the flags of a command."""
 # The keys of kernels.arch.CATALOGUE, which cannot be imported without PyTorch; a test compares the two.
@@ -204,24 +206,65 @@ def _plan_flags(parser: Parser) -> None:
 
 
 def _plan(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+
+    settings = settings_of(call.options, "plan")
+    folder = _configuration(settings, call.options.arch, "--arch", "plan")
+    from server.cli import plan as plan_command
+
+    plan_command.plan(call.options, settings, folder)
+
+
+def _configuration(settings: Settings, arch: str | None, flag: str, command: str) -> Path:
+    """Return the folder with the model's configuration; exits with status 1 if there is none, or no GPU to plan for.
+
+    Args:
+        settings: of the service.
+        arch: key of a known processor; None for this machine's.
+        flag: that names one.
+        command: its name, for messages.
+    """
     from model.checkpoint.config import ModelConfig
     from model.checkpoint.hub import resolve
     from model.errors import ModelError
-    from server.cli.command_settings import fail, settings_of
+    from server.cli.command_settings import fail
     from server.cli.nvidia import may_have_gpu
     from server.engine.core.start_checks import NO_GPU
 
-    settings = settings_of(call.options, "plan")
-    if call.options.arch is None and settings.device == "cuda" and not may_have_gpu():
-        fail(f"{NO_GPU}; use --arch to plan for a known GPU", "plan")
+    if arch is None and settings.device == "cuda" and not may_have_gpu():
+        fail(f"{NO_GPU}; use {flag} to plan for a known GPU", command)
     try:
         folder = resolve(settings.model, settings.revision, config_only=True)
         ModelConfig.from_folder(folder)
     except ModelError as error:
-        fail(str(error), "plan")
-    from server.cli import plan as plan_command
+        fail(str(error), command)
+    return folder
 
-    plan_command.plan(call.options, settings, folder)
+
+def _size_flags(parser: Parser) -> None:
+    from server.cli.parsing.values import checked, count
+
+    parser.add_argument(
+        "--gpu",
+        choices=[name for name in ARCHITECTURES if name != "cpu"],
+        help="a known GPU; default: the one of this machine",
+    )
+    for name, tokens, of in (("--input-len", 1024, "a prompt"), ("--output-len", 256, "an answer")):
+        parser.add_argument(
+            name, type=checked(count), default=tokens, metavar="N", help=f"tokens of {of}; default: {tokens}",
+        )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    _add_settings(parser)
+
+
+def _size(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+
+    settings = settings_of(call.options, "size")
+    folder = _configuration(settings, call.options.gpu, "--gpu", "size")
+    from server.cli.size import command
+
+    command.main(call.options, settings, folder)
 
 
 def _warm_up_flags(parser: Parser) -> None:
@@ -268,6 +311,20 @@ def _warm_up(call: Invocation) -> None:
     warmup_command.compile_ahead(
         engine_config(settings, folder), arch, call.options.output, call.began
     )
+
+
+def _doctor_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    _add_settings(parser)
+
+
+def _doctor(call: Invocation) -> None:
+    from server.cli.command_settings import settings_of
+
+    settings = settings_of(call.options, "doctor")
+    from server.cli.doctor import command
+
+    command.main(call.options, settings)
 
 
 def _bench_flags(parser: Parser) -> None:
@@ -380,6 +437,15 @@ COMMANDS = {
         "--block-size affect the plan; the other settings are accepted.",
         _SETTINGS_USAGE,
     ),
+    "size": Command(
+        "estimate how many sequences fit on a GPU, and how fast they are",
+        _size_flags,
+        _size,
+        "Estimate the memory of weights, activations and KV cache, how many sequences of a length "
+        "fit, and the speed by the GPU's bandwidth and arithmetic. The GPU may be absent. --model, "
+        "--dtype, --quantization and the settings of memory affect the estimate.",
+        _SETTINGS_USAGE,
+    ),
     "warmup": Command(
         "fill the cache of compiled kernels for `serve`",
         _warm_up_flags,
@@ -389,6 +455,14 @@ COMMANDS = {
         "of `tessera bench engine`, and all settings that change kernels should be those of "
         "the service.",
         _SETTINGS_USAGE,
+    ),
+    "doctor": Command(
+        "check whether this machine can run the service",
+        _doctor_flags,
+        _doctor,
+        "Check driver, GPU, compiler, caches, port and limits for a service with these settings, of "
+        "which --host, --port and --device matter. One line for each check: ok, warning or error, "
+        "and what to do. The exit status is 1 if there is an error.",
     ),
     "bench": Command(
         "measure a server, or the engine",

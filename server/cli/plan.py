@@ -5,23 +5,19 @@ Imports PyTorch, so `server.cli.commands` imports it only for this command.
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
-from kernels import FP8, KernelError, detect
-from kernels.arch import CATALOGUE
-from model.checkpoint.config import ModelConfig
-from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, weight_dtype
+from kernels import KernelError
 from model.errors import ModelError
 from model.network import cpu_steps
 from model.network.decoder import DecoderLM
+from server.cli.output import write_result
+from server.cli.planned_model import NoDeviceError, find_arch, resolve_model
 from server.engine.core.kv_demand import GIB
-from server.engine.core.start_checks import NO_GPU
 from server.engine.runner.model_plan import explain_model
 
 if TYPE_CHECKING:
@@ -46,18 +42,17 @@ def plan(options: argparse.Namespace, settings: Settings, folder: Path) -> None:
         folder: of the model's configuration.
     """
     try:
-        report = explain_settings(settings, folder, _find_arch(options.arch, settings.device))
-    except (ModelError, KernelError, _NoDeviceError) as error:
+        report = explain_settings(
+            settings, folder, find_arch(options.arch, settings.device, "--arch")
+        )
+    except (ModelError, KernelError, NoDeviceError) as error:
         print(f"tessera plan: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if options.json:
         text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
     else:
         text = render(report, settings.model)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `tessera plan | head`; at exit, Python flushes once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    write_result(text)
 
 
 def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanReport:
@@ -68,41 +63,17 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
             quantization.
         NoKernelError: no kernel supports its attention; lists every reason.
     """
-    config = ModelConfig.from_folder(folder)
-    dtype = _dtype(settings.dtype, config, arch)
-    kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
-    quantization = resolve_quantization(
-        settings.quantization,
-        arch,
-        settings.dtype,
-        lambda: ("the KV cache is in FP8",) if kv_dtype else cpu_steps.unsupported(config),
-    )
-    model = DecoderLM(config, dtype, "meta", weight_dtype(quantization))
-    in_c = quantization if quantization in cpu_steps.BITS else None
+    planned = resolve_model(settings, folder, arch)
+    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype)
+    in_c = planned.quantization if planned.quantization in cpu_steps.BITS else None
     return explain_model(
-        model, settings.block_size, arch, kv_dtype, in_c, deterministic=settings.deterministic
+        model,
+        settings.block_size,
+        arch,
+        planned.kv_dtype,
+        in_c,
+        deterministic=settings.deterministic,
     )
-
-
-class _NoDeviceError(Exception):
-    """The requested device is absent; the text names the flag that plans for an absent one."""
-
-
-def _find_arch(key: str | None, device: str) -> GPUArch:
-    if key is not None:
-        return CATALOGUE[key]
-    if device == "cuda" and not torch.cuda.is_available():
-        raise _NoDeviceError(f"{NO_GPU}; use --arch to plan for a known GPU")
-    return detect("cpu" if device == "cpu" else None)
-
-
-def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:
-    if arch.is_cpu:
-        return resolve_dtype(requested, config, "cpu")
-    if requested == "auto":
-        return gpu_dtype(config, has_bfloat16=arch.has_bfloat16)
-    dtype: torch.dtype = getattr(torch, requested)
-    return dtype
 
 
 def render(report: PlanReport, model: str) -> str:

@@ -10,7 +10,7 @@ from server.cli import commands
 from server.cli.settings import Settings, flag
 
 ALL = [*([name] for name in commands.COMMANDS), *(["bench", kind] for kind in commands.BENCHMARKS)]
-WITH_SETTINGS = (["serve"], ["plan"], ["warmup"], ["bench", "engine"])
+WITH_SETTINGS = (["serve"], ["plan"], ["size"], ["warmup"], ["doctor"], ["bench", "engine"])
 
 
 def test_the_known_processors_are_those_of_the_catalogue():

@@ -44,7 +44,7 @@ def complete(scripts, tmp_path):
     return offered
 
 
-COMMANDS = ["serve", "chat", "complete", "plan", "warmup", "bench", "completion"]
+COMMANDS = ["serve", "chat", "complete", "plan", "size", "warmup", "doctor", "bench", "completion"]
 
 
 @needs("bash")

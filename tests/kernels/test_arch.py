@@ -62,6 +62,7 @@ def driver(monkeypatch):
             minor=6,
             multi_processor_count=num_sms,
             shared_memory_per_block_optin=101376,
+            total_memory=24 * 2**30,
         )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
         arch._detect_gpu.cache_clear()
@@ -95,6 +96,7 @@ def test_a_driver_name_is_matched_to_the_catalogue(driver, name, key):
     assert found.half_tflops == known.half_tflops
     assert found.float32_tflops == known.float32_tflops
     assert (found.sm, found.num_sms, found.shared_memory_bytes) == (86, known.num_sms, 101376)
+    assert found.memory_mib == 24 * 2**10
 
 
 @pytest.mark.parametrize(

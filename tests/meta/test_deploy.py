@@ -27,7 +27,7 @@ from tests.meta.test_routes import ROUTES
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
-PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
 SERVICES = COMPOSE["services"]
 TARGETS = ["cpu", "gpu"]
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - nothing is bound to it here

@@ -13,7 +13,7 @@ from model.errors import ModelError
 from model.network.decoder import DecoderLM
 from server.engine.core.start_checks import StartupError
 from server.engine.runner.runner_start import make_runner
-from server.engine.runner.startup import resolved_limits, resolved_quantization
+from server.engine.runner.startup import resolved_quantization, step_limits
 from server.engine.runner.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
         with absent_gpu(arch) as device:
             quantization = resolved_quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            limits = resolved_limits(config, model_config, device)
+            limits = step_limits(config, model_config, device.type)
             model = DecoderLM(model_config, dtype, device, weight_dtype(quantization))
             model.optimize(quantization)
             model.reserve_positions(limits.max_model_len)

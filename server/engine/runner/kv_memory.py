@@ -31,7 +31,7 @@ _Cache = TypeVar("_Cache")
 
 # Share of the free memory that the cache may use by default. Other programs need the memory of a CPU as well; on a GPU,
 # the rest lets a second service start on the same device.
-_SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
+SHARE: Final[Mapping[str, float]] = {"cpu": 0.25, "cuda": 0.8}
 
 # Another process may allocate memory after it was measured. Each attempt measures again and halves the share, so that
 # two processes that start together and both fail at first both fit in the end.
@@ -51,22 +51,36 @@ def kv_cache_size(
     Raises:
         NotEnoughMemoryError: the size set by the operator, or a single block, does not fit in the usable memory.
     """
-    share = _SHARE[device.type] if share is None else share
-    free = free_bytes(device)
+    share = SHARE[device.type] if share is None else share
+    return size_within(demand, free_bytes(device), share, str(device))
+
+
+def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> KVCacheSize:
+    """Choose the size of the KV cache on a device with a number of free bytes; the device may be absent.
+
+    Args:
+        demand: requirements for the size.
+        free: bytes that are free, including those that stay free for activations.
+        share: share of the usable memory, 0 to 1, that a default size may use.
+        where: name of the device, for messages.
+
+    Raises:
+        NotEnoughMemoryError: the size set by the operator, or a single block, does not fit.
+    """
     left = max(0, free - demand.kept_bytes)
     if demand.is_explicit:
-        return requested_size(demand, left, _stated(free, demand, device))
+        return requested_size(demand, left, _stated(free, demand, where))
     useful = -(-demand.useful_tokens // demand.block_size)
     affordable = int(left * share) // demand.block_bytes
     if affordable < 1:
         raise NotEnoughMemoryError(
             f"one block of the KV cache needs {demand.block_bytes / MIB:.2f} MiB, but "
             f"{share:.0%} of the usable memory is {left * share / MIB:.2f} MiB: "
-            f"{_stated(free, demand, device)}"
+            f"{_stated(free, demand, where)}"
         )
     if useful <= affordable:
         return KVCacheSize(useful, "enough for all sequences of a step at full length")
-    return KVCacheSize(affordable, f"{share:.0%} of {_stated(free, demand, device)}")
+    return KVCacheSize(affordable, f"{share:.0%} of {_stated(free, demand, where)}")
 
 
 def allocate_kv_cache(
@@ -83,7 +97,7 @@ def allocate_kv_cache(
         NotEnoughMemoryError: the size set by the operator, or the last and smallest size, does not fit.
     """
     for attempt in itertools.count():
-        size = kv_cache_size(demand, device, _SHARE[device.type] / 2**attempt)
+        size = kv_cache_size(demand, device, SHARE[device.type] / 2**attempt)
         num_bytes = size.num_blocks * demand.block_bytes
         tokens = size.num_blocks * demand.block_size
         wanted = f"KV cache of {tokens} tokens, {num_bytes / GIB:.2f} GiB"
@@ -108,8 +122,8 @@ def allocate_kv_cache(
     raise AssertionError("unreachable")
 
 
-def _stated(free: int, demand: KVCacheDemand, device: torch.device) -> str:
-    text = f"{free / GIB:.2f} GiB free on {device}"
+def _stated(free: int, demand: KVCacheDemand, where: str) -> str:
+    text = f"{free / GIB:.2f} GiB free on {where}"
     if demand.kept_bytes:
         text += f" less {demand.kept_bytes / GIB:.2f} GiB for the activations of a step"
     return text

@@ -42,7 +42,7 @@ _FEWEST_TOKENS: Final = 2
 
 # Memory needed in addition to a step's tensors: for kernels that the driver loads at their first use, and for gaps
 # between tensors of steps of different sizes.
-_GPU_HEADROOM_BYTES: Final = 256 * 2**20
+GPU_HEADROOM_BYTES: Final = 256 * 2**20
 
 
 def start_runner(
@@ -95,7 +95,7 @@ def _start_on_gpu(
             compute_largest_step(runner, limits)
             torch.cuda.synchronize(device)
 
-        kept_bytes = step_bytes + recorded + _GPU_HEADROOM_BYTES
+        kept_bytes = step_bytes + recorded + GPU_HEADROOM_BYTES
         runner = _allocate(model, config, limits, kept_bytes, hold_step)
         max_total_tokens = _max_total_tokens(runner, limits)
     if config.cuda_graphs and _can_record(runner):

@@ -73,7 +73,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             device = _device(config.device)
             if device.type == "cuda" and config.compiled_kernels is not None:
                 _read_compiled_kernels(Path(config.compiled_kernels))
-            limits = resolved_limits(config, model_config, device)
+            limits = step_limits(config, model_config, device.type)
             quantization = resolved_quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
             threads = _set_threads(config.cpu_threads, device, quantization)
@@ -164,16 +164,20 @@ def release_memory() -> None:
     torch.cuda.empty_cache()  # does nothing unless a GPU is in use
 
 
-def resolved_limits(
-    config: EngineConfig, model: ModelConfig, device: torch.device
-) -> SchedulerConfig:
-    """Return the operator's limits, with defaults for those that are not set."""
+def step_limits(config: EngineConfig, model: ModelConfig, device_type: str) -> SchedulerConfig:
+    """Return the operator's limits, with defaults for those that are not set.
+
+    Args:
+        config: of the engine.
+        model: configuration of the checkpoint.
+        device_type: "cpu" or "cuda".
+    """
     sequences, budget = config.max_num_seqs, config.max_num_batched_tokens
     if sequences is None:
-        default = _DEFAULT_SEQUENCES[device.type]
+        default = _DEFAULT_SEQUENCES[device_type]
         sequences = default if budget is None else min(default, budget)
     if budget is None:
-        budget = max(_DEFAULT_BUDGET[device.type], sequences)
+        budget = max(_DEFAULT_BUDGET[device_type], sequences)
     return SchedulerConfig(
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,

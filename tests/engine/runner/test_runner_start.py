@@ -21,7 +21,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 LIMITS = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=256)
 # 2 (keys, values) x 2 layers x 2 heads x 16 x 4 bytes a token, 8 tokens a block
 BLOCK_BYTES = 8 * 512
-KEPT_BYTES = 3 * 2**20 + runner_start._GPU_HEADROOM_BYTES
+KEPT_BYTES = 3 * 2**20 + runner_start.GPU_HEADROOM_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ class FakeGPU:
         monkeypatch.setattr(memory, "release_cached", lambda _device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
         monkeypatch.setattr(runner_start, "warm_up", lambda *_: self.seen.append("warm up"))
-        monkeypatch.setitem(memory._SHARE, "cpu", memory._SHARE["cuda"])
+        monkeypatch.setitem(memory.SHARE, "cpu", memory.SHARE["cuda"])
         self.failures = 0
 
         def compute_largest_step(runner, limits):

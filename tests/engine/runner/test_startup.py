@@ -4,14 +4,13 @@ import queue
 import weakref
 
 import pytest
-import torch
 
 from model.checkpoint.config import ModelConfig
 from server.engine.core.messages import EngineConfig, StartupFailed
 from server.engine.core.start_checks import StartupError
 from server.engine.link import process
 from server.engine.link.protocol import EngineLaunch
-from server.engine.runner.startup import resolved_limits
+from server.engine.runner.startup import step_limits
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -42,7 +41,7 @@ def test_default_limits_depend_on_the_device(device, sequences, budget, expected
         model_path="", model_id="", max_num_seqs=sequences, max_num_batched_tokens=budget
     )
 
-    limits = resolved_limits(config, MODEL, torch.device(device))
+    limits = step_limits(config, MODEL, device)
 
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == expected
 

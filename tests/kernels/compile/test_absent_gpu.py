@@ -147,7 +147,7 @@ import sys
 from server.cli.command_settings import engine_config
 from server.cli.settings import Settings
 from server.engine.runner.runner_start import make_runner
-from server.engine.runner.startup import resolved_limits
+from server.engine.runner.startup import step_limits
 from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
 
@@ -160,7 +160,7 @@ folder = Path(FOLDER)
 config, model_config = engine_config(Settings(model="x"), folder), ModelConfig.from_folder(folder)
 kernel_cache.read_also(Path(SHIPPED))
 with absent_gpu(CATALOGUE[ARCH]) as device, compile_nothing():
-    limits = resolved_limits(config, model_config, device)
+    limits = step_limits(config, model_config, device.type)
     model = DecoderLM(model_config, torch.bfloat16, device)
     model.optimize()
     model.reserve_positions(limits.max_model_len)

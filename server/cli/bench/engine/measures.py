@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from server.cli.bench.engine.work import Rows
 from server.cli.bench.result import number
+from server.engine.runner.model_work import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.random import Generator
 
     from server.cli.bench.engine.run import EngineRun, Trace
-    from server.cli.bench.engine.work import ModelWork
     from server.cli.bench.engine.workloads import Plan, Workload
+    from server.engine.runner.model_work import ModelWork
 
 Row: TypeAlias = dict[str, Any]
 

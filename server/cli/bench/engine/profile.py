@@ -23,10 +23,10 @@ from server.cli.bench.engine.device_trace import (
     totals,
 )
 from server.cli.bench.engine.run import EngineRun, EngineRunError
-from server.cli.bench.engine.work import Rows
 from server.cli.bench.stopwatch import Stopwatch, Timed
 from server.engine.core import engine, scheduler
 from server.engine.runner import model_runner, step_input
+from server.engine.runner.model_work import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
     from kernels.roofline import Work
     from server.cli.bench.engine.device_trace import Interval
-    from server.cli.bench.engine.work import ModelWork
     from server.cli.bench.engine.workloads import Plan, Workload
     from server.engine.core.messages import StepMessage
     from server.engine.core.request import GenerateRequest
+    from server.engine.runner.model_work import ModelWork
 
 _WARM_STEPS = 24
 _TIMED_STEPS = 64

@@ -8,7 +8,7 @@ import torch
 from kernels.arch import CATALOGUE
 from kernels.roofline import Work
 from model.checkpoint.config import ModelConfig
-from server.cli.bench.engine.work import ModelWork, Rows
+from server.engine.runner.model_work import ModelWork, Rows
 
 HEADS, KV_HEADS, DIM, LAYERS, HIDDEN, INNER, VOCAB = 4, 2, 8, 3, 16, 24, 50
 ARCH = dataclasses.replace(CATALOGUE["h100"], memory_bandwidth_gbs=1, half_tflops=1e-3)

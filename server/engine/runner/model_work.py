@@ -48,6 +48,9 @@ class ModelWork:
         arch: the processor.
         kv_dtype: dtype of a quantized KV cache; None if the cache has `dtype`.
         weight_dtype: dtype of quantized layer weights; None if they have `dtype`.
+
+    Attributes:
+        num_layers: of the model.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class ModelWork:
         # A step reads only its tokens' rows of the embedding, unless the embedding is also the LM head.
         self._read = config.num_parameters - (0 if config.tie_word_embeddings else head)
         self._head = head
+        self.num_layers = config.num_layers
         self._layers = Counter(config.layer_window(layer) for layer in range(config.num_layers))
         model = DecoderLM(config, dtype, "meta", weight_dtype)
         self._read_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -1,0 +1,1 @@
+"""`tessera doctor`: checks whether this machine can run the service."""

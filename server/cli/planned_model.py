@@ -1,0 +1,99 @@
+"""What a service would run for some settings on a processor that may be absent; shared by `plan` and `size`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels import FP8, detect
+from kernels.arch import CATALOGUE
+from model.checkpoint.config import ModelConfig
+from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, weight_dtype
+from model.network import cpu_steps
+from server.engine.core.start_checks import NO_GPU
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kernels import GPUArch
+    from server.cli.settings import Settings
+
+
+class NoDeviceError(Exception):
+    """The requested device is absent; the text names the flag for an absent one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model as a processor would run it.
+
+    Attributes:
+        config: of the checkpoint.
+        dtype: of weights that are not quantized, and of activations.
+        quantization: of the weights, resolved.
+        weight_dtype: of quantized layer weights; None without.
+        kv_dtype: of a quantized KV cache; None if the cache has the model's dtype.
+    """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    quantization: str
+    weight_dtype: torch.dtype | None
+    kv_dtype: str | None
+
+
+def find_arch(key: str | None, device: str, name: str) -> GPUArch:
+    """Return the processor that was asked for, or that of this machine.
+
+    Args:
+        key: of the catalogue; None for this machine's.
+        device: the setting.
+        name: of the flag that sets `key`, for the error.
+
+    Raises:
+        NoDeviceError: there is no GPU, but the setting asks for one.
+    """
+    if key is not None:
+        return CATALOGUE[key]
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NoDeviceError(f"{NO_GPU}; use {name} to plan for a known GPU")
+    return detect("cpu" if device == "cpu" else None)
+
+
+def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedModel:
+    """Resolve dtypes and quantization of a service with these settings on a processor.
+
+    Args:
+        settings: of the service.
+        folder: of the model's configuration.
+        arch: the processor; it need not be present.
+
+    Raises:
+        ModelError: the model is not supported, or the processor does not support the quantization.
+    """
+    config = ModelConfig.from_folder(folder)
+    kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
+    quantization = resolve_quantization(
+        settings.quantization,
+        arch,
+        settings.dtype,
+        lambda: ("the KV cache is in FP8",) if kv_dtype else cpu_steps.unsupported(config),
+    )
+    return PlannedModel(
+        config=config,
+        dtype=_dtype(settings.dtype, config, arch),
+        quantization=quantization,
+        weight_dtype=weight_dtype(quantization),
+        kv_dtype=kv_dtype,
+    )
+
+
+def _dtype(requested: str, config: ModelConfig, arch: GPUArch) -> torch.dtype:
+    if arch.is_cpu:
+        return resolve_dtype(requested, config, "cpu")
+    if requested == "auto":
+        return gpu_dtype(config, has_bfloat16=arch.has_bfloat16)
+    dtype: torch.dtype = getattr(torch, requested)
+    return dtype

@@ -1,0 +1,1 @@
+"""`tessera size`: what fits on a GPU, and how fast it is at best."""
