@@ -91,7 +91,7 @@ async def _end_service(parent: int, reason: str) -> None:
     Requests are answered with 503 for a moment. If the main process is the first of a container, it cannot be killed
     from inside; the container's health check fails then.
     """
-    log.critical("the main process of the service hangs (%s); ending the service", reason)
+    log.critical("the main process of the service fails (%s); ending the service", reason)
     with contextlib.suppress(OSError):
         if os.getppid() == parent:
             os.kill(parent, signal.SIGUSR1)  # logs its stacks

@@ -8,10 +8,11 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
+from server.engine.link.protocol import AbortTarget
 from server.errors import ValidationError
 from server.http.openapi import describe_route
 from server.http.request_body import ClientDisconnectedError, read_json
-from server.http.request_id import MAX_ID_CHARACTERS
+from server.http.request_id import MAX_ID_CHARACTERS, current_request
 from server.http.responses import json_response
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def install(app: FastAPI, context: AppContext, error_reply: type[msgspec.Struct]
         except ClientDisconnectedError:
             return Response(status_code=_CLIENT_CLOSED)
         wanted = _wanted(body)
-        aborted = await context.client.abort_external(wanted)
+        client = current_request().client if context.config.api_keys else None
+        aborted = await context.client.abort_external(AbortTarget(wanted, client))
         not_found = sorted(wanted - aborted) if wanted is not None else []
         return json_response(AbortReply(sorted(aborted), not_found))
 

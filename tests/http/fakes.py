@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.link.client import EngineUnavailableError
-from server.engine.link.protocol import EngineState, matches
+from server.engine.link.protocol import AbortTarget, EngineState
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.restart_queue import RestartQueue
 from tests.plans import PLAN
@@ -102,7 +102,11 @@ class FakeEngine:
         self.requests.append(request)
         self.running.add(request.request_id)
         stream = RequestStream(
-            request.request_id, self.abort, self.stop_request, request.external_id
+            request.request_id,
+            self.abort,
+            self.stop_request,
+            request.external_id,
+            request.client,
         )
         self.streams.append(stream)
         self._streams[request.request_id] = stream
@@ -120,10 +124,8 @@ class FakeEngine:
         self.running.discard(request_id)
         self.abort_seen.set()
 
-    async def abort_external(self, external_ids: Set[str] | None) -> set[str]:
-        found = [
-            s for s in self.streams if not s._finished and matches(s.external_id, external_ids)
-        ]
+    async def abort_external(self, target: AbortTarget) -> set[str]:
+        found = [s for s in self.streams if not s._finished and target.matches(s)]
         for stream in found:
             stream.abort()
         return {stream.external_id for stream in found}

@@ -8,7 +8,7 @@ import pytest
 
 from server.engine.core.request import FinishReason
 from tests.http.fakes import event, put, silent
-from tests.http.serving import Server
+from tests.http.serving import Server, until
 
 pytestmark = pytest.mark.anyio
 
@@ -192,3 +192,22 @@ async def test_an_abort_that_races_with_the_last_token_does_no_harm(client, engi
             abort(client, request_id=str(i)),
         )
         assert (response.status_code == 499) is (reply["aborted"] == [str(i)])
+
+
+async def test_a_key_aborts_only_requests_that_were_sent_with_it(make_app, engine):
+    engine.script = token_then_silence
+    keys = ("first-key", "second-key")
+    async with Server(make_app(api_keys=keys), "httptools") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        async with (
+            httpx.AsyncClient(base_url=url, headers={"X-Api-Key": keys[0]}) as one,
+            httpx.AsyncClient(base_url=url, headers={"X-Api-Key": keys[1]}) as other,
+        ):
+            body, names = {"inputs": "x"}, {"X-Request-Id": "job"}
+            running = asyncio.ensure_future(one.post("/generate", json=body, headers=names))
+            await until(lambda: engine.requests)
+
+            assert await abort(other, request_id="job") == {"aborted": [], "not_found": ["job"]}
+            assert await abort(other, all=True) == {"aborted": [], "not_found": []}
+            assert await abort(one, all=True) == {"aborted": ["job"], "not_found": []}
+            assert (await running).status_code == 499

@@ -129,6 +129,20 @@ async def test_new_requests_are_refused_while_those_in_progress_are_completed(op
     await asyncio.wait_for(service.running, 2)
 
 
+async def test_requests_in_progress_can_be_aborted_while_new_ones_are_refused(open_service, held):
+    service = await open_service()
+    reader, _ = await service.open("/generate_stream", PROMPT)
+    await reader.readuntil(b"\n\n")
+    await service.signal()
+
+    status, _, reply = await service.status("/abort", b'{"all": true}')
+    assert status == 200
+    assert len(reply["aborted"]) == 1
+    assert b'"error_type":"aborted"' in await reader.read()
+    await asyncio.wait_for(service.running, 2)
+    held.set()
+
+
 @pytest.mark.parametrize("ending", ["timeout", "second signal"])
 async def test_requests_that_are_left_get_an_error(open_service, held, caplog, ending):
     timeout = 0.3 if ending == "timeout" else 30

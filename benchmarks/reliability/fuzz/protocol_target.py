@@ -38,6 +38,7 @@ from server.engine.link.process import Channel
 from server.engine.link.protocol import (
     AbortExternal,
     AbortStreams,
+    AbortTarget,
     Attached,
     EngineState,
     EngineStatus,
@@ -78,7 +79,12 @@ _STATUS = EngineStatus(
 )  # fmt: skip
 _TO_CLIENT = [*_STEPS, StartupPhase("x"), EngineReady(_INFO), StartupFailed("x")]
 _TO_FRONT_END = [*_STEPS, _STATUS, AbortStreams([1]), ExternalAborted(1, ["a"])]
-_TO_HUB = [*_REQUESTS, Attached(), AbortExternal(1, ["a"]), AbortExternal(2, None)]
+_TO_HUB = [
+    *_REQUESTS,
+    Attached(),
+    AbortExternal(1, AbortTarget(frozenset("a"))),
+    AbortExternal(2, AbortTarget()),
+]
 MESSAGES: dict[str, list[Any]] = {
     "client": _TO_CLIENT,
     "front end": _TO_FRONT_END,

@@ -20,8 +20,10 @@ from server.engine.core.messages import (
 )
 from server.engine.core.request import FinishReason, TokenEvent
 from server.engine.link.protocol import (
+    DECODE_ERRORS,
     AbortExternal,
     AbortStreams,
+    AbortTarget,
     Attached,
     EngineState,
     EngineStatus,
@@ -29,7 +31,6 @@ from server.engine.link.protocol import (
     FrontEndHeartbeat,
     HubHeartbeat,
     HubMessage,
-    matches,
 )
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.restart_queue import RestartQueue
@@ -38,8 +39,6 @@ from server.engine.link.sockets import Connection
 from server.engine.link.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Set as AbstractSet
-
     from server.engine.core.messages import EngineInfo
     from server.engine.core.request import GenerateRequest
 
@@ -91,7 +90,11 @@ class EngineHandle:
         if not self.takes_requests:
             raise EngineUnavailableError(f"the engine is {self.state.value}: {self.phase}")
         stream = RequestStream(
-            request.request_id, self.abort, self.stop_request, request.external_id
+            request.request_id,
+            self.abort,
+            self.stop_request,
+            request.external_id,
+            request.client,
         )
         stream.request = request
         if self.state is EngineState.READY:
@@ -116,19 +119,16 @@ class EngineHandle:
         else:
             self.restart_queue.discard(request_id)
 
-    async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
-        """Abort the requests with these external ids, whichever front end has submitted them.
+    async def abort_external(self, target: AbortTarget) -> set[str]:
+        """Abort requests by the names that their clients know, whichever front end has submitted them.
 
         Their streams end with `FinishReason.ABORT`.
 
-        Args:
-            external_ids: the ids; None for all requests that have one.
-
         Returns:
-            The ids of the aborted requests.
+            The external ids of the aborted requests.
         """
         running = list(self._streams.values()) + self.restart_queue.streams
-        streams = [stream for stream in running if matches(stream.external_id, external_ids)]
+        streams = [stream for stream in running if target.matches(stream)]
         for stream in streams:
             stream.abort()
         return {stream.external_id for stream in streams}
@@ -286,16 +286,15 @@ class RemoteEngine(EngineHandle):
             reply.cancel()
         self._connection.close(linger_ms=100)  # for the aborts
 
-    async def abort_external(self, external_ids: AbstractSet[str] | None) -> set[str]:
+    async def abort_external(self, target: AbortTarget) -> set[str]:
         """Abort in the hub, through which the requests of all front ends pass. See `EngineHandle`."""
-        waiting = [s for s in self.restart_queue.streams if matches(s.external_id, external_ids)]
+        waiting = [stream for stream in self.restart_queue.streams if target.matches(stream)]
         for stream in waiting:
             stream.abort()
         serial = next(self._serials)
         reply: asyncio.Future[set[str]] = asyncio.get_running_loop().create_future()
         self._aborting[serial] = reply
-        ids = None if external_ids is None else list(external_ids)
-        self._connection.send(self._encoder.encode(AbortExternal(serial, ids)))
+        self._connection.send(self._encoder.encode(AbortExternal(serial, target)))
         try:
             return await reply | {stream.external_id for stream in waiting}
         finally:
@@ -310,7 +309,11 @@ class RemoteEngine(EngineHandle):
         self._received_bytes += sum(map(len, batch))
         if self.state is EngineState.STOPPED:
             return
-        messages = map(self._decoder.decode, batch)
+        try:
+            messages = [self._decoder.decode(data) for data in batch]
+        except DECODE_ERRORS as error:
+            self._lose_hub(f"sent a message that cannot be decoded: {error}")
+            return
         for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
             if is_step:
                 steps = list(group)
@@ -332,12 +335,16 @@ class RemoteEngine(EngineHandle):
             self._connection.send(self._encoder.encode(FrontEndHeartbeat(self._received_bytes)))
             heard, self._heard = self._heard, False
             if (silent := silence.tick(alive=heard)) > self._hang_seconds:
-                self.state = EngineState.STOPPED
-                self.phase = "the main process of the service does not respond"
-                self._fail("the main process of the service does not respond")
-                for reply in self._aborting.values():
-                    reply.cancel()
-                self.hub_lost.set_result(f"silent for {silent:.1f} s")
+                self._lose_hub(f"silent for {silent:.1f} s")
+
+    def _lose_hub(self, reason: str) -> None:
+        """Fail all requests, and report that the hub is of no more use."""
+        self.state = EngineState.STOPPED
+        self.phase = "the main process of the service does not respond"
+        self._fail(self.phase)
+        for reply in self._aborting.values():
+            reply.cancel()
+        self.hub_lost.set_result(reason)
 
     def _handle(
         self, message: EngineStatus | AbortStreams | ExternalAborted | HubHeartbeat

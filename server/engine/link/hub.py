@@ -34,7 +34,6 @@ from server.engine.link.protocol import (
     FrontEndHeartbeat,
     HubHeartbeat,
     RequestHeader,
-    matches,
 )
 from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import MAX_REQUEST_BYTES
@@ -72,7 +71,7 @@ class FrontEndConnection:
         failed: whether `on_failure` was called; nothing is sent or received any more.
         heard: whether there was a message since the last look.
         sent_bytes, read_bytes: total size of the messages to it, and of those that it has handled.
-        external_ids: external ids of its requests in flight, by request id.
+        requests: its requests in flight, by id.
     """
 
     sockets: Connection
@@ -85,7 +84,7 @@ class FrontEndConnection:
     heard: bool = False
     sent_bytes: int = 0
     read_bytes: int = 0
-    external_ids: dict[int, str] = field(default_factory=dict)
+    requests: dict[int, RequestHeader] = field(default_factory=dict)
 
     def owns(self, request_ids: Iterable[int]) -> bool:
         """Return whether the ids are in the range of this front end."""
@@ -94,7 +93,7 @@ class FrontEndConnection:
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop requests that have ended; ids of other front ends are ignored."""
         for request_id in request_ids:
-            self.external_ids.pop(request_id, None)
+            self.requests.pop(request_id, None)
 
 
 class EngineHub(EngineSupervisor):
@@ -141,9 +140,9 @@ class EngineHub(EngineSupervisor):
     def _cut_off(self, front_end: FrontEndConnection) -> None:
         """Close the connection, which drops what the front end has not read, and abort its requests."""
         front_end.sockets.close()
-        if front_end.external_ids:
-            self._send(AbortRequests(list(front_end.external_ids)))
-            front_end.external_ids.clear()
+        if front_end.requests:
+            self._send(AbortRequests(list(front_end.requests)))
+            front_end.requests.clear()
 
     def _fail(self, front_end: FrontEndConnection, reason: str) -> None:
         if not front_end.failed:
@@ -215,17 +214,17 @@ class EngineHub(EngineSupervisor):
         elif self.state is EngineState.READY:
             # Otherwise the front end will receive the loss of the engine and end the request itself.
             self._send_encoded(data)
-            front_end.external_ids[message.request_id] = message.external_id
+            front_end.requests[message.request_id] = message
 
     def _abort_external(self, asking: FrontEndConnection, message: AbortExternal) -> None:
-        """Make the front ends abort their requests with these external ids, and report which there are."""
-        wanted = None if message.external_ids is None else frozenset(message.external_ids)
+        """Make the front ends abort their requests with these names, and report which there are."""
         aborted: set[str] = set()
         for front_end in self._front_ends:
-            found = {i: e for i, e in front_end.external_ids.items() if matches(e, wanted)}
+            found = [it for it in front_end.requests.values() if message.target.matches(it)]
             if found:
-                self._send_to(front_end, self._encoder.encode(AbortStreams(list(found))))
-                aborted.update(found.values())
+                ids = [request.request_id for request in found]
+                self._send_to(front_end, self._encoder.encode(AbortStreams(ids)))
+                aborted.update(request.external_id for request in found)
         self._send_to(asking, self._encoder.encode(ExternalAborted(message.serial, list(aborted))))
 
     def _status(self, lost: str | None = None) -> bytes:
@@ -247,12 +246,12 @@ class EngineHub(EngineSupervisor):
                 self._send_to(front_end, data)
 
     def _has_requests(self) -> bool:
-        return any(front_end.external_ids for front_end in self._front_ends)
+        return any(front_end.requests for front_end in self._front_ends)
 
     def _on_steps(self, steps: list[tuple[bytes, StepMessage]]) -> None:
         for data, step in steps:
             for front_end in self._front_ends:
-                concerned = front_end.external_ids or step.stats is not None
+                concerned = front_end.requests or step.stats is not None
                 if concerned and front_end.attached:
                     self._send_to(front_end, data)
         for _, step in steps:
@@ -267,5 +266,5 @@ class EngineHub(EngineSupervisor):
 
     def _on_loss(self, error: str) -> None:
         for front_end in self._front_ends:
-            front_end.external_ids.clear()
+            front_end.requests.clear()
         self._broadcast(self._status(error))

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import msgspec
 
 from server.engine.core.messages import EngineConfig, EngineInfo, EngineStats, StepMessage
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
 
 DECODE_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError)
 """What decoding a damaged message raises: msgspec reports text that is not UTF-8 by the second one."""
@@ -63,6 +59,39 @@ class RequestHeader(msgspec.Struct, frozen=True, tag="generate"):
 
     request_id: int
     external_id: str = ""
+    client: str = ""
+
+
+class AbortTarget(msgspec.Struct, frozen=True):
+    """Which requests to abort.
+
+    Attributes:
+        external_ids: of the requests; None means all that have one.
+        client: whose requests may be aborted; None for everybody's.
+    """
+
+    external_ids: frozenset[str] | None = None
+    client: str | None = None
+
+    def matches(self, request: NamedRequest) -> bool:
+        """Return whether a request is to be aborted."""
+        if self.client is not None and request.client != self.client:
+            return False
+        if self.external_ids is None:
+            return bool(request.external_id)
+        return request.external_id in self.external_ids
+
+
+class NamedRequest(Protocol):
+    """A request with the names that an abort uses; see `GenerateRequest`."""
+
+    @property
+    def external_id(self) -> str:
+        """The id that the client knows it by; empty if it has none."""
+
+    @property
+    def client(self) -> str:
+        """Who sent it."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
@@ -89,11 +118,11 @@ class AbortExternal(msgspec.Struct, frozen=True, tag="abort_external"):
 
     Attributes:
         serial: identifies the reply among those to the same front end.
-        external_ids: see `matches`.
+        target: the requests.
     """
 
     serial: int
-    external_ids: list[str] | None
+    target: AbortTarget
 
 
 class AbortStreams(msgspec.Struct, frozen=True, tag="abort_streams"):
@@ -115,13 +144,3 @@ class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
 
 
 HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted | HubHeartbeat
-
-
-def matches(external_id: str, external_ids: Collection[str] | None) -> bool:
-    """Return whether a request is among those to abort.
-
-    Args:
-        external_id: of the request; empty if it has none.
-        external_ids: of the requests to abort; None means all that have one.
-    """
-    return bool(external_id) if external_ids is None else external_id in external_ids

@@ -33,6 +33,7 @@ class RequestStream:
         abort: called with the request id when the reader drops the request.
         stop: called with the request id when the reader needs no more tokens; the last event must follow.
         external_id: see `GenerateRequest`.
+        client: likewise.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class RequestStream:
         "_stopped",
         "_take",
         "_waiter",
+        "client",
         "external_id",
         "num_cached_tokens",
         "prompt_logprobs",
@@ -61,10 +63,12 @@ class RequestStream:
         abort: Callable[[int], None],
         stop: Callable[[int], None],
         external_id: str = "",
+        client: str = "",
     ) -> None:
         self.request_id = request_id
         self.request: GenerateRequest | None = None
         self.external_id = external_id
+        self.client = client
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.prompt_logprobs: list[float] | None = None

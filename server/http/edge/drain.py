@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from server.http.responses import ErrorBody
 
 _CLOSE = (b"connection", b"close")
+_SERVED_TO_THE_END = PROBES | {"/abort"}
+"""Requests in progress may be aborted while new ones are refused."""
 
 
 class DrainMiddleware:
@@ -55,7 +57,7 @@ class DrainMiddleware:
                 message["headers"] = [*message.get("headers", ()), _CLOSE]
             return send(message)
 
-        if scope["path"] in PROBES:
+        if scope["path"] in _SERVED_TO_THE_END:
             await self._app(scope, receive, send_last)
         elif lifecycle.stage >= Stage.REFUSING:
             await self._refuse(scope, receive, send_last)

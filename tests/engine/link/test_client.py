@@ -16,7 +16,7 @@ from server.engine.core.messages import EngineConfig, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.child_process import ChildStartError
 from server.engine.link.client import EngineClient, EngineUnavailableError
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import AbortTarget, EngineState
 from server.engine.link.spawn import spawn
 from tests.engine.link.fake_engine import next_token
 
@@ -113,6 +113,10 @@ def test_a_front_end_that_was_busy_for_many_steps_gets_all_their_events():
     run(scenario())
 
 
+def target(*external_ids, client=None):
+    return AbortTarget(frozenset(external_ids), client)
+
+
 def test_requests_are_aborted_by_their_external_ids():
     async def scenario():
         async with running("slow") as client:
@@ -127,13 +131,15 @@ def test_requests_are_aborted_by_their_external_ids():
                 )
                 for name in ("twice1", "twice2", "once", "")
             }
-            assert await client.abort_external({"twice", "unknown"}) == {"twice"}
+            other = target("twice", "once", client="another")
+            assert await client.abort_external(other) == set()
+            assert await client.abort_external(target("twice", "unknown")) == {"twice"}
             for name in ("twice1", "twice2"):
                 assert (await collect(streams[name]))[-1].finish_reason is FinishReason.ABORT
             await anext(streams["once"])
 
-            assert await client.abort_external(None) == {"once"}
-            assert await client.abort_external({"once"}) == set()
+            assert await client.abort_external(AbortTarget()) == {"once"}
+            assert await client.abort_external(target("once")) == set()
             await anext(streams[""])  # it has no id to be aborted by
             streams[""].abort()
             await until(lambda: client.stats.num_free_blocks == client.stats.num_blocks)

@@ -14,7 +14,7 @@ from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link import hub as hub_module
 from server.engine.link.client import EngineUnavailableError, RemoteEngine
 from server.engine.link.hub import EngineHub
-from server.engine.link.protocol import Attached, EngineState
+from server.engine.link.protocol import Attached, EngineState, RequestHeader
 from server.engine.link.sockets import Connection
 from tests.engine.link.test_client import COMMAND, collect, expected_tokens, run, submit, until
 
@@ -102,7 +102,7 @@ def test_a_front_end_that_does_not_read_is_cut_off_before_much_is_queued(monkeyp
             remote, _ = await service.front_end(hang_seconds=2.0)
             _, connection = service.raw()
             await until(lambda: connection.attached)
-            connection.external_ids[connection.first_id] = "a request of its own"
+            connection.requests[connection.first_id] = RequestHeader(connection.first_id)
             events = await collect(submit(remote, [1, 2, 3], 400))
 
             assert [e.token_id for e in events] == expected_tokens([1, 2, 3], 400)
@@ -121,7 +121,7 @@ def test_a_front_end_without_requests_gets_only_steps_with_statistics(has_statis
         async with pool() as service:
             _, busy = await service.front_end()
             _, idle = await service.front_end()
-            busy.external_ids[busy.first_id] = ""
+            busy.requests[busy.first_id] = RequestHeader(busy.first_id)
             before = busy.sent_bytes, idle.sent_bytes
             stats = EngineStats() if has_statistics else None
             step = StepMessage(
@@ -188,7 +188,23 @@ def test_a_request_that_only_the_engine_cannot_decode_ends_with_an_error():
             assert "could not decode" in events[-1].error
             assert service.failures == []
             assert len(await collect(stream)) == 400
-            assert not connection.external_ids
+            assert not connection.requests
+
+    run(scenario())
+
+
+def test_a_front_end_that_cannot_decode_a_message_of_the_hub_ends_its_requests():
+    async def scenario():
+        async with pool("slow") as service:
+            remote, connection = await service.front_end()
+            stream = submit(remote, [1], 400)
+            await anext(stream)
+            service.hub._send_to(connection, b"\xc1")
+            events = await collect(stream)
+
+            assert events[-1].finish_reason is FinishReason.ERROR
+            assert remote.state is EngineState.STOPPED
+            assert "cannot be decoded" in await remote.hub_lost
 
     run(scenario())
 

@@ -9,7 +9,7 @@ from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import AbortRequests, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.client import EngineHandle, EngineUnavailableError
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import AbortTarget, EngineState
 
 pytestmark = pytest.mark.anyio
 
@@ -151,7 +151,7 @@ async def test_a_waiting_request_can_be_aborted(engine):
     engine.lose()
     late = engine.request()
     lost.abort()
-    assert await engine.abort_external({"job"}) == {"job"}
+    assert await engine.abort_external(AbortTarget(frozenset({"job"}))) == {"job"}
 
     assert await late.accepted()
     assert (await collect(late))[-1].finish_reason is FinishReason.ABORT
