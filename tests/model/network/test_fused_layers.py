@@ -35,6 +35,14 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 128,
 }
+GEMMA = {
+    "activation": "gelu_tanh",
+    "norms_add_one": True,
+    "post_norms": True,
+    "scale_embeddings": True,
+    "query_pre_attn_scalar": 20,
+    "logit_softcap": 2.0,
+}
 FAMILIES = {
     "llama": {"num_layers": 2},
     "llama tied": {"tie_word_embeddings": True},
@@ -53,6 +61,34 @@ FAMILIES = {
         )
     },
     "sizes that no vector divides": {"hidden_size": 36, "intermediate_size": 18, "vocab_size": 23},
+    "gpt2": {
+        "architecture": "GPT2LMHeadModel",
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated_mlp": False,
+        "rope": None,
+        "num_kv_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    | dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True),
+    "opt": {
+        "architecture": "OPTForCausalLM",
+        "norm": "layer",
+        "activation": "relu",
+        "gated_mlp": False,
+        "rope": None,
+        "position_offset": 2,
+    },
+    "gemma2": GEMMA | {"architecture": "Gemma2ForCausalLM", "attention_softcap": 1.0},
+    "gemma3": GEMMA
+    | {
+        "architecture": "Gemma3ForCausalLM",
+        "qk_norm": True,
+        "local_rope": RopeConfig(theta=100.0),
+        "sliding_window": 2,
+        "num_layers": 2,
+        "layer_types": ("sliding_attention", "full_attention"),
+    },
 }
 H100 = CATALOGUE["h100"]
 LOAD = kernels.linear.projection._load

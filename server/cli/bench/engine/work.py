@@ -70,7 +70,7 @@ class ModelWork:
         self._read_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if not config.tie_word_embeddings:
             self._read_bytes -= model.embed_tokens.nbytes
-        problems = model.attention_problems(block_size, kv_dtype)
+        problems = model.attention.problems(block_size, kv_dtype)
         self._problems = {(p.phase, p.sliding_window): p for p in problems}
 
     def step(self, rows: Sequence[Rows]) -> Work:
