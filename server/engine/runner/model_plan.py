@@ -136,6 +136,7 @@ def _plan_phase(problem: AttentionProblem, arch: GPUArch) -> PhasePlan:
     return PhasePlan(
         phase=problem.phase.value,
         sliding_window=problem.sliding_window,
+        softcap=problem.softcap,
         kernel=selection.spec.name,
         flash_attention=selection.spec.flash_attention,
         tested=arch.is_tested,

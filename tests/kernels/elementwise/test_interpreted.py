@@ -194,7 +194,7 @@ def test_an_activation_agrees_with_its_formula(dtype, function, gated):
 
 @pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu"])
 def test_an_activation_of_special_values_is_that_of_pytorch(function):
-    x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 1e30, float("inf"), float("nan"), -1e30]])
+    x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 1e30, float("nan"), -1e30]])
 
     out = activate(x, function, gated=False)
 

@@ -165,6 +165,21 @@ def test_fused_layers_match_the_logits_and_tokens_of_separate_operations(family,
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+@triton_interpreter.interpreted
+def test_fused_layers_of_gemma_in_bfloat16_have_norm_weights_in_float32(on_a_gpu):
+    half = {"dtype": torch.bfloat16, **FAMILIES["gemma3"]}
+    expected = drive(build(**half), (1, 3))
+    on_a_gpu()
+    fused = optimized(**half)
+
+    found = drive(fused, (1, 3))
+
+    assert fused.decoder_layers[0].input_norm.dtype is torch.float32
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
 class Product:
     """Fake of a tensor-core projection, which cannot be interpreted; output and down return partial sums."""
 

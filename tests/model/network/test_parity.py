@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
@@ -88,6 +89,19 @@ def test_greedy_generation_matches_the_tokens_of_transformers(pair):
 
     assert ours == theirs.sequences[0, len(PROMPT) :].tolist()
     assert_close(our_logits, torch.cat(theirs.logits))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gemma2", "gemma3"])
+def test_logits_in_bfloat16_are_as_exact_as_those_of_transformers(name, tmp_path):
+    oracle = CASES[name].save(tmp_path)
+    model = load_model(tmp_path, ModelConfig.from_folder(tmp_path), torch.bfloat16, "cpu")
+    ids = tokens(60)
+
+    ours, truth = logits_in_chunks(model, ids, 17), oracle_logits(oracle, ids)
+
+    assert ours.dtype is torch.bfloat16
+    theirs = oracle_logits(oracle.bfloat16(), ids)
+    assert_no_worse_than(ours, truth, theirs)
 
 
 @pytest.mark.parametrize("text", slow_except(TEXTS[:1], TEXTS))
