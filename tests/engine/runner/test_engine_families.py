@@ -75,5 +75,5 @@ def test_a_context_beyond_the_learned_positions_is_refused_at_the_start(name, tm
     CASES[name].save(tmp_path)
     model = ModelConfig.from_folder(tmp_path)
 
-    with pytest.raises(StartupError, match="--max-model-len 513 is more than .* 512 tokens"):
+    with pytest.raises(StartupError, match=r"--max-model-len 513 is more than .* 512 tokens"):
         check_start(config_of(tmp_path, max_model_len=513), model, has_gpu=False)

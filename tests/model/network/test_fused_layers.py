@@ -199,9 +199,9 @@ class Product:
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3"])
 def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, monkeypatch):
-    """With a bias of the output projection or the MLP, the library computes those projections."""
+    """With a bias and a gate or the residual stream, the library computes a projection."""
     changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
     expected = drive(build(**changes), (3,))
     on_a_gpu()
@@ -227,7 +227,7 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     layers = SHAPE["num_layers"] if "num_layers" not in changes else changes["num_layers"]
-    assert products.count("matrix") == layers * (1 if family == "llama biases" else 4)
+    assert products.count("matrix") == layers * {"llama biases": 1, "gpt2": 2}.get(family, 4)
     assert fused.row_counts == (1, 2, 4, 16, 32, 64, 128, 256)
 
 
@@ -264,7 +264,9 @@ def test_a_float8_cache_receives_the_keys_and_values_of_separate_operations(on_a
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama biases", "qwen3", "sizes that no vector divides"])
+@pytest.mark.parametrize(
+    "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3"]
+)
 def test_float8_weights_match_the_logits_of_separate_operations(family, on_a_gpu):
     expected = drive(build(FP8, **FAMILIES[family]), (1, 3))
     on_a_gpu()
