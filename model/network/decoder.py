@@ -6,7 +6,7 @@ The engine runs it step by step over a paged KV cache; training runs it over who
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,23 +14,20 @@ from torch import nn
 from torch.nn import functional
 
 from kernels import NoKernelError, detect, select
-from kernels.gpu.dependent_launch import may_depend
-from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
+from kernels.linear.projection import Purpose, Residual
 from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
 from model.network.attention_plans import AttentionPlanner
+from model.network.bound_network import BoundNetwork, bind_network
 from model.network.embedding import finish_embeddings
-from model.network.head import Head, SoftcappedHead
 from model.network.initial_weights import initialize
 from model.network.layers import DecoderLayer, layer_forward, make_norm, norm_dtype
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from kernels import GPUArch
@@ -42,24 +39,6 @@ if TYPE_CHECKING:
     from model.network.step import StepInput
 
 _logger = logging.getLogger(__name__)
-
-
-class _Bound(NamedTuple):
-    """A model's parameters, bound to the kernels that compute its forward pass.
-
-    Attributes:
-        layers: the layers in order.
-        norm: the final norm.
-        head: the projection to the vocabulary.
-        fused: whether Triton kernels compute the operations between the projections; PyTorch does otherwise.
-        pdl: whether these kernels may start before the previous one ends (programmatic dependent launch).
-    """
-
-    layers: list[BoundLayer]
-    norm: Callable[[Residual], Tensor]
-    head: Head
-    fused: bool
-    pdl: bool
 
 
 class DecoderLM(nn.Module):
@@ -103,9 +82,8 @@ class DecoderLM(nn.Module):
         self.rope = self.local_rope = RotaryEmbedding(config.rope, config.head_dim)
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
-        self._eps = config.norm_eps
         self._bound = self._bind(Purpose.TRAINING)
-        self._deterministic: _Bound | None = None
+        self._deterministic: BoundNetwork | None = None
         self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
         self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
@@ -329,10 +307,7 @@ class DecoderLM(nn.Module):
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
-        bound = self._deterministic or self._bound
-        first = bound.layers[0]
-        projections = (first.qkv, first.output, first.gate_up, first.down, bound.head)
-        return tuple(sorted({rows for it in projections for rows in it.row_counts}))
+        return (self._deterministic or self._bound).row_counts
 
     def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
         """List why `arch` cannot run a decode step of one sequence as a single launch; empty if it can."""
@@ -481,7 +456,7 @@ class DecoderLM(nn.Module):
             self._step_kernels[kv_cache] = bound
         return self._step_kernels[kv_cache]
 
-    def _kernels(self, *, deterministic: bool) -> _Bound:
+    def _kernels(self, *, deterministic: bool) -> BoundNetwork:
         """Return the bound parameters; those for deterministic steps are bound when they are first used."""
         if not deterministic:
             return self._bound
@@ -489,25 +464,14 @@ class DecoderLM(nn.Module):
             self._deterministic = self._bind(Purpose.DETERMINISTIC_SERVING)
         return self._deterministic
 
-    def _bind(self, purpose: Purpose) -> _Bound:
-        parameter = self.embed_tokens
-        arch = detect(parameter.device)
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        reasons = rope_unsupported(dtype, arch)
-        fused = purpose is not Purpose.TRAINING and not reasons
-        if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
-            _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
-        head: Head = bind_projection(
-            LinearWeights(self._head), parameter.dtype, arch, purpose=purpose
-        )
-        if self.config.logit_softcap is not None:
-            head = SoftcappedHead(head, self.config.logit_softcap)
-        return _Bound(
-            layers=[layer.bind(arch, parameter.dtype, purpose) for layer in self.decoder_layers],
-            norm=bind_norm(make_norm(self.norm, self.norm_bias, self._eps), arch, fused=fused),
-            head=head,
-            fused=fused,
-            pdl=fused and may_depend(arch, parameter.device),
+    def _bind(self, purpose: Purpose) -> BoundNetwork:
+        return bind_network(
+            self.decoder_layers,
+            make_norm(self.norm, self.norm_bias, self.config.norm_eps),
+            self._head,
+            self.config.logit_softcap,
+            detect(self.embed_tokens.device),
+            purpose,
         )
 
     @property
