@@ -36,10 +36,6 @@ class Case:
     def architecture(self):
         return self.family.removesuffix("Text") + self.model
 
-    @property
-    def caps_scores(self):
-        return self.family == "Gemma2"
-
     def config(self):
         return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
 

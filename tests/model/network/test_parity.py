@@ -19,7 +19,17 @@ TOLERANCE = 1e-4
 TEXTS = ["def fibonacci(n):\n", "import os\n", "class Stack:\n    def __init__(self):\n"]
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+# They differ from a fast case in how they are stored, or in one part that another case has.
+VARIANTS = {
+    "gemma2 untied", "gemma3 by pattern", "gpt2 sharded", "gpt2 untied", "opt untied", "opt without biases",
+}  # fmt: skip
+PARAMS = [
+    pytest.param(case, id=name, marks=pytest.mark.slow if name in VARIANTS else ())
+    for name, case in CASES.items()
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def pair(request, tmp_path_factory):
     """One checkpoint, built by transformers and loaded by this project."""
     folder = tmp_path_factory.mktemp("checkpoint")
