@@ -114,7 +114,7 @@ def step(
         max_seqlen_k=columns * BLOCK_SIZE,
         keys_settled=True,
     )  # fmt: skip
-    problem = model.attention_problem(Phase.DECODE, BLOCK_SIZE, kv_dtype=cache.kv_dtype)
+    problem = model.attention.problem(Phase.DECODE, BLOCK_SIZE, kv_dtype=cache.kv_dtype)
     selection = kernels.select(problem, kernels.detect(weight.device))
     if launch != TABLE:
         chosen = selection.launch_for(batch.max_seqlen_k, sequences)

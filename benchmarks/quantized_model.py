@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
-from kernels.linear.projection import FixedProjection, Norm
+from kernels.linear.projection import SWIGLU, Activation, FixedProjection, Norm, Operations
 from kernels.testing.quantized_reference import (
     ACTIVATION_GROUP,
     dequantize_int4,
@@ -75,7 +75,7 @@ class QuantizedLM(DecoderLM):
         for table in (self.embed_tokens, self.lm_head):
             if table is not None:
                 table.copy_(head.round_weight(table))
-        eps = self.config.rms_norm_eps
+        eps = self.config.norm_eps
         self._bound = self._bound._replace(
             layers=[
                 _bind_layer(layer, bound, layers, eps)
@@ -90,7 +90,7 @@ def _bind_layer(layer: DecoderLayer, bound: BoundLayer, scheme: Scheme, eps: flo
         qkv=_project(layer.qkv, scheme, layer.qkv_bias, Norm(layer.input_norm, eps)),
         output=_project(layer.output, scheme, layer.output_bias),
         gate_up=_project(
-            layer.gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), gated=True
+            layer.gate_up, scheme, layer.gate_up_bias, Norm(layer.mlp_norm, eps), SWIGLU
         ),
         down=_project(layer.down, scheme, layer.down_bias),
     )
@@ -101,10 +101,9 @@ def _project(
     scheme: Scheme,
     bias: Tensor | None = None,
     norm: Norm | None = None,
-    *,
-    gated: bool = False,
+    activation: Activation | None = None,
 ) -> FixedProjection:
     def multiply(x: Tensor) -> Tensor:
         return functional.linear(scheme.round_input(x), weight, bias)
 
-    return FixedProjection(multiply, norm, gated=gated, copies_weights=False)
+    return FixedProjection(multiply, Operations(norm, activation), copies_weights=False)

@@ -97,7 +97,8 @@ def tensors(config: ModelConfig) -> list[Tensor]:
 def metadata(config: ModelConfig, name: str) -> dict[str, Any]:
     """Return the keys of the file's header. Long-context rope scaling is left out, which does not change the work."""
     arch = ARCHITECTURES[config.architecture]
-    end = config.eos_token_ids[0] if config.eos_token_ids else 0
+    end, rope = config.eos_token_ids[0] if config.eos_token_ids else 0, config.rope
+    assert rope is not None, arch
     return {
         "general.architecture": arch,
         "general.name": name,
@@ -110,8 +111,8 @@ def metadata(config: ModelConfig, name: str) -> dict[str, Any]:
         f"{arch}.attention.head_count_kv": config.num_kv_heads,
         f"{arch}.attention.key_length": config.head_dim,
         f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{arch}.rope.freq_base": config.rope.theta,
+        f"{arch}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{arch}.rope.freq_base": rope.theta,
         f"{arch}.rope.dimension_count": config.head_dim,
         f"{arch}.vocab_size": config.vocab_size,
         "tokenizer.ggml.model": "gpt2",

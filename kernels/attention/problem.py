@@ -31,8 +31,7 @@ class Phase(enum.Enum):
 class AttentionProblem:
     """The properties of attention that are constant from step to step. They determine the kernel.
 
-    No model or request uses `softcap` or `fp8` yet. `softcap` is for a model family with capped
-    scores; `fp8` will be an option of a request.
+    No model or request uses `fp8` yet, which will be an option of a request.
 
     Attributes:
         phase: prefill or decode.

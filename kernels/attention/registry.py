@@ -27,8 +27,7 @@ _FP8_BY_TRITON = QuantizedCache(
 )
 _FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 
-# No request reaches two features yet. `fp8` (hopper_fp8_prefill) waits for an option of a request, `softcap` for a
-# model family with capped scores.
+# No request reaches `fp8` (hopper_fp8_prefill) yet, which waits for an option of a request.
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="hopper_fp8_prefill",

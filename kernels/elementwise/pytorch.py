@@ -1,11 +1,24 @@
-"""RMS norm, rotary embedding and gated activation in PyTorch: differentiable, for every device."""
+"""Norms, rotary embedding and activations in PyTorch: differentiable, for every device."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""The activations of MLPs; "gelu_tanh" is the approximation of GELU by a hyperbolic tangent."""
+
+_ACTIVATIONS: Final[dict[ActivationName, Callable[[Tensor], Tensor]]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+}
 _SMALL_ROWS = 4
 
 
@@ -14,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [..., C], any float dtype; the mean is taken in float32.
-        weight: [C].
+        weight: [C], in x's dtype or float32.
         eps: added to the mean square.
 
     Returns:
@@ -22,6 +35,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
+    if weight.dtype is not x.dtype:
+        return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     if (
         x.dtype is torch.bfloat16
         and x.device.type == "cpu"
@@ -42,6 +57,23 @@ def _rms_norm_of_few_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     both = torch.cat((x, -x), -1)
     weights = torch.cat((weight, weight))
     return functional.layer_norm(both, weights.shape, weights, None, eps)[..., :size]
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Shift and scale each vector to a mean of 0 and a variance of 1, then by `weight` and `bias`.
+
+    Args:
+        x: [..., C].
+        weight: [C].
+        bias: [C].
+        eps: added to the variance.
+
+    Returns:
+        [..., C] in x's dtype.
+
+    Source: Ba et al., Layer Normalization, 2016.
+    """
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rope_tables(
@@ -95,5 +127,23 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020 (SwiGLU).
     """
+    return activate(x, "silu", gated=True)
+
+
+def activate(x: Tensor, function: ActivationName, *, gated: bool) -> Tensor:
+    """Apply an activation to every element, or gate them.
+
+    Args:
+        x: [..., F], or [..., 2 * F] if gated.
+        function: the activation.
+        gated: whether to multiply the second half of each vector by the activation of the first.
+
+    Returns:
+        [..., F] in x's dtype.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, for `gelu` and `gelu_tanh`.
+    """
+    if not gated:
+        return _ACTIVATIONS[function](x)
     gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return _ACTIVATIONS[function](gate) * up

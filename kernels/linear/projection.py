@@ -1,7 +1,7 @@
 """The projections of a decoder layer: linear layers that read the residual stream or add to it.
 
-    from_residual    y = norm(residual) W^T * scale + bias; if gated, silu(gate) * up of its halves
-    to_residual      residual + x W^T * scale + bias
+    from_residual    y = activation(norm(residual) W^T * scale + bias)
+    to_residual      residual + norm(x W^T * scale + bias), with or without that norm
 
 The selected kernel computes (absorbs) some of the surrounding operations in its own launch, see
 `kernels.linear.registry`; the others are separate launches.
@@ -17,13 +17,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from kernels.elementwise.pytorch import rms_norm, silu_and_mul
 from kernels.fp8 import FP8
 from kernels.gpu.dependent_launch import may_depend
+from kernels.linear.around import (
+    activate,
+    activate_on_gpu,
+    add_and_normalize,
+    normalize,
+    normalized_part,
+)
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import REGISTRY
 from kernels.linear.select import select_linear
-from kernels.linear.weights import LinearArguments, LinearWeights, Norm
+from kernels.linear.weights import (
+    PRODUCT_ONLY,
+    SWIGLU,
+    Activation,
+    LayerNorm,
+    LinearArguments,
+    LinearWeights,
+    Norm,
+    Operations,
+)
 from kernels.sampling.tokens import argmax_tokens
 from kernels.tuning.linear import tuned_linear
 
@@ -36,9 +51,13 @@ if TYPE_CHECKING:
     from kernels.linear.select import LinearChoice
 
 __all__ = [
+    "SWIGLU",
+    "Activation",
     "FixedProjection",
+    "LayerNorm",
     "LinearWeights",
     "Norm",
+    "Operations",
     "Projection",
     "Purpose",
     "Residual",
@@ -96,7 +115,7 @@ class Projection(Protocol):
         """Project x, [T, C], and add the result to the residual stream, which must have no partial sums."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Project x, [T, C], without norm, gate and residual; returns [T, N], which is `out` if given."""
+        """Project x, [T, C], without norm, activation and residual; returns [T, N], which is `out` if given."""
 
     def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Project x and compute the argmax of each row of outputs.
@@ -120,10 +139,8 @@ def bind_projection(
     weights: LinearWeights,
     dtype: torch.dtype,
     arch: GPUArch,
+    operations: Operations = PRODUCT_ONLY,
     *,
-    norm: Norm | None = None,
-    gated: bool = False,
-    residual: bool = False,
     layer_weights: int = 0,
     purpose: Purpose = Purpose.SERVING,
 ) -> Projection:
@@ -133,9 +150,7 @@ def bind_projection(
         weights: must not be replaced; each call reads them, unless the projection copies them.
         dtype: of inputs and outputs.
         arch: processor of the weights' device.
-        norm: of the residual stream in `from_residual`.
-        gated: whether the output of `from_residual` is silu(gate) * up.
-        residual: whether the projection is for `to_residual`.
+        operations: around the product.
         layer_weights: as in `LinearProblem`.
         purpose: what is demanded of the results.
 
@@ -143,6 +158,7 @@ def bind_projection(
         NoKernelError: no kernel supports a batch-invariant layer.
     """
     stacked, inputs = weights.weight.shape
+    gated = operations.activation == SWIGLU
     problem = LinearProblem(
         rows=1,
         outputs=stacked // 2 if gated else stacked,
@@ -151,7 +167,7 @@ def bind_projection(
         gated=gated,
         weight_dtype=None if weights.scale is None else FP8,
         bias=weights.bias is not None,
-        residual=residual,
+        residual=operations.residual and operations.post_norm is None,
         layer_weights=layer_weights,
         trainable=purpose is Purpose.TRAINING,
         batch_invariant=purpose is Purpose.DETERMINISTIC_SERVING,
@@ -159,11 +175,13 @@ def bind_projection(
     spec = select_linear(problem, arch).spec
     if spec.any_rows:
         product = _load(spec.target)(weights, problem)
-        return FixedProjection(product, norm, gated=gated, copies_weights=spec.copies_weights)
-    return _RowProjection(weights, problem, norm, arch)
+        return FixedProjection(product, operations, copies_weights=spec.copies_weights)
+    return _RowProjection(weights, problem, operations, arch)
 
 
-def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual], Tensor]:
+def bind_norm(
+    norm: Norm | LayerNorm, arch: GPUArch, *, fused: bool
+) -> Callable[[Residual], Tensor]:
     """Bind the norm after the last layer, a function from the residual stream with its partial sums to [..., C].
 
     Args:
@@ -178,14 +196,13 @@ def bind_norm(norm: Norm, arch: GPUArch, *, fused: bool) -> Callable[[Residual],
 
 
 class FixedProjection:
-    """A projection by one product for any number of rows; norm, gate and residual in PyTorch.
+    """A projection by one product for any number of rows; norms, activation and residual in PyTorch.
 
     Differentiable if the product is.
 
     Args:
         multiply: the product, from [..., C] to [..., N].
-        norm: of the residual stream in `from_residual`.
-        gated: whether the output of `from_residual` is silu(gate) * up.
+        operations: around the product.
         copies_weights: as in `Projection`.
     """
 
@@ -194,25 +211,26 @@ class FixedProjection:
     def __init__(
         self,
         multiply: Callable[[Tensor], Tensor],
-        norm: Norm | None,
+        operations: Operations = PRODUCT_ONLY,
         *,
-        gated: bool,
         copies_weights: bool,
     ) -> None:
         self.copies_weights = copies_weights
         self._multiply = multiply
-        self._norm = norm
-        self._gated = gated
+        self._operations = operations
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         """See `Projection.from_residual`."""
-        assert self._norm is not None
-        y = self._multiply(rms_norm(residual.hidden, *self._norm))
-        return silu_and_mul(y) if self._gated else y, residual
+        norm, activation = self._operations[:2]
+        assert norm is not None
+        return activate(activation, self._multiply(normalize(norm, residual.hidden))), residual
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
         """See `Projection.to_residual`."""
-        return Residual(residual.hidden + self._multiply(x))
+        y = self._multiply(x)
+        if self._operations.post_norm is not None:
+            y = normalize(self._operations.post_norm, y)
+        return Residual(residual.hidden + y)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Projection.__call__`."""
@@ -229,35 +247,42 @@ class FixedProjection:
 
 
 class _RowProjection:
-    """On a GPU: a product for each number of rows; Triton kernels compute the norm or gate that it does not absorb."""
+    """On a GPU: a product for each number of rows; Triton kernels compute the norms and activations around it."""
 
     copies_weights = False
 
     def __init__(
-        self, weights: LinearWeights, problem: LinearProblem, norm: Norm | None, arch: GPUArch
+        self,
+        weights: LinearWeights,
+        problem: LinearProblem,
+        operations: Operations,
+        arch: GPUArch,
     ) -> None:
-        self._weights, self._problem, self._norm, self._arch = weights, problem, norm, arch
+        self._weights, self._problem, self._arch = weights, problem, arch
+        self._norm, self._activation, _, self._post_norm = operations
         self._pdl = may_depend(arch, weights.weight.device)
         self._products: dict[str, Callable[..., Tensor]] = {}
         self._chosen: dict[int, tuple[LinearChoice, Callable[..., Tensor]]] = {}
 
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
-        hidden, norm = residual.hidden, self._norm
+        hidden, norm, absorbed = residual.hidden, self._norm, None
         choice, product = self._choose(len(hidden))
         assert norm is not None
-        if residual.partials is not None or not choice.spec.absorbs_norm:
-            hidden, norm = _add_and_normalize(norm, residual, pdl=self._pdl), None
-        y = product(hidden, choice, None, LinearArguments(norm=norm, pdl=self._pdl))
-        if self._problem.gated and not choice.spec.absorbs_gate:
-            # Imported here because Triton is not installed on every host.
-            from kernels.elementwise.gpu import norm_and_gate  # noqa: PLC0415
-
-            y = norm_and_gate.silu_and_mul(y, pdl=self._pdl)
+        if residual.partials is None and choice.spec.absorbs_norm and isinstance(norm, Norm):
+            absorbed = norm
+        else:
+            hidden = add_and_normalize(norm, hidden, residual.partials, pdl=self._pdl)
+        y = product(hidden, choice, None, LinearArguments(norm=absorbed, pdl=self._pdl))
+        absorbs_activation = self._problem.gated and choice.spec.absorbs_gate
+        if self._activation is not None and not absorbs_activation:
+            y = activate_on_gpu(self._activation, y, pdl=self._pdl)
         return y, Residual(residual.hidden)
 
     def to_residual(self, x: Tensor, residual: Residual) -> Residual:
         hidden, partials = residual
         assert partials is None, "`from_residual` comes first, and adds them"
+        if self._post_norm is not None:
+            return Residual(hidden, normalized_part(self._post_norm, self(x), pdl=self._pdl))
         choice, product = self._choose(len(x))
         if choice.spec.leaves_partials:
             return Residual(hidden, product(x, choice, None, LinearArguments(pdl=self._pdl)))
@@ -307,14 +332,12 @@ class _RowProjection:
         return found
 
 
-def _normalize(norm: Norm, residual: Residual) -> Tensor:
-    return rms_norm(residual.hidden, *norm)
+def _normalize(norm: Norm | LayerNorm, residual: Residual) -> Tensor:
+    return normalize(norm, residual.hidden)
 
 
-def _add_and_normalize(norm: Norm, residual: Residual, *, pdl: bool) -> Tensor:
-    from kernels.elementwise.gpu.norm_and_gate import add_rms_norm  # noqa: PLC0415 - Triton is not everywhere
-
-    return add_rms_norm(residual.hidden, *norm, parts=residual.partials, pdl=pdl)
+def _add_and_normalize(norm: Norm | LayerNorm, residual: Residual, *, pdl: bool) -> Tensor:
+    return add_and_normalize(norm, residual.hidden, residual.partials, pdl=pdl)
 
 
 @functools.cache

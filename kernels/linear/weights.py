@@ -1,13 +1,15 @@
-"""The tensors of a linear layer, and the operations that one call of its product absorbs."""
+"""The tensors of a linear layer, the operations around it, and those that one call of its product absorbs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kernels.elementwise.pytorch import ActivationName
 
 
 class LinearWeights(NamedTuple):
@@ -25,10 +27,53 @@ class LinearWeights(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMS norm: its weight [C], and the eps that is added to the mean square."""
+    """An RMS norm: its weight [C], in the dtype of the input or float32, and the eps added to the mean square."""
 
     weight: Tensor
     eps: float
+
+
+class LayerNorm(NamedTuple):
+    """A layer norm: its weight and bias [C], and the eps that is added to the variance."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class Activation(NamedTuple):
+    """The activation between the two projections of an MLP.
+
+    Attributes:
+        function: f.
+        gated: whether it is f(gate) * up, of weights that stack gate and up; else f of each output.
+    """
+
+    function: ActivationName
+    gated: bool
+
+
+SWIGLU: Final = Activation("silu", gated=True)
+"""silu(gate) * up, which some products absorb."""
+
+
+class Operations(NamedTuple):
+    """The operations around the product of a projection; `kernels.linear.projection` describes where they are.
+
+    Attributes:
+        norm: of the residual stream that `from_residual` reads.
+        activation: of the output of `from_residual`.
+        residual: whether the projection is for `to_residual`.
+        post_norm: of the output that `to_residual` adds.
+    """
+
+    norm: Norm | LayerNorm | None = None
+    activation: Activation | None = None
+    residual: bool = False
+    post_norm: Norm | None = None
+
+
+PRODUCT_ONLY: Final = Operations()
 
 
 class TileBest(NamedTuple):

@@ -7,6 +7,8 @@ precision.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -151,6 +153,34 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.f
     """
     wide = x.to(dtype)
     return wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + eps) * weight.to(dtype)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Shift and scale x [..., C] to mean 0 and variance 1, multiply by weight [C] and add bias [C].
+
+    Source: Ba et al., Layer Normalization, 2016, eq. 4.
+    """
+    wide = x.to(dtype)
+    centered = wide - wide.mean(dim=-1, keepdim=True)
+    scaled = centered / torch.sqrt((centered * centered).mean(dim=-1, keepdim=True) + eps)
+    return scaled * weight.to(dtype) + bias.to(dtype)
+
+
+def activation(x: Tensor, function: str) -> Tensor:
+    """Apply "silu", "gelu", "gelu_tanh" or "relu" to every element.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, section 2, for both forms of GELU.
+    """
+    if function == "silu":
+        return x * torch.sigmoid(x)
+    if function == "relu":
+        return torch.where(x > 0, x, 0.0)
+    if function == "gelu":
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    assert function == "gelu_tanh"
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def apply_rope(x: Tensor, angles: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,20 +1,33 @@
 """Model families: the properties that an architecture has beyond its `config.json`.
 
-To add a Llama-like family, add an entry to `FAMILIES`. Tensor names that differ from Llama's belong in
+To add a family, add an entry to `FAMILIES`. Tensor names that differ from Llama's belong in
 `model.checkpoint.tensor_names`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta
 
 from model.errors import ModelFolderError, UnsupportedModelError
-from model.json_input import convert, shorten
+from model.json_input import Harmless, convert, refuse, shorten
 
 LayerType = Literal["full_attention", "sliding_attention"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""As in `kernels.elementwise.pytorch`, which this module does not import, because that imports PyTorch."""
+
+ACTIVATIONS: Final[dict[str, ActivationName]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
+"""The activations by their names in config.json; the first name of each is the one that is written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,21 +36,57 @@ class Family:
 
     Attributes:
         model_type: the value of the key `model_type` for this architecture.
-        windows: which layers have a sliding window: "none", "all", or "by layer", as the keys `use_sliding_window`,
-            `max_window_layers` and `layer_types` state.
+        windows: which layers have a sliding window: "none", "all", "by layer", as the keys `use_sliding_window`,
+            `max_window_layers` and `layer_types` state, or "by pattern", as `layer_types` or
+            `sliding_window_pattern` state.
         fixed: fields of `ModelConfig` that the architecture determines, regardless of config.json.
         defaults: values of absent keys. They equal the defaults of the family's configuration class in transformers,
             because files omit values that equal them.
+        keys: fields of `ModelConfig` that have another key than Llama's, and their keys; None for no key.
+        activation_key: the key of the activation.
+        activations: its supported values, the default first.
+        window_pattern: "by pattern": each layer whose number, counted from 1, is a multiple of this attends to all
+            tokens; the default of `sliding_window_pattern`.
+        thetas: the defaults of the bases of the rotary embedding of layers that attend to all tokens, and of layers
+            with a sliding window; one base for both kinds of layers. Empty for learned positions.
+        inner_ratio: intermediate size per hidden size where the file states no intermediate size; 0: it must.
+        harmless: further keys of unsupported features, as for `model.json_input.refuse`.
+        hidden_size_keys: keys that, where present, must state the hidden size.
     """
 
     model_type: str
-    windows: Literal["none", "all", "by layer"]
-    fixed: dict[str, bool] = dataclasses.field(default_factory=dict)
+    windows: Literal["none", "all", "by layer", "by pattern"]
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu", "swish")
+    window_pattern: int = 1
+    thetas: tuple[float, ...] = (10_000.0,)
+    inner_ratio: int = 0
+    harmless: Harmless = ()
+    hidden_size_keys: tuple[str, ...] = ()
 
 
 _NO_BIAS: Final = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
 _WINDOW: Final = {"sliding_window": 4096}
+_TIED: Final = {"tie_word_embeddings": True}
+_LAYER_NORMS: Final = {"norm": "layer", "gated_mlp": False}
+_NO_KEYS: Final = dict.fromkeys(("num_kv_heads", "head_dim", "sliding_window"))
+_GELUS: Final = ("gelu_pytorch_tanh", "gelu_new", "gelu")
+_GEMMA: Final = {
+    "mlp_bias": False,
+    "post_norms": True,
+    "norms_add_one": True,
+    "scale_embeddings": True,
+}
+_GEMMA_DEFAULTS: Final = (
+    _TIED | _WINDOW | {"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256}
+)
+_GEMMA_KEYS: Final = {
+    "query_pre_attn_scalar": "query_pre_attn_scalar",
+    "logit_softcap": "final_logit_softcapping",
+}
 
 FAMILIES: Final = {
     "LlamaForCausalLM": Family("llama", "none"),
@@ -46,8 +95,86 @@ FAMILIES: Final = {
     "Qwen3ForCausalLM": Family(
         "qwen3", "by layer", {"mlp_bias": False, "qk_norm": True}, _WINDOW | {"head_dim": 128}
     ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        "by pattern",
+        _GEMMA,
+        _GEMMA_DEFAULTS | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        _GEMMA_KEYS | {"attention_softcap": "attn_logit_softcapping"},
+        activation_key="hidden_activation",
+        activations=_GELUS,
+        window_pattern=2,
+        harmless=(((False,), ("use_bidirectional_attention",)),),
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        "by pattern",
+        _GEMMA | {"qk_norm": True},
+        _GEMMA_DEFAULTS,
+        _GEMMA_KEYS,
+        activation_key="hidden_activation",
+        activations=_GELUS,
+        window_pattern=6,
+        thetas=(1_000_000.0, 10_000.0),
+        harmless=(((False,), ("use_bidirectional_attention",)),),
+    ),
+    "GPT2LMHeadModel": Family(
+        "gpt2",
+        "none",
+        _LAYER_NORMS | dict.fromkeys(_NO_BIAS, True),
+        _TIED,
+        _NO_KEYS
+        | {
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "num_layers": "n_layer",
+            "num_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "norm_eps": "layer_norm_epsilon",
+        },
+        activation_key="activation_function",
+        activations=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
+        thetas=(),
+        inner_ratio=4,
+        harmless=(
+            ((True,), ("scale_attn_weights",)),
+            ((False,), ("scale_attn_by_inverse_layer_idx",)),
+        ),
+    ),
+    "OPTForCausalLM": Family(
+        "opt",
+        "none",
+        _LAYER_NORMS | {"position_offset": 2, "norm_eps": 1e-5},
+        _TIED | {"enable_bias": True},
+        _NO_KEYS
+        | {
+            "intermediate_size": "ffn_dim",
+            "norm_eps": None,
+            "attention_bias": "enable_bias",
+            "mlp_bias": "enable_bias",
+            "initializer_range": "init_std",
+        },
+        activation_key="activation_function",
+        activations=("relu", "gelu_new", "gelu_pytorch_tanh", "gelu"),
+        thetas=(),
+        harmless=(
+            ((True,), ("do_layer_norm_before", "layer_norm_elementwise_affine")),
+            ((False,), ("_remove_final_layer_norm",)),
+        ),
+        hidden_size_keys=("word_embed_proj_dim",),
+    ),
 }
 """Supported families by architecture name."""
+
+
+def find_activation(config: dict[str, Any], family: Family) -> ActivationName:
+    """Return the activation of the MLPs.
+
+    Raises:
+        UnsupportedModelError: the family's models do not have this activation, or none is known by this name.
+    """
+    refuse(config, ((family.activations, (family.activation_key,)),))
+    return ACTIVATIONS[config.get(family.activation_key) or family.activations[0]]
 
 
 @dataclasses.dataclass
@@ -87,6 +214,7 @@ def find_architecture(config: dict[str, Any]) -> str:
 class _WindowKeys:
     use_sliding_window: bool | None = None
     max_window_layers: Annotated[int, Meta(ge=0)] | None = None
+    sliding_window_pattern: Annotated[int, Meta(ge=1)] | None = None
     layer_types: list[str] | None = None
 
 
@@ -108,7 +236,7 @@ def layer_windows(
         ModelFolderError: a value is of the wrong type or contradicts another one.
         UnsupportedModelError: the family does not support these windows or layer types.
 
-    Source: transformers 5, `__post_init__` of MistralConfig, Qwen2Config and Qwen3Config.
+    Source: transformers 5, `__post_init__` of the families' configuration classes.
     """
     keys, first = convert(config, _WindowKeys), 0
     if family.windows == "none" and window is not None:
@@ -119,8 +247,14 @@ def layer_windows(
     if family.windows == "by layer":
         window = window if keys.use_sliding_window else None
         first = 28 if keys.max_window_layers is None else keys.max_window_layers
+    # Every layer whose number, counted from 1, is a multiple of `pattern` attends to all tokens.
+    pattern = num_layers + 1
+    if family.windows == "by pattern":
+        pattern = keys.sliding_window_pattern or family.window_pattern
     types: tuple[LayerType, ...] = tuple(
-        "sliding_attention" if window is not None and layer >= first else "full_attention"
+        "sliding_attention"
+        if window is not None and layer >= first and (layer + 1) % pattern
+        else "full_attention"
         for layer in range(num_layers)
     )
     if keys.layer_types is not None:
@@ -148,7 +282,7 @@ def _stated_types(
         raise UnsupportedModelError(
             f"layer type {shorten(unknown[0])} is not supported; supported are {', '.join(types)}"
         )
-    if family.windows != "by layer" and tuple(stated) != derived:
+    if family.windows in ("none", "all") and tuple(stated) != derived:
         raise UnsupportedModelError(
             f"layer_types that differ from {derived[0]} everywhere are not supported"
             f" with model_type '{family.model_type}'"

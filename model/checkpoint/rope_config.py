@@ -14,6 +14,7 @@ from model.json_input import Harmless, convert, refuse, shorten
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Positions = Annotated[int, Meta(ge=1, le=2**24)]
+_Theta = Annotated[float, Meta(ge=2, le=1e12)]
 _Number = Annotated[float, Meta(ge=0, le=1e6)]
 _Divisor = Annotated[float, Meta(ge=1e-3, le=1e6)]
 _Frequency = Annotated[float, Meta(ge=1e-6, le=1e6)]
@@ -34,9 +35,10 @@ YaRN's have defaults, as have the first two of LongRoPE; the others are required
 _WITH_ORIGINAL: Final = ("yarn", "longrope", "llama3")
 """Variants whose original context is a key of its own."""
 
-# transformers nests one object for each layer type if their parameters differ, which is not supported.
+# transformers nests one object for each layer type if their parameters differ, as only `by_layer_type` supports.
+_LAYER_TYPES: Final = ("full_attention", "sliding_attention")
 _HARMLESS: Final[Harmless] = (
-    ((), ("full_attention", "sliding_attention", "mrope_section")),
+    ((), (*_LAYER_TYPES, "mrope_section")),
     ((1,), ("partial_rotary_factor",)),
 )
 
@@ -115,6 +117,40 @@ class RopeConfig:
             values["original_max_positions"] = max_positions if rope_type == "dynamic" else original
         return cls(rope_type, rope.rope_theta or outer.rope_theta or cls.theta, **values)
 
+    @classmethod
+    def by_layer_type(
+        cls, config: dict[str, Any], max_positions: int, thetas: tuple[float, float]
+    ) -> tuple[RopeConfig, RopeConfig]:
+        """Read the parameters of layers that attend to all tokens, and of layers with a sliding window.
+
+        Args:
+            config: the content of config.json.
+            max_positions: tokens of the context that it states.
+            thetas: the default bases of both.
+
+        Raises:
+            ModelFolderError: a value is missing, of the wrong type or outside its limits.
+            UnsupportedModelError: the variant or a feature is not supported.
+
+        Source: transformers 5, Gemma3TextConfig.convert_rope_params_to_dict.
+        """
+        local_theta = convert(config, _LocalKeys).rope_local_base_freq or thetas[1]
+        stated = {"rope_theta": thetas[0]} | {k: v for k, v in config.items() if v is not None}
+        local: dict[str, Any] = {"rope_theta": local_theta}
+        nested = stated.get("rope_parameters")
+        if isinstance(nested, dict) and any(kind in nested for kind in _LAYER_TYPES):
+            parts = [nested.get(kind) or {} for kind in _LAYER_TYPES]
+            stated, local = (
+                outer | {"rope_parameters": part}
+                for outer, part in zip((stated, local), parts, strict=True)
+            )
+        found = cls.from_dict(local, max_positions)
+        if found.rope_type != "default":
+            raise UnsupportedModelError(
+                f"rope type {shorten(found.rope_type)} of sliding_attention is not supported; supported is default"
+            )
+        return cls.from_dict(stated, max_positions), found
+
     def to_dict(self) -> dict[str, Any] | None:
         """Return the value of `rope_scaling` in config.json."""
         if self.rope_type == "default":
@@ -126,8 +162,12 @@ class RopeConfig:
         return values | lists | (original if self.rope_type in _WITH_ORIGINAL else {})
 
 
+class _LocalKeys(msgspec.Struct):
+    rope_local_base_freq: _Theta | None = None
+
+
 class _OuterKeys(msgspec.Struct):
-    rope_theta: Annotated[float, Meta(ge=2, le=1e12)] | None = None
+    rope_theta: _Theta | None = None
     original_max_position_embeddings: Positions | None = None
 
 

@@ -13,7 +13,6 @@ from typing import Final, Literal
 import torch
 from safetensors.torch import save_file
 
-from kernels.fp8 import quantize_rows
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.shards import (
     INDEX_NAME,
@@ -22,7 +21,7 @@ from model.checkpoint.shards import (
     read_headers,
     read_tensors,
 )
-from model.checkpoint.tensor_names import named_scales, named_slices
+from model.checkpoint.tensor_names import ParameterPart, full_names, named_parts
 from model.device.memory import free_bytes
 from model.errors import WeightsError
 from model.network.decoder import DecoderLM
@@ -35,8 +34,8 @@ _logger = logging.getLogger(__name__)
 
 _DUMMY_SEED: Final = 0
 _LISTED_NAMES: Final = 8
-# Old checkpoints store the rotary frequencies, which the configuration determines.
-_FREQUENCIES: Final = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# Old checkpoints store the rotary frequencies or GPT-2's causal mask, which the configuration determines.
+_IMPLIED: Final = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 
 
 def load_model(
@@ -93,20 +92,13 @@ def _loaded(
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
         return model
-    slices, scales = named_slices(model), named_scales(model)
+    names, parts = full_names(config, stored), named_parts(model)
     done, total = 0, sum(entry.num_bytes for entry in stored.values())
     for name, tensor in read_tensors(stored):
-        if name in scales:
-            rows = tensor.to(device)
-            if not bool(rows.isfinite().all()):
-                raise WeightsError(
-                    f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
-                )
-            numbers, scale = quantize_rows(rows)
-            slices[name].copy_(numbers)
-            scales[name].copy_(scale)
-        else:
-            slices[name].copy_(tensor)
+        if not parts[names[name]].load(tensor):
+            raise WeightsError(
+                f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
+            )
         done += stored[name].num_bytes
         if progress is not None:
             progress(done, total)
@@ -114,24 +106,26 @@ def _loaded(
 
 
 def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the entries to load.
+    """Return the entries to load, by their names in the files.
 
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    stored = read_headers(path)
-    needed = named_slices(DecoderLM(config, device="meta"))
+    in_files = read_headers(path)
+    names = full_names(config, in_files)
+    stored = {names[name]: entry for name, entry in in_files.items()}
+    needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
     extra = stored.keys() - needed.keys()
     tied_head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    ignored = {name for name in extra if name in tied_head or _FREQUENCIES.search(name)}
+    ignored = {name for name in extra if name in tied_head or _IMPLIED.search(name)}
     if ignored:
         _logger.info("tensors ignored because the configuration implies them: %s", _listed(ignored))
     missing = needed.keys() - stored.keys()
     unexpected = extra - ignored
     misshaped = [
-        f"{name} is {list(stored[name].shape)}, must be {list(needed[name].shape)}"
-        for name in needed
-        if name in stored and stored[name].shape != tuple(needed[name].shape)
+        f"{name} is {list(stored[name].shape)}, must be {list(part.stored_shape)}"
+        for name, part in needed.items()
+        if name in stored and stored[name].shape != part.stored_shape
     ]
     if missing or unexpected or misshaped:
         counts = (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshaped))
@@ -139,7 +133,7 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]
             f"the tensors in {path} do not fit its config.json: "
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
-    return {name: stored[name] for name in stored if name in needed}
+    return {name: entry for name, entry in in_files.items() if names[name] in needed}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -179,8 +173,8 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("model*.safetensors"), path / INDEX_NAME):
         stale.unlink(missing_ok=True)
-    dtype = str(model.embed_tokens.dtype).removeprefix("torch.")
-    config = dataclasses.replace(model.config, dtype=dtype)
+    dtype = model.embed_tokens.dtype
+    config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     _write_json(path / "config.json", config.to_dict())
     ends = list(config.eos_token_ids) or None
     _write_json(
@@ -188,25 +182,25 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
         {"bos_token_id": config.bos_token_id, "eos_token_id": ends},
     )
     shards: list[list[str]] = [[]]
-    slices = named_slices(model)
+    parts = named_parts(model)
+    num_bytes = {name: part.values.numel() * dtype.itemsize for name, part in parts.items()}
     size = 0
-    for name, tensor in slices.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
+    for name, its_bytes in num_bytes.items():
+        if shards[-1] and size + its_bytes > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += tensor.nbytes
+        size += its_bytes
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE_NAME
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # Cloned, because safetensors rejects tensors that share memory, as slices of a stacked tensor do.
-        tensors = {name: slices[name].cpu().clone() for name in names}
+        tensors = {name: parts[name].to_stored(dtype) for name in names}
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in slices.values())
+        total = sum(num_bytes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(path / INDEX_NAME, index)
 

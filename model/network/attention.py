@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from model.network.metadata import AttentionMetadata
     from model.network.rope import RotaryEmbedding
 
+T = TypeVar("T")
+
 _LITTLE_BYTES: Final = 16 << 20
 """Weights are prefetched into the L2 cache before attention only if a layer reads at most this many bytes of keys and
 values; more would evict the weights before they are used."""
@@ -36,21 +38,26 @@ class DenseAttention:
     """Causal attention among the tokens of the call. It is differentiable and uses no cache.
 
     Args:
-        config: the model's configuration.
-        softmax_scale: factor on the scores.
+        config: the model's configuration, without a softcap of attention scores.
         rope: cos and sin, as for `kernels.apply_rope`.
+        local_rope: the same for layers with a sliding window.
     """
 
     def __init__(
-        self, config: ModelConfig, softmax_scale: float, rope: tuple[Tensor, Tensor]
+        self,
+        config: ModelConfig,
+        rope: tuple[Tensor, Tensor],
+        local_rope: tuple[Tensor, Tensor],
     ) -> None:
-        self._config, self._softmax_scale, self._rope = config, softmax_scale, rope
+        assert config.attention_softcap is None, "dense attention caps no scores"
+        self._config = config
+        self._ropes = by_layer(config, rope, local_rope)
 
     def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
         """Compute attention: [B, L, (H + 2 * K) * D] to [B, L, H * D], for sequences of L tokens."""
-        q, k, v = split_heads(self._config, layer, qkv, self._rope)
+        q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
         window = self._config.layer_window(index)
-        return flash_attention(q, k, v, self._softmax_scale, window).flatten(-2)
+        return flash_attention(q, k, v, self._config.softmax_scale, window).flatten(-2)
 
 
 class PagedAttention:
@@ -60,7 +67,8 @@ class PagedAttention:
         config: the model's configuration.
         kv_cache: the cache; written.
         metadata: the step's attention metadata.
-        rope: rotary embedding with the step's positions reserved.
+        ropes: rotary embeddings, with the step's positions reserved, of layers that attend to all tokens and of layers
+            with a sliding window; often the same.
         positions: [T] int64.
         fused: whether one Triton kernel computes the per-head norms, the rotation and the cache write; PyTorch
             computes them otherwise.
@@ -73,7 +81,7 @@ class PagedAttention:
         config: ModelConfig,
         kv_cache: KVCache,
         metadata: AttentionMetadata,
-        rope: RotaryEmbedding,
+        ropes: tuple[RotaryEmbedding, RotaryEmbedding],
         positions: Tensor,
         *,
         fused: bool,
@@ -82,14 +90,13 @@ class PagedAttention:
     ) -> None:
         self._config, self._metadata, self._positions = config, metadata, positions
         self._layers, self._scales = kv_cache.layers, kv_cache.scales
-        plans = (metadata.decode, metadata.prefill)
-        sliding = (metadata.sliding_decode, metadata.sliding_prefill)
-        self._plans = [
-            sliding if config.mixes_attention and kind == "sliding_attention" else plans
-            for kind in config.layer_types
-        ]
+        plans = sliding = (metadata.decode, metadata.prefill)
+        if config.mixes_attention:
+            sliding = (metadata.sliding_decode, metadata.sliding_prefill)
+        self._plans = by_layer(config, plans, sliding)
         self._fused, self._pdl, self._batch_invariant = fused, pdl, batch_invariant
-        self._rope = rope.tables if fused else rope.table(positions)
+        tables = [it.tables if fused else it.table(positions) for it in dict.fromkeys(ropes)]
+        self._ropes = by_layer(config, tables[0], tables[-1])
         self._prefetches = (
             pdl
             and not batch_invariant
@@ -110,7 +117,7 @@ class PagedAttention:
         """
         kv, slots, scale = self._layers[index], self._metadata.slot_mapping, self._scales[index]
         if not self._fused:
-            q, k, v = split_heads(self._config, layer, qkv, self._rope)
+            q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
             write_kv(k, v, kv, slots, kv_scale=scale)
             return self._attend(index, q)
         ahead = None
@@ -119,7 +126,7 @@ class PagedAttention:
         q = rope_and_write_kv(
             qkv,
             CacheSlots(kv, slots, scale),
-            self._rope,
+            self._ropes[index],
             self._positions,
             norms=layer.head_norms,
             ahead=ahead,
@@ -144,6 +151,11 @@ class PagedAttention:
         """Upper bound of the bytes of keys and values that a layer reads."""
         kv = self._layers[0]
         return self._metadata.most_keys * 2 * kv.shape[3] * kv.shape[4] * kv.dtype.itemsize
+
+
+def by_layer(config: ModelConfig, full: T, sliding: T) -> list[T]:
+    """Return for each layer the value for its kind."""
+    return [sliding if kind == "sliding_attention" else full for kind in config.layer_types]
 
 
 def split_heads(

@@ -31,7 +31,7 @@ CACHE_DTYPE: Final = "float16"
 
 def unsupported(config: ModelConfig) -> tuple[str, ...]:
     """List why the C library cannot serve a model on this processor; empty if it can."""
-    return shape_unsupported(_shape(config))
+    return shape_unsupported(_shape(config)) + tuple(f"no {part}" for part in config.beyond_llama)
 
 
 class CPUSteps:
@@ -144,8 +144,8 @@ def _shape(config: ModelConfig) -> DecoderShape:
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        eps=config.rms_norm_eps,
-        softmax_scale=config.head_dim**-0.5,
+        eps=config.norm_eps,
+        softmax_scale=config.softmax_scale,
         windows=tuple(config.layer_window(i) or 0 for i in range(config.num_layers)),
     )
 

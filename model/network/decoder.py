@@ -6,78 +6,43 @@ The engine runs it step by step over a paged KV cache; training runs it over who
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from kernels import (
-    AttentionPlan,
-    AttentionProblem,
-    NoKernelError,
-    PagedBatch,
-    Phase,
-    detect,
-    plan_attention,
-    select,
-)
-from kernels.fp8 import quantize_rows
-from kernels.gpu.dependent_launch import may_depend
-from kernels.linear.projection import (
-    LinearWeights,
-    Norm,
-    Purpose,
-    Residual,
-    bind_norm,
-    bind_projection,
-)
+from kernels import NoKernelError, detect, select
+from kernels.linear.projection import Purpose, Residual
 from kernels.rope.cache import unsupported as rope_unsupported
 from kernels.sampling.tokens import embed_tokens
 from model.network import cpu_steps, single_launch
 from model.network.attention import DenseAttention, PagedAttention
-from model.network.layers import DecoderLayer, layer_forward
-from model.network.metadata import AttentionMetadata
+from model.network.attention_plans import AttentionPlanner
+from model.network.bound_network import BoundNetwork, bind_network
+from model.network.embedding import finish_embeddings
+from model.network.initial_weights import initialize
+from model.network.layers import DecoderLayer, layer_forward, make_norm, norm_dtype
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from kernels import GPUArch
-    from kernels.linear.projection import Projection
     from kernels.step.single_launch import StepKernel
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
     from model.network.layers import Attention, BoundLayer
+    from model.network.metadata import AttentionMetadata
     from model.network.step import StepInput
 
 _logger = logging.getLogger(__name__)
 
 
-class _Bound(NamedTuple):
-    """A model's parameters, bound to the kernels that compute its forward pass.
-
-    Attributes:
-        layers: the layers in order.
-        norm: the final norm.
-        head: the projection to the vocabulary.
-        fused: whether Triton kernels compute the operations between the projections; PyTorch does otherwise.
-        pdl: whether these kernels may start before the previous one ends (programmatic dependent launch).
-    """
-
-    layers: list[BoundLayer]
-    norm: Callable[[Residual], Tensor]
-    head: Projection
-    fused: bool
-    pdl: bool
-
-
 class DecoderLM(nn.Module):
-    """A Llama-style decoder of any supported family.
+    """A decoder of any supported family.
 
     Parameters are uninitialized until `init_weights` or `model.checkpoint.weights` fills them. Afterwards they must be
     changed in place (`copy_`, `to`, an optimizer), never replaced, because kernels are bound to their memory.
@@ -99,23 +64,26 @@ class DecoderLM(nn.Module):
         super().__init__()
         device = torch.device(device)
 
-        def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+        def empty(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
 
         self.config = config
         self.weight_dtype = weight_dtype
-        self.softmax_scale = config.head_dim**-0.5
         self.embed_tokens = empty(config.vocab_size, config.hidden_size)
+        positions = config.position_offset + config.max_position_embeddings
+        self.embed_positions = empty(positions, config.hidden_size) if config.rope is None else None
         self.layers = nn.ModuleList(
             DecoderLayer(config, dtype, device, weight_dtype) for _ in range(config.num_layers)
         )
-        self.norm = empty(config.hidden_size)
+        self.norm = empty(config.hidden_size, kind=norm_dtype(config, dtype))
+        self.norm_bias = empty(config.hidden_size) if config.norm == "layer" else None
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else empty(config.vocab_size, config.hidden_size)
-        self.rope = RotaryEmbedding(config.rope, config.head_dim)
-        self._eps = config.rms_norm_eps
+        self.rope = self.local_rope = RotaryEmbedding(config.rope, config.head_dim)
+        if config.local_rope is not None:
+            self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
         self._bound = self._bind(Purpose.TRAINING)
-        self._deterministic: _Bound | None = None
+        self._deterministic: BoundNetwork | None = None
         self._step_kernels: WeakKeyDictionary[KVCache, StepKernel | None] = WeakKeyDictionary()
         self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
@@ -153,7 +121,8 @@ class DecoderLM(nn.Module):
             self.cpu_steps.reserve_positions(num_positions)
             return
         parameter = self.embed_tokens
-        self.rope.reserve(num_positions, parameter.dtype, parameter.device)
+        for rope in (self.rope, self.local_rope):
+            rope.reserve(num_positions, parameter.dtype, parameter.device)
         self._positions_reserved = True
 
     def step(
@@ -205,7 +174,7 @@ class DecoderLM(nn.Module):
         """
         if self.cpu_steps is not None:
             return self.cpu_steps.hidden_states(step, kv_cache, sampled)
-        arrays, metadata = step.device, self.plan_step(step, kv_cache)
+        arrays, metadata = step.device, self.attention.plan_step(step, kv_cache)
         hidden: Tensor = self(
             arrays.token_ids,
             arrays.positions,
@@ -215,17 +184,6 @@ class DecoderLM(nn.Module):
             deterministic=step.bucket.deterministic,
         )
         return hidden
-
-    def plan_step(self, step: StepInput, kv_cache: KVCache) -> AttentionMetadata:
-        """Plan the attention of a step over a cache, for all layers."""
-        return self.attention_metadata(
-            step.device.slot_mapping,
-            step.block_size,
-            step.decode,
-            step.prefill,
-            kv_cache.kv_dtype,
-            deterministic=step.bucket.deterministic,
-        )
 
     def score(
         self,
@@ -265,8 +223,8 @@ class DecoderLM(nn.Module):
             input_ids: int64; [T] packed tokens of a step with a cache, [B, L] sequences without.
             positions: int64; [T] each token's index in its sequence; [L] without a cache.
             kv_cache: the cache; written. None computes dense, differentiable attention without a cache; on a GPU only
-                before `optimize`.
-            metadata: the step's plans, from `attention_metadata`; required with a cache, else None.
+                before `optimize`, and not for a model with a softcap of attention scores.
+            metadata: the step's plans, from `AttentionPlanner.metadata`; required with a cache, else None.
             sampled: [capacity] int64; -1 - i in `input_ids` refers to index i of this tensor. Only with a cache.
             deterministic: see `Bucket`; the metadata must be of a deterministic step. Only with a cache.
 
@@ -280,23 +238,27 @@ class DecoderLM(nn.Module):
             assert metadata is None
             assert sampled is None
             hidden = functional.embedding(input_ids, self.embed_tokens)
-            rope = self.rope.dense(positions, hidden.dtype)
-            attention = DenseAttention(self.config, self.softmax_scale, rope)
+            rope, local_rope = (
+                it.dense(positions, hidden.dtype) for it in (self.rope, self.local_rope)
+            )
+            attention = DenseAttention(self.config, rope, local_rope)
         else:
             hidden = embed_tokens(input_ids, self.embed_tokens, sampled)
             if not self._positions_reserved:
                 capacity = min(self.config.max_context, kv_cache.num_blocks * kv_cache.block_size)
-                self.rope.reserve(capacity, hidden.dtype, hidden.device)
+                for it in (self.rope, self.local_rope):
+                    it.reserve(capacity, hidden.dtype, hidden.device)
             attention = PagedAttention(
                 self.config,
                 kv_cache,
                 metadata,
-                self.rope,
+                (self.rope, self.local_rope),
                 positions,
                 fused=bound.fused,
                 pdl=bound.pdl,
                 batch_invariant=deterministic,
             )
+        hidden = finish_embeddings(self.config, hidden, positions, self.embed_positions)
         return bound.norm(self._run_layers(bound.layers, Residual(hidden), attention))
 
     def logits(
@@ -345,10 +307,7 @@ class DecoderLM(nn.Module):
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows for which projection kernels are compiled; empty if PyTorch computes the projections."""
-        bound = self._deterministic or self._bound
-        first = bound.layers[0]
-        projections = (first.qkv, first.output, first.gate_up, first.down, bound.head)
-        return tuple(sorted({rows for it in projections for rows in it.row_counts}))
+        return (self._deterministic or self._bound).row_counts
 
     def single_launch_unsupported(self, arch: GPUArch) -> tuple[str, ...]:
         """List why `arch` cannot run a decode step of one sequence as a single launch; empty if it can."""
@@ -391,11 +350,16 @@ class DecoderLM(nn.Module):
         dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
         reasons = rope_unsupported(dtype, arch)
         try:
-            for problem in self.attention_problems(block_size, kv_dtype, deterministic=True):
+            for problem in self.attention.problems(block_size, kv_dtype, deterministic=True):
                 select(problem, arch)
         except NoKernelError as error:
             return (*reasons, str(error))
         return reasons
+
+    @property
+    def attention(self) -> AttentionPlanner:
+        """Describes and plans the attention of the layers."""
+        return AttentionPlanner(self.config, str(self.embed_tokens.dtype).removeprefix("torch."))
 
     @property
     def is_quantized(self) -> bool:
@@ -406,101 +370,6 @@ class DecoderLM(nn.Module):
     def is_packed(self) -> bool:
         """Whether `optimize` has replaced the matrices by packed copies."""
         return self.decoder_layers[0].qkv is None
-
-    def attention_problem(
-        self,
-        phase: Phase,
-        block_size: int,
-        *,
-        sliding: bool = False,
-        kv_dtype: str | None = None,
-        deterministic: bool = False,
-    ) -> AttentionProblem:
-        """Return the attention problem of this model's layers, for kernel selection.
-
-        Args:
-            phase: prefill or decode.
-            block_size: tokens per cache block.
-            sliding: whether to describe the sliding-window layers; only for a model that mixes both kinds.
-            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
-            deterministic: whether the problem is that of a deterministic step.
-        """
-        config = self.config
-        window = None if config.mixes_attention and not sliding else config.sliding_window
-        return AttentionProblem(
-            phase=phase,
-            dtype=str(self.embed_tokens.dtype).removeprefix("torch."),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            softmax_scale=self.softmax_scale,
-            sliding_window=window,
-            softcap=None,
-            batch_invariant=deterministic,
-            kv_dtype=kv_dtype,
-        )
-
-    def attention_problems(
-        self, block_size: int, kv_dtype: str | None = None, *, deterministic: bool = False
-    ) -> list[AttentionProblem]:
-        """Return the attention problem of each kind of layer and phase; a step may need a kernel for each."""
-        kinds = (False, True) if self.config.mixes_attention else (False,)
-        return [
-            self.attention_problem(
-                phase, block_size, sliding=sliding, kv_dtype=kv_dtype, deterministic=deterministic
-            )
-            for sliding in kinds
-            for phase in Phase
-        ]
-
-    def attention_metadata(
-        self,
-        slot_mapping: Tensor,
-        block_size: int,
-        decode: PagedBatch | None,
-        prefill: PagedBatch | None,
-        kv_dtype: str | None = None,
-        *,
-        deterministic: bool = False,
-    ) -> AttentionMetadata:
-        """Plan one step's attention for each kind of layer in the model.
-
-        Args:
-            slot_mapping: [T] int32 for the step's tokens, [decode rows | prefill rows].
-            block_size: tokens per cache block.
-            decode: the sequences with one token; None if there are none.
-            prefill: the other sequences; None if there are none.
-            kv_dtype: dtype of a quantized cache, as `KVCache.kv_dtype`.
-            deterministic: see `Bucket`.
-        """
-
-        def plans(*, sliding: bool) -> list[AttentionPlan | None]:
-            return [
-                None
-                if batch is None
-                else plan_attention(
-                    self.attention_problem(
-                        phase,
-                        block_size,
-                        sliding=sliding,
-                        kv_dtype=kv_dtype,
-                        deterministic=deterministic,
-                    ),
-                    batch,
-                )
-                for phase, batch in ((Phase.DECODE, decode), (Phase.PREFILL, prefill))
-            ]
-
-        sliding = plans(sliding=True) if self.config.mixes_attention else [None, None]
-        num_decode_tokens = 0 if decode is None else decode.seq_lens.shape[0]
-        most_keys = sum(
-            batch.num_seqs * batch.max_seqlen_k for batch in (decode, prefill) if batch is not None
-        )
-        full = plans(sliding=False)
-        return AttentionMetadata(
-            slot_mapping, num_decode_tokens, full[0], full[1], sliding[0], sliding[1], most_keys
-        )
 
     def init_weights(self, std: float | None = None, seed: int | None = None) -> None:
         """Initialize the weights: matrices from a normal distribution, biases 0, norms 1.
@@ -513,20 +382,7 @@ class DecoderLM(nn.Module):
         generator = None
         if seed is not None:
             generator = torch.Generator(self.embed_tokens.device).manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dtype is self.weight_dtype:
-                    # PyTorch has no normal_ for float8.
-                    values = torch.empty(parameter.shape, device=parameter.device)
-                    numbers, scale = quantize_rows(values.normal_(0.0, std, generator=generator))
-                    parameter.copy_(numbers)
-                    self.get_buffer(f"{name}_scale").copy_(scale)
-                elif parameter.ndim > 1:
-                    parameter.normal_(0.0, std, generator=generator)
-                elif name.endswith("bias"):
-                    parameter.zero_()
-                else:
-                    parameter.fill_(1.0)
+        initialize(self, std, generator)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -600,7 +456,7 @@ class DecoderLM(nn.Module):
             self._step_kernels[kv_cache] = bound
         return self._step_kernels[kv_cache]
 
-    def _kernels(self, *, deterministic: bool) -> _Bound:
+    def _kernels(self, *, deterministic: bool) -> BoundNetwork:
         """Return the bound parameters; those for deterministic steps are bound when they are first used."""
         if not deterministic:
             return self._bound
@@ -608,25 +464,14 @@ class DecoderLM(nn.Module):
             self._deterministic = self._bind(Purpose.DETERMINISTIC_SERVING)
         return self._deterministic
 
-    def _bind(self, purpose: Purpose) -> _Bound:
-        parameter = self.embed_tokens
-        arch = detect(parameter.device)
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        reasons = rope_unsupported(dtype, arch)
-        fused = purpose is not Purpose.TRAINING and not reasons
-        if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
-            _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
-        return _Bound(
-            layers=[layer.bind(arch, purpose) for layer in self.decoder_layers],
-            norm=bind_norm(Norm(self.norm, self._eps), arch, fused=fused),
-            head=bind_projection(
-                LinearWeights(self._head),
-                parameter.dtype,
-                arch,
-                purpose=purpose,
-            ),
-            fused=fused,
-            pdl=fused and may_depend(arch, parameter.device),
+    def _bind(self, purpose: Purpose) -> BoundNetwork:
+        return bind_network(
+            self.decoder_layers,
+            make_norm(self.norm, self.norm_bias, self.config.norm_eps),
+            self._head,
+            self.config.logit_softcap,
+            detect(self.embed_tokens.device),
+            purpose,
         )
 
     @property

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear.projection import (
+    Activation,
+    LayerNorm,
     LinearWeights,
     Norm,
+    Operations,
     Projection,
     Purpose,
     Residual,
@@ -27,9 +30,9 @@ class BoundLayer(NamedTuple):
     Attributes:
         qkv: includes the layer's first norm; reads the residual stream.
         head_norms: per-head norms of queries and of keys; None if the family has none.
-        output: adds to the residual stream.
-        gate_up: includes the second norm and the gate; reads the residual stream.
-        down: adds to the residual stream.
+        output: adds to the residual stream, after a norm if the family has one there.
+        gate_up: includes the MLP's norm and activation; reads the residual stream.
+        down: adds to the residual stream, after a norm if the family has one there.
         next_weights: the matrices that are read after attention, in that order.
     """
 
@@ -57,6 +60,19 @@ class Attention(Protocol):
         """
 
 
+def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the weights of norms in a model of dtype `dtype`.
+
+    A sum of 1 and a stored weight would be rounded by up to 2^-9 in bfloat16, so it is held in float32.
+    """
+    return torch.float32 if config.norms_add_one else dtype
+
+
+def make_norm(weight: Tensor, bias: Tensor | None, eps: float) -> Norm | LayerNorm:
+    """Return the RMS norm with a weight, or the layer norm with a weight and a bias."""
+    return Norm(weight, eps) if bias is None else LayerNorm(weight, bias, eps)
+
+
 def layer_forward(
     index: int, layer: BoundLayer, residual: Residual, attention: Attention
 ) -> Residual:
@@ -70,9 +86,9 @@ def layer_forward(
 class DecoderLayer(nn.Module):
     """The parameters of one layer; `layer_forward` computes with them.
 
-    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up. Biases and norms that a family
-    lacks are None. With a `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as
-    `qkv_scale`, float32 [rows].
+    `qkv` stacks the rows of the q, k and v projections, `gate_up` those of gate and up; without a gate it has only
+    those of up. Biases and norms that a family lacks are None. With a
+    `weight_dtype` the matrices are quantized, and each has a buffer of scales, such as `qkv_scale`, float32 [rows].
     """
 
     def __init__(
@@ -87,6 +103,9 @@ class DecoderLayer(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
+        def norm(size: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(size, dtype=norm_dtype(config, dtype), device=device))
+
         def matrix(rows: int, columns: int) -> nn.Parameter:
             weight = torch.empty(rows, columns, dtype=weight_dtype or dtype, device=device)
             return nn.Parameter(weight, requires_grad=weight_dtype is None)
@@ -97,46 +116,58 @@ class DecoderLayer(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = config.num_heads * config.head_dim
         stacked = heads + 2 * config.num_kv_heads * config.head_dim
-        self._eps = config.rms_norm_eps
-        self.input_norm = empty(hidden)
+        widened = 2 * inner if config.gated_mlp else inner
+        layer_norms = config.norm == "layer"
+        self._eps = config.norm_eps
+        self._activation = Activation(config.activation, gated=config.gated_mlp)
+        self.input_norm = norm(hidden)
+        self.input_norm_bias = empty(hidden) if layer_norms else None
         self.qkv = matrix(stacked, hidden)
         self.qkv_scale = scale(stacked)
         self.qkv_bias = empty(stacked) if config.attention_bias else None
-        self.q_norm = empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.output = matrix(hidden, heads)
         self.output_scale = scale(hidden)
         self.output_bias = empty(hidden) if config.attention_output_bias else None
-        self.mlp_norm = empty(hidden)
-        self.gate_up = matrix(2 * inner, hidden)
-        self.gate_up_scale = scale(2 * inner)
-        self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
+        self.output_norm = norm(hidden) if config.post_norms else None
+        self.mlp_norm = norm(hidden)
+        self.mlp_norm_bias = empty(hidden) if layer_norms else None
+        self.gate_up = matrix(widened, hidden)
+        self.gate_up_scale = scale(widened)
+        self.gate_up_bias = empty(widened) if config.mlp_bias else None
         self.down = matrix(hidden, inner)
         self.down_scale = scale(hidden)
         self.down_bias = empty(hidden) if config.mlp_bias else None
+        self.down_norm = norm(hidden) if config.post_norms else None
 
-    def bind(self, arch: GPUArch, purpose: Purpose) -> BoundLayer:
+    def bind(self, arch: GPUArch, dtype: torch.dtype, purpose: Purpose) -> BoundLayer:
         """Bind the parameters to kernels. In-place changes to the parameters take effect; replacing them does not.
 
         Args:
             arch: architecture of the parameters' device.
+            dtype: of the activations.
             purpose: what the layer is for; matrices may be copied unless it is training.
         """
-        dtype, eps = self.input_norm.dtype, self._eps
+        eps = self._eps
         matrices = (self.qkv, self.output, self.gate_up, self.down)
         layer_weights = sum(matrix.numel() for matrix in matrices)
 
         def bound(
-            name: str, norm: Tensor | None = None, *, gated: bool = False, residual: bool = False
+            name: str,
+            norm: Norm | LayerNorm | None = None,
+            activation: Activation | None = None,
+            *,
+            residual: bool = False,
+            post_norm: Tensor | None = None,
         ) -> Projection:
+            after = None if post_norm is None else Norm(post_norm, eps)
             weights = LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
             return bind_projection(
                 weights,
                 dtype,
                 arch,
-                norm=None if norm is None else Norm(norm, eps),
-                gated=gated,
-                residual=residual,
+                Operations(norm, activation, residual, after),
                 layer_weights=layer_weights,
                 purpose=purpose,
             )
@@ -145,11 +176,13 @@ class DecoderLayer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             head_norms = Norm(self.q_norm, eps), Norm(self.k_norm, eps)
         return BoundLayer(
-            qkv=bound("qkv", self.input_norm),
+            qkv=bound("qkv", make_norm(self.input_norm, self.input_norm_bias, eps)),
             head_norms=head_norms,
-            output=bound("output", residual=True),
-            gate_up=bound("gate_up", self.mlp_norm, gated=True),
-            down=bound("down", residual=True),
+            output=bound("output", residual=True, post_norm=self.output_norm),
+            gate_up=bound(
+                "gate_up", make_norm(self.mlp_norm, self.mlp_norm_bias, eps), self._activation
+            ),
+            down=bound("down", residual=True, post_norm=self.down_norm),
             next_weights=(self.output, self.gate_up),
         )
 

@@ -13,7 +13,7 @@ from kernels import AttentionPlan
 class AttentionMetadata:
     """Metadata for the attention of one step, whose tokens are packed as [decode rows | prefill rows].
 
-    `DecoderLM.attention_metadata` builds it; all layers use the same object.
+    `AttentionPlanner.metadata` builds it; all layers use the same object.
 
     Attributes:
         slot_mapping: [T] int32, block_id * block_size + offset of each token; -1 writes nothing.

@@ -13,13 +13,13 @@ from model.checkpoint.rope_config import RopeConfig
 _CHUNK_POSITIONS = 16_384
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, *, long: bool = False) -> Tensor:
+def inverse_frequencies(rope: RopeConfig | None, head_dim: int, *, long: bool = False) -> Tensor:
     """Compute the radians by which each pair of dimensions rotates per position.
 
     For `dynamic` they hold within the original context; see `RotaryEmbedding` for longer sequences.
 
     Args:
-        rope: the parameters.
+        rope: the parameters; None for no rotation.
         head_dim: D.
         long: `longrope` only: whether the context is longer than the original one.
 
@@ -29,6 +29,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, *, long: bool = False) 
     Source: RoFormer (arXiv 2104.09864) section 3.2; the scaled variants as in transformers 5,
         `modeling_rope_utils.py`, operation for operation, so that float32 results are equal.
     """
+    if rope is None:
+        return torch.zeros(head_dim // 2, device="cpu")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -96,10 +98,18 @@ class RotaryEmbedding:
     `longrope` has two sets of frequencies, for sequences up to the original context and for longer ones. A key must
     not change when its sequence passes that length. In serving the set is that of the longest sequence that the table
     is reserved for, so a service with a limit above the original context uses the long set for all sequences.
+
+    Models with learned positions have frequencies of 0, so that all layers are computed by the same kernels: a rotation
+    by 0 does not change a bit.
+
+    Args:
+        rope: the parameters; None for no rotation.
+        head_dim: D.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
-        self._rope = rope
+    def __init__(self, rope: RopeConfig | None, head_dim: int) -> None:
+        self._stated = rope
+        self._rope = RopeConfig() if rope is None else rope
         self._head_dim = head_dim
         self._frequencies: dict[bool, Tensor] = {}
         self._cos = torch.empty(0)
@@ -179,7 +189,7 @@ class RotaryEmbedding:
         long = self._is_long(num_positions)
         found = self._frequencies.get(long)
         if found is None or found.device != device:
-            found = inverse_frequencies(self._rope, self._head_dim, long=long).to(device)
+            found = inverse_frequencies(self._stated, self._head_dim, long=long).to(device)
             self._frequencies[long] = found
         return found
 

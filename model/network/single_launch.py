@@ -75,8 +75,8 @@ def step_shape(config: ModelConfig) -> StepShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        eps=config.rms_norm_eps,
-        softmax_scale=config.head_dim**-0.5,
+        eps=config.norm_eps,
+        softmax_scale=config.softmax_scale,
     )
 
 
@@ -96,6 +96,6 @@ def unsupported(
         "a bias of the output projection": config.attention_output_bias,
         "biases of the MLP": config.mlp_bias,
     }
-    return shape_unsupported(step_shape(config), dtype, arch) + tuple(
-        f"no {name}" for name, has in features.items() if has
-    )
+    missing = (*(name for name, has in features.items() if has), *config.beyond_llama)
+    reasons = shape_unsupported(step_shape(config), dtype, arch)
+    return reasons + tuple(f"no {name}" for name in missing)

@@ -61,7 +61,7 @@ def complete_greedily(
         )
         slots = table[rows, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         prefill, decode = (batch, None) if step == 0 else (None, batch)
-        metadata = model.attention_metadata(slots.to(torch.int32), BLOCK_SIZE, decode, prefill)
+        metadata = model.attention.metadata(slots.to(torch.int32), BLOCK_SIZE, decode, prefill)
         hidden = model(ids, positions, cache, metadata)
         ids = model.logits(hidden[counts.cumsum(0) - 1]).argmax(-1)
         chosen.append(ids)

@@ -81,7 +81,7 @@ def model_config(shape: Shape, vocab_size: int) -> ModelConfig:
         num_kv_heads=shape.num_kv_heads,
         head_dim=64,
         max_position_embeddings=CONTEXT_LENGTH,
-        rms_norm_eps=1e-6,
+        norm_eps=1e-6,
         tie_word_embeddings=True,
         dtype="bfloat16",
         bos_token_id=END_OF_TEXT_ID,

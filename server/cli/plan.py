@@ -128,9 +128,10 @@ def _memory(memory: MemoryPlan) -> str:
 
 def _phase(phase: PhasePlan, report: PlanReport) -> Iterator[str]:
     window = "" if phase.sliding_window is None else f", window {phase.sliding_window}"
+    softcap = "" if phase.softcap is None else f", softcap {phase.softcap:g}"
     follows = phase.flash_attention
     kind = "PyTorch" if follows is None else f"FlashAttention-{follows} style"
-    yield f"{phase.phase}{window}: {phase.kernel} ({kind})"
+    yield f"{phase.phase}{window}{softcap}: {phase.kernel} ({kind})"
     if not phase.tested:
         yield from _wrapped("note", report.untested)
     yield from _wrapped("why", phase.why)

@@ -66,6 +66,34 @@ def test_the_plan_tells_the_memory_of_weights_and_of_the_longest_sequence(tesser
     assert "memory: KV cache " in cpu
 
 
+def test_the_plan_of_gemma_shows_its_windows_and_its_softcap(tessera, tmp_path):
+    gemma3 = SHAPES / "gemma-3-1b"
+    config = json.loads((gemma3 / "config.json").read_text())
+    config |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    _, third, _ = tessera("plan", "--arch=h100", "--model", str(gemma3))
+    _, second, _ = tessera("plan", "--arch=h100", "--model", str(tmp_path))
+
+    assert "head dim 256" in third
+    assert "prefill: hopper_prefill (FlashAttention-3 style)\n" in third
+    assert "decode, window 512: hopper_decode (FlashAttention-3 style)\n" in third
+    assert "decode, window 512, softcap 50: hopper_decode (FlashAttention-3 style)\n" in second
+
+
+@pytest.mark.parametrize("shape", ["gemma-3-1b", "gpt2", "opt-125m"])
+def test_the_fast_paths_that_do_not_support_a_family_say_so(tessera, shape):
+    model = ("--model", str(SHAPES / shape))
+
+    _, out, _ = tessera("plan", "--arch=h100", *model)
+    status, _, err = tessera("plan", "--arch=cpu", "--quantization=int8", *model)
+
+    assert "one sequence is decoded layer by layer: no " in out
+    missing = "norms after attention and MLP" if shape.startswith("gemma") else "learned positions"
+    assert status == 1
+    assert f"no {missing}" in err
+
+
 @pytest.mark.parametrize(("arch", "expected"), [("cpu", 0), ("a100", 2), ("h100", 0)])
 def test_the_plan_says_if_no_gpu_of_an_architecture_ever_ran_a_kernel(tessera, arch, expected):
     _, out, _ = tessera("plan", "--arch", arch)

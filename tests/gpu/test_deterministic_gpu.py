@@ -10,7 +10,7 @@ import torch
 import kernels
 from benchmarks.local_engine import LocalEngine
 from kernels.fp8 import quantize_rows
-from kernels.linear.projection import Norm, Purpose, Residual, bind_projection
+from kernels.linear.projection import SWIGLU, Norm, Operations, Purpose, Residual, bind_projection
 from kernels.linear.weights import LinearWeights
 from model.checkpoint.hub import BUNDLED, resolve
 from server.engine.core.messages import EngineConfig
@@ -117,9 +117,11 @@ def bound(outputs, inputs, kind, weight_dtype):
         LinearWeights(weight, bias, scale),
         torch.bfloat16,
         kernels.detect("cuda"),
-        norm=Norm(random(inputs, seed=2), 1e-6),
-        gated=kind == "gated",
-        residual=kind == "residual",
+        Operations(
+            Norm(random(inputs, seed=2), 1e-6),
+            SWIGLU if kind == "gated" else None,
+            residual=kind == "residual",
+        ),
         layer_weights=0 if kind == "head" else 1 << 20,
         purpose=Purpose.DETERMINISTIC_SERVING,
     )

@@ -157,7 +157,7 @@ def decode(model, rows, dtype, context=70):
     slots = (table[:, -1] * 16 + (context - 1) % 16).to(**int32)
     ids = torch.arange(rows, device="cuda") * 31 % 1000
     with torch.inference_mode():
-        metadata = model.attention_metadata(slots, 16, batch, None)
+        metadata = model.attention.metadata(slots, 16, batch, None)
         positions = torch.full((rows,), context - 1, device="cuda")
         return model.logits(model(ids, positions, cache, metadata)).float()
 

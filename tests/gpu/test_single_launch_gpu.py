@@ -178,7 +178,7 @@ class Step:
             max_seqlen_q=1,
             max_seqlen_k=self.context,
         )
-        metadata = self.model.attention_metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
+        metadata = self.model.attention.metadata(self.slots, BLOCK, batch, None, cache.kv_dtype)
         hidden = self.model(self.ids, self.positions, cache, metadata)
         return self.model.logits(hidden)
 

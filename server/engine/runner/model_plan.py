@@ -48,7 +48,7 @@ def explain_model(
     """
     in_c = cpu_quantization is not None
     invariant = deterministic and not in_c
-    problems = model.attention_problems(block_size, kv_dtype, deterministic=invariant)
+    problems = model.attention.problems(block_size, kv_dtype, deterministic=invariant)
     shape, weight_dtype, reasons = (
         problems[0],
         model.weight_dtype,
@@ -109,7 +109,7 @@ def _plan_determinism(
     reasons = model.deterministic_unsupported(arch, block_size, kv_dtype)
     if reasons:
         return DeterminismPlan(requests="none", why="; ".join(reasons))
-    problems = model.attention_problems(block_size, kv_dtype, deterministic=True)
+    problems = model.attention.problems(block_size, kv_dtype, deterministic=True)
     names = dict.fromkeys(select(problem, arch).spec.name for problem in problems)
     why = f"batch-invariant products, and attention by {', '.join(names)}, in steps with such a request"
     if always:
@@ -136,6 +136,7 @@ def _plan_phase(problem: AttentionProblem, arch: GPUArch) -> PhasePlan:
     return PhasePlan(
         phase=problem.phase.value,
         sliding_window=problem.sliding_window,
+        softcap=problem.softcap,
         kernel=selection.spec.name,
         flash_attention=selection.spec.flash_attention,
         tested=arch.is_tested,

@@ -219,7 +219,7 @@ class ModelRunner:
 
     def attention_problems(self) -> list[AttentionProblem]:
         """Return the attention problem of every kind of layer and phase."""
-        return self.model.attention_problems(
+        return self.model.attention.problems(
             self.kv_cache.block_size, self.kv_cache.kv_dtype, deterministic=self.deterministic
         )
 

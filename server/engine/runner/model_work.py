@@ -74,7 +74,10 @@ class ModelWork:
         self._read_bytes = sum(parameter.nbytes for parameter in model.parameters())
         if not config.tie_word_embeddings:
             self._read_bytes -= model.embed_tokens.nbytes
-        problems = model.attention_problems(block_size, kv_dtype)
+        if model.embed_positions is not None:  # of which a step reads its tokens' rows only, too
+            self._read -= model.embed_positions.numel()
+            self._read_bytes -= model.embed_positions.nbytes
+        problems = model.attention.problems(block_size, kv_dtype)
         self._problems = {(p.phase, p.sliding_window): p for p in problems}
 
     def step(self, rows: Sequence[Rows]) -> Work:

@@ -121,7 +121,7 @@ def _plan(runner: ModelRunner, output: SchedulerOutput) -> None:
     """Plan the attention of a step, which compiles the kernels for its number of sequences."""
     if runner.deterministic:
         dummy_steps.deterministic(output)
-    runner.model.plan_step(runner.pack(output, None).input, runner.kv_cache)
+    runner.model.attention.plan_step(runner.pack(output, None).input, runner.kv_cache)
 
 
 def _compute(

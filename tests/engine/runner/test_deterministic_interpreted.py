@@ -38,6 +38,19 @@ COMPANIES = [
 ]
 
 
+FAMILIES = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 12},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 128,
+    },
+}
+
+
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch):
     from kernels.attention.portable import invariant
@@ -54,14 +67,14 @@ def _on_a_gpu(monkeypatch):
     monkeypatch.setattr("server.engine.runner.runner_start.warm_up", lambda *_: None)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+@pytest.fixture(scope="module", params=slow_except(["qwen3"], FAMILIES))
+def checkpoint(request, tmp_path_factory):
     return write_tiny_checkpoint(
         tmp_path_factory.mktemp("tiny"),
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
+        model_type=request.param,
         head_dim=32,
         num_hidden_layers=1,
+        **FAMILIES[request.param],
     )
 
 
@@ -96,7 +109,7 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-def answers():
+def answers(checkpoint):
     """Results of the requests alone; computed once."""
     return []
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
+from kernels.elementwise.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
 from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.fp8 import FP8
 from kernels.linear.gpu.invariant import InvariantLinear
@@ -76,8 +76,9 @@ class FusedJob:
             "chosen", "sample" or "step".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
-            "quantize", "norm"; of "add_norm", "parts"; of "rope", "norm" and "ahead"; of "step" see
-            `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of "parts", "fp8", "float32".
+            "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
+            "rope", "norm" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
+            "parts", "fp8", "float32".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen" and "sample" launch.
@@ -213,7 +214,12 @@ class FusedCompiler(Compiler):
     def _add_norm(self, job: FusedJob, pdl: bool) -> None:
         x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
         parts = torch.empty((4, job.tokens, 4096)) if "parts" in job.around else None
-        add_rms_norm(x, x[0], 1e-6, parts=parts, pdl=pdl)
+        if "bias" in job.around:
+            add_layer_norm(x, x[0], x[0], 1e-6, parts=parts, pdl=pdl)
+        elif "float32" in job.around:
+            add_rms_norm(x, x[0].float(), 1e-6, parts=parts, dtype=torch.float32, pdl=pdl)
+        else:
+            add_rms_norm(x, x[0], 1e-6, parts=parts, pdl=pdl)
 
     def _quantize(self, job: FusedJob, pdl: bool) -> None:
         x, gain = torch.empty((job.tokens, 4096), dtype=torch.bfloat16), None
@@ -222,7 +228,11 @@ class FusedCompiler(Compiler):
         quantize_rows(x, gain, 1e-6, pdl=pdl)
 
     def _gate(self, job: FusedJob, pdl: bool) -> None:
-        silu_and_mul(torch.empty((job.tokens, 28672), dtype=torch.bfloat16), pdl=pdl)
+        x = torch.empty((job.tokens, 28672), dtype=torch.bfloat16)
+        function = next(
+            (name for name in ("gelu", "gelu_tanh", "relu") if name in job.around), "silu"
+        )
+        activate(x, function, gated="plain" not in job.around, pdl=pdl)
 
     def _embed(self, job: FusedJob, pdl: bool) -> None:
         ids = torch.empty(job.tokens, dtype=torch.int64)

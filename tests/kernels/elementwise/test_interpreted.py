@@ -8,7 +8,13 @@ import pytest
 import torch
 
 import kernels
-from kernels.elementwise.gpu.norm_and_gate import add_rms_norm, silu_and_mul
+from kernels.elementwise import pytorch
+from kernels.elementwise.gpu.norm_and_gate import (
+    activate,
+    add_layer_norm,
+    add_rms_norm,
+    silu_and_mul,
+)
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch
@@ -145,6 +151,54 @@ def test_a_norm_and_the_partial_sums_that_it_adds_agree_with_the_formula(dtype, 
     assert splits or torch.equal(x, before)
     truth = reference.rms_norm(x, weight, 1e-5, torch.float64)
     assert_no_worse_than(out, truth, reference.rms_norm(x, weight, 1e-5, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 576])
+@pytest.mark.parametrize("splits", [0, 2], ids=lambda splits: f"{splits} parts")
+def test_a_layer_norm_and_the_partial_sums_that_it_adds_agree_with_the_formula(dtype, size, splits):
+    before, parts = (torch.randn(5, size) + 3).to(dtype), torch.randn(splits, 5, size)
+    weight, bias = torch.rand(size).to(dtype), torch.randn(size).to(dtype)
+    x = before.clone()
+    total = (before.float() + parts.sum(0)).to(dtype)
+
+    out = add_layer_norm(x, weight, bias, 1e-5, parts=parts if splits else None)
+
+    torch.testing.assert_close(x, total)
+    truth = reference.layer_norm(x, weight, bias, 1e-5, torch.float64)
+    assert_no_worse_than(out, truth, reference.layer_norm(x, weight, bias, 1e-5, dtype))
+
+
+def test_a_norm_can_have_weights_and_results_in_float32():
+    x, weight = torch.randn(3, 96).bfloat16(), torch.rand(96) + 0.5
+
+    out = add_rms_norm(x, weight, 1e-5, dtype=torch.float32)
+
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_an_activation_agrees_with_its_formula(dtype, function, gated):
+    x = (torch.randn(3, 1040) * 4).to(dtype)
+
+    out = activate(x, function, gated=gated)
+
+    wide = x.double()
+    first, second = wide.chunk(2, -1) if gated else (wide, 1.0)
+    truth = reference.activation(first, function) * second
+    assert_no_worse_than(out, truth, pytorch.activate(x, function, gated=gated))
+
+
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu"])
+def test_an_activation_of_special_values_is_that_of_pytorch(function):
+    x = torch.tensor([[0.0, -0.0, 1e4, -1e4, 1e30, float("nan"), -1e30]])
+
+    out = activate(x, function, gated=False)
+
+    torch.testing.assert_close(out, pytorch.activate(x, function, gated=False), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

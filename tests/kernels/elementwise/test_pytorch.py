@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.elementwise import pytorch
 from kernels.testing import reference
 from kernels.testing.problems import assert_no_worse_than, truth_dtype
 
@@ -39,6 +40,33 @@ def test_rms_norm_of_a_row_is_as_exact_in_inference_as_in_training(scale):
     training = kernels.rms_norm(x, weight, 1e-6)
 
     assert_no_worse_than(inference, truth, training, factor=1.0, atol=1e-6)
+
+
+def test_a_norm_with_float32_weights_keeps_the_dtype_of_its_input():
+    x, weight = torch.randn(3, 64).bfloat16(), torch.rand(64) + 0.5
+
+    out = kernels.rms_norm(x, weight, 1e-6)
+
+    assert torch.equal(out, reference.rms_norm(x, weight, 1e-6).bfloat16())
+
+
+def test_layer_norm_agrees_with_its_formula():
+    x, weight, bias = torch.randn(5, 64) + 2, torch.randn(64), torch.randn(64)
+
+    out = pytorch.layer_norm(x, weight, bias, 1e-5)
+
+    torch.testing.assert_close(out, reference.layer_norm(x, weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activations_agree_with_their_formulas(function):
+    x = torch.randn(5, 64) * 4
+    first, second = x.chunk(2, -1)
+
+    plain, gated = (pytorch.activate(x, function, gated=it) for it in (False, True))
+
+    torch.testing.assert_close(plain, reference.activation(x, function))
+    torch.testing.assert_close(gated, reference.activation(first, function) * second)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

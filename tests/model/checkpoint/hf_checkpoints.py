@@ -30,6 +30,11 @@ class Case:
     rounded: bool = (
         False  # whether weights are rounded to bfloat16, although the files hold float32
     )
+    model: str = "ForCausalLM"  # the class of the model, after the family
+
+    @property
+    def architecture(self):
+        return self.family.removesuffix("Text") + self.model
 
     def config(self):
         return getattr(transformers, f"{self.family}Config")(**_SHAPE | self.changes)
@@ -38,11 +43,14 @@ class Case:
         """Return the model in transformers; all parameters are random, including norms and biases."""
         torch.manual_seed(0)
         config = self.config()
-        model = getattr(transformers, f"{self.family}ForCausalLM")(config)
+        # Eager: another implementation would not cap scores.
+        config._attn_implementation = "eager"
+        model = getattr(transformers, self.architecture)(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
+                if "norm" in name and name.endswith("weight"):
+                    low = -0.5 if self.family.startswith("Gemma") else 0.5
+                    parameter.uniform_(low, low + 1)
                 else:
                     parameter.normal_(0, 0.2)
                 if self.rounded:
@@ -57,6 +65,24 @@ class Case:
 
 def _rope(rope_type, **fields):
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10_000.0, **fields}}
+
+
+def _gemma(**changes):
+    """Windows of 16 tokens in some of the layers, and a scale of the scores that is not the head dim's."""
+    return _layers(
+        3,
+        head_dim=24,
+        hidden_activation="gelu_pytorch_tanh",
+        sliding_window=16,
+        query_pre_attn_scalar=40,
+        tie_word_embeddings=True,
+        **changes,
+    )
+
+
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+_LOCAL_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
 
 
 def _layers(count, **changes):
@@ -144,5 +170,35 @@ CASES = {
             sliding_window=16,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
+    ),
+    "gemma2": Case("Gemma2", _gemma(attn_logit_softcapping=3.0, final_logit_softcapping=5.0)),
+    "gemma2 untied": Case(
+        "Gemma2", _gemma() | {"tie_word_embeddings": False, "attention_bias": True}
+    ),
+    "gemma3": Case("Gemma3Text", _gemma(layer_types=_KINDS)),
+    "gemma3 ropes": Case(
+        "Gemma3Text",
+        _gemma(
+            layer_types=_KINDS,
+            final_logit_softcapping=5.0,
+            rope_parameters={"full_attention": _LINEAR_ROPE, "sliding_attention": _LOCAL_ROPE},
+        ),
+    ),
+    "gemma3 by pattern": Case("Gemma3Text", _gemma(sliding_window_pattern=2)),
+    "gpt2": Case("GPT2", model="LMHeadModel"),
+    "gpt2 sharded": Case("GPT2", shard_size="40KB", model="LMHeadModel"),
+    "gpt2 untied": Case(
+        "GPT2",
+        {"n_inner": 96, "activation_function": "gelu", "tie_word_embeddings": False},
+        model="LMHeadModel",
+    ),
+    "opt": Case("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "opt untied": Case(
+        "OPT",
+        {"ffn_dim": 96, "word_embed_proj_dim": 64, "tie_word_embeddings": False}
+        | {"activation_function": "gelu_new"},
+    ),
+    "opt without biases": Case(
+        "OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "enable_bias": False}
     ),
 }

@@ -33,6 +33,27 @@ LLAMA = {
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -71,9 +92,7 @@ def test_the_oldest_key_of_the_rope_type_is_read():
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_written_configuration_round_trips_here_and_in_transformers(case):
-    config = ModelConfig.from_dict(
-        case.config().to_dict() | {"architectures": [case.family + "ForCausalLM"]}
-    )
+    config = ModelConfig.from_dict(case.config().to_dict() | {"architectures": [case.architecture]})
 
     written = config.to_dict()
 
@@ -97,6 +116,115 @@ def test_absent_keys_have_the_defaults_of_transformers():
     assert ModelConfig.from_dict(without(LLAMA, "torch_dtype")).dtype == "float32"
     assert ModelConfig.from_dict(QWEN2).attention_bias
     assert not ModelConfig.from_dict(QWEN2).attention_output_bias
+
+
+def test_absent_keys_of_gemma_have_the_defaults_of_transformers():
+    second, third = (
+        ModelConfig.from_dict(without(it, "rope_theta", "num_key_value_heads"))
+        for it in (GEMMA2 | {"num_attention_heads": 8}, GEMMA3 | {"num_attention_heads": 8})
+    )
+
+    assert (second.attention_softcap, second.logit_softcap) == (50.0, 30.0)
+    assert (third.attention_softcap, third.logit_softcap) == (None, None)
+    assert (second.rope.theta, second.local_rope) == (10_000.0, None)
+    assert (third.rope.theta, third.local_rope.theta) == (1_000_000.0, 10_000.0)
+    for config in (second, third):
+        assert (config.head_dim, config.num_kv_heads, config.softmax_scale) == (256, 4, 1 / 16)
+        assert config.tie_word_embeddings
+        assert config.activation == "gelu_tanh"
+
+
+def test_a_softcap_of_null_is_no_softcap():
+    config = ModelConfig.from_dict(
+        GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    )
+
+    assert (config.attention_softcap, config.logit_softcap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "full"),
+    [(GEMMA2, {}, [1, 3, 5]), (GEMMA3, {}, [5]), (GEMMA3, {"sliding_window_pattern": 3}, [2, 5])],
+    ids=["gemma2", "gemma3", "stated"],
+)
+def test_layers_of_gemma_attend_to_a_window_and_to_all_tokens_in_turn(base, changes, full):
+    config = ModelConfig.from_dict(base | changes | {"num_hidden_layers": 6, "sliding_window": 8})
+
+    assert [i for i in range(6) if config.layer_window(i) is None] == full
+
+
+def test_the_local_theta_of_gemma_is_read_in_both_forms():
+    classic = GEMMA3 | {
+        "rope_theta": 5000.0,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    new = without(GEMMA3, "rope_theta") | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        }
+    }
+
+    assert ModelConfig.from_dict(classic) == ModelConfig.from_dict(new)
+    assert ModelConfig.from_dict(new).rope == RopeConfig("linear", 5000.0, 8.0)
+    assert ModelConfig.from_dict(new).local_rope == RopeConfig("default", 100.0)
+
+
+def test_gpt2_without_an_inner_size_has_four_times_the_hidden_size():
+    assert ModelConfig.from_dict(GPT2).intermediate_size == 256
+    assert ModelConfig.from_dict(GPT2 | {"n_inner": 96}).intermediate_size == 96
+
+
+def test_the_context_of_learned_positions_is_the_length_of_their_table():
+    for base in (GPT2, OPT):
+        config = ModelConfig.from_dict(base)
+        assert config.rope is None
+        assert config.max_context == 512
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
+        (GPT2, {"activation_function": "silu"}, "activation_function = 'silu'"),
+        (OPT, {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        (OPT, {"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
+        (OPT, {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        (OPT, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3, {"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        (GEMMA3, {"model_type": "gemma3"}, "goes with model_type 'gemma3_text'"),
+        (
+            GEMMA3,
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope type 'linear' of sliding_attention",
+        ),
+    ],
+)
+def test_an_unsupported_variant_of_a_family_is_rejected_with_its_key(base, changes, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        ModelConfig.from_dict(base | changes)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (GPT2, {"n_embd": None}, "n_embd is missing"),
+        (GPT2, {"n_embd": -1}, "n_embd must be .*, found -1"),
+        (OPT, {"ffn_dim": 0}, "ffn_dim must be"),
+        (GEMMA2, {"final_logit_softcapping": 0.0}, "final_logit_softcapping must be"),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
+        (GEMMA3, {"rope_local_base_freq": 0}, "rope_local_base_freq must be"),
+        (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern must be"),
+    ],
+)
+def test_the_error_for_an_invalid_value_names_the_key_of_the_family(base, changes, message):
+    with pytest.raises(ModelFolderError, match=message):
+        ModelConfig.from_dict(base | changes)
 
 
 def test_a_qwen_window_applies_only_if_it_is_enabled():
@@ -149,7 +277,7 @@ def test_yarn_without_a_factor_uses_the_ratio_of_the_contexts():
     ("changes", "named"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
-        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel"),
+        ({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}, "GPTNeoXForCausalLM"),
         ({"architectures": None, "model_type": "gemma"}, "gemma"),
         ({"model_type": "mistral"}, "mistral"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
@@ -340,13 +468,28 @@ ROPE = st.fixed_dictionaries(
 )
 
 
+FURTHER_KEYS = (
+    "attn_logit_softcapping",
+    "enable_bias",
+    "final_logit_softcapping",
+    "hidden_activation",
+    "n_inner",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+    "rope_parameters",
+    "sliding_window",
+    "sliding_window_pattern",
+)
+
+
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(
-    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3]),
+    base=st.sampled_from([LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, GPT2, OPT]),
     changes=st.fixed_dictionaries(
         {},
         optional={"rope_scaling": ROPE | JSON, "layer_types": JSON, "use_sliding_window": JSON}
-        | {key: st.one_of(NUMBERS, JSON) for key in LLAMA},
+        | {key: st.one_of(NUMBERS, JSON) for key in LLAMA | GPT2 | OPT}
+        | {key: st.one_of(NUMBERS, JSON) for key in FURTHER_KEYS},
     ),
 )
 def test_any_value_of_any_key_is_either_read_or_rejected(base, changes):

@@ -53,7 +53,7 @@ class PagedDriver:
                 positions.append(position)
             ids += tokens
             self._lengths[name] = start + len(tokens)
-        metadata = self.model.attention_metadata(
+        metadata = self.model.attention.metadata(
             self._ints(slots),
             BLOCK_SIZE,
             self._batch(ordered[:num_decode]),

@@ -140,15 +140,15 @@ def test_the_dense_path_compiles_to_one_graph():
 
 
 def test_a_model_that_mixes_layer_kinds_has_plans_for_both(model):
-    assert model.attention_problem(Phase.DECODE, 16).sliding_window is None
-    assert model.attention_problem(Phase.DECODE, 16, sliding=True).sliding_window == 12
+    assert model.attention.problem(Phase.DECODE, 16).sliding_window is None
+    assert model.attention.problem(Phase.DECODE, 16, sliding=True).sliding_window == 12
 
 
 def test_a_model_with_only_sliding_layers_has_one_attention_problem_per_phase():
     config = dataclasses.replace(CONFIG, layer_types=("sliding_attention",) * 3)
     sliding = DecoderLM(config)
 
-    assert sliding.attention_problem(Phase.PREFILL, 16).sliding_window == 12
+    assert sliding.attention.problem(Phase.PREFILL, 16).sliding_window == 12
 
 
 def test_initial_weights_are_determined_by_the_seed():

@@ -1,5 +1,6 @@
 """Float8 weights: how a checkpoint is quantized, and the effect on the bundled model's predictions."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import model as package
 from kernels.fp8 import dequantize_rows, quantize_rows
 from kernels.linear.pytorch import PyTorchLinear
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.tensor_names import named_scales, named_slices
+from model.checkpoint.tensor_names import named_parts
 from model.checkpoint.weights import load_model, save_checkpoint
 from model.errors import WeightsError
 from tests.gpu.python_headers import HEADERS
@@ -30,6 +31,9 @@ def load(folder, dtype=torch.float32, weight_dtype=FP8, **options):
     )
 
 
+MATRICES = r"(_proj|\.c_attn|\.c_fc)\.weight$"
+
+
 @pytest.fixture(scope="module")
 def code():
     """Tokens of Python code that the model was not trained on."""
@@ -37,30 +41,32 @@ def code():
     return tokenizer.encode("\n\n".join(HEADERS)).ids[:600]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 tied biases"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 tied biases", "gemma3", "gpt2"])
 def test_each_row_of_a_layers_matrices_is_quantized_with_its_own_scale(tmp_path, name):
     CASES[name].save(tmp_path)
-    stored = named_slices(load(tmp_path, weight_dtype=None))
+    stored = named_parts(load(tmp_path, weight_dtype=None))
 
     held = load(tmp_path, torch.bfloat16)
 
-    slices, scales = named_slices(held), named_scales(held)
-    assert slices.keys() == stored.keys()
-    assert scales.keys() == {name for name in stored if name.endswith("_proj.weight")}
-    for tensor, exact in stored.items():
-        if tensor in scales:
+    parts = named_parts(held)
+    assert parts.keys() == stored.keys()
+    scaled = {name for name, part in parts.items() if part.scale is not None}
+    assert scaled == {name for name in stored if re.search(MATRICES, name)}
+    for name, part in parts.items():
+        exact = stored[name].values
+        if part.scale is not None:
             numbers, scale = quantize_rows(exact)
-            assert torch.equal(slices[tensor].view(torch.uint8), numbers.view(torch.uint8))
-            assert torch.equal(scales[tensor], scale)
+            assert torch.equal(part.values.view(torch.uint8), numbers.view(torch.uint8))
+            assert torch.equal(part.scale, scale)
         else:
-            assert torch.equal(slices[tensor], exact.bfloat16()), tensor
+            assert torch.equal(part.values, exact.to(part.values.dtype)), name
 
 
 def test_a_model_without_quantization_has_no_scales(tmp_path):
     CASES["llama"].save(tmp_path)
     plain = load(tmp_path, weight_dtype=None)
 
-    assert named_scales(plain) == {}
+    assert all(part.scale is None for part in named_parts(plain).values())
     assert plain.layers[0].qkv_scale is None
 
 

@@ -35,6 +35,14 @@ SHAPE = {
     "head_dim": 32,
     "max_position_embeddings": 128,
 }
+GEMMA = {
+    "activation": "gelu_tanh",
+    "norms_add_one": True,
+    "post_norms": True,
+    "scale_embeddings": True,
+    "query_pre_attn_scalar": 20,
+    "logit_softcap": 2.0,
+}
 FAMILIES = {
     "llama": {"num_layers": 2},
     "llama tied": {"tie_word_embeddings": True},
@@ -53,6 +61,34 @@ FAMILIES = {
         )
     },
     "sizes that no vector divides": {"hidden_size": 36, "intermediate_size": 18, "vocab_size": 23},
+    "gpt2": {
+        "architecture": "GPT2LMHeadModel",
+        "norm": "layer",
+        "activation": "gelu_tanh",
+        "gated_mlp": False,
+        "rope": None,
+        "num_kv_heads": 2,
+        "tie_word_embeddings": True,
+    }
+    | dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), True),
+    "opt": {
+        "architecture": "OPTForCausalLM",
+        "norm": "layer",
+        "activation": "relu",
+        "gated_mlp": False,
+        "rope": None,
+        "position_offset": 2,
+    },
+    "gemma2": GEMMA | {"architecture": "Gemma2ForCausalLM", "attention_softcap": 1.0},
+    "gemma3": GEMMA
+    | {
+        "architecture": "Gemma3ForCausalLM",
+        "qk_norm": True,
+        "local_rope": RopeConfig(theta=100.0),
+        "sliding_window": 2,
+        "num_layers": 2,
+        "layer_types": ("sliding_attention", "full_attention"),
+    },
 }
 H100 = CATALOGUE["h100"]
 LOAD = kernels.linear.projection._load
@@ -129,6 +165,21 @@ def test_fused_layers_match_the_logits_and_tokens_of_separate_operations(family,
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+@triton_interpreter.interpreted
+def test_fused_layers_of_gemma_in_bfloat16_have_norm_weights_in_float32(on_a_gpu):
+    half = {"dtype": torch.bfloat16, **FAMILIES["gemma3"]}
+    expected = drive(build(**half), (1, 3))
+    on_a_gpu()
+    fused = optimized(**half)
+
+    found = drive(fused, (1, 3))
+
+    assert fused.decoder_layers[0].input_norm.dtype is torch.float32
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
 class Product:
     """Fake of a tensor-core projection, which cannot be interpreted; output and down return partial sums."""
 
@@ -148,9 +199,9 @@ class Product:
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qkv bias", "llama biases", "gpt2", "gemma3"])
 def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, monkeypatch):
-    """With a bias of the output projection or the MLP, the library computes those projections."""
+    """With a bias and a gate or the residual stream, the library computes a projection."""
     changes = {"attention_bias": True} if family == "qkv bias" else FAMILIES[family]
     expected = drive(build(**changes), (3,))
     on_a_gpu()
@@ -176,7 +227,7 @@ def test_tensor_core_projections_match_separate_operations(family, on_a_gpu, mon
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     layers = SHAPE["num_layers"] if "num_layers" not in changes else changes["num_layers"]
-    assert products.count("matrix") == layers * (1 if family == "llama biases" else 4)
+    assert products.count("matrix") == layers * {"llama biases": 1, "gpt2": 2}.get(family, 4)
     assert fused.row_counts == (1, 2, 4, 16, 32, 64, 128, 256)
 
 
@@ -213,7 +264,9 @@ def test_a_float8_cache_receives_the_keys_and_values_of_separate_operations(on_a
 
 
 @triton_interpreter.interpreted
-@pytest.mark.parametrize("family", ["llama biases", "qwen3", "sizes that no vector divides"])
+@pytest.mark.parametrize(
+    "family", ["llama biases", "qwen3", "sizes that no vector divides", "gpt2", "gemma3"]
+)
 def test_float8_weights_match_the_logits_of_separate_operations(family, on_a_gpu):
     expected = drive(build(FP8, **FAMILIES[family]), (1, 3))
     on_a_gpu()

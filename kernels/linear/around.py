@@ -1,0 +1,64 @@
+"""The operations around a product: norms and activations, by PyTorch or by one Triton kernel each.
+
+The Triton kernels are imported when they are first called, because Triton is not installed on every host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.elementwise import pytorch
+from kernels.linear.weights import Norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.linear.weights import Activation, LayerNorm
+
+
+def normalize(norm: Norm | LayerNorm, x: Tensor) -> Tensor:
+    """Normalize x, [..., C]; differentiable."""
+    if isinstance(norm, Norm):
+        return pytorch.rms_norm(x, norm.weight, norm.eps)
+    return pytorch.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def activate(activation: Activation | None, x: Tensor) -> Tensor:
+    """Apply an activation to x, [..., F] or [..., 2 * F]; differentiable."""
+    if activation is None:
+        return x
+    return pytorch.activate(x, activation.function, gated=activation.gated)
+
+
+def add_and_normalize(
+    norm: Norm | LayerNorm, hidden: Tensor, parts: Tensor | None, *, pdl: bool
+) -> Tensor:
+    """Add partial sums to the residual stream in place and normalize it, in one launch.
+
+    Args:
+        norm: the norm.
+        hidden: [T, C], contiguous in C; written if there are partial sums.
+        parts: [S, T, C] float32 contiguous; None for none.
+        pdl: use programmatic dependent launch.
+    """
+    from kernels.elementwise.gpu.norm_and_gate import add_layer_norm, add_rms_norm  # noqa: PLC0415
+
+    if isinstance(norm, Norm):
+        return add_rms_norm(hidden, *norm, parts=parts, pdl=pdl)
+    return add_layer_norm(hidden, *norm, parts=parts, pdl=pdl)
+
+
+def normalized_part(norm: Norm, y: Tensor, *, pdl: bool) -> Tensor:
+    """Normalize y, [T, C], to a partial sum of the residual stream, [1, T, C] float32, in one launch."""
+    from kernels.elementwise.gpu.norm_and_gate import add_rms_norm  # noqa: PLC0415
+
+    return add_rms_norm(y, *norm, dtype=torch.float32, pdl=pdl)[None]
+
+
+def activate_on_gpu(activation: Activation, x: Tensor, *, pdl: bool) -> Tensor:
+    """Apply an activation to x, [T, F] or [T, 2 * F], in one launch."""
+    from kernels.elementwise.gpu import norm_and_gate  # noqa: PLC0415
+
+    return norm_and_gate.activate(x, activation.function, gated=activation.gated, pdl=pdl)

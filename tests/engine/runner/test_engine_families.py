@@ -1,0 +1,79 @@
+"""The engine on checkpoints of families that are not Llama's: its tokens are those of transformers."""
+
+import random
+
+import pytest
+import torch
+
+from benchmarks.local_engine import LocalEngine
+from model.checkpoint.config import ModelConfig
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
+from server.engine.core.start_checks import StartupError, check_start
+from tests.model.checkpoint.hf_checkpoints import CASES, VOCAB_SIZE
+
+FAMILIES = ["gpt2", "opt", "gemma2", "gemma3 ropes"]
+NEW_TOKENS = 24
+
+
+def prompts():
+    """Prompts that begin alike, of several blocks and chunks each, and a short one."""
+    rng = random.Random(0)
+    prefix = [rng.randrange(3, VOCAB_SIZE) for _ in range(40)]
+    return [prefix + [rng.randrange(3, VOCAB_SIZE) for _ in range(n)] for n in (1, 7, 30)] + [[5]]
+
+
+def generate(engine, asked, first_id):
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
+    requests = [
+        GenerateRequest(request_id=first_id + i, prompt_token_ids=prompt, sampling=sampling)
+        for i, prompt in enumerate(asked)
+    ]
+    return [[event.token_id for event in events] for events in engine.generate(requests)]
+
+
+def config_of(folder, **changes):
+    return EngineConfig(
+        model_path=str(folder),
+        model_id="tiny",
+        device="cpu",
+        cpu_threads=1,
+        **{"block_size": 4, "kv_cache_tokens": 2048, "max_num_batched_tokens": 16} | changes,
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_batches_in_chunks_and_with_cached_prefixes_have_the_tokens_of_transformers(name, tmp_path):
+    oracle = CASES[name].save(tmp_path)
+    engine = LocalEngine(config_of(tmp_path, dtype="float32", max_num_seqs=4))
+    expected = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = oracle.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS
+            )
+        expected.append(out[0, len(prompt) :].tolist())
+
+    assert generate(engine, prompts(), 0) == expected
+    assert generate(engine, prompts(), 10) == expected
+    assert engine.engine.stats().prefix_cache_hit_tokens > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_a_requested_dtype_the_weights_are_not_quantized_on_a_cpu(name, tmp_path):
+    CASES[name].save(tmp_path)
+    engine = LocalEngine(config_of(tmp_path))
+
+    assert engine.engine.info.quantization == "none"
+    assert len(generate(engine, [[5, 6, 7]], 0)[0]) == NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_context_beyond_the_learned_positions_is_refused_at_the_start(name, tmp_path):
+    CASES[name].save(tmp_path)
+    model = ModelConfig.from_folder(tmp_path)
+
+    with pytest.raises(StartupError, match=r"--max-model-len 513 is more than .* 512 tokens"):
+        check_start(config_of(tmp_path, max_model_len=513), model, has_gpu=False)

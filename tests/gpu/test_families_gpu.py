@@ -1,0 +1,99 @@
+"""Families that are not Llama's on a GPU: logits against the CPU, and steps with and without CUDA graphs."""
+
+import gc
+import random
+
+import pytest
+import torch
+
+from benchmarks.local_engine import LocalEngine
+from kernels.testing.problems import assert_no_worse_than
+from model.checkpoint.config import ModelConfig
+from model.checkpoint.weights import load_model
+from model.sampling.parameters import SamplingParams
+from server.engine.core.messages import EngineConfig
+from server.engine.core.request import GenerateRequest
+from tests.model.network.paged import PagedDriver
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+DEVICE = "cuda"
+VOCAB_SIZE = 1000
+SIZES = {"vocab_size": VOCAB_SIZE, "bos_token_id": 998, "eos_token_id": 999, "num_hidden_layers": 3}
+GEMMA = SIZES | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 40,
+}
+MODELS = {
+    "gemma2": GEMMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 2.0},
+    "gemma3_text": GEMMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 3},
+    "gpt2": SIZES
+    | {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 256,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 512,
+    },
+    "opt": SIZES
+    | {
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 320,
+        "num_attention_heads": 4,
+        "ffn_dim": 640,
+    },
+}
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, tmp_path):
+    yield write_tiny_checkpoint(tmp_path, model_type=request.param, **MODELS[request.param])
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def random_tokens(rng, count):
+    return [rng.randrange(VOCAB_SIZE - 10) for _ in range(count)]
+
+
+def drive(folder, device, dtype):
+    """Run prompts, decode steps of one to twenty sequences, and a step with both; return all logits in float32."""
+    config, rng = ModelConfig.from_folder(folder), random.Random(0)
+    driver = PagedDriver(load_model(folder, config, dtype, device), num_blocks=2000)
+    found = [driver.step({name: random_tokens(rng, 10 + 5 * name) for name in range(20)})]
+    found += [driver.step({i: random_tokens(rng, 1) for i in range(n)}) for n in (1, 2, 4, 20)]
+    found.append(driver.step({i: random_tokens(rng, 1 + 30 * (i % 2)) for i in range(5)}))
+    return torch.cat([step[name].float().cpu() for step in found for name in sorted(step)])
+
+
+def test_logits_are_as_exact_as_those_of_the_cpu(folder):
+    truth = drive(folder, "cpu", torch.float32)
+
+    on_gpu, on_cpu = (drive(folder, device, torch.bfloat16) for device in (DEVICE, "cpu"))
+
+    assert_no_worse_than(on_gpu, truth, on_cpu)
+
+
+def test_recorded_steps_give_the_tokens_of_steps_that_are_not(folder):
+    rng = random.Random(1)
+    sampling = SamplingParams(max_new_tokens=48, temperature=0.0)
+    requests = [
+        GenerateRequest(
+            request_id=i, prompt_token_ids=random_tokens(rng, 1 + 37 * i), sampling=sampling
+        )
+        for i in range(6)
+    ]
+
+    def generate(**changes):
+        config = EngineConfig(
+            model_path=str(folder), model_id="tiny", device=DEVICE, dtype="float32",
+            kv_cache_tokens=1 << 13, max_num_seqs=8, **changes,
+        )  # fmt: skip
+        answers = LocalEngine(config).generate(requests)
+        return [[event.token_id for event in events] for events in answers]
+
+    assert generate() == generate(cuda_graphs=False, overlap=False)
