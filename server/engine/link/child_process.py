@@ -20,6 +20,8 @@ log = logging.getLogger("tessera")
 # Delay before a restart. It doubles with each restart, so that a process that keeps crashing does not use up a core.
 _MIN_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 30.0
+# A killed process that still exists after this time waits for a device that does not answer.
+_KILLED_SECONDS = 5.0
 
 
 class ChildStartError(Exception):
@@ -109,10 +111,10 @@ class ChildProcess:
         self._backoff = _MIN_BACKOFF_SECONDS
 
     async def stop(self, seconds: float, number: signal.Signals | None = None) -> None:
-        """Wait for the process to end, then kill it; there is no restart.
+        """Wait for the process to end, then kill it; there is no restart. A process that cannot be killed is left.
 
         Args:
-            seconds: to wait.
+            seconds: to wait before it is killed.
             number: signal that asks the process to end; None if it has been asked in another way.
         """
         try:
@@ -122,8 +124,11 @@ class ChildProcess:
                 loop = asyncio.get_running_loop()
                 self._ended = loop.create_future()
                 timeout = loop.call_later(seconds, self.process.kill)
-                await self._ended
+                await asyncio.wait({self._ended}, timeout=seconds + _KILLED_SECONDS)
                 timeout.cancel()
+                if not self._ended.done():
+                    log.critical("the %s %d cannot be killed", self._name, self.process.pid)
+                    self.process = None
         finally:
             self.kill()
 

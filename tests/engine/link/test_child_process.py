@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from server.engine.link import child_process
 from server.engine.link.child_process import ChildProcess, ChildStartError
 from server.engine.link.spawn import end, spawn
 
@@ -173,3 +174,22 @@ def test_children_do_not_import_from_the_working_directory():
         assert child.wait(timeout=20) == 0
     finally:
         end(child)
+
+
+def test_stopping_does_not_wait_for_a_process_that_cannot_be_killed(monkeypatch, caplog):
+    monkeypatch.setattr(child_process, "_KILLED_SECONDS", 0.2)
+
+    async def scenario():
+        child = Child(SLEEP)
+        child.process.start()
+        process = child.process.process
+        kill, process.kill = process.kill, lambda: None
+        try:
+            await child.process.stop(0.1)
+        finally:
+            kill()
+        assert f"the child {process.pid} cannot be killed" in caplog.text
+        await asyncio.to_thread(process.wait)
+        process.stdin.close()
+
+    run(scenario())
