@@ -243,6 +243,10 @@ class HTTP11Protocol(asyncio.Protocol):
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")
         version = parser.get_http_version()
+        if url.host is not None:
+            # The host of a target in absolute form takes the place of the header (RFC 9112, 3.2.2).
+            others = [field for field in self._headers if field[0] != b"host"]
+            self._headers = [(b"host", _authority(url)), *others]
         scope = {
             **self._scope,
             "http_version": version,
@@ -498,3 +502,9 @@ class HTTP11Protocol(asyncio.Protocol):
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, version)]
         lines += [b"%b: %b" % field for field in fields]
         return b"\r\n".join([*lines, b"", b""])
+
+
+def _authority(url: httptools.parser.url_parser.URL) -> bytes:
+    """Return host and port of a URL, as in the header Host."""
+    host: bytes = b"[%b]" % url.host if b":" in url.host else url.host
+    return host if url.port is None else b"%b:%d" % (host, url.port)

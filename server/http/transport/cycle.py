@@ -143,7 +143,10 @@ class Cycle:
         """Return the next part of the body, or wait until the client has disconnected or the response is complete."""
         if self._expects_continue:
             self._expects_continue = False
-            if not self.started:
+            waits = (
+                self.more_body and not self._parts
+            )  # else the client has sent the body without asking
+            if waits and not self.started:
                 self._connection.write(replies.CONTINUE)
         while not (self.disconnected or self.complete):
             if self._parts or not (self.more_body or self._received_all):

@@ -384,6 +384,32 @@ async def test_a_body_is_asked_for_when_it_is_read(open_server, engine):
     writer.close()
 
 
+async def test_a_body_that_has_arrived_is_not_asked_for(open_server, engine):
+    server = await open_server()
+    more = b"Expect: 100-continue\r\nConnection: close\r\n\r\n"
+    request = head("/generate", len(BODY))[:-2] + more + BODY
+
+    assert statuses(await exchange(server, request)) == [200]
+
+
+@pytest.mark.parametrize(
+    ("authority", "header", "status"),
+    [
+        (b"localhost:8000", b"evil.example", 200),
+        (b"[::1]", b"evil.example", 200),
+        (b"evil.example", b"localhost", 403),
+    ],
+)
+async def test_the_host_of_an_absolute_target_takes_the_place_of_the_header(
+    open_server, authority, header, status
+):
+    server = await open_server(allowed_hosts=("localhost", "[::1]"))
+
+    request = b"GET http://%b/info HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n"
+
+    assert statuses(await exchange(server, request % (authority, header))) == [status]
+
+
 async def test_a_body_that_is_refused_is_not_asked_for(open_server):
     server = await open_server()
     request = head("/generate", 50_000_000)[:-2] + b"Expect: 100-continue\r\n\r\n"
