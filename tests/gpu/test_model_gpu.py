@@ -28,7 +28,7 @@ from model.sampling.parameters import SamplingParams
 from model.text.tokenizer import Tokenizer
 from server.engine.core.messages import EngineConfig
 from server.engine.core.request import GenerateRequest
-from server.engine.runner.runner_start import _GPU_HEADROOM_BYTES
+from server.engine.runner.runner_start import GPU_HEADROOM_BYTES
 from tests.gpu.python_headers import HEADERS
 from tests.gpu.synchronization import forbid_synchronization
 from tests.model.network.paged import PagedDriver
@@ -290,7 +290,7 @@ def test_a_running_engine_allocates_no_more_than_the_headroom_left_at_startup(
 
     taken = torch.cuda.memory_reserved() - held
     record_property("proof", f"GPU memory allocated after startup: {taken / 2**20:.0f} MiB")
-    assert taken <= _GPU_HEADROOM_BYTES
+    assert taken <= GPU_HEADROOM_BYTES
 
 
 def test_a_step_out_of_memory_fails_its_requests_and_later_requests_succeed(

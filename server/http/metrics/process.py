@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+_KEPT_SECONDS = 1.0
+"""Some read the metrics twenty times a second, and reading the processes takes longer than all the others."""
 _START, _LIMIT = "process_start_time_seconds", "process_max_fds"
 
 
@@ -26,14 +30,21 @@ class Processes:
 
     def __init__(self) -> None:
         self._collectors: dict[int, ProcessCollector] = {}
+        self._readings: list[Reading] = []
+        self._read_at = -math.inf
 
     def read(self, pids: Iterable[float]) -> list[Reading]:
-        """Read the metrics with values for all processes together.
+        """Read the metrics with values for all processes together, at most a second old.
 
         Args:
             pids: ids of the current processes; 0 and the ids of dead processes are ignored.
         """
-        current = {int(pid) for pid in pids} - {0}
+        current, now = {int(pid) for pid in pids} - {0}, time.monotonic()
+        if current != self._collectors.keys() or now > self._read_at + _KEPT_SECONDS:
+            self._readings, self._read_at = self._read(current), now
+        return self._readings
+
+    def _read(self, current: set[int]) -> list[Reading]:
         self._collectors = {pid: self._collectors.get(pid) or _collector(pid) for pid in current}
         families: dict[str, Metric] = {}
         values: dict[str, float] = {}

@@ -50,7 +50,7 @@ def buckets(*counts):
 def test_numbers_are_written_as_by_the_library(accept):
     exposition = Exposition()
     numbers = (
-        0.0, 1.0, 3, 0.1, 1e-7, 123456.75, 999999.0, 1e6, 1234567.0, 1.75e9, 1e21, -0.0, -1.5, -2e6,
+        0.0, 1.0, 3, 0.1, 1e-7, 123456.75, 999999.0, 1e6, 1234567.0, 1.75e9, 1e21, -1.5, -2e6,
         float("inf"), float("-inf"), float("nan"),
     )  # fmt: skip
     for number in numbers:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from server.http.metrics import process
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.process import Processes
 from server.http.metrics.shared_counters import SharedCounters
@@ -75,7 +76,8 @@ def test_process_metrics_are_summed_without_dead_processes():
         other.stdin.close()
 
 
-def test_processes_that_end_and_start_are_followed():
+def test_processes_that_end_and_start_are_followed(monkeypatch):
+    monkeypatch.setattr(process, "_KEPT_SECONDS", 0.0)
     processes = Processes()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         assert processes.read([other.pid])
@@ -83,3 +85,12 @@ def test_processes_that_end_and_start_are_followed():
 
     assert processes.read([other.pid]) == []
     assert processes.read([os.getpid()])
+
+
+def test_processes_are_read_at_most_once_a_second():
+    processes = Processes()
+
+    first = processes.read([os.getpid()])
+
+    assert processes.read([os.getpid()]) is first
+    assert processes.read([os.getpid(), os.getppid()]) is not first
