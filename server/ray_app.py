@@ -1,0 +1,155 @@
+r"""Tessera on Ray Serve: replicas of the service behind Ray's proxy, on many machines.
+
+    RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
+        serve run server.ray_app:build model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
+
+Each replica is one engine process and the ASGI application in Ray's replica process. Needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from server.cli.settings import Settings
+from server.embedding import embedded_service
+from server.engine.link.protocol import EngineState
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from ray.serve import Application
+    from ray.serve.config import AutoscalingContext
+    from starlette.types import ASGIApp
+
+    from server.embedding import EmbeddedService
+
+_FULL: Final = 0.8
+"""Share of a replica's sequences in use at which another replica is started."""
+_DRAIN_SECONDS: Final = 60.0
+
+
+class Options(BaseModel):
+    """Arguments of `build`; all others are settings of `tessera serve`, with underscores.
+
+    Attributes:
+        min_replicas: replicas that always run.
+        max_replicas: replicas under load; None for `min_replicas`, without autoscaling.
+        gpus: GPUs of a replica; 0 for a CPU.
+        cpus: processors that a replica reserves.
+        settings: of the service of each replica.
+    """
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int | None = Field(None, ge=1)
+    gpus: float = Field(0, ge=0, le=1)
+    cpus: float = Field(1, ge=0)
+    settings: Settings = Settings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}"
+            )
+        return self
+
+
+class Tessera:
+    """One replica.
+
+    Args:
+        settings: of the service, by name.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = Settings.model_validate(settings)
+        self._held = contextlib.AsyncExitStack()
+        self._service: EmbeddedService | None = None
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Start the engine; the replica is ready when the model is loaded."""
+        self._service = await self._held.enter_async_context(embedded_service(self._settings))
+        await self._service.wait_until_ready()
+        return self._service.app
+
+    async def __del__(self) -> None:
+        """End the engine. Ray calls this when it stops the replica."""
+        await self._held.aclose()
+
+    def check_health(self) -> None:
+        """Have the replica replaced if its engine cannot be started again. An engine that is starting is healthy.
+
+        Raises:
+            RuntimeError: the engine has ended for good.
+        """
+        engine = self._engine
+        if engine.state is EngineState.STOPPED:
+            raise RuntimeError(f"the engine has stopped: {engine.phase}")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what `replicas_for_load` needs."""
+        stats, info = self._engine.stats, self._engine.info
+        return {
+            "sequences": stats.num_running + stats.num_waiting,
+            "places": 0 if info is None else info.max_num_seqs,
+        }
+
+    @property
+    def _engine(self) -> Any:  # noqa: ANN401 - an `EngineClient`
+        assert self._service is not None
+        return self._service.engine
+
+
+def replicas_for_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return how many replicas the sequences need that run and wait, and an empty state."""
+    metrics = context.aggregated_metrics or {}
+    sequences = sum(metrics.get("sequences", {}).values())
+    places = max(metrics.get("places", {}).values(), default=0)
+    if not places:
+        return context.target_num_replicas, {}
+    wanted = math.ceil(sequences / (_FULL * places))
+    bounds = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return min(max(wanted, bounds[0]), bounds[1]), {}
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """Make the application that `serve run` or a configuration file of Ray Serve deploys.
+
+    Args:
+        arguments: fields of `Options`, and settings by name, as numbers or texts.
+
+    Raises:
+        pydantic.ValidationError: a name or a value is wrong.
+    """
+    own = Options.model_fields.keys() - {"settings"}
+    given = {name: value for name, value in arguments.items() if name not in own}
+    options = Options.model_validate(
+        {name: value for name, value in arguments.items() if name in own} | {"settings": given}
+    )
+    replicas: dict[str, Any] = {"num_replicas": options.min_replicas}
+    if options.max_replicas is not None:
+        replicas = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=options.min_replicas,
+                max_replicas=options.max_replicas,
+                policy=AutoscalingPolicy(policy_function=replicas_for_load),
+            )
+        }
+    deployment = serve.deployment(
+        name="tessera",
+        # The service itself limits and queues; Ray must not refuse before it.
+        max_ongoing_requests=1_000_000,
+        graceful_shutdown_timeout_s=_DRAIN_SECONDS,
+        health_check_period_s=5,
+        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        **replicas,
+    )(serve.ingress()(Tessera))
+    return deployment.bind(given)
