@@ -1,0 +1,89 @@
+"""The manifests for Kubernetes agree with the service, and build with kubectl where that is installed."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from server.cli.settings import Settings, environment_variable
+from server.http.edge.probes import HEALTH_PATHS
+from tests.meta.test_routes import ROUTES
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
+SETTINGS = {environment_variable(field) for field in Settings.model_fields}
+KUSTOMIZATIONS = [FOLDER / "base", *(FOLDER / "overlays" / name for name in OVERLAYS)]
+
+
+def read(folder):
+    return yaml.safe_load((folder / "kustomization.yaml").read_text())
+
+
+def settings(folder):
+    """Return the environment variables that a kustomization and those that it is made of set."""
+    found = {}
+    for resource in read(folder)["resources"]:
+        if (folder / resource).is_dir():
+            found |= settings((folder / resource).resolve())
+    for generator in read(folder).get("configMapGenerator", ()):
+        found |= dict(literal.split("=", 1) for literal in generator["literals"])
+    return found
+
+
+DEPLOYMENT = yaml.safe_load((FOLDER / "base" / "deployment.yaml").read_text())
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+CONTAINER = POD["containers"][0]
+
+
+@pytest.mark.parametrize("folder", KUSTOMIZATIONS, ids=lambda folder: folder.name)
+def test_resources_exist_and_settings_are_the_services(folder):
+    assert all((folder / resource).exists() for resource in read(folder)["resources"])
+    assert settings(folder).keys() <= SETTINGS
+
+
+def test_the_grace_period_is_longer_than_draining():
+    given = settings(FOLDER / "base")
+    draining = int(given["TESSERA_DRAIN_DELAY"]) + int(given["TESSERA_DRAIN_TIMEOUT"])
+
+    assert POD["terminationGracePeriodSeconds"] > draining + 10
+
+
+def test_probes_ask_health_routes_on_the_services_port():
+    probes = [CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+
+    assert {probe["path"] for probe in probes} <= HEALTH_PATHS
+    assert {probe["path"] for probe in probes} <= ROUTES.keys()
+    assert {probe["port"] for probe in probes} == {CONTAINER["ports"][0]["name"]}
+
+
+def test_the_root_is_read_only_and_what_the_image_writes_is_mounted():
+    assert CONTAINER["securityContext"]["readOnlyRootFilesystem"]
+    assert {mount["mountPath"] for mount in CONTAINER["volumeMounts"]} == {"/cache", "/tmp"}  # noqa: S108 - of the pod
+    assert POD["enableServiceLinks"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_builds_and_selects_its_own_pods(overlay):
+    built = subprocess.run(
+        ["kubectl", "kustomize", FOLDER / "overlays" / overlay],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    objects = {it["kind"]: it for it in yaml.safe_load_all(built)}
+
+    labels = objects["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [
+        objects["Deployment"]["spec"]["selector"]["matchLabels"],
+        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        objects["Service"]["spec"]["selector"],
+    ]
+    assert all(selector and selector.items() <= labels for selector in selectors)
+    assert "tessera-settings-" in json.dumps(objects["Deployment"])
