@@ -87,3 +87,67 @@ def test_an_overlay_builds_and_selects_its_own_pods(overlay):
     ]
     assert all(selector and selector.items() <= labels for selector in selectors)
     assert "tessera-settings-" in json.dumps(objects["Deployment"])
+
+
+CHART = FOLDER.parent / "helm" / "tessera"
+VALUES = {"cpu": (), "gpu": (f"--values={CHART / 'values-gpu.yaml'}",)}
+
+
+def rendered(command):
+    built = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return {it["kind"]: it for it in yaml.safe_load_all(built)}
+
+
+def without_names(pod):
+    """Return a pod's specification without the names and labels in which the chart may differ."""
+    pod = json.loads(
+        json.dumps(pod).replace(pod["containers"][0]["envFrom"][0]["configMapRef"]["name"], "x")
+    )
+    for constraint in pod["topologySpreadConstraints"]:
+        del constraint["labelSelector"]
+    return pod
+
+
+def test_the_chart_has_the_settings_of_the_manifests():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    gpu = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
+
+    assert values["settings"] == settings(FOLDER / "overlays" / "cpu")
+    assert values["settings"] | gpu["settings"] == settings(FOLDER / "overlays" / "gpu")
+    assert values["terminationGracePeriodSeconds"] == POD["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("helm") and shutil.which("kubectl")),
+    reason="helm or kubectl is not installed",
+)
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_the_chart_makes_the_same_pods_as_the_overlay(overlay):
+    ours = rendered(["kubectl", "kustomize", FOLDER / "overlays" / overlay])
+    chart = rendered(["helm", "template", "tessera", CHART, *VALUES[overlay]])
+
+    assert ours.keys() == chart.keys()
+    pods = [it["Deployment"]["spec"]["template"]["spec"] for it in (ours, chart)]
+    assert without_names(pods[0]) == without_names(pods[1])
+    for kind in ("PodDisruptionBudget", "NetworkPolicy"):
+        for objects in (ours, chart):
+            selector = "selector" if kind == "PodDisruptionBudget" else "podSelector"
+            assert objects[kind]["spec"].pop(selector)["matchLabels"]
+        assert ours[kind]["spec"] == chart[kind]["spec"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+@pytest.mark.parametrize("wrong", ["replica=3", "settings.MODEL=x", "replicas=many"])
+def test_the_chart_refuses_wrong_values(wrong):
+    done = subprocess.run(
+        ["helm", "template", "tessera", CHART, "--set", wrong],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert done.returncode != 0
+    assert "values don't meet the specifications of the schema" in done.stderr
