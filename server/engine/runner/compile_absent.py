@@ -57,6 +57,11 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 warm_up(runner, limits, say)
     except (AbsentGPUError, KernelError, ModelError) as error:
         raise StartupError(str(error)) from error
+    except NotImplementedError as error:
+        # PyTorch has no such function for tensors without data; its FP8 product, for example.
+        raise StartupError(
+            f"these steps cannot be taken without the GPU: {str(error).split(':')[0]}"
+        ) from error
 
 
 def _check_attention(runner: ModelRunner, arch: GPUArch) -> None:
