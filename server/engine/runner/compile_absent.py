@@ -60,7 +60,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
     except NotImplementedError as error:
         # PyTorch has no such function for tensors without data; its FP8 product, for example.
         raise StartupError(
-            f"these steps cannot be taken without the GPU: {str(error).split(':')[0]}"
+            f"these steps cannot be taken without the GPU: {str(error).split(': ')[0]}"
         ) from error
 
 
