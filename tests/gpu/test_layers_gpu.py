@@ -11,7 +11,7 @@ from model.checkpoint.config import ModelConfig
 from model.checkpoint.hub import BUNDLED, resolve
 from model.checkpoint.weights import load_model
 from model.network import attention as model_attention
-from model.network import decoder
+from model.network import bound_network
 from model.network.decoder import DecoderLM
 from model.sampling.parameters import SamplingParams
 from server.engine.core.messages import EngineConfig
@@ -99,7 +99,7 @@ def test_dependent_launches_and_their_prefetches_change_no_bit(blocks_of_16, mon
     again = drive(model)
     monkeypatch.setattr(model_attention, "_FEW_ROWS", 0)
     without_prefetch = drive(model)
-    for module in (projection, decoder):
+    for module in (projection, bound_network):
         monkeypatch.setattr(module, "may_depend", lambda *_: False)
     model.optimize()
     without = drive(model)
