@@ -112,7 +112,7 @@ class Settings(BaseModel):
         ge=1,
         le=1 << 20,
         description="limit of tokens computed in one step; longer prompts are computed in chunks; default: 512 on a "
-        "CPU, 1024 on a GPU",
+        "CPU, 1024 on a GPU, and at least twice --max-num-seqs",
     )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a block of the KV cache")
     kv_cache_dtype: Literal["auto", "fp8"] = Field(

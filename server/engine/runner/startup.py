@@ -177,7 +177,8 @@ def step_limits(config: EngineConfig, model: ModelConfig, device_type: str) -> S
         default = _DEFAULT_SEQUENCES[device_type]
         sequences = default if budget is None else min(default, budget)
     if budget is None:
-        budget = max(_DEFAULT_BUDGET[device_type], sequences)
+        # Half is left for prompts when all sequences decode.
+        budget = max(_DEFAULT_BUDGET[device_type], 2 * sequences)
     return SchedulerConfig(
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,

@@ -50,7 +50,10 @@ def make_requests(vocab_size: int, seed: int, longest: int = 200) -> list[Genera
         own = [rng.randrange(vocab_size) for _ in range(rng.randint(1, longest // 2))]
         way = _WAYS[0] if i % 2 else rng.choice(_WAYS)
         sampling = SamplingParams(
-            max_new_tokens=rng.randint(1, 40), seed=rng.getrandbits(64), logprobs=True, **way
+            max_new_tokens=rng.randint(1, longest // 5),
+            seed=rng.getrandbits(64),
+            logprobs=True,
+            **way,
         )
         prompt = prefix[: rng.choice((0, 0, len(prefix)))] + own
         made.append(
@@ -122,7 +125,7 @@ def check_companies(
         vocab_size: ids of the prompts are below it.
         count: random companies.
         block_size: of the engines.
-        longest: tokens of the longest prompt.
+        longest: tokens of the longest prompt, and five times those of the longest output.
 
     Returns:
         The number of preemptions.

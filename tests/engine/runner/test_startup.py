@@ -30,7 +30,7 @@ MODEL = ModelConfig(
     [
         ("cpu", None, None, (64, 512)),
         ("cuda", None, None, (256, 1024)),
-        ("cpu", 1000, None, (1000, 1000)),
+        ("cpu", 1000, None, (1000, 2000)),
         ("cuda", None, 100, (100, 100)),
         ("cuda", None, 9000, (256, 9000)),
         ("cuda", 3, 7, (3, 7)),

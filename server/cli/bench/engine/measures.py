@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from server.cli.bench.engine.workloads import STREAM_TOKENS
 from server.cli.bench.result import number
 from server.engine.runner.model_work import Rows
 
@@ -24,6 +25,8 @@ _TTFT_REPEATS = 5
 _TTFT_SECONDS = 10.0
 """Time for repeats of one prompt: a prompt of 131072 tokens takes seconds and hardly varies."""
 _WARM_STEPS = 8
+_STREAMED_EACH, _FEWEST_STREAMED = 4, 16
+"""Requests for each in flight, and at least: as `tessera bench serve` sends."""
 
 
 class EngineMeasures:
@@ -54,15 +57,15 @@ class EngineMeasures:
 
     def measure(self, workload: Workload) -> Row | None:
         """Measure a workload; return None and report it if it does not fit."""
-        kind, size = workload
-        if kind == "ttft":
-            return self._ttft(size)
-        if kind == "hit":
-            return self._hit(size)
-        if kind == "context":
-            return self._context(size)
-        if kind == "mixed":
-            return self._mixed(size)
+        of_size = {
+            "ttft": self._ttft,
+            "hit": self._hit,
+            "context": self._context,
+            "mixed": self._mixed,
+            "streams": self._streams,
+        }
+        if workload.kind in of_size:
+            return of_size[workload.kind](workload.size)
         return self._decode(workload)
 
     def _ttft(self, size: int) -> Row | None:
@@ -160,6 +163,19 @@ class EngineMeasures:
         least = self._work.requests_seconds(prompts, outputs)
         row = _row("mixed_tok_s", sequences, sum(outputs) / seconds, least, seconds)
         return row | {"prompt_tokens": str(lengths), "output_tokens": str(lengths)}
+
+    def _streams(self, concurrency: int) -> Row | None:
+        """Measure the tokens per second of the load of `tessera bench serve`, without HTTP."""
+        if not self._fits(f"prompts and outputs of {STREAM_TOKENS} tokens", 2 * STREAM_TOKENS):
+            return None
+        count = max(_FEWEST_STREAMED, _STREAMED_EACH * concurrency)
+        lengths = [STREAM_TOKENS] * count
+        self._run(lengths[:concurrency], lengths[:concurrency])
+        requests = self._engine.random_requests(lengths, lengths, self._generator)
+        seconds = self._engine.run(requests, concurrency=concurrency).seconds
+        self._engine.use_idle_time()
+        row = _row("streams_tok_s", concurrency, sum(lengths) / seconds, None, seconds)
+        return row | {"prompt_tokens": STREAM_TOKENS, "requests": count}
 
     def _decode(self, workload: Workload) -> Row | None:
         """Measure the tokens per second, or the milliseconds per token, while all sequences decode."""

@@ -34,8 +34,9 @@ def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("--workloads", nargs="+", type=checked(parse), metavar="NAME",
         help="batchN: milliseconds per token of N sequences; decodeN: their tokens per second; ttftN: a prompt of N "
-        "tokens; mixedN: N requests of --lengths; hitN: a prompt of N tokens that is in the prefix cache; contextN: "
-        "milliseconds per token after a prompt of N tokens; without N the usual ones; "
+        "tokens; mixedN: N requests of --lengths; streamsN: the load of `tessera bench serve --concurrency N`; "
+        "hitN: a prompt of N tokens that is in the prefix cache; contextN: milliseconds per token after a prompt of N "
+        "tokens; without N the usual ones; "
         f"default: {', '.join(USUAL)}")  # fmt: skip
     add("--long-context", action="store_true",
         help=f"measure {', '.join(LONG_CONTEXT)}, beside --workloads if it is given")  # fmt: skip

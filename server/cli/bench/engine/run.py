@@ -1,4 +1,4 @@
-"""Runs the engine's loop in this process on requests that arrive together, and records when each step is published.
+"""Runs the engine's loop in this process on many requests, and records when each step is published.
 
 Times the code that the service runs, `Engine.run`, with a channel in memory instead of sockets and without text.
 """
@@ -35,10 +35,10 @@ class EngineRunError(Exception):
 
 
 class Trace(msgspec.Struct):
-    """Times of the tokens of requests that were sent together; all times are `time.perf_counter()`.
+    """Times of the tokens of the requests of a run; all times are `time.perf_counter()`.
 
     Attributes:
-        sent: when the requests were sent.
+        sent: when the first requests were sent.
         sequences: number of requests.
         times: when each step with tokens was published.
         tokens: number of tokens of each of these steps.
@@ -155,20 +155,30 @@ class EngineRun:
         self,
         requests: Sequence[GenerateRequest],
         on_step: Callable[[StepMessage], None] | None = None,
+        concurrency: int | None = None,
     ) -> Trace:
-        """Send requests together and wait until all of them end.
+        """Send requests and wait until all of them end.
 
         Args:
             requests: with distinct ids.
             on_step: called with each step right after the engine publishes it.
+            concurrency: number of requests that are sent together; then one whenever another ends. None sends all of
+                them together.
 
         Raises:
             EngineRunError: a request ended without all its tokens.
         """
         channel = self._channel
         channel.steps.clear()
-        channel.inbox += requests
-        channel.on_step = on_step
+        waiting = iter(requests)
+        channel.inbox += itertools.islice(waiting, concurrency)
+
+        def publish(step: StepMessage) -> None:
+            channel.inbox += itertools.islice(waiting, sum(map(bool, step.finish_reasons)))
+            if on_step is not None:
+                on_step(step)
+
+        channel.on_step = publish
         sent = time.perf_counter()
         self._engine.run()
         channel.on_step = None

@@ -14,6 +14,7 @@ KINDS: dict[str, tuple[int, ...]] = {
     "ttft": (128, 4096),
     "decode": (8, 32, 128, 256),
     "mixed": (256,),
+    "streams": (1, 64, 256),
     "hit": (32768, 131072),
     "context": (32768, 131072),
 }
@@ -26,6 +27,8 @@ LONG_CONTEXT = ("ttft32768", "hit32768", "context32768", "ttft131072", "hit13107
 _NAME = re.compile(rf"({'|'.join(KINDS)})([1-9][0-9]*)?")
 _OF_ONE_SEQUENCE = ("ttft", "hit", "context")
 _SMALLEST_BUDGET = 512
+STREAM_TOKENS = 256
+"""Tokens of a prompt of "streams", and of its output."""
 
 
 class Workload(NamedTuple):
@@ -109,6 +112,8 @@ class Plan:
                 tokens = max(tokens, size + self.steps + 1)
             elif kind == "mixed":
                 tokens = max(tokens, 2 * self.lengths.longest)
+            elif kind == "streams":
+                tokens = max(tokens, 2 * STREAM_TOKENS)
             else:
                 tokens = max(tokens, self.prompt + self.outputs(size, budget or _SMALLEST_BUDGET))
         return tokens
