@@ -6,8 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 import msgspec
+from torch import distributed
 
 from server.engine.core.messages import EngineMessage, FrontEndMessage, StepMessage
+from server.engine.link.rank_processes import RankProcesses
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:
@@ -50,7 +52,12 @@ class LocalEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.channel = LocalChannel()
-        self.engine = start_engine(config, self.channel)
+        self._ranks = RankProcesses(config) if config.tensor_parallel > 1 else None
+        try:
+            self.engine = start_engine(config, self.channel, self._ranks)
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[TokenEvent]]:
         """Run requests that arrive at the same time.
@@ -74,6 +81,13 @@ class LocalEngine:
         while self.engine.has_work:
             self.engine.step()  # steps that were launched before the last sequence ended
         return list(answers.values())
+
+    def close(self) -> None:
+        """End the processes of the other ranks, so that another engine can have ranks in this process."""
+        if self._ranks is not None:
+            self._ranks.close()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
     def _take(self, answers: dict[int, list[TokenEvent]]) -> int:
         """Add the events of the oldest step to `answers` and return the number of requests that it finished."""

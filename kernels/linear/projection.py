@@ -61,6 +61,7 @@ __all__ = [
     "Projection",
     "Purpose",
     "Residual",
+    "ResidualWriter",
     "bind_norm",
     "bind_projection",
 ]
@@ -88,8 +89,8 @@ class Residual(NamedTuple):
     partials: Tensor | None = None
 
 
-class Projection(Protocol):
-    """A linear layer bound to its weights; see `bind_projection`.
+class ResidualWriter(Protocol):
+    """A linear layer that adds to the residual stream.
 
     Attributes:
         copies_weights: whether it holds a copy of its weights, so that the caller may free them.
@@ -101,6 +102,16 @@ class Projection(Protocol):
     def row_counts(self) -> tuple[int, ...]:
         """Numbers of rows for which its products are compiled."""
 
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        """Project x, [T, C], and add the result to the residual stream, which must have no partial sums."""
+
+    def prefetches(self, rows: int, /) -> bool:
+        """Whether the product for `rows` rows loads its weights before it waits for its input."""
+
+
+class Projection(ResidualWriter, Protocol):
+    """A linear layer bound to its weights; see `bind_projection`."""
+
     def from_residual(self, residual: Residual) -> tuple[Tensor, Residual]:
         """Project the normalized residual stream.
 
@@ -110,9 +121,6 @@ class Projection(Protocol):
         Returns:
             [T, N], and the residual stream with its partial sums added.
         """
-
-    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
-        """Project x, [T, C], and add the result to the residual stream, which must have no partial sums."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Project x, [T, C], without norm, activation and residual; returns [T, N], which is `out` if given."""
@@ -130,9 +138,6 @@ class Projection(Protocol):
         Returns:
             [T] int64, a new tensor: `tokens` with valid indices instead of -1.
         """
-
-    def prefetches(self, rows: int, /) -> bool:
-        """Whether the product for `rows` rows loads its weights before it waits for its input."""
 
 
 def bind_projection(

@@ -152,6 +152,21 @@ class ModelConfig(NetworkConfig):
             eos_token_ids=tuple(dict.fromkeys(eos)),
         )
 
+    def parallel_unsupported(self, size: int) -> tuple[str, ...]:
+        """List why `size` ranks cannot share the model; empty if they can."""
+        divided = {
+            "key-value heads": self.num_kv_heads,
+            "columns of the MLP": self.intermediate_size,
+        }
+        reasons = [
+            f"{size} is no divisor of its {count} {what}"
+            for what, count in divided.items()
+            if count % size
+        ]
+        if size > 1 and FAMILIES[self.architecture].stacks_qkv:
+            reasons.append(f"{self.architecture} stores q, k and v as one tensor")
+        return tuple(reasons)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `config.json`, in the classic form, which all versions of transformers read."""
         family = FAMILIES[self.architecture]

@@ -52,6 +52,7 @@ class Family:
         inner_ratio: intermediate size per hidden size where the file states no intermediate size; 0: it must.
         harmless: further keys of unsupported features, as for `model.json_input.refuse`.
         hidden_size_keys: keys that, where present, must state the hidden size.
+        stacks_qkv: whether checkpoints store the q, k and v projections as one tensor.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     inner_ratio: int = 0
     harmless: Harmless = ()
     hidden_size_keys: tuple[str, ...] = ()
+    stacks_qkv: bool = False
 
 
 _NO_BIAS: Final = {"attention_bias": False, "attention_output_bias": False, "mlp_bias": False}
@@ -133,6 +135,7 @@ FAMILIES: Final = {
             "norm_eps": "layer_norm_epsilon",
         },
         activation_key="activation_function",
+        stacks_qkv=True,
         activations=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
         thetas=(),
         inner_ratio=4,

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.fp8 import quantize_rows
 from model.checkpoint.config import ModelConfig
 from model.network.decoder import DecoderLM
-from model.network.layers import DecoderLayer
+from model.network.layers import DecoderLayer, stacked_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,16 +212,12 @@ def _layer_parts(
     config: ModelConfig, names: TensorNames, layer: DecoderLayer
 ) -> Iterator[tuple[str, ParameterPart]]:
     """Yield the name of each tensor of a layer, and the rows of the layer's stacked parameters."""
-    kv_rows = config.num_kv_heads * config.head_dim
-    rows = {
-        2: [config.intermediate_size, config.intermediate_size],
-        3: [config.num_heads * config.head_dim, kv_rows, kv_rows],
-    }
     buffers = dict(layer.named_buffers())
     for parameter, tensor in layer.named_parameters():
         listed = names.layers[parameter]
         scale = buffers.get(f"{parameter}_scale")
-        sizes = [len(tensor)] if len(listed) == 1 else rows[len(listed)]
+        stacked = None if len(listed) == 1 else stacked_rows(config, parameter)
+        sizes = stacked or [len(tensor)]
         parts = tensor.detach().split_with_sizes(sizes)
         scales = [None] * len(sizes) if scale is None else scale.split_with_sizes(sizes)
         for name, values, its_scale in zip(listed, parts, scales, strict=True):

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +25,10 @@ from model.checkpoint.tensor_names import ParameterPart, full_names, named_parts
 from model.device.memory import free_bytes
 from model.errors import WeightsError
 from model.network.decoder import DecoderLM
+from model.network.parallel import shard
+
+if TYPE_CHECKING:
+    from kernels.collective.communicator import Communicator
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -49,7 +53,36 @@ def load_model(
     pack: bool = True,
     weight_dtype: torch.dtype | None = None,
 ) -> DecoderLM:
-    """Build the model and load its weights.
+    """Build a whole model and load its weights; see `load_part` for most arguments and errors.
+
+    Args:
+        path: as for `load_part`.
+        config: as for `load_part`.
+        dtype: as for `load_part`.
+        device: as for `load_part`.
+        load_format: as for `load_part`.
+        progress: as for `load_part`.
+        pack: whether to call `DecoderLM.optimize`; False for a model that is trained or saved.
+        weight_dtype: as for `load_part`.
+    """
+    model = load_part(path, config, dtype, device, load_format, progress, weight_dtype=weight_dtype)
+    if pack:
+        model.optimize()
+    return model
+
+
+def load_part(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    load_format: LoadFormat = "auto",
+    progress: Progress | None = None,
+    *,
+    weight_dtype: torch.dtype | None = None,
+    communicator: Communicator | None = None,
+) -> DecoderLM:
+    """Build the model, or a rank's part of it, and load its weights.
 
     The headers of all files are compared with the configuration before memory is allocated. Tensors are then copied
     one at a time from the mapped files, so that memory holds only one copy of the weights. Quantization additionally
@@ -62,8 +95,8 @@ def load_model(
         device: device of the model.
         load_format: "auto" and "safetensors" read the folder; "dummy" initializes random weights.
         progress: called after every tensor.
-        pack: whether to call `DecoderLM.optimize`; False for a model that is trained or saved.
         weight_dtype: dtype of quantized layer matrices, as for `DecoderLM`.
+        communicator: of the ranks that share the model, of which each loads its part; None for a model that is whole.
 
     Returns:
         The model, in evaluation mode, its parameters frozen.
@@ -72,37 +105,34 @@ def load_model(
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    model = _loaded(path, config, dtype, device, load_format, progress, weight_dtype)
-    if pack:
-        model.optimize()
+    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    model = _allocate(config, dtype, device, weight_dtype, communicator)
+    if load_format == "dummy":
+        model.init_weights(seed=_DUMMY_SEED)
+    else:
+        _load(model, stored, full_names(config, stored), progress)
     return model
 
 
-def _loaded(
-    path: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: LoadFormat,
+def _load(
+    model: DecoderLM,
+    stored: dict[str, StoredTensor],
+    names: dict[str, str],
     progress: Progress | None,
-    weight_dtype: torch.dtype | None,
-) -> DecoderLM:
-    stored = {} if load_format == "dummy" else _checked_headers(path, config)
-    model = _allocate(config, dtype, device, weight_dtype)
-    if load_format == "dummy":
-        model.init_weights(seed=_DUMMY_SEED)
-        return model
-    names, parts = full_names(config, stored), named_parts(model)
+) -> None:
+    """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
+    parts = named_parts(model)
+    rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(entry.num_bytes for entry in stored.values())
     for name, tensor in read_tensors(stored):
-        if not parts[names[name]].load(tensor):
+        part = parts[names[name]]
+        if not part.load(shard(tensor, part.stored_shape, rank)):
             raise WeightsError(
                 f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
             )
         done += stored[name].num_bytes
         if progress is not None:
             progress(done, total)
-    return model
 
 
 def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -147,15 +177,16 @@ def _allocate(
     dtype: torch.dtype,
     device: torch.device,
     weight_dtype: torch.dtype | None,
+    communicator: Communicator | None,
 ) -> DecoderLM:
-    planned = DecoderLM(config, dtype, "meta", weight_dtype)
+    planned = DecoderLM(config, dtype, "meta", weight_dtype, communicator)
     num_bytes = sum(parameter.nbytes for parameter in planned.parameters())
     wanted = f"the weights need {num_bytes / 2**30:.1f} GiB as {weight_dtype or dtype} on {device}"
     # Linux overcommits memory: an allocation that is too large succeeds, and the process is killed when it uses it.
     if num_bytes > (free := free_bytes(device)):
         raise WeightsError(f"{wanted}; free are {free / 2**30:.1f} GiB")
     try:
-        model = DecoderLM(config, dtype, device, weight_dtype)
+        model = DecoderLM(config, dtype, device, weight_dtype, communicator)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise WeightsError(f"{wanted}, which failed: {error}") from None
     return model.requires_grad_(requires_grad=False).eval()

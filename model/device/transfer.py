@@ -108,6 +108,14 @@ class StagedArrays:
             self._target.copy_(self._source, non_blocking=True)
             self._sent = torch.cuda.current_stream(self._target.device).record_event()
 
+    def to_bytes(self) -> bytes:
+        """Return the contents of the host arrays."""
+        return self._source.numpy().tobytes()
+
+    def load(self, data: bytes) -> None:
+        """Fill the host arrays with the contents of those of the same shapes."""
+        self._source.numpy()[:] = np.frombuffer(data, np.uint8)
+
 
 class Download:
     """A queued copy of a small tensor to the host. Reading it waits for the copy only, not for work queued later.

@@ -9,6 +9,7 @@ from kernels.gpu.dependent_launch import may_depend
 from kernels.linear.projection import LinearWeights, Purpose, Residual, bind_norm, bind_projection
 from kernels.rope.cache import unsupported as rope_unsupported
 from model.network.head import Head, SoftcappedHead
+from model.network.parallel import GatheredHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels import GPUArch
+    from kernels.collective.communicator import Communicator
     from kernels.linear.projection import LayerNorm, Norm
     from model.network.layers import BoundLayer, DecoderLayer
 
@@ -54,16 +56,21 @@ def bind_network(
     logit_softcap: float | None,
     arch: GPUArch,
     purpose: Purpose,
+    *,
+    vocab_size: int,
+    communicator: Communicator | None = None,
 ) -> BoundNetwork:
     """Bind a model's parameters. In-place changes to them take effect; replacing them does not.
 
     Args:
         layers: the layers in order.
         norm: the final norm.
-        head: [V, C], in the dtype of the activations.
+        head: [V, C], in the dtype of the activations; with a communicator this rank's rows.
         logit_softcap: of the logits; None for none.
         arch: architecture of the parameters' device.
         purpose: what the model is for; matrices may be copied unless it is training.
+        vocab_size: V.
+        communicator: of the ranks that share the model; None for one that is whole.
     """
     dtype = head.dtype
     reasons = rope_unsupported(str(dtype).removeprefix("torch."), arch)
@@ -71,10 +78,12 @@ def bind_network(
     if purpose is not Purpose.TRAINING and reasons and not arch.is_cpu:
         _logger.warning("PyTorch computes the layers, which is slower: %s", reasons[0])
     bound_head: Head = bind_projection(LinearWeights(head), dtype, arch, purpose=purpose)
+    if communicator is not None:
+        bound_head = GatheredHead(bound_head, vocab_size, communicator)
     if logit_softcap is not None:
         bound_head = SoftcappedHead(bound_head, logit_softcap)
     return BoundNetwork(
-        layers=[layer.bind(arch, dtype, purpose) for layer in layers],
+        layers=[layer.bind(arch, dtype, purpose, communicator) for layer in layers],
         norm=bind_norm(norm, arch, fused=fused),
         head=bound_head,
         fused=fused,

@@ -23,7 +23,14 @@ from model.network.attention_plans import AttentionPlanner
 from model.network.bound_network import BoundNetwork, bind_network
 from model.network.embedding import finish_embeddings
 from model.network.initial_weights import initialize
-from model.network.layers import DecoderLayer, layer_forward, make_norm, norm_dtype
+from model.network.layers import (
+    DecoderLayer,
+    layer_forward,
+    make_norm,
+    norm_dtype,
+    stacked_rows,
+)
+from model.network.parallel import head_rows, shard, shard_config, shard_stacked
 from model.network.rope import RotaryEmbedding
 from model.network.step import StepOutput
 
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels import GPUArch
+    from kernels.collective.communicator import Communicator
     from kernels.step.single_launch import StepKernel
     from model.checkpoint.config import ModelConfig
     from model.device.kv_cache import KVCache
@@ -52,6 +60,11 @@ class DecoderLM(nn.Module):
         dtype: dtype of parameters and activations.
         device: device of the parameters.
         weight_dtype: dtype of quantized layer matrices, float8_e4m3fn, for serving only; None for no quantization.
+        communicator: of the ranks that share the model, for serving only; this one has a part of the weights. None
+            for a model that is whole.
+
+    Attributes:
+        config: that of this rank's layers.
     """
 
     def __init__(
@@ -60,9 +73,13 @@ class DecoderLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         weight_dtype: torch.dtype | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
+        self.communicator = communicator
+        self._whole_config = config
+        config = config if communicator is None else shard_config(config, communicator.size)
 
         def empty(*shape: int, kind: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=kind, device=device))
@@ -78,7 +95,8 @@ class DecoderLM(nn.Module):
         self.norm = empty(config.hidden_size, kind=norm_dtype(config, dtype))
         self.norm_bias = empty(config.hidden_size) if config.norm == "layer" else None
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else empty(config.vocab_size, config.hidden_size)
+        self._head_rows = head_rows(config.vocab_size, communicator.size if communicator else 1)
+        self.lm_head = None if tied else empty(self._head_rows, config.hidden_size)
         self.rope = self.local_rope = RotaryEmbedding(config.rope, config.head_dim)
         if config.local_rope is not None:
             self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim)
@@ -313,6 +331,8 @@ class DecoderLM(nn.Module):
         """List why `arch` cannot run a decode step of one sequence as a single launch; empty if it can."""
         dtype = self.embed_tokens.dtype
         reasons = single_launch.unsupported(self.config, dtype, self.weight_dtype, arch)
+        if self.communicator is not None:
+            reasons = (*reasons, "no tensor parallelism")
         return reasons + self._launch_refusals
 
     def replaces_single_launch(self, error: RuntimeError) -> bool:
@@ -382,7 +402,26 @@ class DecoderLM(nn.Module):
         generator = None
         if seed is not None:
             generator = torch.Generator(self.embed_tokens.device).manual_seed(seed)
-        initialize(self, std, generator)
+        if self.communicator is None:
+            initialize(self, std, generator)
+        else:
+            self._initialize_part(std, generator, self.communicator.rank)
+
+    def _initialize_part(self, std: float, generator: torch.Generator | None, rank: int) -> None:
+        """Initialize this rank's part of the weights with that part of a whole model's."""
+        whole = DecoderLM(self._whole_config, device="meta")
+        parameters = dict(self.named_parameters())
+
+        def part(name: str, values: Tensor) -> Tensor:
+            kind = name.rpartition(".")[2]
+            whole_rows = stacked_rows(whole.config, kind)
+            rows = stacked_rows(self.config, kind)
+            if whole_rows is None or rows is None:
+                return shard(values, parameters[name].shape, rank)
+            return shard_stacked(values, whole_rows, rows, rank)
+
+        shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
+        initialize(self, std, generator, shapes, part)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -472,11 +511,19 @@ class DecoderLM(nn.Module):
             self.config.logit_softcap,
             detect(self.embed_tokens.device),
             purpose,
+            vocab_size=self.config.vocab_size,
+            communicator=self.communicator,
         )
 
     @property
-    def _head(self) -> nn.Parameter:
-        return self.embed_tokens if self.lm_head is None else self.lm_head
+    def _head(self) -> Tensor:
+        """The rows of the output head that this rank has, [V, C] in a model that is whole."""
+        if self.lm_head is not None:
+            return self.lm_head
+        if self.communicator is None:
+            return self.embed_tokens
+        shape = (self._head_rows, self.config.hidden_size)
+        return shard(self.embed_tokens.detach(), shape, self.communicator.rank)
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:

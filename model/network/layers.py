@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -16,11 +17,14 @@ from kernels.linear.projection import (
     Projection,
     Purpose,
     Residual,
+    ResidualWriter,
     bind_projection,
 )
+from model.network.parallel import ReducedProjection
 
 if TYPE_CHECKING:
     from kernels import GPUArch
+    from kernels.collective.communicator import Communicator
     from model.checkpoint.config import ModelConfig
 
 
@@ -38,9 +42,9 @@ class BoundLayer(NamedTuple):
 
     qkv: Projection
     head_norms: tuple[Norm, Norm] | None
-    output: Projection
+    output: ResidualWriter
     gate_up: Projection
-    down: Projection
+    down: ResidualWriter
     next_weights: tuple[Tensor, Tensor]
 
 
@@ -81,6 +85,16 @@ def layer_forward(
     residual = layer.output.to_residual(attention(index, layer, qkv), residual)
     gated, residual = layer.gate_up.from_residual(residual)
     return layer.down.to_residual(gated, residual)
+
+
+def stacked_rows(config: ModelConfig, parameter: str) -> list[int] | None:
+    """Return the rows of each projection that a parameter of a layer stacks; None if it holds only one."""
+    if parameter.startswith("qkv"):
+        key_rows = config.num_kv_heads * config.head_dim
+        return [config.num_heads * config.head_dim, key_rows, key_rows]
+    if parameter.startswith("gate_up") and config.gated_mlp:
+        return [config.intermediate_size, config.intermediate_size]
+    return None
 
 
 class DecoderLayer(nn.Module):
@@ -141,48 +155,57 @@ class DecoderLayer(nn.Module):
         self.down_bias = empty(hidden) if config.mlp_bias else None
         self.down_norm = norm(hidden) if config.post_norms else None
 
-    def bind(self, arch: GPUArch, dtype: torch.dtype, purpose: Purpose) -> BoundLayer:
+    def bind(
+        self,
+        arch: GPUArch,
+        dtype: torch.dtype,
+        purpose: Purpose,
+        communicator: Communicator | None = None,
+    ) -> BoundLayer:
         """Bind the parameters to kernels. In-place changes to the parameters take effect; replacing them does not.
 
         Args:
             arch: architecture of the parameters' device.
             dtype: of the activations.
             purpose: what the layer is for; matrices may be copied unless it is training.
+            communicator: of the ranks that share the layer; None for one that is whole.
         """
         eps = self._eps
         matrices = (self.qkv, self.output, self.gate_up, self.down)
         layer_weights = sum(matrix.numel() for matrix in matrices)
 
-        def bound(
-            name: str,
-            norm: Norm | LayerNorm | None = None,
-            activation: Activation | None = None,
-            *,
-            residual: bool = False,
-            post_norm: Tensor | None = None,
-        ) -> Projection:
+        bind = functools.partial(
+            bind_projection, dtype=dtype, arch=arch, layer_weights=layer_weights, purpose=purpose
+        )
+
+        def weights(name: str) -> LinearWeights:
+            return LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
+
+        def adding(name: str, post_norm: Tensor | None) -> ResidualWriter:
             after = None if post_norm is None else Norm(post_norm, eps)
-            weights = LinearWeights(*(getattr(self, name + end) for end in ("", "_bias", "_scale")))
-            return bind_projection(
-                weights,
-                dtype,
-                arch,
-                Operations(norm, activation, residual, after),
-                layer_weights=layer_weights,
-                purpose=purpose,
-            )
+            numbers = weights(name)
+            if communicator is None:
+                return bind(numbers, operations=Operations(residual=True, post_norm=after))
+            product = bind(numbers._replace(bias=None))
+            return ReducedProjection(product, numbers.bias, after, communicator)
 
         head_norms = None
         if self.q_norm is not None and self.k_norm is not None:
             head_norms = Norm(self.q_norm, eps), Norm(self.k_norm, eps)
         return BoundLayer(
-            qkv=bound("qkv", make_norm(self.input_norm, self.input_norm_bias, eps)),
-            head_norms=head_norms,
-            output=bound("output", residual=True, post_norm=self.output_norm),
-            gate_up=bound(
-                "gate_up", make_norm(self.mlp_norm, self.mlp_norm_bias, eps), self._activation
+            qkv=bind(
+                weights("qkv"),
+                operations=Operations(make_norm(self.input_norm, self.input_norm_bias, eps)),
             ),
-            down=bound("down", residual=True, post_norm=self.down_norm),
+            head_norms=head_norms,
+            output=adding("output", self.output_norm),
+            gate_up=bind(
+                weights("gate_up"),
+                operations=Operations(
+                    make_norm(self.mlp_norm, self.mlp_norm_bias, eps), self._activation
+                ),
+            ),
+            down=adding("down", self.down_norm),
             next_weights=(self.output, self.gate_up),
         )
 

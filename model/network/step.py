@@ -159,6 +159,16 @@ class StepInput:
         """Queue the copy to the device."""
         self._staged.send()
 
+    def to_bytes(self) -> bytes:
+        """Return the contents of the host arrays."""
+        return self._staged.to_bytes()
+
+    def load(self, data: bytes) -> None:
+        """Fill the arrays with the contents of those of another input of the same bucket, and queue the copy."""
+        self.wait()
+        self._staged.load(data)
+        self.send()
+
 
 class StepOutput(NamedTuple):
     """The results of a step, on the device.

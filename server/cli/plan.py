@@ -64,7 +64,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
         NoKernelError: no kernel supports its attention; lists every reason.
     """
     planned = resolve_model(settings, folder, arch)
-    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype)
+    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
     in_c = planned.quantization if planned.quantization in cpu_steps.BITS else None
     return explain_model(
         model,

@@ -9,8 +9,10 @@ import torch
 
 from kernels import FP8, detect
 from kernels.arch import CATALOGUE
+from kernels.collective.communicator import AbsentRanks
 from model.checkpoint.config import ModelConfig
 from model.device.dtypes import gpu_dtype, resolve_dtype, resolve_quantization, weight_dtype
+from model.errors import UnsupportedModelError
 from model.network import cpu_steps
 from server.engine.core.start_checks import NO_GPU
 
@@ -31,6 +33,7 @@ class PlannedModel:
 
     Attributes:
         config: of the checkpoint.
+        ranks: what the model knows of the ranks that share it; None for a model that is whole.
         dtype: of weights that are not quantized, and of activations.
         quantization: of the weights, resolved.
         weight_dtype: of quantized layer weights; None without.
@@ -38,6 +41,7 @@ class PlannedModel:
     """
 
     config: ModelConfig
+    ranks: AbsentRanks | None
     dtype: torch.dtype
     quantization: str
     weight_dtype: torch.dtype | None
@@ -74,6 +78,9 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
         ModelError: the model is not supported, or the processor does not support the quantization.
     """
     config = ModelConfig.from_folder(folder)
+    num_ranks = settings.tensor_parallel
+    if reasons := config.parallel_unsupported(num_ranks):
+        raise UnsupportedModelError(f"--tensor-parallel {num_ranks}: {'; '.join(reasons)}")
     kv_dtype = FP8 if settings.kv_cache_dtype == "fp8" else None
     quantization = resolve_quantization(
         settings.quantization,
@@ -83,6 +90,7 @@ def resolve_model(settings: Settings, folder: Path, arch: GPUArch) -> PlannedMod
     )
     return PlannedModel(
         config=config,
+        ranks=AbsentRanks(num_ranks) if num_ranks > 1 else None,
         dtype=_dtype(settings.dtype, config, arch),
         quantization=quantization,
         weight_dtype=weight_dtype(quantization),

@@ -150,6 +150,13 @@ class Settings(BaseModel):
         "`deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights, "
         "slower on a GPU",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="number of GPUs that share the model, each with a part of every layer; a divisor of the model's "
+        "key-value heads",
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kernels.arch import CATALOGUE
 from server.engine.core.messages import EngineMessage, FrontEndMessage, Shutdown
 from server.engine.core.start_checks import StartupError
+from server.engine.link.rank_processes import RankProcesses
 from server.engine.runner.compile_absent import compile_for
 from server.engine.runner.startup import start_engine
 
@@ -46,7 +47,8 @@ def warm_up(config: EngineConfig, began: float) -> None:
         began: `time.perf_counter()` when the command began.
     """
     try:
-        engine = start_engine(config, _EndsAtOnce())
+        ranks = RankProcesses(config) if config.tensor_parallel > 1 else None
+        engine = start_engine(config, _EndsAtOnce(), ranks)
     except StartupError as error:
         _fail(str(error))
     ready = time.perf_counter() - began

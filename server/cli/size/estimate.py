@@ -9,6 +9,7 @@ import msgspec
 from model.device.dtypes import resolve_kv_dtype
 from model.device.kv_cache import bytes_per_token
 from model.network.decoder import DecoderLM
+from model.network.parallel import shard_config
 from server.engine.core.kv_demand import GIB, MIB, KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.kv_memory import SHARE, size_within
 from server.engine.runner.model_work import ModelWork, Rows
@@ -92,7 +93,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate(
     planned: PlannedModel, config: EngineConfig, arch: GPUArch, input_len: int, output_len: int
 ) -> Estimate:
-    """Estimate a service whose requests have one length.
+    """Estimate a service whose requests have one length; of several GPUs that share the model, each one.
 
     Args:
         planned: the model on this GPU.
@@ -109,8 +110,9 @@ def estimate(
     memory = _memory(planned, config, arch, limits)
     lengths = dict.fromkeys((input_len + output_len, limits.max_model_len))
     capacity = [_capacity(memory.kv_tokens, length, config.block_size) for length in lengths]
+    num_ranks = 1 if planned.ranks is None else planned.ranks.size
     work = ModelWork(
-        planned.config,
+        shard_config(planned.config, num_ranks),
         planned.dtype,
         config.block_size,
         arch,
@@ -140,8 +142,8 @@ def estimate(
 def _memory(
     planned: PlannedModel, config: EngineConfig, arch: GPUArch, limits: SchedulerConfig
 ) -> Memory:
-    shape = planned.config
-    model = DecoderLM(shape, planned.dtype, "meta", planned.weight_dtype)
+    model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
+    shape = model.config
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     activation_bytes = _activations(planned, limits)
     if config.cuda_graphs:

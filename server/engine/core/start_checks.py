@@ -44,6 +44,8 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
         raise StartupError(
             f"--max-model-len {requested} is more than the model's own limit of {limit} tokens"
         )
+    if reasons := model.parallel_unsupported(config.tensor_parallel):
+        raise StartupError(f"--tensor-parallel {config.tensor_parallel}: {'; '.join(reasons)}")
     if config.device == "cpu" or has_gpu is False:
         _check_on_cpu(config, model)
     elif (config.device == "cuda" or has_gpu) and config.quantization in ("int8", "int4"):
@@ -54,6 +56,11 @@ def check_start(config: EngineConfig, model: ModelConfig, *, has_gpu: bool | Non
 
 
 def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
+    if config.tensor_parallel > 1 and config.quantization in ("int8", "int4"):
+        raise StartupError(
+            f"--quantization {config.quantization}: the library for weights in int8 and int4 does not share a model "
+            f"among --tensor-parallel {config.tensor_parallel} ranks; use none or auto"
+        )
     if config.quantization == "fp8":
         raise StartupError(
             "--quantization fp8: weights in FP8 are for our GPU kernels, and this service runs on the CPU; "

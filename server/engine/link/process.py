@@ -35,6 +35,7 @@ from server.engine.link.process_setup import (
     set_passive_openmp_wait,
 )
 from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, RequestHeader
+from server.engine.link.rank_processes import RankProcesses
 from server.engine.link.sockets import MAX_REQUEST_BYTES, Connection
 from server.engine.link.watchdog import EngineWatch, Watchdog
 from server.engine.runner.gpu_driver import open_gpu
@@ -119,8 +120,9 @@ def main() -> None:
     log_phase("importing PyTorch", imported)
     with contextlib.closing(Channel(launch.address, progress)) as channel:
         engine, failure = None, ""
+        ranks = RankProcesses(launch.config) if launch.config.tensor_parallel > 1 else None
         try:
-            engine = start_engine(launch.config, channel)
+            engine = start_engine(launch.config, channel, ranks)
         except StartupError as error:
             failure = str(error)
         if engine is None:
@@ -134,6 +136,8 @@ def main() -> None:
         channel.send(EngineReady(engine.info))
         engine.run()
         progress.begin(Activity.IDLE)  # nothing hangs while the last messages are sent
+        if ranks is not None:
+            ranks.close()
 
 
 def _listen(launches: queue.SimpleQueue[EngineLaunch], progress: Progress) -> None:

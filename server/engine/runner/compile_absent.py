@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels import KernelError, select
+from kernels.collective.communicator import AbsentRanks
 from kernels.gpu.absent_gpu import AbsentGPUError, absent_gpu
 from model.checkpoint.config import ModelConfig
 from model.device.dtypes import resolve_dtype, weight_dtype
@@ -43,7 +44,14 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
             quantization = resolved_quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
             limits = step_limits(config, model_config, device.type)
-            model = DecoderLM(model_config, dtype, device, weight_dtype(quantization))
+            size = config.tensor_parallel
+            model = DecoderLM(
+                model_config,
+                dtype,
+                device,
+                weight_dtype(quantization),
+                AbsentRanks(size) if size > 1 else None,
+            )
             model.optimize(quantization)
             model.reserve_positions(limits.max_model_len)
             for deterministic in (False, True):

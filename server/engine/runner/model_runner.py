@@ -22,6 +22,7 @@ from model.sampling.rows import SamplingRow, TokenHistory
 from model.sampling.sampler import Sampler
 from server.engine.core.sequence import SequenceStatus
 from server.engine.core.step import PromptLogprobs
+from server.engine.runner.executor import StepExecutor
 from server.engine.runner.model_plan import explain_model
 from server.engine.runner.recordings import RecordedSteps
 from server.engine.runner.sampled_tokens import SampledTokens
@@ -61,6 +62,10 @@ class ModelRunner:
         kv_cache: the engine's `BlockManager` allocates its blocks.
         grammars: compiles the grammars of sequences; None if none has one.
         deterministic: whether all sequences are deterministic.
+
+    Attributes:
+        executor: computes the packed steps; may be replaced before `record_steps`.
+        num_blocks: blocks of the cache that sequences may use.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class ModelRunner:
         deterministic: bool = False,
     ) -> None:
         self.model, self.kv_cache, self.deterministic = model, kv_cache, deterministic
+        self.executor = StepExecutor(model, kv_cache)
+        self.num_blocks = kv_cache.num_blocks
         self._grammars = grammars
         self.device = kv_cache.layer(0).device
         self.sharing_rule = self._find_sharing_rule()
@@ -84,7 +91,7 @@ class ModelRunner:
     @property
     def num_cache_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
-        return self.kv_cache.num_blocks * self.kv_cache.block_size
+        return self.num_blocks * self.kv_cache.block_size
 
     @property
     def cache_dtype(self) -> str:
@@ -106,6 +113,7 @@ class ModelRunner:
             self._sampled,
             limits,
             self.sharing_rule,
+            executor=self.executor,
             deterministic=self.deterministic,
         )
 
@@ -128,6 +136,8 @@ class ModelRunner:
         Returns:
             Whether later steps can succeed. An illegal memory access leaves a CUDA context unusable.
         """
+        if self.executor.is_shared:
+            return False  # the other ranks may be in another step, or wait for this one
         out_of_memory = is_out_of_memory(error)
         if out_of_memory:
             traceback.clear_frames(error.__traceback__)  # the frames hold the step's tensors
@@ -194,6 +204,8 @@ class ModelRunner:
             errors = {} if masks is None else _add_masks(rows, *masks)
             tokens = self._sampler.begin(logits, rows)
             self._sampled.put(tokens.tokens)
+            if self.device.type == "cuda":  # elsewhere the host knows all tokens of a step's input
+                self.executor.share_tokens(self._sampled.ids, len(tokens.tokens))
             return SampledStep(tokens, num_logits, prompts, tokens.feeds_next, errors)
 
         if waits:
@@ -246,11 +258,11 @@ class ModelRunner:
             sampled = self._sampled.ids
         scheduled = (*output.decode, *output.prefill)
         if not any(map(_scores_prompt, scheduled)):
-            return [self.model.step(packed.input, self.kv_cache, sampled)], {}
-        hidden = self.model.hidden_states(packed.input, self.kv_cache, sampled)
+            return [self.executor.step(packed.input, sampled)], {}
+        hidden = self.executor.hidden_states(packed.input, sampled)
         deterministic = packed.input.bucket.deterministic
         prompts = self._prompt_logprobs(scheduled, hidden, deterministic=deterministic)
-        return [self.model.score(packed.input, hidden)], prompts
+        return [self.executor.score(packed.input, hidden)], prompts
 
     def _find_sharing_rule(self) -> SharingRule | None:
         """Return the rule that decides whether a step reads a shared prefix once; None if no layer supports it."""
@@ -312,8 +324,9 @@ class ModelRunner:
             count = sequence.sampling.prompt_top_logprobs
             for i in range(0, len(following), _PROMPT_LOGPROB_ROWS):
                 ids = following[i : i + _PROMPT_LOGPROB_ROWS]
-                rows = hidden[row + i : row + i + len(ids)]
-                logits = self.model.logits(rows, deterministic=deterministic)
+                logits = self.executor.logits(
+                    hidden, row + i, len(ids), deterministic=deterministic
+                )
                 logprobs += prompt_logprobs(logits, torch.tensor(ids, device=logits.device))
                 if count:
                     top_tokens += prompt_top_tokens(logits, count)

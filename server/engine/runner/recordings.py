@@ -17,6 +17,7 @@ import torch
 
 from model.network.step import StepOutput, input_bytes
 from server.engine.runner.buckets import BucketGrid
+from server.engine.runner.executor import StepExecutor
 from server.engine.runner.shared_prefix import shared_blocks
 from server.engine.runner.step_input import PackedStep, exact_bucket
 
@@ -90,6 +91,7 @@ class RecordedSteps:
         sampled: steps write their tokens here; its capacity is at least a step's rows plus one.
         limits: of a step.
         sharing_rule: decides whether a shared prefix is read once; None if no kernel supports it.
+        executor: computes the steps to be recorded; None for one of the model and the cache.
         deterministic: whether the steps to record in idle time are deterministic.
     """
 
@@ -102,8 +104,10 @@ class RecordedSteps:
         limits: SchedulerConfig,
         sharing_rule: SharingRule | None = None,
         *,
+        executor: StepExecutor | None = None,
         deterministic: bool = False,
     ) -> None:
+        self._executor = executor or StepExecutor(model, kv_cache)
         self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
         self._sampled, self._sharing_rule = sampled, sharing_rule
         self._device = kv_cache.layer(0).device
@@ -261,9 +265,7 @@ class RecordedSteps:
         step.pack((), (), self._sampled)
         ids = self._sampled.ids
         kept = ids.clone()  # the next step may continue from what the last one sampled
-        replay = self._recorder.record(
-            lambda: self._model.step(step.input, self._kv_cache, ids, out)
-        )
+        replay = self._executor.record(self._recorder, step.input, ids, out)
         ids.copy_(kept)
         return _Recording(step, out, replay)
 

@@ -25,6 +25,7 @@ from server.engine.core.kv_demand import KVCacheDemand, NotEnoughMemoryError
 from server.engine.runner.grammars import Grammars
 from server.engine.runner.kv_memory import allocate_kv_cache
 from server.engine.runner.model_runner import ModelRunner
+from server.engine.runner.ranks import FollowingExecutor, LeadingExecutor
 from server.engine.runner.recordings import recorded_bytes
 from server.engine.runner.warm_up import compute_largest_step, warm_up
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from model.network.decoder import DecoderLM
     from server.engine.core.limits import SchedulerConfig
     from server.engine.core.messages import EngineConfig
+    from server.engine.runner.ranks import Ranks
     from server.engine.runner.startup_progress import Phases
 
 log = logging.getLogger("tessera.engine")
@@ -46,15 +48,20 @@ GPU_HEADROOM_BYTES: Final = 256 * 2**20
 
 
 def start_runner(
-    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+    model: DecoderLM,
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    phases: Phases,
+    ranks: Ranks | None = None,
 ) -> tuple[ModelRunner, int]:
-    """Allocate the KV cache and warm up.
+    """Allocate the KV cache, warm up and record steps from now on.
 
     Args:
         model: on its device.
         config: of the engine.
         limits: of a step.
         phases: reports the progress.
+        ranks: the other ranks if the model is shared.
 
     Returns:
         The runner, and the limit of tokens in one sequence.
@@ -62,20 +69,65 @@ def start_runner(
     Raises:
         NotEnoughMemoryError: the cache does not fit, or a cache that fits cannot hold a prompt and an output token.
     """
-    if model.embed_tokens.device.type == "cuda":
-        return _start_on_gpu(model, config, limits, phases)
+    runner = _start(model, config, limits, phases)
+    if ranks is not None:
+        runner.executor = LeadingExecutor(model, runner.kv_cache, ranks)
+    max_total_tokens = _max_total_tokens(runner, limits)
+    _log_capacity(runner, limits, max_total_tokens)
+    if _records(config, runner):
+        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
+        runner.record_steps(served, CudaGraphs(runner.device))
+    return runner, max_total_tokens
+
+
+def start_follower(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> FollowingExecutor:
+    """Do what `start_runner` does, on a rank that does not lead.
+
+    Args:
+        model: this rank's part, on its device.
+        config: of the engine.
+        limits: of a step.
+        phases: reports the progress.
+
+    Raises:
+        NotEnoughMemoryError: as for `start_runner`.
+    """
+    runner = _start(model, config, limits, phases)
+    recorder = CudaGraphs(runner.device) if _records(config, runner) else None
+    return FollowingExecutor(model, runner.kv_cache, recorder, limits.max_num_seqs)
+
+
+def _start(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> ModelRunner:
+    """Allocate the KV cache and warm up. Ranks do so at their own pace, and then agree on the size of the cache."""
+    on_gpu = model.embed_tokens.device.type == "cuda"
+    start = _start_on_gpu if on_gpu else _start_on_cpu
+    communicator = model.communicator
+    if communicator is None:
+        return start(model, config, limits, phases)
+    with communicator.detached():
+        runner = start(model, config, limits, phases)
+    runner.num_blocks = communicator.minimum(runner.num_blocks)
+    return runner
+
+
+def _start_on_cpu(
+    model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
+) -> ModelRunner:
     with phases("allocating the KV cache"):
         runner = _allocate(model, config, limits)
-        max_total_tokens = _max_total_tokens(runner, limits)
+        served = dataclasses.replace(limits, max_model_len=_max_total_tokens(runner, limits))
     with phases("warming up"):
-        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
         warm_up(runner, served, phases.say)
-    return runner, max_total_tokens
+    return runner
 
 
 def _start_on_gpu(
     model: DecoderLM, config: EngineConfig, limits: SchedulerConfig, phases: Phases
-) -> tuple[ModelRunner, int]:
+) -> ModelRunner:
     device = model.embed_tokens.device
     with phases("warming up"):
         model.reserve_positions(limits.max_model_len)
@@ -96,12 +148,12 @@ def _start_on_gpu(
             torch.cuda.synchronize(device)
 
         kept_bytes = step_bytes + recorded + GPU_HEADROOM_BYTES
-        runner = _allocate(model, config, limits, kept_bytes, hold_step)
-        max_total_tokens = _max_total_tokens(runner, limits)
-    if config.cuda_graphs and _can_record(runner):
-        served = dataclasses.replace(limits, max_model_len=max_total_tokens)
-        runner.record_steps(served, CudaGraphs(device))
-    return runner, max_total_tokens
+        return _allocate(model, config, limits, kept_bytes, hold_step)
+
+
+def _records(config: EngineConfig, runner: ModelRunner) -> bool:
+    """Return whether steps are recorded."""
+    return config.cuda_graphs and runner.device.type == "cuda" and _can_record(runner)
 
 
 def _recorded_bytes(model: DecoderLM, config: EngineConfig, limits: SchedulerConfig) -> int:
@@ -204,6 +256,11 @@ def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
             f"a KV cache of {tokens} token cannot hold a prompt and an answer; "
             f"--kv-cache-tokens must be at least {_FEWEST_TOKENS}"
         )
+    return tokens
+
+
+def _log_capacity(runner: ModelRunner, limits: SchedulerConfig, tokens: int) -> None:
+    """Log how many sequences the cache holds; `tokens` is the limit of one sequence."""
     if tokens < limits.max_model_len:
         log.warning(
             "the KV cache limits a request to %d tokens, prompt and output together; the model allows %d; "
@@ -218,4 +275,3 @@ def _max_total_tokens(runner: ModelRunner, limits: SchedulerConfig) -> int:
             runner.num_cache_tokens // limits.max_model_len,
             limits.max_model_len,
         )
-    return tokens

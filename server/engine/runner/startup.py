@@ -9,15 +9,16 @@ import platform
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from kernels import KernelError, detect
+from kernels.collective.communicator import TorchCommunicator
 from kernels.fp8 import FP8
 from model.checkpoint.config import ModelConfig
-from model.checkpoint.weights import load_model
+from model.checkpoint.weights import load_part
 from model.device.cpus import default_engine_threads, usable_cpus
 from model.device.dtypes import (
     resolve_dtype,
@@ -35,14 +36,16 @@ from server.engine.core.messages import EngineConfig, EngineInfo
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.start_checks import StartupError, check_start
 from server.engine.runner.device_errors import explain
-from server.engine.runner.runner_start import start_runner
+from server.engine.runner.runner_start import start_follower, start_runner
 from server.engine.runner.startup_progress import Phases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from model.network.decoder import DecoderLM
     from server.engine.core.engine import EngineChannel
+    from server.engine.core.messages import EngineMessage, FrontEndMessage
+    from server.engine.runner.ranks import FollowingExecutor, Ranks
 
 log = logging.getLogger("tessera.engine")
 
@@ -59,46 +62,36 @@ _DEFAULT_BUDGET = {"cpu": 512, "cuda": 1024}
 _DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 
-def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
+class _Loaded(NamedTuple):
+    """A model on its device, and what was decided while it was loaded."""
+
+    model: DecoderLM
+    config: ModelConfig
+    limits: SchedulerConfig
+    quantization: str
+
+
+def start_engine(
+    config: EngineConfig, channel: EngineChannel, ranks: Ranks | None = None
+) -> Engine:
     """Load the model, allocate its KV cache and warm up.
+
+    Args:
+        config: of the engine.
+        channel: to the front end.
+        ranks: the other ranks, which are started already; None if `tensor_parallel` is 1.
 
     Raises:
         StartupError: the configuration, the checkpoint or the machine does not allow it.
     """
+    assert config.tensor_parallel == (ranks.size if ranks else 1)
     phases = Phases(channel)
-    try:
-        with phases("reading the configuration"):
-            model_config = ModelConfig.from_folder(Path(config.model_path))
-            check_start(config, model_config, has_gpu=torch.cuda.is_available())
-            device = _device(config.device)
-            if device.type == "cuda" and config.compiled_kernels is not None:
-                _read_compiled_kernels(Path(config.compiled_kernels))
-            limits = step_limits(config, model_config, device.type)
-            quantization = resolved_quantization(config, model_config, device)
-            dtype = resolve_dtype(config.dtype, model_config, device)
-            threads = _set_threads(config.cpu_threads, device, quantization)
-        with phases("loading the weights"), _weights_progress(phases) as progress:
-            model = load_model(
-                Path(config.model_path),
-                model_config,
-                stored_dtype(model_config) if quantization in cpu_steps.BITS else dtype,
-                device,
-                config.load_format,
-                progress,
-                pack=quantization not in cpu_steps.BITS,
-                weight_dtype=weight_dtype(quantization),
-            )
-            model.optimize(quantization, threads)
-            if config.deterministic:
-                _check_deterministic(model, config, device)
-        dtype = model.embed_tokens.dtype
-        runner, max_total_tokens = start_runner(model, config, limits, phases)
-    except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
-        raise StartupError(str(error)) from error
-    except Exception as error:
-        # Drivers, libraries and compilers raise errors of many types; the operator may be able to fix the cause.
-        log.exception("%s failed", phases.current)
-        raise StartupError(explain(error, phases.current)) from error
+    with _errors_explained(phases):
+        loaded = _load(config, phases, 0, None if ranks is None else ranks.store)
+        model, model_config, limits, quantization = loaded
+        runner, max_total_tokens = start_runner(model, config, limits, phases, ranks)
+    device = runner.device
+    dtype = model.embed_tokens.dtype
     num_blocks = runner.num_cache_tokens // config.block_size
     blocks = BlockManager(
         num_blocks,
@@ -137,6 +130,88 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
     log.info("%s; GET /plan lists the reasons", info.plan)
     runs_ahead = config.overlap and device.type == "cuda"
     return Engine(Scheduler(limits, blocks), runner, channel, info, runs_ahead=runs_ahead)
+
+
+def start_rank(config: EngineConfig, rank: int, store: str) -> FollowingExecutor:
+    """Load this rank's part of the model, allocate its KV cache and warm up.
+
+    Args:
+        config: of the engine.
+        rank: of this process, 1 or more.
+        store: as in `Ranks`.
+
+    Raises:
+        StartupError: as for `start_engine`.
+    """
+    phases = Phases(_Silent())
+    with _errors_explained(phases):
+        loaded = _load(config, phases, rank, store)
+        return start_follower(loaded.model, config, loaded.limits, phases)
+
+
+class _Silent:
+    """The channel of a rank that does not report to the front end."""
+
+    def send(self, message: EngineMessage) -> None:
+        """Discard the message."""
+
+    def receive(self, *, wait: float) -> Iterable[FrontEndMessage]:
+        """Return nothing."""
+        del wait
+        return []
+
+
+@contextmanager
+def _errors_explained(phases: Phases) -> Iterator[None]:
+    """Raise a `StartupError` with an explanation in place of any other error."""
+    try:
+        yield
+    except (StartupError, ModelError, KernelError, NotEnoughMemoryError) as error:
+        raise StartupError(str(error)) from error
+    except Exception as error:
+        # Drivers, libraries and compilers raise errors of many types; the operator may be able to fix the cause.
+        log.exception("%s failed", phases.current)
+        raise StartupError(explain(error, phases.current)) from error
+
+
+def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) -> _Loaded:
+    """Load the model or a rank's part of it.
+
+    Args:
+        config: of the engine.
+        phases: reports the progress.
+        rank: of this process.
+        store: as in `Ranks`; None without other ranks.
+    """
+    with phases("reading the configuration"):
+        model_config = ModelConfig.from_folder(Path(config.model_path))
+        check_start(config, model_config, has_gpu=torch.cuda.is_available())
+        device = _device(config.device, rank, config.tensor_parallel)
+        if device.type == "cuda" and config.compiled_kernels is not None:
+            _read_compiled_kernels(Path(config.compiled_kernels))
+        limits = step_limits(config, model_config, device.type)
+        quantization = resolved_quantization(config, model_config, device)
+        dtype = resolve_dtype(config.dtype, model_config, device)
+        threads = _set_threads(config, device, quantization)
+    communicator = None
+    if store is not None:
+        with phases("connecting the ranks"):
+            communicator = TorchCommunicator(rank, config.tensor_parallel, store, device)
+    with phases("loading the weights"), _weights_progress(phases, shown=not rank) as progress:
+        model = load_part(
+            Path(config.model_path),
+            model_config,
+            stored_dtype(model_config) if quantization in cpu_steps.BITS else dtype,
+            device,
+            config.load_format,
+            progress,
+            weight_dtype=weight_dtype(quantization),
+            communicator=communicator,
+        )
+        model.optimize(quantization, threads)
+        if config.deterministic:
+            _check_deterministic(model, config, device)
+    return _Loaded(model, model_config, limits, quantization)
 
 
 def _read_compiled_kernels(folder: Path) -> None:
@@ -186,9 +261,23 @@ def step_limits(config: EngineConfig, model: ModelConfig, device_type: str) -> S
     )
 
 
-def _device(requested: str) -> torch.device:
-    use_gpu = requested != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if use_gpu else "cpu")
+def _device(requested: str, rank: int, num_ranks: int) -> torch.device:
+    """Return the device of a rank, and make its GPU the current one.
+
+    Raises:
+        StartupError: there are fewer GPUs than ranks.
+    """
+    if requested == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if num_ranks == 1:
+        return torch.device("cuda")
+    visible = torch.cuda.device_count()
+    if visible < num_ranks:
+        raise StartupError(
+            f"--tensor-parallel {num_ranks} needs a GPU for each rank; visible: {visible}"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def resolved_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
@@ -196,21 +285,22 @@ def resolved_quantization(config: EngineConfig, model: ModelConfig, device: torc
 
     def unsupported() -> tuple[str, ...]:
         cache = ("the KV cache is in FP8",) if config.kv_cache_dtype == "fp8" else ()
-        return cache + cpu_steps.unsupported(model)
+        ranks = ("several ranks share the model",) if config.tensor_parallel > 1 else ()
+        return cache + ranks + cpu_steps.unsupported(model)
 
     return resolve_quantization(config.quantization, detect(device), config.dtype, unsupported)
 
 
-def _set_threads(requested: int | None, device: torch.device, quantization: str) -> int:
+def _set_threads(config: EngineConfig, device: torch.device, quantization: str) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
-    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it.
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks divide the processors.
 
     Returns:
         The threads of the C library, which computes models in int8 and int4.
     """
-    cpus = usable_cpus()
-    most = _default_torch_threads()
+    cpus, requested = usable_cpus(), config.cpu_threads
+    most = max(1, _default_torch_threads() // config.tensor_parallel)
     torch_threads = requested or min(most, default_engine_threads(cpus, synchronous=True))
     native_threads = requested or min(most, default_engine_threads(cpus, synchronous=False))
     torch.set_num_threads(torch_threads)
@@ -227,11 +317,10 @@ def _default_torch_threads() -> int:
 
 
 @contextmanager
-def _weights_progress(phases: Phases) -> Iterator[Callable[[int, int], None]]:
-    """Report the progress of loading: as a progress bar on a terminal, and as the start-up phase."""
-    with tqdm(
-        unit="B", unit_scale=True, desc="weights", leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
+def _weights_progress(phases: Phases, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Report the progress of loading: as a progress bar on a terminal if it is `shown`, and as the start-up phase."""
+    disable = not (shown and sys.stderr.isatty())
+    with tqdm(unit="B", unit_scale=True, desc="weights", leave=False, disable=disable) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -22,6 +22,7 @@ from server.engine.core.messages import (
     StepMessage,
 )
 from server.engine.core.request import FinishReason, GenerateRequest
+from server.engine.link.rank_processes import RankProcesses
 from server.engine.runner.startup import start_engine
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class EngineRun:
 
     def __init__(self, config: EngineConfig, idle_seconds: float = math.inf) -> None:
         self._channel = _Channel(idle_seconds)
-        self._engine = start_engine(config, self._channel)
+        ranks = RankProcesses(config) if config.tensor_parallel > 1 else None
+        self._engine = start_engine(config, self._channel, ranks)
         self.info = self._engine.info
         self._ids = itertools.count(1)
 

@@ -1,0 +1,148 @@
+"""Collective operations among ranks, the processes that compute a model together.
+
+All ranks call the same operations in the same order with tensors of the same shape and dtype. Sums are computed in the
+order of the ranks, so that every rank has the same bits, whatever else the tensors contain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+
+# PyTorch 2.13 renamed it; 2.11 has only the old name.
+_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+
+class Communicator(Protocol):
+    """Connects this process, one of N ranks, to the others.
+
+    Attributes:
+        rank: 0 to N - 1.
+        size: N.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum x, [T, C], over all ranks; returns a new tensor [T, C] in float32, the same bits on each rank."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [N, ...] for x of [...], in the order of the ranks."""
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite x with that of rank 0."""
+
+    def minimum(self, number: int) -> int:
+        """Return the smallest number of all ranks."""
+
+    def detached(self) -> AbstractContextManager[None]:
+        """Return a context within which ranks do not communicate: each takes its own tensor for that of all others.
+
+        It serves to compile kernels and to measure memory, which ranks do at their own pace.
+        """
+
+
+class OrderedSum:
+    """The all-reduce of communicators that gather: every rank adds the parts of all ranks in their order."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_gather`."""
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_reduce`."""
+        parts = self.all_gather(x)
+        total = parts[0].to(torch.float32, copy=True)
+        for part in parts[1:]:
+            total += part
+        return total
+
+
+class AbsentRanks(OrderedSum):
+    """Rank 0 of a group whose other ranks do not exist, to plan and to compile; see `Communicator.detached`.
+
+    Args:
+        size: number of ranks.
+    """
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def detached(self) -> AbstractContextManager[None]:
+        """See `Communicator.detached`; it always is."""
+        return contextlib.nullcontext()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_gather`."""
+        return _repeated(x, self.size)
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Communicator.broadcast`."""
+
+    def minimum(self, number: int) -> int:
+        """See `Communicator.minimum`."""
+        return number
+
+
+def _repeated(x: Tensor, size: int) -> Tensor:
+    return x.expand(size, *x.shape).contiguous()
+
+
+class TorchCommunicator(OrderedSum):
+    """Communicates by `torch.distributed`: gloo for tensors on a CPU, NCCL for those on a GPU.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        store: path of a file that does not exist yet, the same for all ranks; they find each other by it.
+        device: of the tensors; a GPU of its own for each rank.
+    """
+
+    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._detached = False
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        distributed.init_process_group(
+            backend, init_method=f"file://{store}", rank=rank, world_size=size
+        )
+
+    @contextlib.contextmanager
+    def detached(self) -> Iterator[None]:
+        """See `Communicator.detached`."""
+        self._detached = True
+        try:
+            yield
+        finally:
+            self._detached = False
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_gather`."""
+        if self._detached:
+            return _repeated(x, self.size)
+        out = x.new_empty(self.size, *x.shape)
+        _gather(out.flatten(0, 1), x.contiguous())
+        return out
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Communicator.broadcast`."""
+        if not self._detached:
+            distributed.broadcast(x, 0)
+
+    def minimum(self, number: int) -> int:
+        """See `Communicator.minimum`."""
+        found = torch.tensor([number])
+        distributed.all_reduce(found, distributed.ReduceOp.MIN)
+        return int(found)

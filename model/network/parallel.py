@@ -1,0 +1,155 @@
+"""Tensor parallelism: each rank has some heads, some columns of the MLP and some rows of the output head.
+
+    qkv, gate_up    rows of this rank's heads and of its part of the MLP      no communication
+    output, down    the columns that belong to them                           partial sums, added over all ranks
+    head            1/N of the vocabulary                                     logits, gathered from all ranks
+
+Every rank has the whole embedding and residual stream, and computes the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.elementwise import pytorch
+from kernels.linear.projection import FixedProjection, Residual
+from kernels.sampling.tokens import argmax_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kernels.collective.communicator import Communicator
+    from kernels.linear.projection import Norm, Projection
+    from model.checkpoint.config import ModelConfig
+    from model.network.head import Head
+
+
+def shard_config(config: ModelConfig, size: int) -> ModelConfig:
+    """Return the configuration of the layers of one of `size` ranks; `parallel_unsupported` must be empty."""
+    if size == 1:
+        return config
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def shard(whole: Tensor, shape: Sequence[int], rank: int) -> Tensor:
+    """Return a rank's part of a tensor, a view.
+
+    Args:
+        whole: any shape.
+        shape: of the part. Dimensions that are smaller than those of `whole` are divided among the ranks. If there
+            is a remainder, the last part begins earlier and repeats the end of the one before.
+        rank: of the part.
+    """
+    for dim, (size, whole_size) in enumerate(zip(shape, whole.shape, strict=True)):
+        if size != whole_size:
+            whole = whole.narrow(dim, min(rank * size, whole_size - size), size)
+    return whole
+
+
+def shard_stacked(
+    whole: Tensor, whole_rows: Sequence[int], rows: Sequence[int], rank: int
+) -> Tensor:
+    """Return a rank's part of stacked matrices or biases: its rows of each of them.
+
+    Args:
+        whole: [sum of whole_rows, ...].
+        whole_rows: rows of each stacked tensor.
+        rows: rows of each in the part.
+        rank: of the part.
+    """
+    stacked = zip(whole.split_with_sizes(list(whole_rows)), rows, strict=True)
+    return torch.cat([shard(part, (count, *part.shape[1:]), rank) for part, count in stacked])
+
+
+def head_rows(vocab_size: int, size: int) -> int:
+    """Return the rows of the output head that each of `size` ranks has."""
+    return -(-vocab_size // size)
+
+
+class ReducedProjection:
+    """A projection that adds to the residual stream, with the columns of one rank; sums them over all ranks.
+
+    Args:
+        product: of this rank's columns, without bias, norm and residual.
+        bias: [C], of the sum; None for none.
+        post_norm: of the sum, before it is added to the residual stream; None for none.
+        communicator: of the ranks.
+    """
+
+    def __init__(
+        self,
+        product: Projection,
+        bias: Tensor | None,
+        post_norm: Norm | None,
+        communicator: Communicator,
+    ) -> None:
+        self.copies_weights = product.copies_weights
+        self._product, self._bias, self._post_norm = product, bias, post_norm
+        self._communicator = communicator
+        # Kernels on a GPU add partial sums with the next norm.
+        self._leaves_partials = not isinstance(product, FixedProjection)
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """See `Projection.row_counts`."""
+        return self._product.row_counts
+
+    def prefetches(self, rows: int, /) -> bool:
+        """See `Projection.prefetches`."""
+        return self._product.prefetches(rows)
+
+    def to_residual(self, x: Tensor, residual: Residual) -> Residual:
+        """See `Projection.to_residual`."""
+        hidden, partials = residual
+        assert partials is None, "`from_residual` comes first, and adds them"
+        total = self._communicator.all_reduce(self._product(x))
+        if self._bias is not None:
+            total += self._bias
+        if self._post_norm is not None:
+            total = pytorch.rms_norm(total, self._post_norm.weight, self._post_norm.eps)
+        if self._leaves_partials:
+            return Residual(hidden, total[None])
+        return Residual(hidden + total.to(hidden.dtype))
+
+
+class GatheredHead:
+    """The output head with the rows of one rank; gathers the logits of all ranks.
+
+    Args:
+        head: of this rank's rows; see `shard`.
+        vocab_size: V.
+        communicator: of the ranks.
+    """
+
+    def __init__(self, head: Head, vocab_size: int, communicator: Communicator) -> None:
+        self._head, self._vocab_size, self._communicator = head, vocab_size, communicator
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """See `Head.row_counts`."""
+        return self._head.row_counts
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Head.__call__`."""
+        parts = self._communicator.all_gather(self._head(x))
+        *more, rows = parts.shape[1:]
+        if out is None:
+            out = parts.new_empty(*more, self._vocab_size)
+        for rank, part in enumerate(parts):
+            start = min(rank * rows, self._vocab_size - rows)
+            out[..., start : start + rows] = part
+        return out
+
+    def argmax(self, x: Tensor, out: Tensor, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """See `Head.argmax`."""
+        return argmax_tokens(self(x, out), checked=tokens, logprobs=logprobs)[0]

@@ -1,0 +1,72 @@
+"""Two processes serve one model on a CPU; a rank that dies takes its engine along, and both are replaced."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import CLIENT, Service
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+BODY = {"inputs": "def add(a, b):", "parameters": {"max_new_tokens": 24}}
+
+
+@pytest.fixture
+def service():
+    service = Service(["--device=cpu", "--tensor-parallel=2", "--dtype=float32"])
+    service.wait_until_healthy()
+    yield service
+    service.stop()
+
+
+def generate(service):
+    return CLIENT.post(f"{service.url}/generate", json=BODY, timeout=60)
+
+
+def children(pid):
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def alone():
+    service = Service(["--device=cpu", "--dtype=float32", "--quantization=none"])
+    try:
+        service.wait_until_healthy()
+        return generate(service).json()["generated_text"]
+    finally:
+        service.stop()
+
+
+def test_a_killed_rank_is_replaced_and_the_replies_are_those_of_one_process(service):
+    expected = alone()
+    assert generate(service).json()["generated_text"] == expected
+    engine = service.engine_pid()
+    (rank,) = children(engine)
+
+    os.kill(rank, signal.SIGKILL)
+
+    deadline = time.monotonic() + 60
+    while (reply := generate(service)).status_code != 200:
+        assert time.monotonic() < deadline, service.log()
+        time.sleep(0.1)
+    assert reply.json()["generated_text"] == expected
+    assert service.engine_pid() != engine
+    (replaced,) = children(service.engine_pid())
+    assert service.metric("tessera_engine_restarts_total") == 1
+    assert "rank 1 ended with status -9" in service.stop()
+    assert not Path(f"/proc/{replaced}").exists()
+
+
+def test_a_killed_engine_ends_its_ranks(service):
+    engine = service.engine_pid()
+    (rank,) = children(engine)
+
+    os.kill(engine, signal.SIGKILL)
+
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{rank}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
