@@ -1,10 +1,11 @@
 """The public API of the kernels: paged attention, attention for training, and the layer operations in PyTorch."""
 
 from kernels.arch import GPUArch, detect
+from kernels.attention.autograd import flash_attention
+from kernels.attention.block_mask import BlockMask
 from kernels.attention.cascade import shared_prefix_is_faster, takes_shared_prefix
 from kernels.attention.functional import (
     decode_attention,
-    flash_attention,
     plan_attention,
     prefill_attention,
     write_kv,
@@ -20,6 +21,7 @@ __all__ = [
     "FP8",
     "AttentionPlan",
     "AttentionProblem",
+    "BlockMask",
     "GPUArch",
     "KernelError",
     "NoKernelError",

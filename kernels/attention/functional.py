@@ -1,4 +1,4 @@
-"""The public operations of attention: plan a step, attend, write the cache, attend for training.
+"""The public operations of attention over a cache: plan a step, attend, write the cache.
 
 Dimensions: B sequences, T tokens of the step, H query heads, K key-value heads, D head dim,
 N blocks, S block size.
@@ -22,14 +22,11 @@ from kernels.attention.checks import (
     check_lse,
     check_scale,
     check_write,
-    describe,
 )
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
-from kernels.attention.pytorch.dense import flash_attention as _flash_attention
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
 from kernels.attention.select import Selection, select
-from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -233,35 +230,3 @@ def write_kv(
         scatter(k, v, kv, slot_mapping, kv_scale)
     else:
         _write_kv(k, v, kv, slot_mapping, kv_scale)
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sliding_window: int | None = None
-) -> Tensor:
-    """Compute causal attention of whole sequences, differentiably, for training.
-
-    Args:
-        q: [B, S, H, D]; here S is the sequence length.
-        k: [B, S, K, D]; K divides H.
-        v: [B, S, K, D].
-        softmax_scale: factor on the scores before the softmax.
-        sliding_window: tokens that a query attends to, itself included; None for all.
-
-    Returns:
-        [B, S, H, D] in q's dtype.
-
-    Raises:
-        ShapeError: the shapes do not fit each other.
-    """
-    if (
-        q.ndim != 4
-        or k.shape != v.shape
-        or q.shape[:2] != k.shape[:2]
-        or q.shape[3] != k.shape[3]
-        or q.shape[2] % k.shape[2]
-    ):
-        raise ShapeError(
-            f"q is {describe(q)}, k is {describe(k)}, v is {describe(v)}; expected "
-            "q [B, S, H, D], k and v [B, S, K, D], H a multiple of K"
-        )
-    return _flash_attention(q, k, v, softmax_scale, sliding_window)

@@ -23,6 +23,7 @@ _MODULES = (
     "kernels.attention.portable.decode",
     "kernels.attention.portable.prefix",
     "kernels.attention.portable.invariant",
+    "kernels.attention.portable.training",
     "kernels.attention.gpu.cascade_decode",
     "kernels.attention.portable.write_kv",
     "kernels.attention.hopper.fp8_quantize",

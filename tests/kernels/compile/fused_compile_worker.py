@@ -9,9 +9,12 @@ import collections
 import dataclasses
 import re
 from typing import Any
+from unittest import mock
 
 import torch
 
+from kernels.attention.portable import training
+from kernels.attention.training import TrainingBatch, TrainingProblem
 from kernels.elementwise.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
 from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.fp8 import FP8
@@ -73,15 +76,16 @@ class FusedJob:
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
         operation: "linear", "matrix", "invariant", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
-            "chosen", "sample" or "step".
+            "chosen", "sample", "step" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
-            "parts", "fp8", "float32".
+            "parts", "fp8", "float32"; of "training" some of "all", "window", "softcap", "alibi", "dropout",
+            "mask", "float32".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
-        function: the kernel to compile, of those that "argmax", "chosen" and "sample" launch.
+        function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
         vocabulary: tokens of a row, for these three.
     """
 
@@ -308,6 +312,29 @@ class FusedCompiler(Compiler):
         logits = torch.empty((2, job.vocabulary), dtype=torch.bfloat16)
         masks = torch.empty((1, -(-job.vocabulary // 32)), dtype=torch.int32)
         sample_tokens(logits, table, masks, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
+
+    def _training(self, job: FusedJob, _pdl: bool) -> None:
+        dtype = torch.float32 if "float32" in job.around else torch.bfloat16
+        q = torch.empty((8, 32, job.head_dim), dtype=dtype)
+        k = torch.empty((8, 8, job.head_dim), dtype=dtype)
+        offsets = torch.empty(3, dtype=torch.int32)
+        mask = (offsets, offsets, offsets, offsets) if "mask" in job.around else None
+        slopes = torch.empty(32) if "alibi" in job.around else None
+        batch = TrainingBatch(offsets, offsets, slopes, mask)
+        problem = TrainingProblem(
+            softmax_scale=0.1,
+            causal="all" not in job.around,
+            sliding_window=100 if "window" in job.around else None,
+            softcap=30.0 if "softcap" in job.around else None,
+            dropout_p=0.1 if "dropout" in job.around else 0.0,
+            max_seqlen_q=4096,
+            max_seqlen_k=4096,
+            mask_tile=(128, 128) if mask else (0, 0),
+        )
+        lse = torch.empty(q.shape[:2])
+        with mock.patch.object(training, "detect", return_value=ARCHES[job.sm]):
+            training.PORTABLE.forward(q, k, k, batch, problem)
+            training.PORTABLE.backward((q, lse), (q, k, k, q, lse), batch, problem)
 
 
 if __name__ == "__main__":
