@@ -63,7 +63,7 @@ _SINGLE: Final[dict[int, Launches]] = {
 
 def training_launches(arch: GPUArch, head_dim: int, dtype: torch.dtype) -> Launches:
     """Return the launches for a head dim of at most 256."""
-    table = _HOPPER if arch.sm in HOPPER else _HALF
+    table = _HALF if arch.unsupported(HOPPER, "wgmma is Hopper's") else _HOPPER
     if dtype is torch.float32:
         table = _SINGLE
     return next(launches for size, launches in table.items() if head_dim <= size)

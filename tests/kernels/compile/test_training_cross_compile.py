@@ -41,4 +41,7 @@ def test_a_kernel_of_training_fits_the_gpu_and_uses_tensor_cores(job, compile_jo
     assert facts["shared"] <= ARCHES[job.sm].shared_memory_bytes
     assert facts["spill_stores"] <= MOST_SPILLED[job.sm], facts
     if "float32" not in job.around:
-        assert facts["ptx"][INSTRUCTIONS[job.sm]] >= PRODUCTS[job.function]
+        # A tile of 64 keys of 256 columns does not fit in registers, and wgmma needs 64 rows.
+        is_narrow = job.head_dim == 256 and job.function != "forward"
+        instruction = "mma.sync" if is_narrow else INSTRUCTIONS[job.sm]
+        assert facts["ptx"][instruction] >= PRODUCTS[job.function]
