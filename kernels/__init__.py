@@ -4,6 +4,7 @@ from kernels.arch import GPUArch, detect
 from kernels.attention.autograd import flash_attention
 from kernels.attention.block_mask import BlockMask
 from kernels.attention.cascade import shared_prefix_is_faster, takes_shared_prefix
+from kernels.attention.drop_in import scaled_dot_product_attention
 from kernels.attention.functional import (
     decode_attention,
     plan_attention,
@@ -12,6 +13,7 @@ from kernels.attention.functional import (
 )
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
+from kernels.attention.ring import ring_attention
 from kernels.attention.select import Selection, select
 from kernels.elementwise.pytorch import apply_rope, rms_norm, rope_tables, silu_and_mul
 from kernels.errors import KernelError, NoKernelError, ShapeError, UnsupportedDeviceError
@@ -37,8 +39,10 @@ __all__ = [
     "flash_attention",
     "plan_attention",
     "prefill_attention",
+    "ring_attention",
     "rms_norm",
     "rope_tables",
+    "scaled_dot_product_attention",
     "select",
     "shared_prefix_is_faster",
     "silu_and_mul",
