@@ -10,6 +10,7 @@ Source: Zadouri et al., "FlashAttention-4", 2026, for both ideas; the polynomial
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -19,12 +20,10 @@ LOWEST_EXPONENT = gl.constexpr(-127.0)
 """Smaller arguments of the polynomial count as this one, whose result is exactly 0."""
 ROUNDING = gl.constexpr(12582912.0)
 """1.5 * 2^23: float32 numbers near it are the integers, so adding it rounds, and the low bits are the integer."""
-CUBE, SQUARE, SLOPE = (
-    gl.constexpr(0.056016669),
-    gl.constexpr(0.24264466),
-    gl.constexpr(0.69306862),
-)
-"""Coefficients of the polynomial 1 + SLOPE f + SQUARE f^2 + CUBE f^3 for 2^f with f from -0.5 to 0.5."""
+LINEAR = gl.constexpr(0.69328294)
+QUADRATIC = gl.constexpr(0.24221112)
+CUBIC = gl.constexpr(0.05500898)
+"""Coefficients of the polynomial for 2^f, f from -0.5 to 0.5, that is 1 at 0 and has the smallest relative error."""
 
 
 @gluon.jit
@@ -32,13 +31,13 @@ def polynomial_exp2(x):
     """Return 2^x for float32 `x` of at most 127, with a relative error of at most 1.1e-4 from -126 on.
 
     The argument is rounded with an addition, since the instructions that round or convert run on the special function
-    unit too. The integer is added to the exponent's bits.
+    unit too. The integer is added to the exponent's bits. Of a NaN it makes a NaN or a huge number.
     """
-    x = gl.maximum(x, LOWEST_EXPONENT)
+    x = gl.maximum(x, LOWEST_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
     shifted = x + ROUNDING
     fraction = x - (shifted - ROUNDING)
-    y = gl.fma(fraction, CUBE, SQUARE)
-    y = gl.fma(y, fraction, SLOPE)
+    y = gl.fma(fraction, CUBIC, QUADRATIC)
+    y = gl.fma(y, fraction, LINEAR)
     y = gl.fma(y, fraction, 1.0)
     bits = y.to(gl.int32, bitcast=True) + (shifted.to(gl.int32, bitcast=True) << 23)
     return bits.to(gl.float32, bitcast=True)

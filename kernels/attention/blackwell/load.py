@@ -68,8 +68,6 @@ def copy_queries(pipe, q_desc, queries, token, head, c):
     mbarrier.wait(pipe.q_empty.index(0), (queries & 1) ^ 1)
     mbarrier.expect(full, c.BLOCK_M * c.D * c.OPERAND_BYTES)
     for part in gl.static_range(GROUPS):
-        target = pipe.q.index(part)._reinterpret(
-            q_desc.dtype, [tokens, c.BOX, c.D], q_desc.layout
-        )
+        target = pipe.q.index(part)._reinterpret(q_desc.dtype, [tokens, c.BOX, c.D], q_desc.layout)
         where = [token + part * tokens, head * c.GROUP, 0]
         tma.async_copy_global_to_shared(q_desc, where, full, target)

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from kernels.attention.blackwell.pipeline import (
-    GROUPS,
     ROWS,
     fence_after_wait,
     next_item,

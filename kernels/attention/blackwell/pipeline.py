@@ -88,7 +88,7 @@ class Constants:
         self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
         SOFTCAP, LSE, POLYNOMIAL_COLUMNS,
     ) -> None:  # fmt: skip
-        assert BLOCK_M == GROUPS.value * ROWS.value
+        assert GROUPS.value * ROWS.value == BLOCK_M
         self.HEADS = gl.constexpr(HEADS)
         self.GROUP = gl.constexpr(GROUP)
         self.KEY_SHARES = gl.constexpr(KEY_SHARES)
@@ -119,6 +119,7 @@ class Pipeline:
         k: [STAGES, BLOCK_N, D] ring of key tiles; `v` of value tiles.
         o: [GROUPS, ROWS, OUT_COLUMNS] staging buffers of the outputs.
         items: [2 * _ITEM_WORDS, 1] int32, ring of two posted items.
+        votes: [GROUPS, 4] int32, whether a warp of a group has a row whose maximum has grown.
         scores: [GROUPS, ROWS, BLOCK_N] float32 in tensor memory.
         outputs: [GROUPS, ROWS, D] float32 in tensor memory.
         s_full: mbarriers, one per group, as are `p_full` and `o_full`.
@@ -129,6 +130,7 @@ class Pipeline:
     v: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
     items: gl.shared_memory_descriptor
+    votes: gl.shared_memory_descriptor
     scores: tensor_memory_descriptor
     outputs: tensor_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -145,7 +147,7 @@ class Pipeline:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, o, items, scores, outputs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+        self, q, k, v, o, items, votes, scores, outputs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
         item_full, item_empty, s_full, p_full, o_full,
     ) -> None:  # fmt: skip
         self.q = q
@@ -153,6 +155,7 @@ class Pipeline:
         self.v = v
         self.o = o
         self.items = items
+        self.votes = votes
         self.scores = scores
         self.outputs = outputs
         self.q_full = q_full
@@ -175,11 +178,10 @@ def make_pipeline(dtype: gl.constexpr, c):
     k = make_tiles(dtype, c.STAGES, c.BLOCK_N, c.D)
     v = make_tiles(dtype, c.STAGES, c.BLOCK_N, c.D)
     o = make_tiles(dtype, GROUPS, ROWS, OUT_COLUMNS)
-    item_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_WORDS, 1], item_layout)
-    scores = allocate_tensor_memory(
-        gl.float32, [GROUPS, ROWS, c.BLOCK_N], tensor_memory(c.BLOCK_N)
-    )
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    items = gl.allocate_shared_memory(gl.int32, [2 * _ITEM_WORDS, 1], words)
+    votes = gl.allocate_shared_memory(gl.int32, [GROUPS, 4], words)
+    scores = allocate_tensor_memory(gl.float32, [GROUPS, ROWS, c.BLOCK_N], tensor_memory(c.BLOCK_N))
     outputs = allocate_tensor_memory(gl.float32, [GROUPS, ROWS, c.D], tensor_memory(c.D))
     q_full, q_empty = _barriers(1, 1), _barriers(1, 1)
     k_full, k_empty = _barriers(c.STAGES, 1), _barriers(c.STAGES, 1)
@@ -189,7 +191,7 @@ def make_pipeline(dtype: gl.constexpr, c):
     fence_async_shared()
     gl.thread_barrier()
     return Pipeline(
-        q, k, v, o, items, scores, outputs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+        q, k, v, o, items, votes, scores, outputs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
         item_full, item_empty, s_full, p_full, o_full,
     )  # fmt: skip
 

@@ -98,7 +98,7 @@ def prefill(
             pipe, q_desc, k_desc, v_desc, tiles, block_table, table_stride, counter, num_entries,
             late_heads, num_items, k_head_stride, window, c,
         )),
-    ], [4, 1, 1], [216, 64, 64])  # fmt: skip
+    ], [4, 1, 1], [224, 56, 56])  # fmt: skip
 
 
 class BlackwellPrefill:

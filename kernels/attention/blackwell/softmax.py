@@ -28,11 +28,10 @@ from kernels.attention.blackwell.pipeline import (
 )
 from kernels.attention.hopper.ping_pong import keep_rows
 from kernels.attention.hopper.pipeline import first_kept, key_range, output_row, row_exists
-from kernels.attention.hopper.scores import cap_scores
 
 _LN_2 = gl.constexpr(0.6931471805599453)
-_RESCALED_COLUMNS = gl.constexpr(32)
-"""Columns of the output that are rescaled at a time, since the registers hold a row of scores too."""
+_FEW_COLUMNS = gl.constexpr(32)
+"""Columns of tensor memory that are changed in place at a time, while the registers hold a row of scores too."""
 
 
 @gluon.jit
@@ -84,24 +83,24 @@ def soften_item(
     last_seen = num_keys - q_len + gl.minimum(token, q_len - 1)
     total = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
+    factor = scale
+    if c.SOFTCAP:
+        factor = 1.0
     for i in range(count):
         start = (last - 1 - i) * c.BLOCK_N
         drop_values(pipe, used + passed + i, i, count, start, q_len, num_keys, window, c)
         mbarrier.wait(pipe.s_full.index(INDEX), (my_used + i) & 1)
         fence_after_wait()
-        s = pipe.scores.index(INDEX).load(c.S_LAYOUT)
-        factor = scale
         if c.SOFTCAP:
-            s = cap_scores(s, scale, softcap, c)
-            factor = 1.0
+            cap_scores(pipe.scores.index(INDEX), scale, softcap, c)
+        s = pipe.scores.index(INDEX).load(c.S_LAYOUT)
         if (i < edge) | (i >= inside):
             s = mask_scores(s, last_seen - start, num_keys - start, window, c)
         new_m = lagging_maximum(m, largest_of_rows(s, c) * factor)
         # A row that has seen no key has the maximum -inf, and -inf - -inf is NaN.
         base = gl.where(new_m == float("-inf"), 0.0, new_m)
         fade = gl.exp2(m - base)
-        grown = gl.max((new_m > m).to(gl.int32), 0)
-        if (i > 0) & (grown > 0):
+        if (i > 0) & any_row(pipe.votes.index(INDEX), new_m > m):
             mbarrier.wait(pipe.o_full.index(INDEX), (my_used + i - 1) & 1)
             fence_after_wait()
             rescale_output(pipe.outputs.index(INDEX), fade, c)
@@ -113,6 +112,19 @@ def soften_item(
         mbarrier.arrive(pipe.p_full.index(INDEX), count=1)
         total = total * fade + sums_of_rows(e, c)
     return m, total, count
+
+
+@gluon.jit
+def cap_scores(scores, scale, softcap, c):
+    """Apply the softcap to scores in tensor memory, a few columns at a time, since a whole row's would spill.
+
+    Arguments as `exponents` of the Hopper kernel returns them.
+    """
+    layout: gl.constexpr = row_layout(_FEW_COLUMNS)
+    for j in gl.static_range(c.BLOCK_N // _FEW_COLUMNS):
+        part = scores.slice(j * _FEW_COLUMNS, _FEW_COLUMNS)
+        s = part.load(layout)
+        part.store(softcap - 2.0 * softcap / (gl.exp2(s * scale) + 1.0))
 
 
 @gluon.jit
@@ -144,8 +156,7 @@ def drop_values(pipe, tile, i, count, start, q_len, num_keys, window, c):
     if i == 0:
         stop = num_keys - start
     if c.WINDOW:
-        if i == count - 1:
-            first = first_kept(q_len, num_keys, window) - start
+        first = gl.where(i == count - 1, first_kept(q_len, num_keys, window) - start, 0)
     if (first > 0) | (stop < c.BLOCK_N):
         buffer = tile % c.STAGES
         mbarrier.wait(pipe.v_full.index(buffer), (tile // c.STAGES) & 1)
@@ -153,12 +164,21 @@ def drop_values(pipe, tile, i, count, start, q_len, num_keys, window, c):
 
 
 @gluon.jit
+def any_row(votes, condition):
+    """Whether a condition holds for any of a group's rows: reduced in each warp, then exchanged in shared memory."""
+    of_warps = gl.max(condition.to(gl.int32).reshape([4, ROWS // 4]), 1)
+    votes.store(of_warps)
+    everywhere: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    return gl.max(votes.load(everywhere), 0) > 0
+
+
+@gluon.jit
 def rescale_output(output, fade, c):
     """Multiply a group's rows of output in tensor memory by a factor per row."""
-    layout: gl.constexpr = row_layout(_RESCALED_COLUMNS)
+    layout: gl.constexpr = row_layout(_FEW_COLUMNS)
     factor = gl.convert_layout(fade, gl.SliceLayout(1, layout), assert_trivial=True)
-    for j in gl.static_range(c.D // _RESCALED_COLUMNS):
-        part = output.slice(j * _RESCALED_COLUMNS, _RESCALED_COLUMNS)
+    for j in gl.static_range(c.D // _FEW_COLUMNS):
+        part = output.slice(j * _FEW_COLUMNS, _FEW_COLUMNS)
         part.store(part.load(layout) * factor[:, None])
 
 
