@@ -143,7 +143,7 @@ class KernelSpec:
             (self.fp8 and not problem.fp8, "the problem does not allow FP8"),
             (
                 self.unmeasured and not problem.unmeasured,
-                "never run: the problem does not allow unmeasured kernels",
+                "never run, and unmeasured kernels are not allowed",
             ),
         )
         reasons = tuple(reason for applies, reason in tests if applies)

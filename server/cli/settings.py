@@ -150,6 +150,11 @@ class Settings(BaseModel):
         "`deterministic`, the same bits whatever else the service computes; free on a CPU with int8 or int4 weights, "
         "slower on a GPU",
     )
+    unmeasured_kernels: bool = Field(
+        False,
+        description="allow attention kernels that have only been compiled, because no GPU of their architecture was at "
+        "hand: `blackwell_prefill` on sm_100 and sm_103; compare its answers before you rely on them",
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,

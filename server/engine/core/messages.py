@@ -38,6 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         overlap: whether the engine launches a step on a GPU before it commits the results of the previous one.
         enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
         deterministic: whether all requests are deterministic; see `GenerateRequest`.
+        unmeasured_kernels: whether attention kernels that no GPU has ever run may be chosen.
         cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
         log_level: name of a logging level.
         log_format: "text" or "json".
@@ -61,6 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool = True
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    unmeasured_kernels: bool = False
     cpu_threads: int | None = None
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"

@@ -45,6 +45,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
             limits = step_limits(config, model_config, device.type)
             model = DecoderLM(model_config, dtype, device, weight_dtype(quantization))
             model.optimize(quantization)
+            model.unmeasured_kernels = config.unmeasured_kernels
             model.reserve_positions(limits.max_model_len)
             for deterministic in (False, True):
                 runner = make_runner(model, config, num_blocks=1, deterministic=deterministic)

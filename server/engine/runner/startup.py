@@ -89,6 +89,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
                 weight_dtype=weight_dtype(quantization),
             )
             model.optimize(quantization, threads)
+            model.unmeasured_kernels = config.unmeasured_kernels
             if config.deterministic:
                 _check_deterministic(model, config, device)
         dtype = model.embed_tokens.dtype
