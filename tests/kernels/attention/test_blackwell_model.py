@@ -1,4 +1,4 @@
-"""The arithmetic of the Blackwell prefill, which no GPU has run: a model of its tile algorithm against the reference."""
+"""The arithmetic of the Blackwell prefill, which no GPU has run: a model of its tiles against the reference."""
 
 from __future__ import annotations
 
