@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.kernels.attention.blackwell_roles import Barrier, RoleError, Item, Kernel
+from tests.kernels.attention.blackwell_roles import Barrier, Item, Kernel, RoleError
 
 ORDERS = 150
 """Random orders of events for each ring."""
