@@ -59,7 +59,6 @@ class Constants:
     """Compile-time constants of the kernel; sizes are in elements. Names are those of `hopper.pipeline.Constants`.
 
     Attributes:
-        POLYNOMIAL_COLUMNS: columns of a tile of scores whose exponentials are polynomials.
         S_LAYOUT: register layout of a tile of scores.
     """
 
@@ -80,13 +79,12 @@ class Constants:
     SOFTCAP: gl.constexpr
     LSE: gl.constexpr
     OPERAND_BYTES: gl.constexpr
-    POLYNOMIAL_COLUMNS: gl.constexpr
     S_LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, POLYNOMIAL_COLUMNS,
+        SOFTCAP, LSE,
     ) -> None:  # fmt: skip
         assert GROUPS.value * ROWS.value == BLOCK_M
         self.HEADS = gl.constexpr(HEADS)
@@ -106,7 +104,6 @@ class Constants:
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.LSE = gl.constexpr(LSE)
         self.OPERAND_BYTES = gl.constexpr(2)
-        self.POLYNOMIAL_COLUMNS = gl.constexpr(POLYNOMIAL_COLUMNS)
         self.S_LAYOUT = gl.constexpr(row_layout(BLOCK_N))
 
 

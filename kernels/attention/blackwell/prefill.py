@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.select import Selection
 
-_POLYNOMIAL_SHARE = 4
-"""One exponential of so many is a polynomial. A quarter leaves both the special function unit and the instruction issue
-below the time of the products with 128 columns, by count of instructions."""
-
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "table_stride", "window"])
 def prefill(
@@ -78,7 +74,6 @@ def prefill(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     LSE: gl.constexpr,
-    POLYNOMIAL_COLUMNS: gl.constexpr,
 ):
     """Process all items; one program per SM.
 
@@ -86,7 +81,7 @@ def prefill(
     """
     c = Constants(
         HEADS, GROUP, KEY_SHARES, HEAD_DIM, BLOCK_SIZE, PAGE, BLOCK_M, BLOCK_N, STAGES, PAGED, CAUSAL, WINDOW,
-        SOFTCAP, LSE, POLYNOMIAL_COLUMNS,
+        SOFTCAP, LSE,
     )  # fmt: skip
     pipe = make_pipeline(q_desc.dtype, c)
     # Registers per thread (setmaxnreg): 64 Ki per SM divided over three warp groups, the last of them half unused.
@@ -136,7 +131,6 @@ class BlackwellPrefill:
             "WINDOW": problem.sliding_window is not None,
             "SOFTCAP": problem.softcap is not None,
             "LSE": problem.lse,
-            "POLYNOMIAL_COLUMNS": launch.block_n // _POLYNOMIAL_SHARE,
             "num_warps": launch.num_warps,
         }
 

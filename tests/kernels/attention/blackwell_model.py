@@ -46,9 +46,9 @@ def polynomial_exp2(x: Tensor) -> Tensor:
     return wrapped.int().view(torch.float32)
 
 
-def exponentials_of(x: Tensor, polynomial_columns: int) -> Tensor:
-    """Return the exponentials of a tile: the last columns by polynomial."""
-    hardware, polynomial = x.split([x.shape[1] - polynomial_columns, polynomial_columns], 1)
+def exponentials_of(x: Tensor) -> Tensor:
+    """Return the exponentials of a tile: the last quarter of the columns by polynomial."""
+    hardware, polynomial = x.split([BLOCK_N * 3 // 4, BLOCK_N // 4], 1)
     return torch.cat([hardware.exp2(), polynomial_exp2(polynomial)], 1)
 
 
@@ -150,9 +150,7 @@ class Sequence:
         keys, values = torch.where(inside[:, None], found, torch.zeros_like(found)).float()
         return keys, values
 
-    def attend(
-        self, item: int, part: int, head: int, polynomial_columns: int
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, item: int, part: int, head: int) -> tuple[Tensor, Tensor]:
         """Return output [128, D] and log-sum-exp [128] of a softmax group's rows of an item, in float32."""
         problem, dtype = self.case.problem, self.case.q.dtype
         first_row = item * 2 * ROWS
@@ -190,7 +188,7 @@ class Sequence:
                 self.rescaled += 1
                 output = output * fade[:, None]
             m = new_m
-            e = exponentials_of(s * factor - base[:, None], polynomial_columns)
+            e = exponentials_of(s * factor - base[:, None])
             self.largest_weight = max(self.largest_weight, float(e.nan_to_num().max()))
             product = e.to(dtype).float() @ values
             output = product if i == 0 else output + product
@@ -211,9 +209,7 @@ class Sequence:
         return torch.where(seen, s, -math.inf)
 
 
-def attend(
-    case: object, polynomial_columns: int = BLOCK_N // 4
-) -> tuple[Tensor, Tensor, list[Sequence]]:
+def attend(case: object) -> tuple[Tensor, Tensor, list[Sequence]]:
     """Return a case's output [T, H, D], its log-sum-exp [T, H], and what happened in each sequence."""
     out = torch.full_like(case.q, math.nan)
     lse = torch.full(case.q.shape[:2], math.nan)
@@ -223,7 +219,7 @@ def attend(
         for head in range(case.problem.num_heads // seq.group):
             for item in range(items):
                 for part in range(2):
-                    values, log_sum = seq.attend(item, part, head, polynomial_columns)
+                    values, log_sum = seq.attend(item, part, head)
                     row = (2 * item + part) * ROWS + torch.arange(ROWS)
                     exists = (row // seq.box < seq.q_len) & (row % seq.box < seq.group)
                     token = (seq.q_start + row // seq.box)[exists]

@@ -115,9 +115,10 @@ def test_a_step_with_no_query_or_no_key_launches_nothing():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this host")
-def test_a_quarter_of_the_exponentials_are_polynomials():
-    from kernels.attention.blackwell import prefill
+def test_its_tiles_are_those_of_the_model():
     from tests.kernels.attention import blackwell_model
 
-    assert ROW.launch.block_n == blackwell_model.BLOCK_N
-    assert blackwell_model.BLOCK_N // prefill._POLYNOMIAL_SHARE == 32
+    assert ROW.launch.block_m == 2 * blackwell_model.ROWS
+    assert {tuned.launch.block_n for tuned in chosen(problem()).launches} == {
+        blackwell_model.BLOCK_N
+    }
