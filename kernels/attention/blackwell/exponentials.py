@@ -1,7 +1,7 @@
 """Exponentials of the Blackwell softmax: a polynomial for part of them, and a running maximum that lags behind.
 
-The special function unit of an SM computes 16 exponentials per cycle, the tensor cores as many products as two tiles
-of scores need in the same time. Part of the exponentials is therefore computed with multiply-adds.
+The special function unit of an SM computes 16 exponentials per cycle. Those of a tile of scores thus take as long as
+the tile's products with 128 columns, so part of them is computed with multiply-adds.
 
 `tests/kernels/attention/blackwell_model.py` computes the same in PyTorch.
 

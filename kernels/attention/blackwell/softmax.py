@@ -100,6 +100,7 @@ def soften_item(
         # A row that has seen no key has the maximum -inf, and -inf - -inf is NaN.
         base = gl.where(new_m == float("-inf"), 0.0, new_m)
         fade = gl.exp2(m - base)
+        # The first product of an item overwrites the output, so the first tile has nothing to rescale.
         if (i > 0) & any_row(pipe.votes.index(INDEX), new_m > m):
             mbarrier.wait(pipe.o_full.index(INDEX), (my_used + i - 1) & 1)
             fence_after_wait()
