@@ -89,7 +89,7 @@ def choose(problem: AttentionProblem, shape: Shape, arguments: argparse.Namespac
     selection = (
         kernels.select(problem, arch)
         if registry is None
-        else kernels.select(problem, arch, registry=registry)
+        else kernels.select(dataclasses.replace(problem, unmeasured=True), arch, registry=registry)
     )
     if not arguments.launch or not selection.launches:
         return selection

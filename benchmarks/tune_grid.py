@@ -24,6 +24,7 @@ _FLOAT32_ROWS, _FLOAT32_KEYS = (16, 32, 64), (16, 32, 64)
 _HOPPER_ROWS, _HOPPER_KEYS = {128: 176, 192: 128}, (32, 64, 128)
 """`_HOPPER_ROWS` maps the rows of a tile to the maximum 32-bit words per thread; configurations with more spill."""
 _HOPPER_BARRIERS = 512
+_BLACKWELL_ROWS, _BLACKWELL_KEYS = 256, 128
 _UNROLLED = 4096
 """Maximum multiplications per thread of a float32 product. Tensor cores do not compute these, and the compiler unrolls
 them, which takes 10 seconds for 2048."""
@@ -44,6 +45,12 @@ def candidates(
     """
     if kernel == "hopper_prefill":
         grid = _hopper_prefill_grid(head_dim, arch)
+    elif kernel == "blackwell_prefill":
+        return [
+            LaunchConfig(_BLACKWELL_ROWS, _BLACKWELL_KEYS, 4, stages)
+            for stages in (2, 3, 4)
+            if _blackwell_shared_bytes(stages, head_dim) <= arch.shared_memory_bytes
+        ]
     elif "decode" in kernel:
         grid = [
             LaunchConfig(m, n, warps, stages, 2)
@@ -87,6 +94,12 @@ def _hopper_shared_bytes(m: int, n: int, stages: int, head_dim: int) -> int:
         2 if head_dim <= 128 else 1
     )  # up to 128, a part of the output uses the memory of its queries
     return 2 * head_dim * (parts * tiles * 64 + 2 * stages * n) + _HOPPER_BARRIERS
+
+
+def _blackwell_shared_bytes(stages: int, head_dim: int) -> int:
+    """Return the bytes for queries, stages and half-precision outputs of 64 columns, and for barriers."""
+    rows = _BLACKWELL_ROWS + 2 * stages * _BLACKWELL_KEYS
+    return 2 * (head_dim * rows + 64 * _BLACKWELL_ROWS) + 2 * _HOPPER_BARRIERS
 
 
 def _fits(launch: LaunchConfig, head_dim: int, dtype: str, arch: GPUArch) -> bool:

@@ -30,6 +30,8 @@ ADA: Final = frozenset({89})
 HOPPER: Final = frozenset({90})
 BLACKWELL: Final = frozenset({100, 103, 120, 121})
 """sm_110 is not among them, see `_NOT_ASSEMBLED`."""
+TENSOR_MEMORY: Final = frozenset({100, 103})
+"""The data-centre GPUs of Blackwell, which have tcgen05 and tensor memory."""
 
 TENSOR_CORES: Final = AMPERE | ADA | HOPPER | BLACKWELL
 """Where Triton's `tl.dot` uses tensor cores; it does not on Turing."""

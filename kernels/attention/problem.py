@@ -53,6 +53,7 @@ class AttentionProblem:
         fp8: whether a prefill may multiply in FP8, which is faster and less exact. Rows that multiply
             in FP8 support only problems that allow it; the other rows ignore this field.
         kv_dtype: dtype of a quantized paged cache: "float8_e4m3fn"; None for a cache of `dtype`.
+        unmeasured: whether rows that no GPU has ever run may be chosen (`KernelSpec.unmeasured`).
 
     Raises:
         ShapeError: a value is out of its range.
@@ -73,6 +74,7 @@ class AttentionProblem:
     batch_invariant: bool = False
     fp8: bool = False
     kv_dtype: str | None = None
+    unmeasured: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -137,6 +139,7 @@ class AttentionProblem:
             (self.lse, "lse"),
             (self.batch_invariant, "batch invariant"),
             (self.fp8, "fp8"),
+            (self.unmeasured, "unmeasured allowed"),
         ):
             text += f" {word}" if shown else ""
         return text

@@ -6,13 +6,14 @@ decides which kernel runs.
 
 from __future__ import annotations
 
-from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES
+from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES, TENSOR_MEMORY
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, Phase
 from kernels.attention.spec import KernelSpec, QuantizedCache
 from kernels.fp8 import FP8
 
 _NO_WGMMA = "wgmma and setmaxnreg are Hopper's"
+_NO_TENSOR_MEMORY = "tcgen05 and tensor memory are those of Blackwell's data-centre GPUs"
 _NO_TENSOR_CORES = "Triton's dot uses tensor cores from sm_80 on"
 _HEAD_DIMS = frozenset({32, 64, 80, 96, 128, 192, 256})
 _POWERS_OF_TWO = frozenset({1, 2, 4, 8, 16, 32, 64})
@@ -29,6 +30,26 @@ _FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DT
 
 # No request reaches `fp8` (hopper_fp8_prefill) yet, which waits for an option of a request.
 REGISTRY: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        name="blackwell_prefill",
+        phase=Phase.PREFILL,
+        target="kernels.attention.blackwell.prefill:BlackwellPrefill",
+        dtypes=frozenset({"bfloat16", "float16"}),
+        sm=TENSOR_MEMORY,
+        flash_attention=4,
+        head_dims=frozenset({64, 128}),
+        block_sizes=(16, 256),
+        power_of_two_blocks=True,
+        group_sizes=_UP_TO_64_HEADS,
+        packed=True,
+        non_causal=True,
+        lse=True,
+        unmeasured=True,
+        row_tiles=frozenset({256}),
+        launch=LaunchConfig(block_m=256, block_n=128, num_warps=4, num_stages=2),
+        note="never run: no GPU has executed this kernel",
+        arch_note=_NO_TENSOR_MEMORY,
+    ),
     KernelSpec(
         name="hopper_fp8_prefill",
         phase=Phase.PREFILL,

@@ -69,6 +69,7 @@ class KernelSpec:
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether the bits of a query's result depend on nothing but its sequence.
         fp8: whether it multiplies in FP8; it then supports only problems with `fp8`.
+        unmeasured: whether no GPU has ever run it; it then supports only problems that allow that.
         row_tiles: supported values of `block_m`; None for any power of two.
         quantized: the quantized caches it reads; None for none.
         launch: default tile sizes, which work on every GPU that it runs on; `kernels/tuning` has better
@@ -97,6 +98,7 @@ class KernelSpec:
     lse: bool = False
     batch_invariant: bool = False
     fp8: bool = False
+    unmeasured: bool = False
     row_tiles: frozenset[int] | None = None
     quantized: QuantizedCache | None = None
     launch: LaunchConfig | None = None
@@ -139,6 +141,10 @@ class KernelSpec:
             (problem.lse and not self.lse, "no log-sum-exp"),
             (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
             (self.fp8 and not problem.fp8, "the problem does not allow FP8"),
+            (
+                self.unmeasured and not problem.unmeasured,
+                "never run, and unmeasured kernels are not allowed",
+            ),
         )
         reasons = tuple(reason for applies, reason in tests if applies)
         if problem.kv_dtype is None:

@@ -23,10 +23,12 @@ class AttentionPlanner:
     Attributes:
         config: the model's configuration.
         dtype: name of the dtype of its activations.
+        unmeasured: whether kernels that no GPU has ever run may be chosen.
     """
 
     config: ModelConfig
     dtype: str
+    unmeasured: bool = False
 
     def problem(
         self,
@@ -60,6 +62,7 @@ class AttentionPlanner:
             softcap=config.attention_softcap,
             batch_invariant=deterministic,
             kv_dtype=kv_dtype,
+            unmeasured=self.unmeasured,
         )
 
     def problems(

@@ -65,6 +65,7 @@ class DecoderLM(nn.Module):
 
     Attributes:
         config: that of this rank's layers.
+        unmeasured_kernels: whether attention kernels that no GPU has ever run may be chosen; set before the first step.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class DecoderLM(nn.Module):
         self._launch_refusals: tuple[str, ...] = ()
         self._positions_reserved = False
         self.cpu_steps: cpu_steps.CPUSteps | None = None
+        self.unmeasured_kernels = False
 
     def optimize(self, quantization: str = "none", threads: int = 1) -> None:
         """Bind the parameters to the fastest kernels of their device, for serving only.
@@ -379,7 +381,8 @@ class DecoderLM(nn.Module):
     @property
     def attention(self) -> AttentionPlanner:
         """Describes and plans the attention of the layers."""
-        return AttentionPlanner(self.config, str(self.embed_tokens.dtype).removeprefix("torch."))
+        dtype = str(self.embed_tokens.dtype).removeprefix("torch.")
+        return AttentionPlanner(self.config, dtype, self.unmeasured_kernels)
 
     @property
     def is_quantized(self) -> bool:

@@ -65,6 +65,7 @@ def explain_settings(settings: Settings, folder: Path, arch: GPUArch) -> PlanRep
     """
     planned = resolve_model(settings, folder, arch)
     model = DecoderLM(planned.config, planned.dtype, "meta", planned.weight_dtype, planned.ranks)
+    model.unmeasured_kernels = settings.unmeasured_kernels
     in_c = planned.quantization if planned.quantization in cpu_steps.BITS else None
     return explain_model(
         model,

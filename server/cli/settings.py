@@ -157,6 +157,11 @@ class Settings(BaseModel):
         description="number of GPUs that share the model, each with a part of every layer; a divisor of the model's "
         "key-value heads",
     )
+    unmeasured_kernels: bool = Field(
+        False,
+        description="allow attention kernels that have only been compiled, because no GPU of their architecture was at "
+        "hand: `blackwell_prefill` on sm_100 and sm_103; compare its answers before you rely on them",
+    )
     cpu_threads: int | None = Field(
         None,
         ge=1,

@@ -52,6 +52,18 @@ def test_every_known_processor_has_a_plan_for_the_bundled_model(tessera, arch):
     assert f"{kernel}_decode" in out
 
 
+def test_kernels_that_never_ran_are_planned_with_the_flag_only(tessera):
+    asked = ("plan", "--arch=b200", "--model", str(SHAPES / "llama-3.1-8b"))
+
+    _, default, _ = tessera(*asked)
+    _, allowed, _ = tessera(*asked, "--unmeasured-kernels")
+
+    assert "prefill: portable_prefill" in default
+    assert "blackwell_prefill: never run" in default
+    assert "prefill: blackwell_prefill (FlashAttention-4 style)" in allowed
+    assert "never run" in allowed
+
+
 def test_the_plan_tells_the_memory_of_weights_and_of_the_longest_sequence(tessera):
     shape = str(SHAPES / "llama-3.1-8b")
 

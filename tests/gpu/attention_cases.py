@@ -97,7 +97,8 @@ RAGGED_LENGTHS = [0, 1, *((index * 7919) % 1500 for index in range(40))]
 def make_problem(phase, combination):
     dtype, heads, kv_heads, head_dim, block_size, features = combination
     scale = features.get("softmax_scale", head_dim**-0.5)
-    others = {name: value for name, value in features.items() if name != "softmax_scale"}
+    others = {"unmeasured": True, **features}
+    others.pop("softmax_scale", None)
     return AttentionProblem(phase, dtype, heads, kv_heads, head_dim, block_size, scale, **others)
 
 

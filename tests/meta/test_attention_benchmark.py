@@ -355,6 +355,14 @@ def test_the_candidates_of_the_hopper_prefill_include_its_tables_and_fit(head_di
     )
 
 
+@pytest.mark.parametrize(("head_dim", "stages"), [(64, {2, 3, 4}), (128, {2})])
+def test_the_candidates_of_the_blackwell_prefill_are_the_stages_that_fit(head_dim, stages):
+    grid = candidates("blackwell_prefill", head_dim, "bfloat16", CATALOGUE["b200"])
+
+    assert {(launch.block_m, launch.block_n) for launch in grid} == {(256, 128)}
+    assert {launch.num_stages for launch in grid} == stages
+
+
 def test_a_result_is_named_after_the_given_commit_and_omits_its_output_folder(
     tmp_path, monkeypatch, capsys
 ):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -168,27 +168,21 @@ class HopperPrefill:
         """
         if attends_nothing(q, kv, out, lse):
             return
-        keys, values = kv.unbind(0)
-        token_stride, head_stride = bulk_strides("keys", keys, keys.stride()[-3:-1])
-        bulk_strides("values", values, values.stride()[-3:-1])
-        heads, head_dim = keys.shape[-2:]
-        width = (heads - 1) * head_stride + head_dim
-        if width > _LARGEST_INT32:
-            raise ShapeError(
-                f"the {heads} heads of kv lie {head_stride} elements apart; the last may end at most "
-                f"{_LARGEST_INT32} behind the start of the first"
-            )
-        kv_shape, kv_strides = [keys.numel() // (heads * head_dim), width], [token_stride, 1]
+        cache = describe_cache(kv)
+        head_stride = cache.head_stride
+        kv_shape, kv_strides = [cache.num_rows, cache.width], [cache.token_stride, 1]
         if self._is_padded:
-            kv_shape, kv_strides = [kv_shape[0], heads, head_dim], [token_stride, head_stride, 1]
+            heads, head_dim = cache.keys.shape[-2:]
+            kv_shape = [cache.num_rows, heads, head_dim]
+            kv_strides = [cache.token_stride, head_stride, 1]
             head_stride = 1
         q_strides = [*bulk_strides("q", q, q.stride()[:2]), 1]
         out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
         work = self._work
         prefill[work.grid](
             TensorDescriptor(q, list(q.shape), q_strides, *self._q_box),
-            TensorDescriptor(keys, kv_shape, kv_strides, *self._k_box),
-            TensorDescriptor(values, kv_shape, kv_strides, *self._k_box),
+            TensorDescriptor(cache.keys, kv_shape, kv_strides, *self._k_box),
+            TensorDescriptor(cache.values, kv_shape, kv_strides, *self._k_box),
             TensorDescriptor(out, list(out.shape), out_strides, *self._q_box),
             out,
             out if lse is None else lse,
@@ -265,6 +259,45 @@ def attends_nothing(q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None) -> b
     if lse is not None:
         lse.fill_(float("-inf"))
     return True
+
+
+class CacheRows(NamedTuple):
+    """Keys and values of a cache, or packed ones, as TMA addresses them: rows of all heads of a token.
+
+    Attributes:
+        keys: the keys; `values` the values, of the same shape and strides.
+        num_rows: tokens.
+        width: elements from the start of a token's first head to the end of its last.
+        token_stride: elements between tokens.
+        head_stride: elements between heads.
+    """
+
+    keys: Tensor
+    values: Tensor
+    num_rows: int
+    width: int
+    token_stride: int
+    head_stride: int
+
+
+def describe_cache(kv: Tensor) -> CacheRows:
+    """Describe keys and values, [2, N, S, K, D] or [2, tokens, K, D], for TMA.
+
+    Raises:
+        ShapeError: an address or a stride is not a multiple of 16 bytes, or the key-value heads are too far apart.
+    """
+    keys, values = kv.unbind(0)
+    token_stride, head_stride = bulk_strides("keys", keys, keys.stride()[-3:-1])
+    bulk_strides("values", values, values.stride()[-3:-1])
+    heads, head_dim = keys.shape[-2:]
+    width = (heads - 1) * head_stride + head_dim
+    if width > _LARGEST_INT32:
+        raise ShapeError(
+            f"the {heads} heads of kv lie {head_stride} elements apart; the last may end at most "
+            f"{_LARGEST_INT32} behind the start of the first"
+        )
+    num_rows = keys.numel() // (heads * head_dim)
+    return CacheRows(keys, values, num_rows, width, token_stride, head_stride)
 
 
 def exponents(problem: AttentionProblem) -> tuple[float, float]:

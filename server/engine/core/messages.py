@@ -39,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         enable_prefix_caching: whether full blocks are kept for prompts with the same prefix.
         deterministic: whether all requests are deterministic; see `GenerateRequest`.
         tensor_parallel: number of ranks that share the model, each on a GPU of its own.
+        unmeasured_kernels: whether attention kernels that no GPU has ever run may be chosen.
         cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
         log_level: name of a logging level.
         log_format: "text" or "json".
@@ -63,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     deterministic: bool = False
     tensor_parallel: int = 1
+    unmeasured_kernels: bool = False
     cpu_threads: int | None = None
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"

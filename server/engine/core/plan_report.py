@@ -39,8 +39,8 @@ class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel of one phase and kind of layer.
 
     `flash_attention` is the FlashAttention generation whose algorithm the kernel follows, None for PyTorch's attention.
-    `tested` tells whether the tests have run on a processor of this architecture. `softcap` is the model's cap of
-    attention scores.
+    `tested` tells whether the tests have run this kernel on a processor of this architecture. `softcap` is the model's
+    cap of attention scores.
     """
 
     phase: str

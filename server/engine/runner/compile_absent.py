@@ -53,6 +53,7 @@ def compile_for(config: EngineConfig, arch: GPUArch, say: Callable[[str], None])
                 AbsentRanks(size) if size > 1 else None,
             )
             model.optimize(quantization)
+            model.unmeasured_kernels = config.unmeasured_kernels
             model.reserve_positions(limits.max_model_len)
             for deterministic in (False, True):
                 runner = make_runner(model, config, num_blocks=1, deterministic=deterministic)

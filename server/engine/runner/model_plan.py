@@ -139,7 +139,7 @@ def _plan_phase(problem: AttentionProblem, arch: GPUArch) -> PhasePlan:
         softcap=problem.softcap,
         kernel=selection.spec.name,
         flash_attention=selection.spec.flash_attention,
-        tested=arch.is_tested,
+        tested=arch.is_tested and not selection.spec.unmeasured,
         why=selection.why,
         refused=[
             RefusedRow(kernel=refusal.kernel, reasons=list(refusal.reasons))

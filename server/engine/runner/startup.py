@@ -209,6 +209,7 @@ def _load(config: EngineConfig, phases: Phases, rank: int, store: str | None) ->
             communicator=communicator,
         )
         model.optimize(quantization, threads)
+        model.unmeasured_kernels = config.unmeasured_kernels
         if config.deterministic:
             _check_deterministic(model, config, device)
     return _Loaded(model, model_config, limits, quantization)

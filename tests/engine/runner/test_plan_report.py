@@ -61,6 +61,21 @@ def test_a_phase_reports_its_flash_attention_generation_and_whether_it_is_tested
     assert {phase.tested for phase in phases} == {tested}
 
 
+def test_a_kernel_that_never_ran_is_planned_only_if_it_is_allowed_and_is_not_tested(config):
+    wide = dataclasses.replace(config, head_dim=128)
+    model = DecoderLM(wide, torch.bfloat16, "meta")
+    default = explain_model(model, 16, CATALOGUE["b200"])
+    model.unmeasured_kernels = True
+    allowed = explain_model(model, 16, CATALOGUE["b200"])
+
+    refused = {row.kernel: row.reasons for row in default.phases[0].refused}
+    assert refused["blackwell_prefill"] == ["never run, and unmeasured kernels are not allowed"]
+    assert [phase.kernel for phase in allowed.phases] == ["blackwell_prefill", "portable_decode"]
+    assert "never run" in allowed.phases[0].why
+    assert "never run" in str(allowed)
+    assert not any(phase.tested for phase in allowed.phases)
+
+
 def test_launches_are_in_order_of_preference(config):
     wide = dataclasses.replace(config, head_dim=128)
     launches = planned(wide, "h100").phases[1].launches

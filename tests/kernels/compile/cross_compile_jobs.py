@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kernels.arch import CATALOGUE
+from kernels.arch import CATALOGUE, GPUArch
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, AttentionProblem, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
@@ -14,6 +14,8 @@ from kernels.fp8 import FP8
 from kernels.tuning import tuned_launches
 
 ARCHES = {arch.sm: arch for arch in CATALOGUE.values() if arch.has_triton}
+_LIKE = {103: 100}
+"""Compute capabilities that no GPU of the catalogue has, each with one that has its shared memory."""
 SAMPLED_HEAD_DIMS = frozenset({64, 80, 256})
 """Head dims for float16, whose code differs from bfloat16's only in the type of the instructions, and for float32."""
 _HEADS = 32, 8
@@ -99,6 +101,13 @@ _FP8_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def arch_of(sm: int) -> GPUArch:
+    """Return a GPU of a compute capability."""
+    if sm in _LIKE:
+        return dataclasses.replace(ARCHES[_LIKE[sm]], key=f"sm_{sm}", name=f"sm_{sm}", sm=sm)
+    return ARCHES[sm]
+
+
 def problem(
     phase: Phase, dtype: str = "bfloat16", head_dim: int = 128, **more: Any
 ) -> AttentionProblem:
@@ -168,6 +177,8 @@ def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
         return {"block_size": None, "fp8": True}
     if spec.batch_invariant:
         return {"batch_invariant": True}
+    if spec.unmeasured:
+        return {"unmeasured": True}
     return {"causal": False, "lse": True} if spec in PREFIX_REGISTRY else {}
 
 
@@ -207,7 +218,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
         (name, problem(spec.phase, **(fixed_fields(spec) | fields)))
         for name, fields in variants.items()
     ]
-    if spec.name in ("hopper_fp8_prefill", "hopper_prefill"):
+    if spec.name in ("hopper_fp8_prefill", "hopper_prefill", "blackwell_prefill"):
         asked += [
             (name, problem(spec.phase, head_dim=head_dim, **(fixed_fields(spec) | fields)))
             for name, fields in (_FP8_VARIANTS if spec.fp8 else _HOPPER_VARIANTS).items()
@@ -247,11 +258,12 @@ def _planning(sm: int) -> list[Job]:
     prefill, decode = problem(Phase.PREFILL), problem(Phase.DECODE, sliding_window=1000)
     packed = problem(Phase.PREFILL, num_heads=28, num_kv_heads=4, block_size=None)
     launch = LaunchConfig(64, 64, 4, 2)
-    hopper = [row for row in compiled_rows(sm) if row.name == "hopper_prefill"]
+    ordered = {"hopper_prefill": 192, "blackwell_prefill": 256}
     return [
         *(
-            Job(sm, row.name, "plan", prefill, LaunchConfig(192, 64, 4, 2), 1, "192 rows")
-            for row in hopper
+            Job(sm, row.name, "plan", prefill, LaunchConfig(rows, 64, 4, 2), 1, f"{rows} rows")
+            for row in compiled_rows(sm)
+            if (rows := ordered.get(row.name))
         ),
         *_quantizing(sm),
         Job(sm, "portable_prefill", "plan", prefill, launch, 1, "1 sequence"),

@@ -45,17 +45,19 @@ from kernels.attention.portable.write_kv import write_kv
 from kernels.attention.problem import KV_DTYPES, AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.registry import INVARIANT_REGISTRY, PREFIX_REGISTRY, REGISTRY
 from kernels.attention.select import Selection
-from tests.kernels.compile.cross_compile_jobs import ARCHES, Job, problem
+from tests.kernels.compile.cross_compile_jobs import Job, arch_of, problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FACTS_VERSION = "4"
+FACTS_VERSION = "5"
 """Part of the file name of cached facts; change it when the facts change."""
 PTX_INSTRUCTIONS = (
     "mma.sync", "cp.async.cg", "wgmma.mma_async", "tcgen05.mma", "fma.rn.f32", "cp.async.bulk.tensor",
     "setmaxnreg", "e4m3.e4m3", "shfl.sync", "prmt.b32", "griddepcontrol.wait",
-    "griddepcontrol.launch_dependents",
+    "griddepcontrol.launch_dependents", "tcgen05.ld.", "tcgen05.st.", "tcgen05.commit", "tcgen05.fence::before",
+    "tcgen05.fence::after", "ex2.approx", "cp.async.bulk.tensor.2d.shared", "cp.async.bulk.tensor.3d.shared",
+    "cp.async.bulk.tensor.3d.global",
 )  # fmt: skip
 SASS_INSTRUCTIONS = (
     "HMMA", "HGMMA", "QGMMA", "SHFL", "PRMT", "UTCHMMA", "LDGSTS", "LDSM", "FFMA", "FFMA2", "LDL", "STL",
@@ -176,7 +178,7 @@ class Compiler:
         every = (*REGISTRY, *PREFIX_REGISTRY, *INVARIANT_REGISTRY)
         spec = next(row for row in every if row.name == job.kernel)
         tuned = TunedLaunch(job.launch, None, "job", measured=False)
-        selection = Selection(spec, ARCHES[job.sm], (tuned,), "job", ())
+        selection = Selection(spec, arch_of(job.sm), (tuned,), "job", ())
         if spec in PREFIX_REGISTRY:
             out = torch.empty((4, q.shape[0] * q.shape[1], q.shape[2]))
             lse = torch.empty(out.shape[:2])
@@ -338,7 +340,7 @@ def summary(job: Job, facts: dict[str, Any]) -> str:
     """Summarize the facts of a job in one line."""
     if "error" in facts:
         return f"{job}  ERROR {facts['error'].splitlines()[0][:150]}"
-    limit = ARCHES[job.sm].shared_memory_bytes
+    limit = arch_of(job.sm).shared_memory_bytes
     spills = facts["spill_stores"] + facts["spill_loads"] + facts["stack"]
     marks = "SPILLS " if spills else ""
     marks += "SMEM! " if facts["shared"] > limit else ""

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from kernels.attention.problem import Phase
-from tests.kernels.compile.cross_compile_jobs import ARCHES, Job, distinct_jobs, representative_jobs
+from tests.kernels.compile.cross_compile_jobs import (
+    Job,
+    arch_of,
+    distinct_jobs,
+    representative_jobs,
+)
 from tests.kernels.compile.cross_compile_pool import Worker
 from tests.kernels.triton_interpreter import HAS_TRITON
 from tests.marks import slow_except
@@ -22,6 +27,7 @@ REGISTERS = 64 * 1024
 """32-bit registers of an SM, the same on all architectures here."""
 FAMILIES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 BULK_COPIES = {
+    "blackwell_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_fp8_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_prefill": ("cp.async.bulk.tensor", "setmaxnreg"),
     "hopper_decode": ("cp.async.bulk.tensor",),
@@ -44,7 +50,7 @@ def family(job: Job) -> str | None:
     ):
         return None
     if job.kernel in BULK_COPIES:
-        return "wgmma.mma_async"
+        return "tcgen05.mma" if job.kernel == "blackwell_prefill" else "wgmma.mma_async"
     wide = job.problem.phase is Phase.PREFILL or job.kernel.endswith("prefix")
     if job.problem.batch_invariant and job.launch.block_m < FEWEST_WIDE_ROWS:
         wide = False
@@ -60,7 +66,7 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
     frame = ("stack", "spill_stores", "spill_loads")
     found = [f"{name}: {facts[name]} bytes" for name in frame if facts[name]]
     found += facts["warnings"]
-    limit = ARCHES[job.sm].shared_memory_bytes
+    limit = arch_of(job.sm).shared_memory_bytes
     if facts["shared"] > limit:
         found.append(f"{facts['shared']} bytes of shared memory, the limit is {limit}")
     if facts["registers"] * facts["threads"] > REGISTERS:
