@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.link.client import EngineUnavailableError
-from server.engine.link.protocol import AbortTarget, EngineState
+from server.engine.link.protocol import AbortTarget, EngineReport, EngineState
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.restart_queue import RestartQueue
 from tests.plans import PLAN
@@ -88,6 +88,15 @@ class FakeEngine:
         self._ids = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def reports(self) -> list[EngineReport]:
+        return [
+            EngineReport(
+                state=self.state, phase=self.phase, info=self.info,
+                stats=self.stats, past=self.past, restarts=self.restarts,
+            )
+        ]  # fmt: skip
 
     @property
     def takes_requests(self) -> bool:

@@ -123,6 +123,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        engine=config.engine,
     )
     log.info(
         "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",
