@@ -48,6 +48,17 @@ def use_safe_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
+def gpu_variables(number: int) -> dict[str, str]:
+    """Return the variables with which a process sees only one of the GPUs that this process sees.
+
+    Args:
+        number: of the GPU, from 0, in this process's order.
+    """
+    name = "CUDA_VISIBLE_DEVICES"
+    visible = os.environ.get(name)
+    return {name: visible.split(",")[number].strip() if visible else str(number)}
+
+
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this thread and in processes that it starts; here it is delivered when the block ends.

@@ -165,7 +165,7 @@ def _allocate(
         ),
         kept_bytes=kept_bytes,
     )
-    return allocate_kv_cache(demand, parameter.device, allocate)
+    return allocate_kv_cache(demand, parameter.device, allocate, config.num_engines)
 
 
 def make_runner(

@@ -76,7 +76,7 @@ def start_engine(config: EngineConfig, channel: EngineChannel) -> Engine:
             limits = step_limits(config, model_config, device.type)
             quantization = resolved_quantization(config, model_config, device)
             dtype = resolve_dtype(config.dtype, model_config, device)
-            threads = _set_threads(config.cpu_threads, device, quantization)
+            threads = _set_threads(config.cpu_threads, device, quantization, config.num_engines)
         with phases("loading the weights"), _weights_progress(phases) as progress:
             model = load_model(
                 Path(config.model_path),
@@ -201,18 +201,22 @@ def resolved_quantization(config: EngineConfig, model: ModelConfig, device: torc
     return resolve_quantization(config.quantization, detect(device), config.dtype, unsupported)
 
 
-def _set_threads(requested: int | None, device: torch.device, quantization: str) -> int:
+def _set_threads(
+    requested: int | None, device: torch.device, quantization: str, num_engines: int
+) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
-    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it.
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Engines of one service share the cores.
 
     Returns:
         The threads of the C library, which computes models in int8 and int4.
     """
     cpus = usable_cpus()
     most = _default_torch_threads()
-    torch_threads = requested or min(most, default_engine_threads(cpus, synchronous=True))
-    native_threads = requested or min(most, default_engine_threads(cpus, synchronous=False))
+    torch_threads, native_threads = (
+        requested or max(1, min(most, default_engine_threads(cpus, synchronous=it)) // num_engines)
+        for it in (True, False)
+    )
     torch.set_num_threads(torch_threads)
     if device.type == "cpu":
         threads = native_threads if quantization in cpu_steps.BITS else torch_threads
