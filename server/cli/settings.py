@@ -79,8 +79,8 @@ class Settings(BaseModel):
         ge=1,
         le=MAX_ENGINES,
         description="engine processes, each with the whole model, that share the requests: each has a GPU of its own, "
-        "or on a CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits such "
-        "as --max-num-seqs and --kv-cache-gib are those of each engine",
+        "or on a CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits "
+        "of memory and steps, such as --max-num-seqs, are those of each engine",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",

@@ -78,6 +78,7 @@ class FakeEngine:
         self.stats = EngineStats(num_blocks=64, num_free_blocks=64)
         self.past = EngineStats()
         self.restarts = 0
+        self.others: list[EngineReport] = []  # of a service with several engine processes
         self.restart_queue = RestartQueue()
         self.script: Script = script or say([72, 105], FinishReason.LENGTH)
         self.requests: list[GenerateRequest] = []
@@ -95,8 +96,13 @@ class FakeEngine:
             EngineReport(
                 state=self.state, phase=self.phase, info=self.info,
                 stats=self.stats, past=self.past, restarts=self.restarts,
-            )
+            ),
+            *self.others,
         ]  # fmt: skip
+
+    @property
+    def num_ready(self) -> int:
+        return sum(report.state is EngineState.READY for report in self.reports)
 
     @property
     def takes_requests(self) -> bool:

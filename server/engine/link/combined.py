@@ -129,6 +129,11 @@ class EngineReports:
         return combine_states(self.reports)[1]
 
     @property
+    def num_ready(self) -> int:
+        """Number of engines that take requests."""
+        return sum(report.state is EngineState.READY for report in self.reports)
+
+    @property
     def restarts(self) -> int:
         """Number of engine processes that were ready and have ended."""
         return sum(report.restarts for report in self.reports)
