@@ -48,10 +48,10 @@ def test_gpus_are_those_that_the_environment_allows(machine):
 
 def test_more_engines_than_gpus_are_refused_with_both_numbers(machine):
     machine(1)
-    with pytest.raises(StartupError, match="--data-parallel 2: .* and 1 is visible"):
+    with pytest.raises(StartupError, match=r"--data-parallel 2: .* and 1 is visible"):
         environments(2)
     machine(0)
-    with pytest.raises(StartupError, match="--data-parallel 3: .* and 0 are visible"):
+    with pytest.raises(StartupError, match=r"--data-parallel 3: .* and 0 are visible"):
         environments(3, "cuda")
 
 
