@@ -36,7 +36,7 @@ from server.engine.core.messages import (
 )
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage
 from server.engine.link.client import EngineHandle
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
@@ -64,13 +64,12 @@ class ScriptedEngine(EngineHandle):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.phase, self.restarts = EngineState.READY, "ready", 0
-        self.past = self.stats = EngineStats()
-        self.info = EngineInfo(
+        info = EngineInfo(
             model_id="m", device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT, max_total_tokens=_LIMIT,
             max_num_seqs=64, max_num_batched_tokens=1, block_size=1, num_blocks=1, quantization="none",
             kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN, startup_seconds={}, versions={},
         )  # fmt: skip
+        self.reports = [EngineReport(state=EngineState.READY, phase="ready", info=info)]
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._prepared: dict[int, list[bytes]] = {}
@@ -93,7 +92,7 @@ class ScriptedEngine(EngineHandle):
     def _receive(self, messages: Iterator[bytes]) -> None:
         if (data := next(messages, None)) is not None:
             step = self._decoder.decode(data)
-            self.stats = step.stats
+            self.reports[0].stats = step.stats or self.stats
             self._deliver([step])
             self._continue(messages)
 

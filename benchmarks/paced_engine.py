@@ -46,9 +46,11 @@ class PacedEngine:
     Args:
         channel: channel to the front end.
         rate: steps per second.
+        engine: number of the engine among those of the service.
     """
 
-    def __init__(self, channel: Channel, rate: float) -> None:
+    def __init__(self, channel: Channel, rate: float, engine: int) -> None:
+        self._engine = engine
         self._channel = channel
         self._seconds = 1 / rate
         self._left: dict[int, int] = {}
@@ -99,6 +101,7 @@ class PacedEngine:
                 logprobs=dict.fromkeys(range(len(ids)), -1.23456789),
                 started=started,
                 stats=EngineStats(
+                    engine=self._engine,
                     num_running=len(self._left),
                     num_blocks=1,
                     generation_tokens=self._generated,
@@ -118,10 +121,10 @@ def main() -> None:
         model_id=config.model_id, device="none", dtype="none", vocab_size=_LIMIT, max_model_len=_LIMIT,
         max_total_tokens=_LIMIT, max_num_seqs=config.max_num_seqs or 1, max_num_batched_tokens=1, block_size=1,
         num_blocks=1, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN,
-        startup_seconds={}, versions={},
+        startup_seconds={}, versions={}, engine=config.engine,
     )  # fmt: skip
     channel.send(EngineReady(info))
-    PacedEngine(channel, float(rate)).run()
+    PacedEngine(channel, float(rate), config.engine).run()
 
 
 if __name__ == "__main__":

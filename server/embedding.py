@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from model.text.tokenizer import Tokenizer
 from server.cli.api_keys import api_keys
 from server.cli.command_settings import engine_config, find_model
+from server.cli.data_parallel import engine_environments
 from server.cli.service_parts import http_config, tokenizer_path
 from server.cli.settings import Settings
 from server.cli.tracing import check_tracing
@@ -62,9 +63,9 @@ class EmbeddedService:
 async def embedded_service(
     settings: Settings, engine_command: Sequence[str] = ENGINE_COMMAND
 ) -> AsyncIterator[EmbeddedService]:
-    """Start an engine process and an application that uses it, on the running event loop.
+    """Start the engine processes and an application that uses them, on the running event loop.
 
-    On leaving, the engine process ends and its sockets are removed; requests that are still running get an error. If
+    On leaving, the engine processes end and their sockets are removed; requests that are still running get an error. If
     this process is killed, the engine ends too. Signals, logging and the event loop stay the caller's.
 
     Args:
@@ -80,7 +81,10 @@ async def embedded_service(
         ChildStartError: the engine process cannot be started.
     """
     config, limits, tokenizer, chat_template = await asyncio.to_thread(_prepare, settings)
-    engine = EngineClient(config, settings.engine_hang_seconds, engine_command)
+    environments = await asyncio.to_thread(engine_environments, settings)
+    engine = EngineClient(
+        config, settings.engine_hang_seconds, engine_command, environments=environments
+    )
     try:
         engine.launch()
         app = create_app(engine, tokenizer, limits, chat_template=chat_template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -31,15 +32,18 @@ def quoted(value: str) -> str:
     return value if _is_plain(value) else json.dumps(value)
 
 
-def configure_logging(level: str, log_format: LogFormat = "text") -> None:
+def configure_logging(level: str, log_format: LogFormat = "text", suffix: str = "") -> None:
     """Write the log messages of this process to standard error.
 
     Args:
         level: name of a logging level.
         log_format: of each line.
+        suffix: of the names of loggers, to tell processes apart.
     """
     handler = _Handler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    if suffix:
+        handler.addFilter(functools.partial(_append_to_name, suffix))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # No format shows them, and finding them out takes longer than formatting a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -47,6 +51,11 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     for chatty in ("httpx", "httpcore", "huggingface_hub", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.getLogger(_HUB_REPLIES).addFilter(_is_problem)
+
+
+def _append_to_name(suffix: str, record: logging.LogRecord) -> bool:
+    record.name += suffix
+    return True
 
 
 def _is_problem(record: logging.LogRecord) -> bool:

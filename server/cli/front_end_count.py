@@ -11,10 +11,10 @@ from server.cli.nvidia import may_have_gpu
 _CORES_EACH: Final = 4
 """Logical processors for each front end: the engine process and the hub need some, and others may use the machine."""
 _MOST: Final = 4
-"""Front ends by default. Together they stream 150,000 tokens per second or more; each takes 100 MB."""
+"""Front ends for each engine by default. Together they stream 150,000 tokens per second or more; each takes 100 MB."""
 
 
-def front_end_count(wanted: int | None, device: str) -> int:
+def front_end_count(wanted: int | None, device: str, num_engines: int = 1) -> int:
     """Return how many front ends serve.
 
     An engine on a CPU generates less than one front end can stream, and needs the processors itself.
@@ -22,9 +22,10 @@ def front_end_count(wanted: int | None, device: str) -> int:
     Args:
         wanted: as the setting `frontends`; None chooses by the processors that this process may use.
         device: as the setting.
+        num_engines: engine processes of the service.
     """
     if wanted is not None:
         return wanted
     if device == "cpu" or sys.platform != "linux" or not may_have_gpu():
         return 1
-    return max(1, min(_MOST, usable_cpus().logical // _CORES_EACH))
+    return max(1, min(_MOST * num_engines, usable_cpus().logical // _CORES_EACH))

@@ -59,6 +59,23 @@ def _supported_cuda(library: str) -> tuple[int, int] | None:
     return None if status or not number.value else (number.value // 1000, number.value % 1000 // 10)
 
 
+def count_gpus(library: str = _LIBRARY) -> int:
+    """Return how many NVIDIA GPUs a process can use, of those that CUDA_VISIBLE_DEVICES allows; 0 without a driver.
+
+    It initializes the driver in this process, but uses no memory of a GPU.
+
+    Args:
+        library: name of the driver's library.
+    """
+    number = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL(library)
+        status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if status else number.value
+
+
 def may_have_gpu(devices: Path = _DEVICES, library: str = _LIBRARY) -> bool:
     """Whether PyTorch could find a GPU; false only if it certainly cannot.
 

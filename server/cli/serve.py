@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from model.errors import ModelError
 from server.cli.api_keys import ApiKeyError, api_keys
 from server.cli.command_settings import engine_config, fail, find_model
+from server.cli.data_parallel import engine_environments
 from server.cli.deferred_signals import deferred_signals
 from server.cli.front_end_count import front_end_count
 from server.cli.listening import ListenError, listen, local_hosts
@@ -72,7 +73,8 @@ def serve(
     try:
         check_tracing(settings)
         model_path, model_config = find_model(settings)
-        front_ends = front_end_count(settings.frontends, settings.device)
+        environments = engine_environments(settings)
+        front_ends = front_end_count(settings.frontends, settings.device, len(environments))
         listeners = listen(settings.host, settings.port, front_ends)
         tokenizer_folder = tokenizer_path(settings, model_path)
         keys = api_keys(settings)
@@ -90,6 +92,7 @@ def serve(
                 settings.engine_hang_seconds,
                 engine_command,
                 spawned,
+                environments,
             )
             engine.launch()  # before the HTTP libraries are imported
         server = _create_front_ends(

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENV_PREFIX = "TESSERA_"
+MAX_ENGINES = 64
 # For a Service named `tessera` or `tessera-...`, Kubernetes sets these in every pod of the namespace.
 _KUBERNETES = re.compile(
     r"(_\w+)?(_SERVICE_(HOST|PORT(_\w+)?)|_PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)"
 )
+_is_number = re.compile(r"[0-9]{1,9}").fullmatch
 _is_key = re.compile(r"[!-+\--~]+").fullmatch  # visible ASCII without the comma
 _is_http_address = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?").fullmatch
 _is_origin = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+").fullmatch
@@ -69,7 +71,16 @@ class Settings(BaseModel):
         ge=1,
         le=64,
         description="processes that share the port and the work of HTTP, tokenizing and streaming; one process streams "
-        "about 50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4; else 1",
+        "about 50,000 tokens per second; default: with a GPU one per 4 usable logical processors, at most 4 for each "
+        "engine; else 1",
+    )
+    data_parallel: int | None = Field(
+        1,
+        ge=1,
+        le=MAX_ENGINES,
+        description="engine processes, each with the whole model, that share the requests: each has a GPU of its own, "
+        "or on a CPU a share of the cores; auto is the number of GPUs that CUDA_VISIBLE_DEVICES allows, or 1. Limits "
+        "of memory and steps, such as --max-num-seqs, are those of each engine",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -295,6 +306,19 @@ class Settings(BaseModel):
         description="start although an environment variable that begins with TESSERA_ is not one of a setting",
     )
 
+    @field_validator("data_parallel", mode="before")
+    @classmethod
+    def _engines_are_counted_or_automatic(cls, value: object) -> object:
+        if value == "auto":
+            return None
+        if not _is_number(str(value)) or not 1 <= int(str(value)) <= MAX_ENGINES:
+            raise PydanticCustomError(
+                "data_parallel",
+                "it must be a whole number from 1 to {most}, or auto",
+                {"most": MAX_ENGINES},
+            )
+        return value
+
     @field_validator("api_key")
     @classmethod
     def _keys_fit_in_a_header(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -347,6 +371,18 @@ class Settings(BaseModel):
                 "--max-num-batched-tokens {tokens} is less than --max-num-seqs {sequences}: "
                 "every running sequence needs a token of each step",
                 {"tokens": budget, "sequences": sequences},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_shared_in_one_way(self) -> Self:
+        if self.data_parallel != 1 and self.tensor_parallel > 1:
+            engines = "auto" if self.data_parallel is None else self.data_parallel
+            raise PydanticCustomError(
+                "parallel",
+                "--data-parallel {engines} and --tensor-parallel {ranks} cannot be combined: "
+                "start a service for each group of GPUs",
+                {"engines": engines, "ranks": self.tensor_parallel},
             )
         return self
 

@@ -25,6 +25,13 @@ def test_with_a_gpu_there_is_one_for_four_processors_up_to_four(machine, logical
     assert front_end_count(None, "cpu") == 1
 
 
+@pytest.mark.parametrize(("logical", "count"), [(8, 2), (32, 8), (128, 8)])
+def test_of_two_engines_each_has_up_to_four(machine, logical, count):
+    machine(logical, gpu=True)
+
+    assert front_end_count(None, "auto", num_engines=2) == count
+
+
 def test_without_a_gpu_there_is_one(machine):
     machine(64, gpu=False)
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from server.engine.core.messages import EngineInfo, EngineStats
 from server.engine.core.request import FinishReason, GenerateRequest, SequenceUsage, TokenEvent
 from server.engine.link.client import EngineUnavailableError
-from server.engine.link.protocol import AbortTarget, EngineState
+from server.engine.link.protocol import AbortTarget, EngineReport, EngineState
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.restart_queue import RestartQueue
 from tests.plans import PLAN
@@ -78,6 +78,7 @@ class FakeEngine:
         self.stats = EngineStats(num_blocks=64, num_free_blocks=64)
         self.past = EngineStats()
         self.restarts = 0
+        self.others: list[EngineReport] = []  # of a service with several engine processes
         self.restart_queue = RestartQueue()
         self.script: Script = script or say([72, 105], FinishReason.LENGTH)
         self.requests: list[GenerateRequest] = []
@@ -88,6 +89,20 @@ class FakeEngine:
         self._ids = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def reports(self) -> list[EngineReport]:
+        return [
+            EngineReport(
+                state=self.state, phase=self.phase, info=self.info,
+                stats=self.stats, past=self.past, restarts=self.restarts,
+            ),
+            *self.others,
+        ]  # fmt: skip
+
+    @property
+    def num_ready(self) -> int:
+        return sum(report.state is EngineState.READY for report in self.reports)
 
     @property
     def takes_requests(self) -> bool:

@@ -6,10 +6,10 @@ import contextlib
 import httpx
 import pytest
 
-from server.engine.core.messages import EngineStats, StepMessage
+from server.engine.core.messages import StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.client import EngineHandle
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.lifecycle import Stage
 from tests.http.conftest import CONFIG, frames, replace
@@ -32,9 +32,7 @@ class Engine(EngineHandle):
 
     def __init__(self):
         super().__init__()
-        self.state, self.phase, self.info = EngineState.READY, "ready", INFO
-        self.stats, self.past = EngineStats(), EngineStats()
-        self.restarts = 0
+        self.reports = [EngineReport(state=EngineState.READY, phase="ready", info=INFO)]
         self.requests = []
 
     def _send(self, message):
@@ -42,11 +40,11 @@ class Engine(EngineHandle):
             self.requests.append(message)
 
     def lose(self):
-        self.state, self.phase = EngineState.RESTARTING, "starting again"
+        self.reports[0].state, self.reports[0].phase = EngineState.RESTARTING, "starting again"
         self._fail("the engine is lost")
 
     def become_ready(self):
-        self.state, self.phase = EngineState.READY, "ready"
+        self.reports[0].state, self.reports[0].phase = EngineState.READY, "ready"
         self._serve_restart_queue()
 
     def answer(self, finish=FinishReason.LENGTH):
@@ -202,7 +200,7 @@ async def test_a_request_that_waits_when_the_service_ends_gets_503(make, engine,
 @pytest.mark.parametrize("state", [EngineState.STARTING, EngineState.STOPPED])
 async def test_requests_do_not_wait_for_the_first_start(open_client, engine, state):
     client = await open_client()
-    engine.state, engine.phase = state, "loading"
+    engine.reports[0].state, engine.reports[0].phase = state, "loading"
     reply = await asyncio.wait_for(posted(client, "/generate"), 2)
 
     assert reply.status_code == 503

@@ -22,10 +22,10 @@ from benchmarks.paced_engine import NO_PLAN
 from benchmarks.reliability.malformed import SEEDS, mutate, random_document
 from model.checkpoint.hub import BUNDLED, resolve
 from model.text.tokenizer import Tokenizer
-from server.engine.core.messages import EngineInfo, EngineStats, StepMessage
+from server.engine.core.messages import EngineInfo, StepMessage
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.link.client import EngineHandle
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.config import HTTPConfig
 from server.http.serving import with_middleware
@@ -52,14 +52,13 @@ class InstantEngine(EngineHandle):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.phase, self.restarts = EngineState.READY, "ready", 0
-        self.past = self.stats = EngineStats()
-        self.info = EngineInfo(
+        info = EngineInfo(
             model_id="m", device="none", dtype="none", vocab_size=_VOCABULARY, max_model_len=_LONGEST,
             max_total_tokens=_LONGEST, max_num_seqs=64, max_num_batched_tokens=_LONGEST, block_size=16,
             num_blocks=64, quantization="none", kv_cache_dtype="none", num_parameters=0, plan=NO_PLAN,
             startup_seconds={}, versions={},
         )  # fmt: skip
+        self.reports = [EngineReport(state=EngineState.READY, phase="ready", info=info)]
         self._encoder = msgspec.msgpack.Encoder()
 
     @property

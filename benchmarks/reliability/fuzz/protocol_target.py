@@ -40,9 +40,11 @@ from server.engine.link.protocol import (
     AbortStreams,
     AbortTarget,
     Attached,
+    EngineReport,
     EngineState,
     EngineStatus,
     ExternalAborted,
+    RequestsLost,
 )
 from server.engine.link.silence import SilenceTimer
 from tests.engine.link.fake_engine import make_engine, make_info
@@ -74,11 +76,15 @@ _REQUESTS = [
     AbortRequests([1, 2]),
     AbortRequests([2], FinishReason.STOP),
 ]  # fmt: skip
-_STATUS = EngineStatus(
-    state=EngineState.READY, phase="ready", info=_INFO, stats=EngineStats(), past=EngineStats(), restarts=0, lost=None
-)  # fmt: skip
+_STATUS = EngineStatus(engines=[EngineReport(state=EngineState.READY, phase="ready", info=_INFO)])
 _TO_CLIENT = [*_STEPS, StartupPhase("x"), EngineReady(_INFO), StartupFailed("x")]
-_TO_FRONT_END = [*_STEPS, _STATUS, AbortStreams([1]), ExternalAborted(1, ["a"])]
+_TO_FRONT_END = [
+    *_STEPS,
+    _STATUS,
+    RequestsLost([2], "x"),
+    AbortStreams([1]),
+    ExternalAborted(1, ["a"]),
+]
 _TO_HUB = [
     *_REQUESTS,
     Attached(),
@@ -168,17 +174,17 @@ class ProtocolTarget:
     def _to_client(self, batch: list[bytes]) -> None:
         client = EngineClient(_CONFIG)
         try:
-            client._connection = cast("Any", _Sockets())
-            client.state = EngineState.READY
+            client.engines[0]._connection = cast("Any", _Sockets())
+            client.reports[0].state = EngineState.READY
             for request in _REQUESTS[:2]:
                 client.submit(cast("GenerateRequest", request))
-            client._on_messages(batch)
+            client.engines[0]._on_messages(batch)
         finally:
             client.kill()
 
     def _to_front_end(self, batch: list[bytes]) -> None:
         self._remote._connection.drain()
-        self._remote.state = EngineState.READY
+        self._remote.reports = [EngineReport(state=EngineState.READY, info=_INFO)]
         self._remote._streams.clear()
         self._remote.hub_lost = cast("Any", Future())  # `start` makes it
         for request in _REQUESTS[:2]:
@@ -188,12 +194,18 @@ class ProtocolTarget:
             self._remote._on_messages(batch)
 
     def _to_hub(self, batch: list[bytes]) -> None:
-        hub = EngineHub(_CONFIG)
+        hub = EngineHub(_CONFIG, environments=({}, {}))
         try:
-            hub._connection = cast("Any", _Sockets())
-            hub.state = EngineState.READY
+            for engine in hub.engines:
+                engine._connection = cast("Any", _Sockets())
+                engine.report.state, engine.report.info = EngineState.READY, _INFO
             front_end = FrontEndConnection(
-                cast("Any", _Sockets()), 0, lambda: None, lambda _: None, SilenceTimer(1.0)
+                cast("Any", _Sockets()),
+                0,
+                lambda: None,
+                lambda _: None,
+                SilenceTimer(1.0),
+                [{}, {}],
             )
             hub._front_ends = [front_end]
             hub._on_front_end_messages(front_end, batch)

@@ -24,6 +24,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "model", "revision", "dtype", "quantization", "load_format", "max_model_len", "served_model_name",
         "chat_template", "tool_call_format",
     ),
+    "engine": ("data_parallel",),
     "memory": (
         "block_size", "kv_cache_dtype", "kv_cache_tokens", "kv_cache_gib", "enable_prefix_caching",
     ),

@@ -150,7 +150,7 @@ class Engine:
         self._runner = runner
         self._channel = channel
         self._compiling = GrammarQueue(runner.compile_grammar)
-        self._stats = StatsReporter(scheduler, self._compiling)
+        self._stats = StatsReporter(scheduler, self._compiling, info.engine)
         self._arrivals: dict[int, float] = {}
         self._deadlines: dict[int, float] = {}
         self._next_deadline = math.inf  # at most the earliest of them

@@ -41,6 +41,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: number of ranks that share the model, each on a GPU of its own.
         unmeasured_kernels: whether attention kernels that no GPU has ever run may be chosen.
         cpu_threads: threads of a forward pass on the CPU; None uses PyTorch's default.
+        engine: number of this engine among those of the service, from 0.
+        num_engines: engines of the service. On a CPU they share processors and memory by default.
         log_level: name of a logging level.
         log_format: "text" or "json".
     """
@@ -66,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     unmeasured_kernels: bool = False
     cpu_threads: int | None = None
+    engine: int = 0
+    num_engines: int = 1
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
 
@@ -82,6 +86,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         plan: the attention kernels in use, and why.
         startup_seconds: duration of each start-up phase, in order.
         versions: versions of the libraries that the results depend on.
+        engine: number of the engine among those of the service.
     """
 
     model_id: str
@@ -100,6 +105,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     plan: PlanReport
     startup_seconds: dict[str, float]
     versions: dict[str, str]
+    engine: int = 0
 
 
 class EngineTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +136,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step; counters start at 0 with each engine process.
 
     Attributes:
+        engine: number of the engine among those of the service.
         num_free_blocks: blocks that no running sequence holds.
         num_cached_blocks: those of them whose content is in the prefix cache.
         kv_usage: share of the KV cache's blocks that running sequences hold, 0 to 1.
@@ -153,6 +160,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         totals: encoded `EngineTotals`, at most a fraction of a second old, and current if the engine has no work.
     """
 
+    engine: int = 0
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
@@ -192,7 +200,9 @@ _GAUGES = {
     "num_reserved_tokens", "num_free_places", "num_prefill_tokens", "waiting_by_length", "waiting_tokens_by_length",
     "prompt_rate", "end_rate",
 }  # fmt: skip
-_COUNTERS = tuple(n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"totals"})
+_COUNTERS = tuple(
+    n for n in EngineStats.__struct_fields__ if n not in _GAUGES | {"engine", "totals"}
+)
 
 
 def add_counters(a: EngineStats, b: EngineStats) -> EngineStats:

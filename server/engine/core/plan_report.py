@@ -74,7 +74,10 @@ class DeterminismPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The attention kernels of a model on a processor; constant while the engine runs."""
+    """The attention kernels of a model on a processor; constant while the engine runs.
+
+    `num_engines` is the number of engine processes that run it, each on a processor of its own.
+    """
 
     arch: str
     arch_name: str
@@ -94,6 +97,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     one_sequence: str
     phases: list[PhasePlan]
     deterministic: DeterminismPlan
+    num_engines: int = 1
 
     def __str__(self) -> str:
         """Return one line for the log."""

@@ -86,9 +86,11 @@ class StatsReporter:
     Args:
         scheduler: of the engine.
         compiling: the sequences whose grammar is compiled, which wait as well.
+        engine: number of the engine among those of the service.
     """
 
-    def __init__(self, scheduler: Scheduler, compiling: Sized) -> None:
+    def __init__(self, scheduler: Scheduler, compiling: Sized, engine: int) -> None:
+        self._engine = engine
         self.num_failed_steps = 0
         self.num_invariant_violations = 0
         self._scheduler = scheduler
@@ -111,6 +113,7 @@ class StatsReporter:
         accounting, waiting = scheduler.accounting, scheduler.waiting
         used = blocks.num_blocks - blocks.num_free_blocks
         return EngineStats(
+            engine=self._engine,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
             num_blocks=blocks.num_blocks,

@@ -80,8 +80,11 @@ def _check_on_cpu(config: EngineConfig, model: ModelConfig) -> None:
     )
     # All memory, not what is free now: another process, such as this service's predecessor, may be about to end.
     total = total_host_bytes()
+    stated = f"{total / GIB:.2f} GiB of memory on cpu"
+    if config.num_engines > 1:
+        stated += f" for {config.num_engines} engines (--data-parallel)"
     try:
-        requested_size(demand, total, f"{total / GIB:.2f} GiB of memory on cpu")
+        requested_size(demand, total // config.num_engines, stated)
     except NotEnoughMemoryError as error:
         raise StartupError(str(error)) from None
 

@@ -13,7 +13,7 @@ from server.engine.link.spawn import end, spawn
 if TYPE_CHECKING:
     import signal
     import subprocess
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 log = logging.getLogger("tessera")
 
@@ -44,6 +44,7 @@ class ChildProcess:
         on_exit: called with the exit code of a process that ended by itself or was killed from outside. Releases what
             `configure` acquired and returns whether to restart.
         pass_fds: file descriptors that the process inherits.
+        environment: variables of the process that differ from those of this one; not those of `spawned`.
         spawned: a process that was spawned earlier, for the first launch.
     """
 
@@ -55,6 +56,7 @@ class ChildProcess:
         on_exit: Callable[[int], bool],
         *,
         pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
         spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -63,6 +65,7 @@ class ChildProcess:
         self._configure = configure
         self._on_exit = on_exit
         self._pass_fds = pass_fds
+        self._environment = environment or {}
         self._spawned = spawned
         self._backoff = _MIN_BACKOFF_SECONDS
         self._restart: asyncio.TimerHandle | None = None
@@ -76,7 +79,7 @@ class ChildProcess:
             ChildStartError: the operating system refuses the process or what it needs.
         """
         try:
-            process, self._spawned = self._spawned or spawn(self._command, self._pass_fds), None
+            process, self._spawned = self._spawned or self._spawn(), None
             try:
                 line = self._configure()
             except OSError:
@@ -93,6 +96,9 @@ class ChildProcess:
             process.stdin.flush()
         if self._loop is not None:
             self._watch(process, self._loop)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        return spawn(self._command, self._pass_fds, self._environment)
 
     def start(self) -> None:
         """Supervise the process from the running event loop; launch it first unless it was launched earlier.

@@ -12,34 +12,34 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from server.engine.core.messages import (
-    AbortRequests,
-    EngineStats,
-    StepMessage,
-    newest_stats,
-)
+from server.engine.core.messages import AbortRequests, StepMessage
 from server.engine.core.request import FinishReason, TokenEvent
+from server.engine.link.combined import EngineReports
+from server.engine.link.engine_group import EngineGroup
 from server.engine.link.protocol import (
     DECODE_ERRORS,
     AbortExternal,
     AbortStreams,
     AbortTarget,
     Attached,
+    EngineReport,
     EngineState,
     EngineStatus,
     ExternalAborted,
     FrontEndHeartbeat,
     HubHeartbeat,
     HubMessage,
+    RequestPrompt,
+    RequestsLost,
 )
 from server.engine.link.request_stream import RequestStream
 from server.engine.link.restart_queue import RestartQueue
 from server.engine.link.silence import SilenceTimer, tick_seconds
 from server.engine.link.sockets import Connection
-from server.engine.link.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
-    from server.engine.core.messages import EngineInfo
+    from collections.abc import Iterable
+
     from server.engine.core.request import GenerateRequest
 
 
@@ -50,29 +50,18 @@ class EngineUnavailableError(Exception):
     """The engine accepts no requests at the moment; the text says why."""
 
 
-class EngineHandle:
+class EngineHandle(EngineReports):
     """Owns the streams of a front end's requests in flight; the interface that the HTTP layer uses.
 
     Attributes:
-        state, phase: the engine's state; the phase describes it for people.
-        info: properties of the newest engine that became ready; None before the first.
-        stats: its newest statistics.
-        past: sum of the counters of earlier engine processes.
-        restarts: number of those processes.
-        restart_queue: requests that wait for the engine to start again; its `seconds` may be set.
+        restart_queue: requests that wait for an engine to start again; its `seconds` may be set.
 
     Args:
         first_id: first request id.
     """
 
-    state: EngineState
-    phase: str
-    info: EngineInfo | None
-    stats: EngineStats
-    past: EngineStats
-    restarts: int
-
     def __init__(self, first_id: int = 1) -> None:
+        self.reports = [EngineReport()]
         self._ids = itertools.count(first_id)
         self._streams: dict[int, RequestStream] = {}
         self.restart_queue = RestartQueue()
@@ -98,8 +87,8 @@ class EngineHandle:
         )
         stream.request = request
         if self.state is EngineState.READY:
-            self._send(request)
             self._streams[request.request_id] = stream
+            self._send(request)
         else:
             stream.hold()
             self.restart_queue.add(stream)
@@ -114,8 +103,9 @@ class EngineHandle:
 
     def abort(self, request_id: int) -> None:
         """Make the engine drop a request; unknown ids are ignored."""
-        if self._streams.pop(request_id, None) is not None:
+        if request_id in self._streams:
             self._send(AbortRequests([request_id]))
+            del self._streams[request_id]
         else:
             self.restart_queue.discard(request_id)
 
@@ -139,6 +129,7 @@ class EngineHandle:
             self._send(AbortRequests([request_id], FinishReason.STOP))
 
     def _send(self, message: GenerateRequest | AbortRequests) -> None:
+        """Send a message about requests of `_streams`."""
         raise NotImplementedError
 
     def _deliver(self, steps: list[StepMessage]) -> None:
@@ -173,23 +164,25 @@ class EngineHandle:
             if finish_reasons[i]:
                 del streams[request_id]
 
-    def _fail(self, error: str) -> list[int]:
-        """End the requests in flight with an error, except those that wait for another engine process.
+    def _fail(self, error: str, request_ids: Iterable[int] | None = None) -> None:
+        """End requests in flight with an error, except those that may be sent to another engine process.
 
-        Returns:
-            The ids of all that were in flight.
+        Args:
+            error: says why.
+            request_ids: of the requests, of which unknown ones are ignored; None for all.
         """
-        streams, self._streams = self._streams, {}
-        restarting = self.state is EngineState.RESTARTING
-        if not restarting:
+        ids = list(self._streams) if request_ids is None else request_ids
+        streams = [self._streams.pop(i) for i in ids if i in self._streams]
+        may_resend = self.takes_requests
+        if not may_resend:
             self.restart_queue.fail(error)
-        for stream in streams.values():
-            if restarting and self.restart_queue.accepts(stream):
+        for stream in streams:
+            if may_resend and self.restart_queue.accepts(stream):
                 self.restart_queue.add(stream)
                 continue
             stream.push(TokenEvent(token_id=None, finish_reason=FinishReason.ERROR, error=error))
             stream.deliver()
-        return list(streams)
+        self._serve_restart_queue()
 
     def _serve_restart_queue(self) -> None:
         """Send the waiting requests if the engine is ready; end them if it will not be.
@@ -207,33 +200,55 @@ class EngineHandle:
             stream.request_id = self.next_request_id()
             request = msgspec.structs.replace(request, request_id=stream.request_id)
             stream.request = request if stream.is_held else None  # None: was sent before
-            self._send(request)
             self._streams[stream.request_id] = stream
+            self._send(request)
             stream.release(accepted=True)
 
 
-class EngineClient(EngineSupervisor, EngineHandle):
-    """The engine of a single front end, which owns the engine process. For the arguments see `EngineSupervisor`.
+class EngineClient(EngineGroup, EngineHandle):
+    """The engines of a single front end, which owns their processes. For the arguments see `EngineGroup`.
 
-    If the engine process ends, the requests in flight that have output end with an error event, and so do the others if
-    no engine is ready in time.
+    If an engine process ends, its requests in flight that have output end with an error event. The others are sent to
+    an engine that is ready, and end with an error if there is none in time.
     """
 
-    def _has_requests(self) -> bool:
-        return bool(self._streams)
+    def has_requests(self, engine: int) -> bool:
+        """Whether an engine has requests in flight."""
+        return any(stream.engine == engine for stream in self._streams.values())
 
-    def _on_steps(self, steps: list[tuple[bytes, StepMessage]]) -> None:
+    def on_steps(self, _engine: int, steps: list[tuple[bytes, StepMessage]], /) -> None:
+        """Distribute the events of steps."""
         self._deliver([step for _, step in steps])
 
-    def _on_loss(self, error: str) -> None:
-        self._fail(error)
+    def _send(self, message: GenerateRequest | AbortRequests) -> None:
+        if isinstance(message, AbortRequests):
+            for engine in {self._streams[i].engine for i in message.request_ids}:
+                self.engines[engine].send(message)
+            return
+        chosen = self._choose(
+            lambda: RequestPrompt(
+                message.prompt_token_ids, message.cache_salt, message.deterministic
+            )
+        )
+        self._streams[message.request_id].engine = chosen.number
+        chosen.send(message)
+
+    def _loads(self) -> list[int]:
+        loads = [0] * len(self.engines)
+        for stream in self._streams.values():
+            if stream.engine >= 0:
+                loads[stream.engine] += 1
+        return loads
+
+    def _on_loss(self, engine: int, error: str) -> None:
+        self._fail(error, [i for i, s in self._streams.items() if s.engine == engine])
 
     def _on_change(self) -> None:
         self._serve_restart_queue()
 
 
 class RemoteEngine(EngineHandle):
-    """The engine of one of several front ends, which reaches it through the hub. Not thread-safe.
+    """The engines of one of several front ends, which reaches them through the hub. Not thread-safe.
 
     Attributes:
         hub_lost: done, with the reason, when the hub hangs; exists from `start` on. The state is `STOPPED` then.
@@ -246,12 +261,7 @@ class RemoteEngine(EngineHandle):
 
     def __init__(self, address: str, first_id: int, hang_seconds: float = 60.0) -> None:
         super().__init__(first_id)
-        self.state = EngineState.STARTING
-        self.phase = "starting a front end"
-        self.info = None
-        self.stats = EngineStats()
-        self.past = EngineStats()
-        self.restarts = 0
+        self.reports = [EngineReport(phase="starting a front end")]
         self._connection = Connection(address, parent=False)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(HubMessage)
@@ -277,11 +287,12 @@ class RemoteEngine(EngineHandle):
 
     def stop(self) -> None:
         """End all requests in flight and close the connection."""
-        self.state = EngineState.STOPPED
-        self.phase = "shutting down"
         if self._heartbeats is not None:
             self._heartbeats.cancel()
-        self._lose("the server is shutting down")
+        running = list(self._streams)
+        self._stop_engines("the server is shutting down")
+        if running:
+            self._send(AbortRequests(running))
         for reply in self._aborting.values():
             reply.cancel()
         self._connection.close(linger_ms=100)  # for the aborts
@@ -317,7 +328,9 @@ class RemoteEngine(EngineHandle):
         for is_step, group in itertools.groupby(messages, lambda m: isinstance(m, StepMessage)):
             if is_step:
                 steps = list(group)
-                self.stats = newest_stats(steps) or self.stats
+                for step in steps:
+                    if step.stats is not None:
+                        self.reports[step.stats.engine].stats = step.stats
                 self._deliver(steps)
             else:
                 for message in group:
@@ -339,20 +352,28 @@ class RemoteEngine(EngineHandle):
 
     def _lose_hub(self, reason: str) -> None:
         """Fail all requests, and report that the hub is of no more use."""
-        self.state = EngineState.STOPPED
-        self.phase = "the main process of the service does not respond"
-        self._fail(self.phase)
+        self._stop_engines("the main process of the service does not respond")
         for reply in self._aborting.values():
             reply.cancel()
         self.hub_lost.set_result(reason)
 
+    def _stop_engines(self, phase: str) -> None:
+        """End all requests: the engines can no longer be reached."""
+        self.reports = [
+            msgspec.structs.replace(report, state=EngineState.STOPPED, phase=phase)
+            for report in self.reports
+        ]
+        self._fail(phase)
+
     def _handle(
-        self, message: EngineStatus | AbortStreams | ExternalAborted | HubHeartbeat
+        self, message: EngineStatus | RequestsLost | AbortStreams | ExternalAborted | HubHeartbeat
     ) -> None:
         if isinstance(message, HubHeartbeat):
             return
         if isinstance(message, EngineStatus):
             self._update(message)
+        elif isinstance(message, RequestsLost):
+            self._fail(message.error, message.request_ids)
         elif isinstance(message, AbortStreams):
             for request_id in message.request_ids:
                 if stream := self._streams.get(request_id):
@@ -361,17 +382,10 @@ class RemoteEngine(EngineHandle):
             reply.set_result(set(message.external_ids))
 
     def _update(self, status: EngineStatus) -> None:
-        self.state, self.phase = status.state, status.phase
-        if self.info != status.info:
-            self.info = status.info
-        self.stats, self.past, self.restarts = status.stats, status.past, status.restarts
+        for old, new in zip(self.reports, status.engines, strict=False):
+            if old.info == new.info:
+                new.info = old.info  # the object is compared where it is used
+        self.reports = status.engines
         if self._attached is not None and not self._attached.done():
             self._attached.set_result(None)
-        if status.lost is not None:
-            self._lose(status.lost)
         self._serve_restart_queue()
-
-    def _lose(self, error: str) -> None:
-        # The hub may read a request only after the engine has restarted, and its tokens would never be read.
-        if ended := self._fail(error):
-            self._send(AbortRequests(ended))

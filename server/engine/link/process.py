@@ -145,8 +145,10 @@ def _listen(launches: queue.SimpleQueue[EngineLaunch], progress: Progress) -> No
     launch = read_config(EngineLaunch)
     if launch is None:
         os._exit(0)
-    configure_logging(launch.config.log_level, launch.config.log_format)
-    if launch.config.device != "cpu":
+    config = launch.config
+    suffix = f".{config.engine}" if config.num_engines > 1 else ""
+    configure_logging(config.log_level, config.log_format, suffix)
+    if config.device != "cpu":
         threading.Thread(target=open_gpu, name="open-gpu", daemon=True).start()
     watch_engine(launch, progress)
     launches.put(launch)

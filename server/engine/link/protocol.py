@@ -36,30 +36,61 @@ class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
     hang_seconds: float = 60.0
 
 
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """The engine's status, from the hub to a front end: the first message, and one after each change.
+class EngineReport(msgspec.Struct, kw_only=True):
+    """What is known about one of the service's engine processes. Its supervisor changes it.
 
     Attributes:
-        stats: newest statistics.
-        past: sum of the counters of earlier engine processes.
-        lost: why all requests in flight are lost; None if they are not.
+        state, phase: its state; the phase describes it for people.
+        info: properties of the newest process that became ready; None before the first.
+        stats: its newest statistics.
+        past: sum of the counters of earlier processes.
+        restarts: number of processes that were ready and have ended.
     """
 
-    state: EngineState
-    phase: str
-    info: EngineInfo | None
-    stats: EngineStats
-    past: EngineStats
-    restarts: int
-    lost: str | None = None
+    state: EngineState = EngineState.STARTING
+    phase: str = "importing PyTorch"
+    info: EngineInfo | None = None
+    stats: EngineStats = EngineStats()
+    past: EngineStats = EngineStats()
+    restarts: int = 0
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """The state of the engines, from the hub to a front end: the first message, and one after each change.
+
+    Attributes:
+        engines: a report for each engine, by its number.
+    """
+
+    engines: list[EngineReport]
+
+
+class RequestsLost(msgspec.Struct, frozen=True, tag="lost"):
+    """No engine will answer these requests of the receiving front end, from the hub.
+
+    Attributes:
+        request_ids: of the requests.
+        error: says why.
+    """
+
+    request_ids: list[int]
+    error: str
 
 
 class RequestHeader(msgspec.Struct, frozen=True, tag="generate"):
-    """The part of a `GenerateRequest` that forwarding it needs; the other fields are not decoded."""
+    """The part of a `GenerateRequest` that the hub needs; the other fields are not decoded."""
 
     request_id: int
     external_id: str = ""
     client: str = ""
+
+
+class RequestPrompt(msgspec.Struct, frozen=True, tag="generate"):
+    """The part of a `GenerateRequest` that the choice of an engine needs."""
+
+    prompt_token_ids: list[int]
+    cache_salt: str | None = None
+    deterministic: bool = False
 
 
 class AbortTarget(msgspec.Struct, frozen=True):
@@ -143,4 +174,6 @@ class ExternalAborted(msgspec.Struct, frozen=True, tag="external_aborted"):
     external_ids: list[str]
 
 
-HubMessage = EngineStatus | StepMessage | AbortStreams | ExternalAborted | HubHeartbeat
+HubMessage = (
+    EngineStatus | RequestsLost | StepMessage | AbortStreams | ExternalAborted | HubHeartbeat
+)

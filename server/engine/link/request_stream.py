@@ -22,6 +22,7 @@ class RequestStream:
 
     Attributes:
         request: what the engine was asked for, while it may be sent to another engine process; None for never.
+        engine: number of the engine that has it, -1 if none was chosen; only for the engine's side.
         num_cached_tokens: prompt tokens found in the prefix cache; valid from the first event on.
         queue_seconds: time in the engine before the first step; valid from the first event on.
         prompt_logprobs: log-probabilities of prompt tokens 1.., if requested; valid from the first event on.
@@ -47,6 +48,7 @@ class RequestStream:
         "_take",
         "_waiter",
         "client",
+        "engine",
         "external_id",
         "num_cached_tokens",
         "prompt_logprobs",
@@ -67,6 +69,7 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.request: GenerateRequest | None = None
+        self.engine = -1
         self.external_id = external_id
         self.client = client
         self.num_cached_tokens = 0

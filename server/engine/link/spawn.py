@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 def module_command(module: str) -> tuple[str, ...]:
@@ -48,6 +48,17 @@ def use_safe_path() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
+def gpu_variables(number: int) -> dict[str, str]:
+    """Return the variables with which a process sees only one of the GPUs that this process sees.
+
+    Args:
+        number: of the GPU, from 0, in this process's order.
+    """
+    name = "CUDA_VISIBLE_DEVICES"
+    visible = os.environ.get(name)
+    return {name: visible.split(",")[number].strip() if visible else str(number)}
+
+
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this thread and in processes that it starts; here it is delivered when the block ends.
@@ -63,7 +74,9 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def spawn(
-    command: Sequence[str] = ENGINE_COMMAND, pass_fds: Iterable[int] = ()
+    command: Sequence[str] = ENGINE_COMMAND,
+    pass_fds: Iterable[int] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process with a pipe as its standard input.
 
@@ -73,13 +86,17 @@ def spawn(
     Args:
         command: program and arguments.
         pass_fds: file descriptors that the process inherits.
+        environment: variables of the process that differ from those of this one.
 
     Raises:
         OSError: the operating system refuses.
     """
     use_safe_path()
+    variables = os.environ | dict(environment or {})
     with interrupts_blocked():
-        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds))  # noqa: S603 - our own command
+        return subprocess.Popen(  # noqa: S603 - our own command
+            command, stdin=subprocess.PIPE, pass_fds=tuple(pass_fds), env=variables
+        )
 
 
 def ask_for_stacks(process: subprocess.Popen[bytes]) -> None:

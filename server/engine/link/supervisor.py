@@ -1,4 +1,4 @@
-"""Supervises the engine process: connection, state, restarts and hang detection.
+"""Supervises one engine process: connection, state, restarts and hang detection.
 
 Imports no PyTorch.
 
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from server.engine.core.messages import (
     EngineConfig,
     EngineHung,
-    EngineInfo,
     EngineMessage,
     EngineReady,
     EngineStats,
@@ -32,15 +31,15 @@ from server.engine.core.messages import (
 )
 from server.engine.core.progress import Activity, start_seconds
 from server.engine.link.child_process import ChildProcess, ChildStartError
-from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineState
+from server.engine.link.protocol import DECODE_ERRORS, EngineLaunch, EngineReport, EngineState
 from server.engine.link.silence import SilenceTimer, tick_seconds
-from server.engine.link.socket_folder import SocketFolder
-from server.engine.link.sockets import Connection
 from server.engine.link.spawn import DUMP_SECONDS, ENGINE_COMMAND, ask_for_stacks
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from server.engine.link.sockets import Connection
 
 log = logging.getLogger("tessera.client")
 
@@ -51,71 +50,91 @@ _EXIT_SECONDS = 8.0
 _KILL_SECONDS = 30.0
 
 
+class EngineOwner(Protocol):
+    """Owns the requests in flight of one or more engines; a supervisor calls it on the event loop."""
+
+    def has_requests(self, engine: int) -> bool:
+        """Whether an engine has requests in flight."""
+
+    def on_steps(self, engine: int, steps: list[tuple[bytes, StepMessage]], /) -> None:
+        """Handle messages of an engine's steps, encoded and decoded; the report has the `stats` of the last one."""
+
+    def on_change(self, engine: int) -> None:
+        """Handle a change of an engine's report, other than of `stats`."""
+
+    def on_loss(self, engine: int, error: str) -> None:
+        """End an engine's requests in flight with an error, or send them elsewhere: the engine has lost them."""
+
+
 class EngineSupervisor:
-    """Owns the engine process and the connection to it; a subclass owns the requests in flight.
+    """Owns an engine process and the connection to it; its owner has the requests in flight.
 
     `launch` may be called before the event loop runs, so that this process imports its modules while the engine process
     imports its own; `start` then attaches to the loop. Not thread-safe.
 
     Attributes:
-        state, phase: the engine's state; the phase describes it for people.
-        info: properties of the newest engine that became ready.
-        stats: its newest statistics.
-        past: sum of the counters of earlier engine processes.
-        restarts: number of engine processes that were ready and have ended.
-        directory: holds the sockets; mode 0700, so that no other user can connect.
-        hang_seconds: see the argument.
+        config, hang_seconds: see the arguments.
+        report: the engine's state and statistics; `owner.on_change` is called after each change but of `stats`.
 
     Args:
         config: of the engine, for the first start and for restarts.
+        owner: of the requests.
+        bind: opens the connection to a new process, at a new address.
         hang_seconds: an engine that sends no heartbeat for this long, or is idle for this long while requests are in
             flight, is killed and restarted; also the limit of a step, see
             `server.engine.core.progress.Progress.allowed_seconds`.
         command: starts an engine process.
+        environment: variables of the process that differ from those of this one.
         spawned: an engine process without a configuration, for the first start; None spawns one.
-
-    Raises:
-        ChildStartError: the operating system refuses the directory.
     """
 
     def __init__(
         self,
         config: EngineConfig,
+        owner: EngineOwner,
+        bind: Callable[[], Connection],
         hang_seconds: float = 60.0,
         command: Sequence[str] = ENGINE_COMMAND,
+        environment: Mapping[str, str] | None = None,
         spawned: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        super().__init__()  # the other base class of `EngineClient`
+        self.report = EngineReport()
         self.config = config
-        self.state = EngineState.STARTING
-        self.phase = "importing PyTorch"
-        self.info: EngineInfo | None = None
-        self.stats = EngineStats()
-        self.past = EngineStats()
-        self.restarts = 0
-        self._engine = ChildProcess(
-            "engine process", command, self._configure, self._on_exit, spawned=spawned
+        self._owner = owner
+        self._bind = bind
+        several = config.num_engines > 1
+        self._name = f"engine {config.engine}" if several else "engine"
+        self._child = ChildProcess(
+            f"process of engine {config.engine}" if several else "engine process",
+            command,
+            self._configure,
+            self._on_exit,
+            environment=environment,
+            spawned=spawned,
         )
         self._connection: Connection | None = None
-        self._num_connections = 0
-        try:
-            self._folder = SocketFolder()
-        except OSError as error:
-            raise ChildStartError(f"no directory for sockets: {error}") from error
-        self.directory = self._folder.path
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Future[None] | None = None
         self.hang_seconds = hang_seconds
-        self._hang_watch: asyncio.Task[None] | None = None
         self._heard = False  # since the last look
         self._beat: Heartbeat | None = None
         self._seen_beat: Heartbeat | None = None
-        self._period = tick_seconds(hang_seconds)
-        self._silence = SilenceTimer(self._period)
-        self._idleness = SilenceTimer(self._period)
+        self._silence = SilenceTimer(tick_seconds(hang_seconds))
+        self._idleness = SilenceTimer(tick_seconds(hang_seconds))
         self._hung = ""  # why the running process is about to end
+        self._was_ready = False  # before it was stopped
+
+    @property
+    def number(self) -> int:
+        """Number of the engine among those of the service."""
+        return self.config.engine
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.report.state is EngineState.READY
 
     def launch(self) -> None:
         """Start the engine process and send it its configuration; returns at once.
@@ -123,9 +142,9 @@ class EngineSupervisor:
         Raises:
             ChildStartError: the operating system refuses.
         """
-        self._engine.launch()
+        self._child.launch()
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Supervise from the running event loop, after a `launch` if there was none; does not wait for the engine.
 
         Raises:
@@ -135,8 +154,7 @@ class EngineSupervisor:
         self._started = self._loop.create_future()
         if self._connection is not None:
             self._connection.attach(self._loop, self._on_messages)
-        self._engine.start()
-        self._hang_watch = asyncio.create_task(self._watch_for_hangs())
+        self._child.start()
 
     async def wait_until_ready(self) -> None:
         """Wait until the first start succeeds or fails.
@@ -149,53 +167,35 @@ class EngineSupervisor:
 
     def kill(self) -> None:
         """End the engine process at once; needs no event loop. Does nothing after `stop`."""
-        self._engine.kill()
+        self._child.kill()
         self._close()
+
+    def refuse_requests(self) -> None:
+        """Take no more requests, because the service ends; `stop` follows."""
+        self._was_ready = self.is_ready
+        self._set_state(EngineState.STOPPED, "the server is shutting down")
 
     async def stop(self) -> None:
-        """End the engine process and all requests in flight."""
-        was_ready = self.state is EngineState.READY
-        self.state = EngineState.STOPPED
-        self.phase = "shutting down"
-        if self._hang_watch is not None:
-            self._hang_watch.cancel()
-        self._on_loss("the server is shutting down")
-        if was_ready:
-            self._send(Shutdown())
+        """End the engine process and all its requests in flight, after `refuse_requests`."""
+        self._owner.on_loss(self.number, self.report.phase)
+        if self._was_ready:
+            self.send(Shutdown())
         # While it starts, the engine reads no messages and has nothing to finish.
-        await self._engine.stop(_STOP_SECONDS if was_ready else 0)
+        await self._child.stop(_STOP_SECONDS if self._was_ready else 0)
         self._close()
 
-    def _has_requests(self) -> bool:
-        """Whether requests are in flight."""
-        raise NotImplementedError
+    def send(self, message: FrontEndMessage) -> None:
+        """Send a message to the engine. It is lost if the process ends before it has read it."""
+        self.send_encoded(self._encoder.encode(message))
 
-    def _on_steps(self, steps: list[tuple[bytes, StepMessage]]) -> None:
-        """Handle messages of steps, encoded and decoded; `stats` is that of the last one."""
-        raise NotImplementedError
-
-    def _on_change(self) -> None:
-        """Handle a change of `state`, `phase`, `info` or `restarts`."""
-
-    def _check_front_ends(self) -> None:
-        """Called once per period, of `tick_seconds`."""
-
-    def _on_loss(self, error: str) -> None:
-        """End all requests in flight with an error: the engine has lost them."""
-        raise NotImplementedError
-
-    def _send(self, message: FrontEndMessage) -> None:
-        self._send_encoded(self._encoder.encode(message))
-
-    def _send_encoded(self, data: bytes) -> None:
+    def send_encoded(self, data: bytes) -> None:
+        """Send an encoded message; see `send`."""
         if self._connection is not None:
             self._connection.send(data)
 
-    def _bind(self, max_bytes: int = -1) -> Connection:
-        """Open a connection at a new address: ZeroMQ may remove the files of a closed one late."""
-        self._num_connections += 1
-        address = str(self.directory / str(self._num_connections))
-        return Connection(address, parent=True, max_bytes=max_bytes)
+    def _set_state(self, state: EngineState, phase: str) -> None:
+        self.report.state, self.report.phase = state, phase
+        self._owner.on_change(self.number)
 
     def _configure(self) -> bytes:
         self._connection = self._bind()
@@ -213,20 +213,18 @@ class EngineSupervisor:
         )
 
     def _close(self) -> None:
-        """Close all connections and remove the directory."""
         if self._connection is not None:
             self._connection.close()
-        self._folder.remove()
 
     def _on_messages(self, batch: list[bytes]) -> None:
         """Handle messages of the engine; those of several steps are passed on together."""
-        if self.state is EngineState.STOPPED or self._hung:
+        if self.report.state is EngineState.STOPPED or self._hung:
             return
         self._heard = True
         try:
             messages = [self._decoder.decode(data) for data in batch]
         except DECODE_ERRORS:
-            log.exception("the engine sent a message that cannot be decoded")
+            log.exception("the %s sent a message that cannot be decoded", self._name)
             self._force_restart("sent a message that cannot be decoded", kill_after=0.0)
             return
         steps: list[tuple[bytes, StepMessage]] = []
@@ -236,12 +234,13 @@ class EngineSupervisor:
             else:
                 self._handle(message)
         if steps:
-            self.stats = newest_stats(step for _, step in steps) or self.stats
+            if stats := newest_stats(step for _, step in steps):
+                self.report.stats = stats
             try:
-                self._on_steps(steps)
+                self._owner.on_steps(self.number, steps)
             except Exception:
                 # Some of the steps' tokens are lost: their requests must not wait for ever.
-                log.exception("the engine sent a step that contradicts itself")
+                log.exception("the %s sent a step that contradicts itself", self._name)
                 self._force_restart("sent a step that contradicts itself", kill_after=0.0)
 
     def _handle(self, message: EngineMessage) -> None:
@@ -251,30 +250,31 @@ class EngineSupervisor:
         if isinstance(message, EngineHung):
             self._force_restart(f"has been {message.doing}", kill_after=_EXIT_SECONDS)
             return
+        report = self.report
         if isinstance(message, StartupPhase):
-            self.phase = message.name
+            self._set_state(report.state, message.name)
         elif isinstance(message, EngineReady):
-            self.info = message.info
-            self.past = add_counters(self.past, self.stats)
-            self.stats = EngineStats(
-                num_blocks=self.info.num_blocks, num_free_blocks=self.info.num_blocks
+            report.info = message.info
+            report.past = add_counters(report.past, report.stats)
+            num_blocks = message.info.num_blocks
+            report.stats = EngineStats(
+                engine=self.number, num_blocks=num_blocks, num_free_blocks=num_blocks
             )
-            self.state = EngineState.READY
-            self.phase = "ready"
-            self._engine.reset_backoff()
+            self._child.reset_backoff()
+            self._set_state(EngineState.READY, "ready")
             if self._started is not None and not self._started.done():
                 self._started.set_result(None)
         elif isinstance(message, StartupFailed):
             self._on_start_failure(message.error)
-        self._on_change()
 
     def _on_start_failure(self, error: str) -> None:
         # Clients see the phase. The error may contain paths of this machine and goes to the log only.
-        self.phase = "the engine could not start"
-        if self.info is not None:
-            log.error("the engine cannot restart: %s", error)
+        self._set_state(self.report.state, "the engine could not start")
+        if self.report.info is not None:
+            log.error("the %s cannot restart: %s", self._name, error)
         elif self._started is not None and not self._started.done():
-            self._started.set_exception(ChildStartError(error))
+            prefix = f"{self._name}: " if self.config.num_engines > 1 else ""
+            self._started.set_exception(ChildStartError(prefix + error))
 
     def _on_exit(self, code: int) -> bool:
         """Handle the end of the engine process; returns whether to restart it: only if an engine was ready before."""
@@ -282,26 +282,27 @@ class EngineSupervisor:
             self._connection.drain()  # the last messages may give a reason
             self._connection.close()
         # The counters stay: they are added to those of the next process.
-        self.stats = msgspec.structs.replace(
-            self.stats,
+        report = self.report
+        report.stats = msgspec.structs.replace(
+            report.stats,
             num_running=0,
             num_waiting=0,
             num_prefill_tokens=0,
             waiting_by_length=[],
             waiting_tokens_by_length=[],
-            num_free_blocks=self.stats.num_blocks,
+            num_free_blocks=report.stats.num_blocks,
             kv_usage=0.0,
         )
-        if self.info is None:
+        if report.info is None:
             why = f": it {self._hung}" if self._hung else ""
             self._on_start_failure(f"the engine process ended with code {code} while starting{why}")
-            self.state = EngineState.STOPPED
-            self._on_change()
+            self._set_state(EngineState.STOPPED, report.phase)
             return False
-        self.state = EngineState.RESTARTING
-        self.restarts += 1
-        self.phase = "starting again after the engine process ended"
-        self._on_loss("the engine stopped unexpectedly and is being started again")
+        report.restarts += 1
+        self._set_state(EngineState.RESTARTING, "starting again after the engine process ended")
+        self._owner.on_loss(
+            self.number, "the engine stopped unexpectedly and is being started again"
+        )
         return True
 
     def _force_restart(self, reason: str, kill_after: float) -> None:
@@ -311,48 +312,38 @@ class EngineSupervisor:
             reason: completes the sentence "the engine ...".
             kill_after: seconds after which the process is killed if it has not ended by itself.
         """
-        process = self._engine.process
+        process = self._child.process
         if process is None or self._hung:
             return
-        log.error("the engine %s; restarting it", reason)
+        log.error("the %s %s; restarting it", self._name, reason)
         self._hung = reason
-        if self.info is not None:
-            self.state = EngineState.RESTARTING
-            self.phase = "starting again because the engine did not respond"
-            self._on_loss("the engine stopped responding and is being started again")
-            self._on_change()
-        self._engine.kill_after(kill_after)
+        if self.report.info is not None:
+            self._set_state(
+                EngineState.RESTARTING, "starting again because the engine did not respond"
+            )
+            self._owner.on_loss(
+                self.number, "the engine stopped responding and is being started again"
+            )
+        self._child.kill_after(kill_after)
         assert self._loop is not None
         self._loop.call_later(kill_after + _KILL_SECONDS, self._report_unkillable, process)
 
     def _report_unkillable(self, process: subprocess.Popen[bytes]) -> None:
         """Report a killed process that does not end as fatal, so that the whole service is restarted."""
-        if process is self._engine.process and self.state is not EngineState.STOPPED:
+        if process is self._child.process and self.report.state is not EngineState.STOPPED:
             log.critical("the engine process %d cannot be killed", process.pid)
-            self.state = EngineState.STOPPED
-            self.phase = "the engine process hangs and cannot be ended"
-            self._on_change()
+            self._set_state(EngineState.STOPPED, "the engine process hangs and cannot be ended")
 
-    async def _watch_for_hangs(self) -> None:
-        """Look for hung processes once per period."""
-        while True:
-            await asyncio.sleep(self._period)
-            try:
-                if self._connection is not None:
-                    self._connection.drain()  # what arrived while this process was paused
-                self._check_engine()
-                self._check_front_ends()
-            except Exception:  # the watch must go on
-                log.exception("looking for hung processes failed")
-
-    def _check_engine(self) -> None:
-        """Kill an engine process that is silent, or idle although there are requests."""
+    def check(self) -> None:
+        """Kill a process that is silent, or idle although there are requests. Call it once per `tick_seconds`."""
+        if self._connection is not None:
+            self._connection.drain()  # what arrived while this process was paused
         beat, seen, self._seen_beat = self._beat, self._seen_beat, self._beat
         heard, self._heard = self._heard, False
-        ready = self.state is EngineState.READY
+        ready = self.is_ready
         # A process that never sent a heartbeat may be silent while it has nothing to do.
-        expected = not ready or beat is not None or self._has_requests()
-        if self._engine.process is None or self._hung or not expected:
+        expected = not ready or beat is not None or self._owner.has_requests(self.number)
+        if self._child.process is None or self._hung or not expected:
             heard = True
         silent = self._silence.tick(alive=heard)
         if silent > (self.hang_seconds if ready else start_seconds(self.hang_seconds)):
@@ -365,7 +356,7 @@ class EngineSupervisor:
             and seen is not None
             and beat.activity == Activity.IDLE.value
             and beat.count == seen.count
-            and self._has_requests()
+            and self._owner.has_requests(self.number)
         )
         if (idle_for := self._idleness.tick(alive=not idle)) > self.hang_seconds:
             self._ask_for_stacks()
@@ -375,5 +366,5 @@ class EngineSupervisor:
             )
 
     def _ask_for_stacks(self) -> None:
-        if self._engine.process is not None:
-            ask_for_stacks(self._engine.process)
+        if self._child.process is not None:
+            ask_for_stacks(self._child.process)

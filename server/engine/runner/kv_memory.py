@@ -84,7 +84,10 @@ def size_within(demand: KVCacheDemand, free: int, share: float, where: str) -> K
 
 
 def allocate_kv_cache(
-    demand: KVCacheDemand, device: torch.device, allocate: Callable[[int], _Cache]
+    demand: KVCacheDemand,
+    device: torch.device,
+    allocate: Callable[[int], _Cache],
+    num_processes: int = 1,
 ) -> _Cache:
     """Choose a size and allocate the cache; if another process took the memory first, try a smaller size.
 
@@ -92,12 +95,14 @@ def allocate_kv_cache(
         demand: requirements for the size.
         device: the cache's device.
         allocate: creates a cache of the given number of blocks, and anything else that must fit in memory with it.
+        num_processes: of engines and ranks of the service; on a CPU they share its memory.
 
     Raises:
         NotEnoughMemoryError: the size set by the operator, or the last and smallest size, does not fit.
     """
+    share = SHARE[device.type] / (num_processes if device.type == "cpu" else 1)
     for attempt in itertools.count():
-        size = kv_cache_size(demand, device, SHARE[device.type] / 2**attempt)
+        size = kv_cache_size(demand, device, share / 2**attempt)
         num_bytes = size.num_blocks * demand.block_bytes
         tokens = size.num_blocks * demand.block_size
         wanted = f"KV cache of {tokens} tokens, {num_bytes / GIB:.2f} GiB"

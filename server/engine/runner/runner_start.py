@@ -217,7 +217,8 @@ def _allocate(
         ),
         kept_bytes=kept_bytes,
     )
-    return allocate_kv_cache(demand, parameter.device, allocate)
+    num_processes = config.num_engines * config.tensor_parallel
+    return allocate_kv_cache(demand, parameter.device, allocate, num_processes)
 
 
 def make_runner(

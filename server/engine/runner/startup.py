@@ -116,6 +116,7 @@ def start_engine(
         plan=runner.describe_plan(),
         startup_seconds=phases.seconds,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        engine=config.engine,
     )
     log.info(
         "%s: %.1fM parameters in %s%s on %s, KV cache of %d tokens in %s",
@@ -295,15 +296,19 @@ def resolved_quantization(config: EngineConfig, model: ModelConfig, device: torc
 def _set_threads(config: EngineConfig, device: torch.device, quantization: str) -> int:
     """Set the number of PyTorch's threads, and log that of the threads that compute the model on a CPU.
 
-    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks divide the processors.
+    PyTorch's own default is an upper limit, because OMP_NUM_THREADS sets it. Ranks, and the
+    engines of one service, share the cores.
 
     Returns:
         The threads of the C library, which computes models in int8 and int4.
     """
     cpus, requested = usable_cpus(), config.cpu_threads
-    most = max(1, _default_torch_threads() // config.tensor_parallel)
-    torch_threads = requested or min(most, default_engine_threads(cpus, synchronous=True))
-    native_threads = requested or min(most, default_engine_threads(cpus, synchronous=False))
+    most, num_processes = _default_torch_threads(), config.num_engines * config.tensor_parallel
+    torch_threads, native_threads = (
+        requested
+        or max(1, min(most, default_engine_threads(cpus, synchronous=it)) // num_processes)
+        for it in (True, False)
+    )
     torch.set_num_threads(torch_threads)
     if device.type == "cpu":
         threads = native_threads if quantization in cpu_steps.BITS else torch_threads

@@ -12,6 +12,7 @@ from server.http.metrics.rows import Row, read_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from server.engine.link.protocol import EngineReport
     from server.http.metrics.rows import Reading, Samples
     from server.http.metrics.snapshot import Snapshot
     from server.http.metrics.specs import Spec
@@ -94,6 +95,25 @@ def _build(snapshot: Snapshot) -> Samples:
     return [((), build)]
 
 
+def _of_each(spec: Spec, read: Callable[[EngineReport], float]) -> Row:
+    """Return a metric of each engine; of a single one it would repeat the metric of the service."""
+
+    def read_each(snapshot: Snapshot) -> Samples | None:
+        if len(snapshot.engines) == 1:
+            return None
+        return [((str(i),), float(read(report))) for i, report in enumerate(snapshot.engines)]
+
+    return _row(spec, read_each)
+
+
+def _gauge_of_each(spec: Spec, field: str) -> Row:
+    return _of_each(spec, lambda report: getattr(report.stats, field))
+
+
+def _counter_of_each(spec: Spec, field: str) -> Row:
+    return _of_each(spec, lambda report: getattr(report.past, field) + getattr(report.stats, field))
+
+
 ROWS: Final = (
     _row(specs.REQUESTS, _requests),
     _number(specs.IN_FLIGHT, lambda snapshot: snapshot.in_flight),
@@ -109,6 +129,11 @@ ROWS: Final = (
     _number(specs.DRAINING, lambda snapshot: snapshot.is_draining),
     _number(specs.ENGINE_UP, lambda snapshot: snapshot.state is EngineState.READY),
     _row(specs.ENGINE_STATE, _states),
+    _number(specs.ENGINES, lambda snapshot: len(snapshot.engines)),
+    _of_each(specs.PROCESS_UP, lambda report: report.state is EngineState.READY),
+    _of_each(specs.PROCESS_RESTARTS, lambda report: report.restarts),
+    *[_gauge_of_each(spec, field) for field, spec in specs.PROCESS_GAUGES.items()],
+    *[_counter_of_each(spec, field) for field, spec in specs.PROCESS_COUNTERS.items()],
     _row(specs.CACHE_CONFIG, _cache_config),
     _row(specs.ATTENTION_PLAN, _attention_plan),
     _row(specs.BUILD, _build),

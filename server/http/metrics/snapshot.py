@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from server.engine.core.messages import EngineInfo, EngineStats
     from server.engine.link.client import EngineHandle
+    from server.engine.link.protocol import EngineReport
     from server.http.metrics.specs import Spec
 
 Buckets: TypeAlias = tuple[list[tuple[str, float]], float]
@@ -40,6 +41,7 @@ class Snapshot:
         counters: the counters of this and all earlier engine processes; its gauges have no meaning.
         totals: those of `counters`, decoded.
         info: properties of the engine; None before it is ready.
+        engines: a report for each engine process; `state` to `info` are those of all together.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Snapshot:
         self.counters = add_counters(client.past, client.stats)
         self.totals = self.counters.decode_totals()
         self.info: EngineInfo | None = client.info
+        self.engines: Sequence[EngineReport] = client.reports
         self._histograms = {
             spec: cumulative(spec.buckets, totals[cells]) for spec, cells in HISTOGRAM_CELLS.items()
         }

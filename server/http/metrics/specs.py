@@ -192,6 +192,39 @@ ENGINE_COUNTERS = {
         "tessera_kv_block_seconds", _COUNTER, "KV blocks times seconds, for each sequence that holds a block.",
     ),
 }
+ENGINES = Spec("tessera_engines", _GAUGE, "Engine processes of the service (--data-parallel).")
+_OF_ENGINE = ("engine",)
+# Of a service with several engines, for each: what balance and failures show. The sums have the names above.
+PROCESS_UP = Spec("tessera_engine_process_up", _GAUGE, "1 while this engine takes requests.", _OF_ENGINE)
+PROCESS_RESTARTS = Spec(
+    "tessera_engine_process_restarts", _COUNTER, "Times this engine's process was started again.", _OF_ENGINE,
+)
+# By field of `EngineStats`.
+PROCESS_GAUGES = {
+    "num_running": Spec(
+        "tessera_engine_process_requests_running", _GAUGE, "Sequences in this engine's batch.", _OF_ENGINE,
+    ),
+    "num_waiting": Spec(
+        "tessera_engine_process_requests_waiting", _GAUGE, "Sequences in this engine's queue.", _OF_ENGINE,
+    ),
+    "kv_usage": Spec(
+        "tessera_engine_process_kv_cache_usage_ratio", _GAUGE,
+        "Share of this engine's KV blocks that running sequences hold, 0 to 1.", _OF_ENGINE,
+    ),
+}
+PROCESS_COUNTERS = {
+    "generation_tokens": Spec(
+        "tessera_engine_process_generation_tokens", _COUNTER, "Tokens that this engine generated.", _OF_ENGINE,
+    ),
+    "prefix_cache_query_tokens": Spec(
+        "tessera_engine_process_prefix_cache_query_tokens", _COUNTER,
+        "Prompt tokens looked up in this engine's prefix cache.", _OF_ENGINE,
+    ),
+    "prefix_cache_hit_tokens": Spec(
+        "tessera_engine_process_prefix_cache_hit_tokens", _COUNTER,
+        "Prompt tokens found in this engine's prefix cache.", _OF_ENGINE,
+    ),
+}
 # fmt: on
 SPECS: tuple[Spec, ...] = (
     REQUESTS,
@@ -208,6 +241,11 @@ SPECS: tuple[Spec, ...] = (
     DRAINING,
     ENGINE_UP,
     ENGINE_STATE,
+    ENGINES,
+    PROCESS_UP,
+    PROCESS_RESTARTS,
+    *PROCESS_GAUGES.values(),
+    *PROCESS_COUNTERS.values(),
     BUILD,
     CACHE_CONFIG,
     ATTENTION_PLAN,

@@ -117,6 +117,7 @@ def make_info(config, num_blocks):
         plan=PLAN,
         startup_seconds={},
         versions={},
+        engine=config.engine,
     )
 
 

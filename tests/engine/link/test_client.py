@@ -170,7 +170,7 @@ def test_a_killed_engine_ends_every_stream_with_an_error_and_is_restarted():
             streams = [submit(client, [i], 400) for i in range(16)]
             for stream in streams:
                 await anext(stream)
-            os.kill(client._engine.process.pid, signal.SIGKILL)
+            os.kill(client.engines[0]._child.process.pid, signal.SIGKILL)
             killed = time.monotonic()
             ends = await asyncio.gather(*(collect(s) for s in streams))
 
@@ -190,7 +190,7 @@ def test_requests_without_output_are_generated_by_the_restarted_engine():
     async def scenario():
         async with running() as client:
             client.restart_queue.seconds = 60.0
-            process = client._engine.process.pid
+            process = client.engines[0]._child.process.pid
             os.kill(process, signal.SIGSTOP)
             lost = submit(client, [1, 2, 3])
             os.kill(process, signal.SIGKILL)
@@ -207,7 +207,7 @@ def test_requests_without_output_are_generated_by_the_restarted_engine():
 def test_an_idle_engine_is_not_treated_as_hung():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
-            client.hang_seconds = 0.8  # shorter than a start on a busy machine
+            client.engines[0].hang_seconds = 0.8  # shorter than a start on a busy machine
             await asyncio.sleep(1.2)
 
             assert client.restarts == 0
@@ -272,7 +272,7 @@ def test_stopping_ends_streams_and_leaves_no_process_and_no_folder():
         async with running("slow") as client:
             stream = submit(client, [1], 400)
             await anext(stream)
-            process, directory = client._engine.process, client.directory
+            process, directory = client.engines[0]._child.process, client.directory
 
         assert (await collect(stream))[-1].finish_reason is FinishReason.ERROR
         assert process.poll() is not None
@@ -291,7 +291,7 @@ def test_the_engine_ends_when_its_front_end_dies():
         f"    client = EngineClient(config, 60.0, {COMMAND!r})\n"
         "    await client.start()\n"
         "    await client.wait_until_ready()\n"
-        "    print(client._engine.process.pid, client.directory, flush=True)\n"
+        "    print(client.engines[0]._child.process.pid, client.directory, flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
@@ -314,7 +314,7 @@ def test_the_engine_ends_when_its_front_end_dies():
 def test_a_failed_relaunch_of_the_engine_is_retried(monkeypatch):
     async def scenario():
         async with running() as client:
-            launch, attempts = client._engine.launch, []
+            launch, attempts = client.engines[0]._child.launch, []
 
             def failing():
                 attempts.append(1)
@@ -322,8 +322,8 @@ def test_a_failed_relaunch_of_the_engine_is_retried(monkeypatch):
                     raise ChildStartError("no memory to fork")
                 launch()
 
-            monkeypatch.setattr(client._engine, "launch", failing)
-            client._engine.process.kill()
+            monkeypatch.setattr(client.engines[0]._child, "launch", failing)
+            client.engines[0]._child.process.kill()
             await until(lambda: len(attempts) == 3 and client.state is EngineState.READY)
 
             assert len(await collect(submit(client, [1], 3))) == 3
@@ -339,11 +339,11 @@ def test_a_process_spawned_earlier_is_used_only_for_the_first_engine():
         await client.start()
         try:
             await client.wait_until_ready()
-            assert client._engine.process is ahead
+            assert client.engines[0]._child.process is ahead
 
             ahead.kill()
             await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
-            assert client._engine.process is not ahead
+            assert client.engines[0]._child.process is not ahead
         finally:
             await client.stop()
 
@@ -362,14 +362,14 @@ def test_an_engine_that_hangs_during_its_first_start_is_not_restarted():
 def test_an_engine_that_hangs_during_a_restart_is_restarted():
     async def scenario():
         async with running(hang_seconds=2.0) as client:
-            client.hang_seconds = 0.05
-            ok, client.config = (
-                client.config,
-                msgspec.structs.replace(client.config, model_path="sleep"),
+            client.engines[0].hang_seconds = 0.05
+            ok, client.engines[0].config = (
+                client.engines[0].config,
+                msgspec.structs.replace(client.engines[0].config, model_path="sleep"),
             )
-            client._engine.process.kill()
+            client.engines[0]._child.process.kill()
             await until(lambda: client.restarts == 2)
-            client.config, client.hang_seconds = ok, 2.0
+            client.engines[0].config, client.engines[0].hang_seconds = ok, 2.0
             await until(lambda: client.state is EngineState.READY, 10)
 
     run(scenario())
@@ -401,7 +401,7 @@ def test_the_gauges_of_a_dead_engine_are_reset_and_its_counters_stay():
         async with running("slow") as client:
             stream = submit(client, [1, 2, 3], 400)
             await anext(stream)
-            client._engine.process.kill()
+            client.engines[0]._child.process.kill()
             await until(lambda: client.state is EngineState.RESTARTING)
 
             assert client.stats.num_running == 0
@@ -415,7 +415,7 @@ def test_the_gauges_of_a_dead_engine_are_reset_and_its_counters_stay():
 def test_stopping_before_the_engine_is_ready_does_not_wait_for_it():
     async def scenario():
         async with running("sleep", ready=False) as client:
-            process = client._engine.process
+            process = client.engines[0]._child.process
             started = time.monotonic()
 
         assert time.monotonic() - started < 2.0
@@ -476,7 +476,7 @@ def test_an_engine_that_sends_nonsense_is_replaced_and_its_requests_end(data):
             stream = submit(client, [1, 2, 3], 400)
             assert stream.request_id == 1
 
-            client._on_messages([data])
+            client.engines[0]._on_messages([data])
 
             events = await collect(stream)
             assert events[-1].finish_reason is FinishReason.ERROR

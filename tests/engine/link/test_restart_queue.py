@@ -24,8 +24,7 @@ class Handle(EngineHandle):
 
     def __init__(self, seconds=5.0):
         super().__init__()
-        self.state = EngineState.READY
-        self.phase = "ready"
+        self.become(EngineState.READY)
         self.restart_queue.seconds = seconds
         self.sent = []
 
@@ -45,11 +44,11 @@ class Handle(EngineHandle):
         )
 
     def lose(self):
-        self.state = EngineState.RESTARTING
+        self.become(EngineState.RESTARTING)
         self._fail("lost")
 
     def become(self, state):
-        self.state = state
+        self.reports[0].state, self.reports[0].phase = state, state.value
         self._serve_restart_queue()
 
     def answer(self, request_id, token_id, finish_reason=None):

@@ -28,7 +28,7 @@ def test_a_step_that_never_ends_is_noticed_logged_and_replaced(capfd, caplog, to
     async def scenario():
         async with running(hang_seconds=1.0) as client:
             assert len(await collect(submit(client, [1, 2], 3))) == 3
-            process, began = client._engine.process, time.monotonic()
+            process, began = client.engines[0]._child.process, time.monotonic()
             events = await collect(submit(client, [1, token]))
 
             assert events[-1].finish_reason is FinishReason.ERROR
@@ -88,9 +88,9 @@ def test_a_first_start_that_hangs_with_the_global_lock_is_a_start_error():
 def test_a_stopped_engine_is_replaced_whether_it_has_requests_or_not(has_request):
     async def scenario():
         async with running("slow", hang_seconds=0.8) as client:
-            await until(lambda: client._beat)
+            await until(lambda: client.engines[0]._beat)
             stream = submit(client, [1], 400) if has_request else None
-            os.kill(client._engine.process.pid, signal.SIGSTOP)
+            os.kill(client.engines[0]._child.process.pid, signal.SIGSTOP)
             if stream is not None:
                 assert (await collect(stream))[-1].finish_reason is FinishReason.ERROR
             await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
@@ -104,9 +104,9 @@ def test_an_engine_that_is_stopped_for_less_than_the_limit_goes_on():
         async with running("slow", hang_seconds=2.0) as client:
             stream = submit(client, [1], 30)
             await anext(stream)
-            os.kill(client._engine.process.pid, signal.SIGSTOP)
+            os.kill(client.engines[0]._child.process.pid, signal.SIGSTOP)
             await asyncio.sleep(1.0)
-            os.kill(client._engine.process.pid, signal.SIGCONT)
+            os.kill(client.engines[0]._child.process.pid, signal.SIGCONT)
 
             assert (await collect(stream))[-1].finish_reason is FinishReason.LENGTH
             assert client.restarts == 0
@@ -130,7 +130,7 @@ def test_a_blocked_event_loop_of_the_watcher_is_not_held_against_the_engine():
 def test_a_killed_engine_is_noticed_within_a_second():
     async def scenario():
         async with running() as client:
-            os.kill(client._engine.process.pid, signal.SIGKILL)
+            os.kill(client.engines[0]._child.process.pid, signal.SIGKILL)
             killed = time.monotonic()
             await until(lambda: client.state is EngineState.RESTARTING, 5.0)
 
@@ -144,9 +144,9 @@ def test_a_hung_process_that_cannot_be_killed_makes_the_service_fail(monkeypatch
 
     async def scenario():
         async with running(hang_seconds=0.8) as client:
-            await until(lambda: client._beat)
-            monkeypatch.setattr(client._engine, "kill_after", lambda seconds: None)
-            os.kill(client._engine.process.pid, signal.SIGSTOP)
+            await until(lambda: client.engines[0]._beat)
+            monkeypatch.setattr(client.engines[0]._child, "kill_after", lambda seconds: None)
+            os.kill(client.engines[0]._child.process.pid, signal.SIGSTOP)
             await until(lambda: client.state is EngineState.STOPPED)
             assert "cannot be ended" in client.phase
 

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.core.messages import EngineStats
 from server.engine.core.request import FinishReason
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineReport, EngineState
 from server.http.metrics.histogram import Histogram, cumulative, num_cells
 from server.http.metrics.specs import SPECS
 from tests.http.fakes import event, put, say
@@ -38,7 +38,8 @@ def requests(samples, endpoint="generate"):
     }
 
 
-async def test_prometheus_parses_all_metrics(client):
+async def test_prometheus_parses_all_metrics(client, engine):
+    engine.others = [EngineReport()]  # some metrics are of services with several engines
     response = await client.get("/metrics")
 
     assert response.headers["content-type"].startswith("text/plain; version=")
@@ -209,3 +210,25 @@ def test_a_histogram_counts_a_value_in_the_first_bucket_that_contains_it():
     histogram.observe(2, times=3)
 
     assert cumulative(bounds, cells) == ([("1.0", 2), ("2.0", 6), ("5.0", 6), ("+Inf", 7)], 16.0)
+
+
+async def test_several_engines_have_metrics_of_their_own_beside_the_sums(client, engine, scrape):
+    assert ("tessera_engine_process_up", ("engine", "0")) not in await scrape()
+    engine.past = EngineStats(generation_tokens=50)
+    engine.stats = EngineStats(generation_tokens=3, num_running=2)
+    engine.others = [
+        EngineReport(
+            state=EngineState.RESTARTING, restarts=4, stats=EngineStats(engine=1, kv_usage=0.5)
+        )
+    ]
+    samples = await scrape()
+
+    def of_each(name):
+        return [samples[f"tessera_engine_process_{name}", ("engine", i)] for i in "01"]
+
+    assert samples["tessera_engines",] == 2
+    assert of_each("up") == [1, 0]
+    assert of_each("restarts_total") == [0, 4]
+    assert of_each("requests_running") == [2, 0]
+    assert of_each("kv_cache_usage_ratio") == [0, 0.5]
+    assert of_each("generation_tokens_total") == [53, 0]

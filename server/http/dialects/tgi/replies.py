@@ -138,6 +138,8 @@ class InfoReply(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     kv_cache_dtype: str
+    num_engines: int
+    num_engines_ready: int
     router: str
     version: str
     tessera_version: str

@@ -150,6 +150,8 @@ def _info(context: AppContext) -> InfoReply:
         block_size=info.block_size,
         num_blocks=info.num_blocks,
         kv_cache_dtype=info.kv_cache_dtype,
+        num_engines=len(context.client.reports),
+        num_engines_ready=context.client.num_ready,
         router="tessera",
         version=_TGI_VERSION,
         tessera_version=version(),

@@ -1,0 +1,145 @@
+"""Chooses the engine process of a request: by the prefix of its prompt, within bounds on the difference of loads.
+
+Pure bookkeeping, without sockets and clocks. An index of each engine holds what its prefix cache probably holds: the
+blocks of the prompts that were sent to it. It decides speed only, never results: an engine computes what it lacks.
+
+Source of the rule: the cache-aware policy of sgl-router, with other bounds (docs/decisions/0036-data-parallel.md).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Hashable, Sequence
+
+MIN_MATCH: Final = 0.3
+"""Share of the prompt's tokens that an engine must hold for the prompt to follow its prefix."""
+MAX_GAP: Final = 64
+"""Requests that the engine with the prefix may have more than the least loaded one."""
+MAX_RATIO: Final = 1.5
+"""How many times as many; a prompt leaves the engine with its prefix only if both bounds are exceeded."""
+
+
+class PrefixIndex:
+    """Which leading blocks of prompts an engine has computed, as hashes; at most `capacity`.
+
+    The hash of a block includes those of all blocks before it. The least recently used block is dropped first; a block
+    counts as used after those that follow it, so that no block is left whose predecessor is missing.
+
+    A collision of hashes makes a match too long, which costs time and changes no result.
+
+    Args:
+        capacity: blocks of the engine's KV cache; with 0, nothing is kept.
+    """
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def match(self, keys: Sequence[int]) -> int:
+        """Return how many leading keys are in the index."""
+        blocks = self._blocks
+        if not keys or keys[0] not in blocks:  # the usual case of a new prompt
+            return 0
+        low, high = 1, len(keys)
+        while low < high:  # a key is present only if all keys before it are
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def add(self, keys: Sequence[int]) -> None:
+        """Note the blocks of a prompt, of which the first `capacity` fit."""
+        blocks = self._blocks
+        for key in reversed(keys[: self._capacity]):
+            blocks[key] = None
+            blocks.move_to_end(key)
+        while len(blocks) > self._capacity:
+            blocks.popitem(last=False)
+
+
+def block_keys(token_ids: Sequence[int], block_size: int, part: Hashable) -> list[int]:
+    """Return a hash for each full block of a prompt, of the block and all before it.
+
+    Args:
+        token_ids: of the prompt.
+        block_size: tokens in a block.
+        part: of the prefix cache; prompts of different parts share no blocks.
+    """
+    keys: list[int] = []
+    key = hash(part)
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        key = hash((key, *token_ids[end - block_size : end]))
+        keys.append(key)
+    return keys
+
+
+class Router:
+    """Chooses engines for requests, and remembers which prompts it has sent where.
+
+    A prompt goes to the engine with its longest known prefix, if that has `MIN_MATCH` of its tokens and the engine is
+    not overloaded: `MAX_GAP` requests and `MAX_RATIO` times more than the least loaded one. Else it goes to the least
+    loaded one. Of equal engines the one with the fewest blocks in its index is chosen, then the first. The same calls
+    lead to the same choices.
+
+    Args:
+        num_engines: the engines, numbered from 0. None has a prefix cache until `begin`.
+        block_size: tokens in a block of their KV caches.
+    """
+
+    def __init__(self, num_engines: int, block_size: int) -> None:
+        self._indexes = [PrefixIndex() for _ in range(num_engines)]
+        self._block_size = block_size
+
+    def begin(self, engine: int, num_blocks: int = 0) -> None:
+        """Forget an engine's blocks: its process has ended, or a new one is ready.
+
+        Args:
+            engine: its number.
+            num_blocks: of its KV cache; 0 if it keeps no prefixes.
+        """
+        self._indexes[engine] = PrefixIndex(num_blocks)
+
+    def num_indexed(self, engine: int) -> int:
+        """Return how many blocks an engine is thought to hold."""
+        return len(self._indexes[engine])
+
+    def choose(
+        self,
+        token_ids: Sequence[int],
+        part: Hashable,
+        loads: Sequence[int],
+        ready: Collection[int],
+    ) -> int:
+        """Choose the engine of a request, which the caller sends to it.
+
+        Args:
+            token_ids: the prompt.
+            part: see `block_keys`.
+            loads: requests in flight of each engine.
+            ready: the engines to choose from, at least one.
+        """
+        keys = block_keys(token_ids, self._block_size, part)
+        matches = {engine: self._indexes[engine].match(keys) for engine in ready}
+
+        def by_load(engine: int) -> tuple[int, int, int]:
+            return loads[engine], len(self._indexes[engine]), engine
+
+        chosen = min(ready, key=lambda engine: (-matches[engine], *by_load(engine)))
+        least = min(ready, key=by_load)
+        matched = matches[chosen] * self._block_size
+        if matched < MIN_MATCH * len(token_ids) or _overloaded(loads[chosen], loads[least]):
+            chosen = least
+        self._indexes[chosen].add(keys)
+        return chosen
+
+
+def _overloaded(load: int, least: int) -> bool:
+    return load - least > MAX_GAP and load > MAX_RATIO * least
