@@ -41,6 +41,15 @@ def disable_tokenizer_threads() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def disable_nvlink_multicast() -> None:
+    """Keep NCCL and PyTorch from sums inside the NVLink switch. Call it before they are initialized.
+
+    Those sums have another order for each size of a tensor. Child processes inherit the setting.
+    """
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
 def raise_descriptor_limit() -> None:
     """Raise this process's limit of open files to what it may have. Child processes inherit it.
 

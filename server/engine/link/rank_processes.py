@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from server.engine.core.messages import EngineConfig
+from server.engine.link.process_setup import disable_nvlink_multicast
 from server.engine.link.socket_folder import SocketFolder
 from server.engine.link.sockets import Connection
 from server.engine.link.spawn import end, module_command, spawn
@@ -61,6 +62,7 @@ class RankProcesses:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        disable_nvlink_multicast()
         self.size = config.tensor_parallel
         self._folder = SocketFolder()
         self.store = str(self._folder.path / "store")
