@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from server.cli.command_settings import read_settings
 from server.cli.settings import Settings, environment_variable
 from server.http.edge.probes import HEALTH_PATHS
+from server.http.metrics.specs import ENGINE_GAUGES
 from tests.meta.test_routes import ROUTES
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -63,6 +65,31 @@ def test_the_root_is_read_only_and_what_the_image_writes_is_mounted():
     assert CONTAINER["securityContext"]["readOnlyRootFilesystem"]
     assert {mount["mountPath"] for mount in CONTAINER["volumeMounts"]} == {"/cache", "/tmp"}  # noqa: S108 - of the pod
     assert POD["enableServiceLinks"] is False
+
+
+def test_the_autoscaler_reads_a_metric_of_the_service():
+    (metric,) = yaml.safe_load((FOLDER / "overlays" / "hpa" / "autoscaler.yaml").read_text())[
+        "spec"
+    ]["metrics"]
+
+    assert metric["pods"]["metric"]["name"] in {spec.name for spec in ENGINE_GAUGES.values()}
+
+
+def test_the_runtime_for_kserve_starts_the_service_with_its_flags_and_probes():
+    runtime = yaml.safe_load((FOLDER / "kserve" / "serving-runtime.yaml").read_text())
+    (container,) = runtime["spec"]["containers"]
+    given = read_settings(container["args"])
+
+    assert container["name"] == "kserve-container"
+    assert given.port == container["ports"][0]["containerPort"]
+    for name in ("readiness", "liveness"):
+        probe = container[f"{name}Probe"]["httpGet"]
+        assert probe["path"] in HEALTH_PATHS
+        assert probe["port"] == given.port
+    assert given.drain_delay + given.drain_timeout <= 60
+    for key in ("securityContext", "volumeMounts"):
+        assert container[key] == CONTAINER[key]
+    assert runtime["spec"]["volumes"][1:] == POD["volumes"][1:]
 
 
 @pytest.mark.slow
