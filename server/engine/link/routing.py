@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MIN_MATCH: Final = 0.3
 """Share of the prompt's tokens that an engine must hold for the prompt to follow its prefix."""
-MAX_GAP: Final = 16
+MAX_GAP: Final = 8
 """Requests that the engine with the prefix may have more than the least loaded one."""
 MAX_RATIO: Final = 1.5
 """How many times as many; a prompt leaves the engine with its prefix only if both bounds are exceeded."""
