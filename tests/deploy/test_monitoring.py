@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.text.tokenizer import Tokenizer
-from server.engine.link.protocol import EngineState
+from server.engine.link.protocol import EngineReport, EngineState
 from server.http.app import create_app
 from server.http.metrics.specs import Outcome
 from tests.deploy.monitoring import (
@@ -40,7 +40,9 @@ needs_promtool = pytest.mark.skipif(
 
 async def _scrape(folder):
     save_tokenizer(folder)
-    app = create_app(FakeEngine(), Tokenizer.from_folder(folder), CONFIG)
+    engine = FakeEngine()
+    engine.others = [EngineReport()]  # some metrics are of services with several engines
+    app = create_app(engine, Tokenizer.from_folder(folder), CONFIG)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test"
     ) as client:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MIN_MATCH: Final = 0.3
 """Share of the prompt's tokens that an engine must hold for the prompt to follow its prefix."""
-MAX_GAP: Final = 64
+MAX_GAP: Final = 8
 """Requests that the engine with the prefix may have more than the least loaded one."""
 MAX_RATIO: Final = 1.5
 """How many times as many; a prompt leaves the engine with its prefix only if both bounds are exceeded."""
@@ -92,11 +92,20 @@ class Router:
     Args:
         num_engines: the engines, numbered from 0. None has a prefix cache until `begin`.
         block_size: tokens in a block of their KV caches.
+        max_gap, max_ratio: bounds on the difference of loads.
     """
 
-    def __init__(self, num_engines: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_engines: int,
+        block_size: int,
+        max_gap: int = MAX_GAP,
+        max_ratio: float = MAX_RATIO,
+    ) -> None:
         self._indexes = [PrefixIndex() for _ in range(num_engines)]
         self._block_size = block_size
+        self._max_gap = max_gap
+        self._max_ratio = max_ratio
 
     def begin(self, engine: int, num_blocks: int = 0) -> None:
         """Forget an engine's blocks: its process has ended, or a new one is ready.
@@ -135,11 +144,10 @@ class Router:
         chosen = min(ready, key=lambda engine: (-matches[engine], *by_load(engine)))
         least = min(ready, key=by_load)
         matched = matches[chosen] * self._block_size
-        if matched < MIN_MATCH * len(token_ids) or _overloaded(loads[chosen], loads[least]):
+        if matched < MIN_MATCH * len(token_ids) or self._overloaded(loads[chosen], loads[least]):
             chosen = least
         self._indexes[chosen].add(keys)
         return chosen
 
-
-def _overloaded(load: int, least: int) -> bool:
-    return load - least > MAX_GAP and load > MAX_RATIO * least
+    def _overloaded(self, load: int, least: int) -> bool:
+        return load - least > self._max_gap and load > self._max_ratio * least
