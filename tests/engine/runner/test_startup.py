@@ -52,7 +52,7 @@ def test_the_memory_of_a_failed_start_is_free_before_the_failure_is_reported(mon
     class Model:
         pass
 
-    def fail(config, channel):
+    def fail(config, channel, ranks):
         model = Model()  # held by this frame, and so by the exception
         alive.append(weakref.ref(model))
         raise StartupError("warming up failed: out of memory")
