@@ -110,7 +110,7 @@ def flash_attention(
         block_mask: tiles that queries see; the other rules still apply. None for all.
         dropout_p: probability with which a weight is dropped, less than 1.
         dropout_seed: from 0 on; the same seed drops the same weights, on every device.
-        cu_seqlens_q: [B + 1] int32, first query of each packed sequence, and T.
+        cu_seqlens_q: [B + 1] int32, first query of each packed sequence, and T; checked only on a CPU.
         cu_seqlens_k: the same for keys; None if they are those of the queries.
         max_seqlen_q: at least the longest sequence's queries; None reads it from `cu_seqlens_q`, which waits for a GPU.
         max_seqlen_k: the same for keys.
@@ -306,6 +306,17 @@ def _check_starts(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor) -> None:
             raise ShapeError(
                 f"{name} is {describe(starts)} on {starts.device}; expected int32 [{len(cu_q)}] on {rows.device}"
             )
+
+        if (
+            not starts.is_cuda and not torch.compiler.is_compiling()
+        ):  # a GPU would have to be waited for
+            _check_offsets(name, starts, len(rows))
+
+
+def _check_offsets(name: str, starts: Tensor, num_rows: int) -> None:
+    numbers = starts.tolist()
+    if numbers[0] or numbers[-1] != num_rows or numbers != sorted(numbers):
+        raise ShapeError(f"{name} is {numbers}; expected 0, ascending numbers and {num_rows}")
 
 
 def _check_mask(mask: BlockMask, length_q: int, length_k: int) -> None:

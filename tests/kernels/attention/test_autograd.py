@@ -263,3 +263,11 @@ def test_what_no_row_supports_is_refused_with_every_reason():
         select_training(q, TrainingProblem(softmax_scale=1.0), detect("cpu"))
     assert all(spec.name in str(error.value) for spec in TRAINING_REGISTRY)
     assert "no int8" in str(error.value)
+
+
+@pytest.mark.parametrize("starts", [[0, 9], [1, 8], [0, 5, 3, 8], [0, 7]])
+def test_starts_outside_the_rows_are_refused(starts):
+    q = torch.zeros(8, 4, 16)
+
+    with pytest.raises(ShapeError, match="expected 0, ascending numbers and 8"):
+        kernels.flash_attention(q, q, q, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32))
