@@ -20,7 +20,7 @@ from server.engine.core.sequence import Sequence
 from tests.engine.core.bookkeeping import Token, begin, make_request, make_scheduler, make_sequence
 from tests.plans import PLAN
 
-INFO = SimpleNamespace(vocab_size=1_000_000, plan=PLAN)
+INFO = SimpleNamespace(vocab_size=1_000_000, plan=PLAN, engine=0)
 
 
 def end(scheduler, output, seconds, token_id=7):
