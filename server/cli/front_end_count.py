@@ -11,7 +11,10 @@ from server.cli.nvidia import may_have_gpu
 _CORES_EACH: Final = 4
 """Logical processors for each front end: the engine process and the hub need some, and others may use the machine."""
 _MOST: Final = 4
-"""Front ends for each engine by default. Together they stream 150,000 tokens per second or more; each takes 100 MB."""
+"""Front ends of one engine by default. Together they stream 150,000 tokens per second or more; each takes 100 MB."""
+
+_MOST_MORE: Final = 2
+"""Further ones for each further engine: they stream what it generates, and each costs the hub 4 us for every step."""
 
 
 def front_end_count(wanted: int | None, device: str, num_engines: int = 1) -> int:
@@ -28,4 +31,5 @@ def front_end_count(wanted: int | None, device: str, num_engines: int = 1) -> in
         return wanted
     if device == "cpu" or sys.platform != "linux" or not may_have_gpu():
         return 1
-    return max(1, min(_MOST * num_engines, usable_cpus().logical // _CORES_EACH))
+    most = _MOST + _MOST_MORE * (num_engines - 1)
+    return max(1, min(most, usable_cpus().logical // _CORES_EACH))

@@ -25,8 +25,8 @@ def test_with_a_gpu_there_is_one_for_four_processors_up_to_four(machine, logical
     assert front_end_count(None, "cpu") == 1
 
 
-@pytest.mark.parametrize(("logical", "count"), [(8, 2), (32, 8), (128, 8)])
-def test_of_two_engines_each_has_up_to_four(machine, logical, count):
+@pytest.mark.parametrize(("logical", "count"), [(8, 2), (24, 6), (128, 6)])
+def test_a_second_engine_has_up_to_two_more(machine, logical, count):
     machine(logical, gpu=True)
 
     assert front_end_count(None, "auto", num_engines=2) == count
