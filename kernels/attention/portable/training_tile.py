@@ -6,14 +6,100 @@ sees and on which weights are dropped. Scores are in units of log2.
     pos_q, pos_k    indices of the tile's queries and keys in their sequence, one of them a column, the other a row
     offset          n - m: query i has the position of key i + offset
 """
-
-from __future__ import annotations
+# An aggregate reads its annotations when its class is created, so they cannot be postponed to strings.
 
 import triton
 import triton.language as tl
+from triton.language.core import _aggregate as aggregate
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@aggregate
+class Scene:
+    """A head of a sequence, and how its queries attend.
+
+    Attributes:
+        num_q: queries of the sequence.
+        num_k: keys of the sequence.
+        head: the query head.
+        sequence: index of the sequence.
+        scale: factor on the products.
+        softcap: see `TrainingProblem`; read with `SOFTCAP`.
+        window: keys that a query sees at most; read with `WINDOW`.
+        slope: of ALiBi; read with `ALIBI`.
+        seed: of the dropout; with `threshold` and `keep_scale` read with `DROPOUT`.
+        threshold: random numbers from it on keep a weight.
+        keep_scale: factor on the weights that are kept.
+        PRECISION: of `tl.dot`.
+        BLOCK_D: `HEAD_DIM` rounded up to a power of two, the columns of a tile.
+    """
+
+    num_q: tl.tensor
+    num_k: tl.tensor
+    head: tl.tensor
+    sequence: tl.tensor
+    scale: tl.tensor
+    softcap: tl.tensor
+    window: tl.tensor
+    slope: tl.tensor
+    seed: tl.tensor
+    threshold: tl.tensor
+    keep_scale: tl.tensor
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    SOFTCAP: tl.constexpr
+    ALIBI: tl.constexpr
+    DROPOUT: tl.constexpr
+    PRECISION: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    BLOCK_D: tl.constexpr
+
+    @triton.constexpr_function
+    def __init__(
+        self, place, numbers, CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D
+    ) -> None:
+        self.num_q, self.num_k, self.head, self.sequence = place[0], place[1], place[2], place[3]
+        self.scale, self.softcap, self.window, self.slope = (
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            numbers[3],
+        )
+        self.seed, self.threshold, self.keep_scale = numbers[4], numbers[5], numbers[6]
+        self.CAUSAL = tl.constexpr(CAUSAL)
+        self.WINDOW = tl.constexpr(WINDOW)
+        self.SOFTCAP = tl.constexpr(SOFTCAP)
+        self.ALIBI = tl.constexpr(ALIBI)
+        self.DROPOUT = tl.constexpr(DROPOUT)
+        self.PRECISION = tl.constexpr(PRECISION)
+        self.HEAD_DIM = tl.constexpr(HEAD_DIM)
+        self.BLOCK_D = tl.constexpr(BLOCK_D)
+
+
+@triton.jit
+def as_tensors(scale, softcap, window, slope, seed, threshold, keep_scale):
+    """Return the numbers of a `Scene` as it takes them: Triton's interpreter passes floats on as Python's."""
+    zero = tl.full((), 0.0, tl.float32)
+    return scale + zero, softcap + zero, window, slope, seed, threshold, keep_scale + zero
+
+
+@triton.jit
+def locate(cu_seqlens, sequence):
+    """Return the first token of a sequence and the number of its tokens."""
+    start = tl.load(cu_seqlens + sequence)
+    return start, tl.load(cu_seqlens + sequence + 1) - start
+
+
+@triton.jit
+def load_slope(slopes, head, ALIBI: tl.constexpr):
+    """Return the slope of a head; any number without ALiBi."""
+    if ALIBI:
+        slope = tl.load(slopes + head)
+    else:
+        slope = tl.full((), 0.0, tl.float32)
+    return slope
 
 
 @triton.jit
@@ -41,72 +127,95 @@ def store_tile(
 
 
 @triton.jit
-def cap(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scale products and cap them; returns scores, and tanh for the derivative (the scores without a softcap)."""
-    if SOFTCAP:
-        # tanh by the exponential, which Triton has everywhere.
-        power = tl.exp2(products * (scale * 2.0 * LOG2_E / softcap))
-        tanh = 1.0 - 2.0 / (power + 1.0)
-        return tanh * (softcap * LOG2_E), tanh
-    scores = products * (scale * LOG2_E)
-    return scores, scores
+def score(products, pos_q, pos_k, scene, MASKED: tl.constexpr):
+    """Return the scores of a tile's products, and tanh of those before the softcap, for its derivative.
 
-
-@triton.jit
-def bias_and_mask(
-    scores, pos_q, pos_k, num_q, num_k, window, slope,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Subtract ALiBi's distances, and set scores of keys that a query does not see to -inf.
+    Without a softcap the second result is of no use.
 
     Args:
-        MASKED: whether the tile has such keys.
+        MASKED: whether the tile has keys that a query does not see; their scores are -inf.
     """
-    distance = pos_q + (num_k - num_q) - pos_k
-    if ALIBI:
-        scores -= slope * LOG2_E * tl.abs(distance).to(tl.float32)
+    if scene.SOFTCAP:
+        # tanh by the exponential, which Triton has everywhere.
+        power = tl.exp2(products * (scene.scale * 2.0 * LOG2_E / scene.softcap))
+        tanh = 1.0 - 2.0 / (power + 1.0)
+        scores = tanh * (scene.softcap * LOG2_E)
+    else:
+        scores = products * (scene.scale * LOG2_E)
+        tanh = scores
+    distance = pos_q + (scene.num_k - scene.num_q) - pos_k
+    if scene.ALIBI:
+        scores -= scene.slope * LOG2_E * tl.abs(distance).to(tl.float32)
     if MASKED:
-        seen = (pos_k < num_k) & (pos_q < num_q)
-        if CAUSAL:
+        seen = (pos_k < scene.num_k) & (pos_q < scene.num_q)
+        if scene.CAUSAL:
             seen = seen & (distance >= 0)
-        if WINDOW:
-            seen = seen & (distance < window)
+        if scene.WINDOW:
+            seen = seen & (distance < scene.window)
         scores = tl.where(seen, scores, float("-inf"))
-    return scores
+    return scores, tanh
 
 
 @triton.jit
-def kept(seed, pos_q, pos_k, head, sequence, threshold):
-    """Whether dropout keeps each weight of a tile; see `kernels.attention.pytorch.philox`."""
+def drop(weights, pos_q, pos_k, scene):
+    """Set the weights to 0 that dropout drops, and scale the others; see `kernels.attention.pytorch.philox`."""
     zero = (pos_q + pos_k) * 0
     bits, _, _, _ = tl.philox(
-        seed,
+        scene.seed,
         (zero + pos_k).to(tl.uint32),
         (zero + pos_q).to(tl.uint32),
-        (zero + head).to(tl.uint32),
-        (zero + sequence).to(tl.uint32),
+        (zero + scene.head).to(tl.uint32),
+        (zero + scene.sequence).to(tl.uint32),
     )
-    return bits.to(tl.uint32, bitcast=True).to(tl.int64) >= threshold
+    keep = bits.to(tl.uint32, bitcast=True).to(tl.int64) >= scene.threshold
+    return tl.where(keep, weights * scene.keep_scale, 0.0)
 
 
 @triton.jit
-def seen_keys(first, count, num_q, num_k, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the range of keys of which queries first to first + count - 1 see some."""
-    low, high = 0, num_k
-    if CAUSAL:
-        high = tl.minimum(num_k, tl.maximum(0, tl.minimum(first + count, num_q) + num_k - num_q))
-    if WINDOW:
-        low = tl.maximum(0, first + num_k - num_q - window + 1)
-    return low, high
+def seen_keys(first, scene, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the range of keys of which queries first to first + BLOCK_M - 1 see some.
+
+    Returns:
+        Where its tiles begin, where the tiles end that all of the queries see whole, and where the range ends. With a
+        window no tile counts as whole, since most are at an edge.
+    """
+    low, high = 0, scene.num_k
+    offset = scene.num_k - scene.num_q
+    whole = scene.num_k // BLOCK_N * BLOCK_N
+    if scene.CAUSAL:
+        last = tl.minimum(first + BLOCK_M, scene.num_q)
+        high = tl.minimum(scene.num_k, tl.maximum(0, last + offset))
+        whole = tl.minimum(whole, tl.maximum(0, first + 1 + offset) // BLOCK_N * BLOCK_N)
+    if scene.WINDOW:
+        low = tl.maximum(0, first + offset - scene.window + 1)
+        low = low // BLOCK_N * BLOCK_N
+        whole = low
+    return low, whole, high
 
 
 @triton.jit
-def seeing_queries(first, count, num_q, num_k, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Return the range of queries that see some of the keys first to first + count - 1."""
-    low, high = 0, num_q
-    if CAUSAL:
-        low = tl.maximum(0, first - (num_k - num_q))
-    if WINDOW:
-        last = tl.minimum(first + count, num_k) - 1
-        high = tl.minimum(num_q, tl.maximum(0, last + window - (num_k - num_q)))
-    return low, high
+def seeing_queries(first, scene, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the range of queries that see some of the keys first to first + BLOCK_N - 1.
+
+    Returns:
+        Where its tiles begin, where the tiles that see all of the keys begin and end, and where the range ends.
+    """
+    low, high = 0, scene.num_q
+    offset = scene.num_k - scene.num_q
+    if scene.CAUSAL:
+        low = tl.maximum(0, first - offset)
+    if scene.WINDOW:
+        last = tl.minimum(first + BLOCK_N, scene.num_k) - 1
+        high = tl.minimum(scene.num_q, tl.maximum(0, last + scene.window - offset))
+    low = low // BLOCK_M * BLOCK_M
+    whole = low
+    if scene.CAUSAL:
+        reach = tl.maximum(0, first + BLOCK_N - 1 - offset)
+        whole = tl.maximum(low, (reach + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
+    if scene.WINDOW:
+        whole = high
+    if first + BLOCK_N > scene.num_k:
+        whole = high
+    whole = tl.minimum(whole, high)
+    whole_end = tl.maximum(whole, tl.minimum(scene.num_q // BLOCK_M * BLOCK_M, high))
+    return low, whole, whole_end, high
