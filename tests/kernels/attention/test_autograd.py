@@ -9,6 +9,7 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE, detect
+from kernels.attention.hopper.training_forward import prefill_selection
 from kernels.attention.training import (
     TRAINING_REGISTRY,
     TrainingBatch,
@@ -44,6 +45,32 @@ def check(case, dtype, compute, atol):
     )
     for found, exact, rounded in zip(actual, truth, same, strict=True):
         assert_no_worse_than(found, exact, rounded, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "hopper_prefill"),
+        ({"causal": False, "softcap": 20.0}, "hopper_prefill"),
+        ({"dropout_p": 0.1}, None),
+        ({"softmax_scale": -1.0}, None),
+    ],
+    ids=str,
+)
+def test_hopper_computes_the_forward_by_its_prefill_kernel_where_it_can(changes, name):
+    q, k = torch.empty(4, 8, 128, dtype=torch.bfloat16), torch.empty(4, 2, 128)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    problem = TrainingProblem(**({"softmax_scale": 1.0} | changes))
+    batch = TrainingBatch(offsets, offsets)
+
+    found = prefill_selection(q, k, batch, problem, CATALOGUE["h100"])
+
+    assert (found.spec.name if found else None) == name
+    assert not prefill_selection(q, k, batch, problem, CATALOGUE["a100"])
+    assert not prefill_selection(
+        q, k, batch._replace(alibi_slopes=torch.ones(8)), problem, CATALOGUE["h100"]
+    )
+    assert not prefill_selection(q.float(), k, batch, problem, CATALOGUE["h100"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

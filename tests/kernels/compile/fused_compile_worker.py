@@ -332,7 +332,10 @@ class FusedCompiler(Compiler):
             mask_tile=(128, 128) if mask else (0, 0),
         )
         lse = torch.empty(q.shape[:2])
-        with mock.patch.object(training, "detect", return_value=ARCHES[job.sm]):
+        with (
+            mock.patch.object(training, "detect", return_value=ARCHES[job.sm]),
+            mock.patch.object(training, "prefill_selection", return_value=None),
+        ):
             training.PORTABLE.forward(q, k, k, batch, problem)
             training.PORTABLE.backward((q, lse), (q, k, k, q, lse), batch, problem)
 
