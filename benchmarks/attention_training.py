@@ -36,7 +36,6 @@ _PEERS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_LARGEST_MATH = 8192
 _CANDIDATES = [
     TrainingLaunch(m, n, warps, stages)
     for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))
@@ -122,7 +121,7 @@ def tune(length: int, head_dim: int) -> None:
             timed.append((times["forward_ms"] if not number else times["backward_ms"], launch))
         timed.sort(key=lambda it: it[0])
         chosen[number] = timed[0][1]
-        for milliseconds, launch in timed[:4]:
+        for milliseconds, launch in timed[:10]:
             print(f"D={head_dim} {name}: {milliseconds:.3f} ms {launch}", flush=True)
 
 
@@ -152,9 +151,14 @@ def main() -> None:
         contenders = {"tessera": ours(causal)}
         contenders |= {name: peer(_PEERS[name], causal) for name in options.peers}
         for name, compute in contenders.items():
-            if name == "math" and length > _LARGEST_MATH:
+            try:
+                times = measure(compute, tensors)
+            except torch.OutOfMemoryError:
+                row = {"kernel": name, "head_dim": head_dim, "length": length, "causal": causal}
+                rows.append(row | {"out_of_memory": True})
+                print(f"{name:16} {head_dim:4} {length:7}  does not fit in memory", flush=True)
+                torch.cuda.empty_cache()
                 continue
-            times = measure(compute, tensors)
             both = times["forward_ms"] + times["backward_ms"]
             rates = {
                 "forward": work / times["forward_ms"] / 1e9,

@@ -10,6 +10,7 @@ import torch
 from kernels.attention.functional import plan_attention, prefill_attention
 from kernels.attention.problem import AttentionProblem, PackedBatch, Phase
 from kernels.attention.select import select
+from kernels.errors import NoKernelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kernels.attention.training import TrainingBatch, TrainingProblem
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_FEWEST_OPERATIONS = 4e11
+"""A millisecond of the GPU: planning a call takes the host about as long."""
 _ALIGNMENT = 16
 """Bytes, of addresses and strides of the queries."""
 
@@ -45,8 +48,11 @@ def prefill_selection(
         or batch.mask is not None
     ):
         return None
+    pairs = len(q) * problem.max_seqlen_k / (2 if problem.causal else 1)
+    if 4 * pairs * q.shape[1] * q.shape[2] < _FEWEST_OPERATIONS:
+        return None
     selection = _select_once(_as_prefill(q, k, problem), arch)
-    return selection if selection.spec.name == "hopper_prefill" else None
+    return selection if selection and selection.spec.name == "hopper_prefill" else None
 
 
 def prefill_forward(
@@ -95,5 +101,8 @@ def _as_prefill(q: Tensor, k: Tensor, problem: TrainingProblem) -> AttentionProb
 
 
 @functools.lru_cache(maxsize=256)
-def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection:
-    return select(problem, arch)
+def _select_once(problem: AttentionProblem, arch: GPUArch) -> Selection | None:
+    try:
+        return select(problem, arch)
+    except NoKernelError:  # such as a head dim of 16
+        return None

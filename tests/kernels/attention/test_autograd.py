@@ -54,13 +54,14 @@ def check(case, dtype, compute, atol):
         ({"causal": False, "softcap": 20.0}, "hopper_prefill"),
         ({"dropout_p": 0.1}, None),
         ({"softmax_scale": -1.0}, None),
+        ({"max_seqlen_k": 1000}, None),
     ],
     ids=str,
 )
 def test_hopper_computes_the_forward_by_its_prefill_kernel_where_it_can(changes, name):
-    q, k = torch.empty(4, 8, 128, dtype=torch.bfloat16), torch.empty(4, 2, 128)
-    offsets = torch.tensor([0, 4], dtype=torch.int32)
-    problem = TrainingProblem(**({"softmax_scale": 1.0} | changes))
+    q, k = torch.empty(16384, 8, 128, dtype=torch.bfloat16), torch.empty(16384, 2, 128)
+    offsets = torch.tensor([0, 16384], dtype=torch.int32)
+    problem = TrainingProblem(**({"softmax_scale": 1.0, "max_seqlen_k": 16384} | changes))
     batch = TrainingBatch(offsets, offsets)
 
     found = prefill_selection(q, k, batch, problem, CATALOGUE["h100"])
@@ -71,6 +72,8 @@ def test_hopper_computes_the_forward_by_its_prefill_kernel_where_it_can(changes,
         q, k, batch._replace(alibi_slopes=torch.ones(8)), problem, CATALOGUE["h100"]
     )
     assert not prefill_selection(q.float(), k, batch, problem, CATALOGUE["h100"])
+    narrow = q.view(-1, 64, 16), k.view(-1, 16, 16)
+    assert not prefill_selection(*narrow, batch, problem, CATALOGUE["h100"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,6 +16,11 @@ VARIANTS = (("all",), ("window",), ("softcap",), ("alibi",), ("dropout",), ("mas
 PRODUCTS = {"forward": 2, "backward_keys": 4, "backward_queries": 3}
 MOST_SPILLED = {80: 512, 89: 512, 90: 256, 100: 2048}
 """Bytes of registers that a thread may store in memory. No tile is tuned for sm_100 yet."""
+MOST_SPILLED_FOR_KEYS = 2048
+"""The same for the gradients of keys on sm_90, in all loops of the kernel: the fastest of 54 tiles measured on an H100.
+
+With D=128 and 16 heads of 8192 tokens the backward takes 7.9 ms; with the fastest tile that stores nothing, 10.1 ms.
+"""
 INSTRUCTIONS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
@@ -39,7 +44,9 @@ def test_a_kernel_of_training_fits_the_gpu_and_uses_tensor_cores(job, compile_jo
 
     assert facts["function"] == job.function
     assert facts["shared"] <= ARCHES[job.sm].shared_memory_bytes
-    assert facts["spill_stores"] <= MOST_SPILLED[job.sm], facts
+    for_keys = job.sm == 90 and job.function == "backward_keys"
+    most_spilled = MOST_SPILLED_FOR_KEYS if for_keys else MOST_SPILLED[job.sm]
+    assert facts["spill_stores"] <= most_spilled, facts
     if "float32" not in job.around:
         # A tile of 64 keys of 256 columns does not fit in registers, and wgmma needs 64 rows.
         is_narrow = job.head_dim == 256 and job.function != "forward"
