@@ -120,6 +120,31 @@ def packed_cudnn_attention(
     return attend(q, k, v, None, *lengths, False, 0.0, causal, False)[0]  # type: ignore[no-any-return]
 
 
+def share_memory(num_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """Allocate zeroed memory that all ranks of the default process group can access; they must all call it.
+
+    No public API allocates such memory in PyTorch 2.11 to 2.13.
+
+    Args:
+        num_bytes: on each rank.
+        device: the GPU of this rank.
+
+    Returns:
+        This rank's memory, uint8, which must be kept; and the addresses, on this rank, of that of each rank.
+
+    Raises:
+        RuntimeError: the GPUs cannot access each other's memory.
+    """
+    from torch.distributed import _symmetric_memory  # noqa: PLC0415 - not every build of PyTorch has it
+
+    memory = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory.zero_()
+    handle = _symmetric_memory.rendezvous(memory, torch.distributed.group.WORLD)  # type: ignore[arg-type]  # is set
+    torch.cuda.synchronize(device)
+    torch.distributed.barrier()
+    return memory, list(handle.buffer_ptrs)
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply all tensors in place in a few launches; the operator is public only inside `torch.optim`."""
     torch._foreach_mul_(list(tensors), factor)

@@ -7,6 +7,7 @@ order of the ranks, so that every rank has the same bits, whatever else the tens
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from kernels.collective.one_shot import OneShotSum
+
+_logger = logging.getLogger(__name__)
 
 # PyTorch 2.13 renamed it; 2.11 has only the old name.
 _gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
@@ -118,6 +122,13 @@ class TorchCommunicator(OrderedSum):
         distributed.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size
         )
+        self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Communicator.all_reduce`; small tensors on GPUs take one launch, the others are gathered and added."""
+        if self._one_shot is None or self._detached or not self._one_shot.supports(x):
+            return super().all_reduce(x)
+        return self._one_shot(x)
 
     @contextlib.contextmanager
     def detached(self) -> Iterator[None]:
@@ -146,3 +157,18 @@ class TorchCommunicator(OrderedSum):
         found = torch.tensor([number])
         distributed.all_reduce(found, distributed.ReduceOp.MIN)
         return int(found)
+
+
+def _one_shot(rank: int, size: int, device: torch.device) -> OneShotSum | None:
+    """Return the all-reduce in one launch if all ranks have it; else log why this one has not, and return None."""
+    # Imported here because a host without a GPU may have no Triton.
+    from kernels.collective.one_shot import OneShotSum  # noqa: PLC0415
+
+    found = None
+    try:
+        found = OneShotSum(rank, size, device)
+    except RuntimeError as error:
+        _logger.warning("rank %d sums by NCCL, which is slower for small steps: %s", rank, error)
+    exists = torch.tensor([int(found is not None)])
+    distributed.all_reduce(exists, distributed.ReduceOp.MIN)
+    return found if exists.item() else None

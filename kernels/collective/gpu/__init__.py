@@ -1,0 +1,1 @@
+"""Collective operations in Triton."""
