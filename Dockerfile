@@ -53,8 +53,9 @@ FROM builder AS packages
 RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip --python /opt/tessera/bin/python install --no-deps --require-hashes --requirement requirements/service.txt \
-    && find /opt/tessera/lib/python3*/site-packages/numpy /opt/tessera/lib/python3*/site-packages/networkx \
-        /opt/tessera/lib/python3*/site-packages/sympy -type d -name tests -prune -exec rm -r {} +
+    && packages="$(echo /opt/tessera/lib/python3*/site-packages)" \
+    && find "$packages/mpmath" "$packages/networkx" "$packages/numpy" "$packages/setuptools" "$packages/sympy" \
+        -type d -name tests -prune -exec rm -r {} +
 
 
 # PyTorch has no hashes: each index has builds of its own. Its headers and tests are for the development of extensions: 200
@@ -66,10 +67,10 @@ RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     pip --python /opt/tessera/bin/python install --no-deps --index-url "$TORCH_INDEX_URL" \
         --requirement requirements/torch-cpu.txt \
-    && python -c "import sys, torch; sys.exit(torch.version.cuda and 'TORCH_INDEX_URL has no CPU build of PyTorch')" \
     && torch="$(echo /opt/tessera/lib/python3*/site-packages/torch)" \
-    && rm -rf "$torch/include" "$torch/test" "$torch/testing/_internal" \
-    && find "$torch/bin" -type f ! -name torch_shm_manager -delete
+    && rm -rf "$torch/include" "$torch/test" "$torch"/lib/*_test.so \
+    && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
+    && python -c "import sys, torch; sys.exit(torch.version.cuda and 'TORCH_INDEX_URL has no CPU build of PyTorch')"
 
 
 FROM packages AS packages-gpu
@@ -81,8 +82,9 @@ RUN --mount=type=cache,target=/build/.cache/pip \
     PIP_EXTRA_INDEX_URL="$TORCH_INDEX_URL" \
     pip --python /opt/tessera/bin/python install --requirement requirements/torch-gpu.txt \
     && torch="$(echo /opt/tessera/lib/python3*/site-packages/torch)" \
-    && rm -rf "$torch/include" "$torch/test" "$torch/testing/_internal" \
-    && find "$torch/bin" -type f ! -name torch_shm_manager -delete
+    && rm -rf "$torch/include" "$torch/test" "$torch"/lib/*_test.so \
+    && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
+    && python -c "import torch"
 
 
 FROM builder AS wheel

@@ -1,10 +1,10 @@
-"""Runs an image built by `deploy/build_images.sh` and checks what a cluster relies on, without a container engine:
+"""Runs an image built by `deploy/build_images.sh` and checks what a cluster relies on, without a container engine.
 
     python -m deploy.check_image tessera:cpu
 
 The service runs as the image's user, without capabilities, on a read-only root with `/cache` as the only volume and a
 `/tmp` in memory. It must become healthy, by the image's own health check; answer `/generate`; refuse to write to its
-root; and at SIGTERM end all of 8 streams with status 0. Needs root, buildah, unshare and setpriv; Linux only. The network
+root; and at SIGTERM end all of 8 streams with status 0. Needs root, buildah, unshare and setpriv, on Linux. The network
 is the machine's, so that the port must be free. Prints one line for each check, and exits with 1 at the first failure.
 """
 
@@ -98,7 +98,7 @@ def check(image: str, port: int, command: Sequence[str] = ()) -> None:
 
 def prepare(volume: Path, user: str) -> None:
     """Make a volume's folders, which a container engine copies from the image."""
-    owner = int(user.split(":")[0])
+    owner = int(user.split(":", maxsplit=1)[0])
     for folder in (volume, volume / "huggingface", volume / "triton"):
         folder.mkdir(exist_ok=True)
         os.chown(folder, owner, 0)

@@ -1,7 +1,7 @@
 """Writes the pinned requirements of the images into `deploy/requirements`, with `python -m deploy.lock`.
 
 `service.txt` has the packages of the images `cpu` and `gpu`, `ray.txt` those of the image `ray`, `tools.txt` what
-builds the wheel and the SBOM; each with the hashes of all files of PyPI, for every platform and for Python 3.11 or newer.
+builds the wheel and the SBOM; each with the hashes of all files of PyPI, for all platforms and Python 3.11 or newer.
 `torch-cpu.txt` and `torch-gpu.txt` pin PyTorch and Triton by version only: an image takes them from an index of its own
 (`TORCH_INDEX_URL`), whose builds have other hashes than PyPI's. NVIDIA's libraries are pinned by PyTorch itself.
 docs/decisions/0038-lock-file.md has the reasons. Needs uv (`pip install uv`); `make lock` installs it.
