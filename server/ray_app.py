@@ -19,6 +19,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from server.cli.settings import Settings
 from server.embedding import embedded_service
 from server.engine.link.protocol import EngineState
+from server.ray_router import SEQUENCES, check_version, router_config, with_prefix_routing
 
 if TYPE_CHECKING:
     from typing import Self
@@ -42,6 +43,7 @@ class Options(BaseModel):
         max_replicas: replicas under load; None for `min_replicas`, without autoscaling.
         gpus: GPUs of a replica; 0 for a CPU.
         cpus: processors that a replica reserves.
+        prefix_routing: send requests whose prompts begin alike to the same replica.
         settings: of the service of each replica.
     """
 
@@ -51,6 +53,7 @@ class Options(BaseModel):
     max_replicas: int | None = Field(None, ge=1)
     gpus: float = Field(0, ge=0, le=1)
     cpus: float = Field(1, ge=0)
+    prefix_routing: bool = False
     settings: Settings = Settings()
 
     @model_validator(mode="after")
@@ -59,6 +62,8 @@ class Options(BaseModel):
             raise ValueError(
                 f"max_replicas={self.max_replicas} is less than min_replicas={self.min_replicas}"
             )
+        if self.prefix_routing:
+            check_version()
         return self
 
 
@@ -102,6 +107,11 @@ class Tessera:
             "places": 0 if info is None else info.max_num_seqs,
         }
 
+    def record_routing_stats(self) -> dict[str, int]:
+        """Return the load for `server.ray_router`."""
+        stats = self._engine.stats
+        return {SEQUENCES: stats.num_running + stats.num_waiting}
+
     @property
     def _engine(self) -> Any:  # noqa: ANN401 - an `EngineClient`
         assert self._service is not None
@@ -127,7 +137,7 @@ def build(arguments: dict[str, Any]) -> Application:
         arguments: fields of `Options`, and settings by name, as numbers or texts.
 
     Raises:
-        pydantic.ValidationError: a name or a value is wrong.
+        pydantic.ValidationError: a name or a value is wrong, or Ray's version.
     """
     own = Options.model_fields.keys() - {"settings"}
     given = {name: value for name, value in arguments.items() if name not in own}
@@ -143,6 +153,8 @@ def build(arguments: dict[str, Any]) -> Application:
                 policy=AutoscalingPolicy(policy_function=replicas_for_load),
             )
         }
+    if options.prefix_routing:
+        replicas["request_router_config"] = router_config()
     deployment = serve.deployment(
         name="tessera",
         # The service itself limits and queues; Ray must not refuse before it.
@@ -152,4 +164,5 @@ def build(arguments: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
         **replicas,
     )(serve.ingress()(Tessera))
-    return deployment.bind(given)
+    application = deployment.bind(given)
+    return with_prefix_routing(application) if options.prefix_routing else application

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from server.engine.link.protocol import EngineState
 from server.ray_app import Options, Tessera, build, replicas_for_load
+from server.ray_router import SEQUENCES, PrefixRequestRouter, check_version
 
 pytestmark = pytest.mark.e2e
 
@@ -90,3 +91,41 @@ def test_wrong_arguments_are_named(arguments, message):
 
 def test_options_have_no_field_that_is_a_setting():
     assert not Options.model_fields.keys() & type(Options().settings).model_fields.keys()
+
+
+def test_prefix_routing_puts_the_router_before_the_replicas_that_report_their_load():
+    application = build({"prefix_routing": "true", "min_replicas": "2"})
+    config = deployment(application)._deployment_config.request_router_config
+
+    assert deployment(application._ingress_request_router).name == "tessera-router"
+    assert config.get_request_router_class() is not None
+    assert build({})._ingress_request_router is None
+
+
+def test_another_version_of_ray_is_refused():
+    with pytest.raises(ValueError, match="this is Ray 2.61.0"):
+        check_version("2.61.0")
+
+
+def test_a_request_follows_its_prefix_unless_the_replica_is_loaded():
+    def replica(name, sequences):
+        full = SimpleNamespace(to_full_id_str=lambda: name)
+        return SimpleNamespace(replica_id=full, routing_stats={SEQUENCES: sequences})
+
+    async def chosen(router, *arguments, loads=(0, 0, 0)):
+        replicas = [replica(f"r{number}", load) for number, load in enumerate(loads)]
+        ranks = await router.choose_replicas(replicas, SimpleNamespace(args=list(arguments)))
+        return [rank[0].replica_id.to_full_id_str() for rank in ranks]
+
+    async def use():
+        router = PrefixRequestRouter.__new__(PrefixRequestRouter)
+        router.initialize_state()
+        first = await chosen(router, "prompt")
+        loads = [100 if name == first[0] else 0 for name in ("r0", "r1", "r2")]
+        return first, await chosen(router, "prompt", loads=loads), await router.choose_replicas([])
+
+    first, second, none = asyncio.run(use())
+
+    assert sorted(first) == ["r0", "r1", "r2"]
+    assert second[:2] == first[1:]
+    assert none == []
