@@ -200,7 +200,8 @@ def _check_drain(service: subprocess.Popen[bytes], port: int) -> None:
     for thread in threads:
         thread.join(timeout=_STOP_SECONDS)
     status = service.wait(timeout=_STOP_SECONDS)
-    whole = [line for line in ended if '"finish_reason":"length"' in line.replace(": ", ":")]
+    events = [json.loads(line.removeprefix("data:")) for line in ended]
+    whole = [it for it in events if it.get("generated_text") and it["index"] == _TOKENS]
     if status or len(whole) != STREAMS:
         raise CheckError(f"status {status}, {len(whole)} of {STREAMS} streams are whole: {ended}")
     _say(
