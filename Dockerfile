@@ -1,9 +1,9 @@
 # Images of the service for machines without a GPU (target cpu, the default), with NVIDIA GPUs (target gpu), and for nodes
-# of a Ray cluster (target ray):
+# of a Ray cluster (targets ray and ray-gpu):
 #
 #     docker build --target cpu -t tessera:cpu .
 #     docker build --target gpu -t tessera:gpu .
-#     docker build --target ray -t tessera:ray .                              # on CPUs; RAY_DEVICE=gpu for GPUs
+#     docker build --target ray -t tessera:ray .
 #
 # docs/operations.md explains how to run them and how to build behind a mirror, docs/decisions/0008-images.md the
 # decisions, 0038-lock-file.md the requirements. There is no `# syntax=` line: it would fetch an image that a mirror may
@@ -11,8 +11,6 @@
 
 # Any image based on Debian or Ubuntu; its Python, if it has one, must be 3.11 or newer.
 ARG BASE_IMAGE=python:3.12-slim-bookworm
-# What the image `ray` is made of: cpu or gpu.
-ARG RAY_DEVICE=cpu
 
 FROM ${BASE_IMAGE} AS base
 # CUDA's and the distributions' images have no Python. Packages have no versions here and below: the base's tag determines
@@ -135,8 +133,18 @@ RUN mkdir /opt/tessera/compiled-kernels \
        done; done
 
 
-# hadolint ignore=DL3006
-FROM app-${RAY_DEVICE} AS app-ray
+FROM app-cpu AS app-ray
+RUN --mount=type=cache,target=/build/.cache/pip \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    --mount=type=bind,from=wheel,source=/build/pyproject.toml,target=/build/pyproject.toml \
+    pip --python /opt/tessera/bin/python install --no-deps --require-hashes --requirement requirements/ray.txt \
+    && pip --python /opt/tessera/bin/python check \
+    && python -c "import server.ray_app" \
+    && cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON \
+        --output-file /opt/tessera/sbom.json /opt/tessera/bin/python
+
+
+FROM app-gpu AS app-ray-gpu
 RUN --mount=type=cache,target=/build/.cache/pip \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     --mount=type=bind,from=wheel,source=/build/pyproject.toml,target=/build/pyproject.toml \
@@ -194,13 +202,30 @@ LABEL org.opencontainers.image.title="Tessera" \
       org.opencontainers.image.revision="$REVISION"
 
 
-# hadolint ignore=DL3006
-FROM runtime-${RAY_DEVICE} AS ray
+FROM runtime-cpu AS ray
 # The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md).
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
     RAY_USAGE_STATS_ENABLED=0
 COPY --from=app-ray /opt/tessera /opt/tessera
+# One node with one replica. An operator of clusters replaces the command by `ray start`.
+ENTRYPOINT []
+CMD ["serve", "run", "server.ray_app:build"]
+USER 10001:10001
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="Tessera" \
+      org.opencontainers.image.description="A text-generation server for small decoder models, as replicas on Ray Serve" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="$REVISION"
+
+
+FROM runtime-gpu AS ray-gpu
+# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md).
+ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
+    RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
+    RAY_USAGE_STATS_ENABLED=0
+COPY --from=app-ray-gpu /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
 CMD ["serve", "run", "server.ray_app:build"]

@@ -12,7 +12,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist=worksteal $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: other-torch help setup dev serve test test-slow test-gpu check audit sbom format docs bench clean
+.PHONY: other-torch help setup dev serve test test-slow test-gpu check audit sbom lock format docs bench clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -68,6 +68,11 @@ sbom: setup ## List what .venv contains in sbom.json (CycloneDX); before `make d
 	.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 		--output-format JSON --output-file sbom.json $(BIN)/python
 
+lock: ## Pin the packages of the images in deploy/requirements (ARGS=--upgrade takes the newest)
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	PATH="$(CURDIR)/.venv-lock/bin:$$PATH" $(PYTHON) -m deploy.lock $(ARGS)
+
 format: dev ## Apply the formatter and the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -79,4 +84,4 @@ bench: dev ## Measure the bundled model on the CPU, compared with transformers
 	$(BIN)/python -m benchmarks.cpu_peers --models bundled --contenders engine service transformers
 
 clean: ## Remove the environment and caches
-	rm -rf .venv .venv-sbom .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv .venv-sbom .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -26,7 +26,7 @@ from server.cli.command_settings import read_settings
 from server.cli.serve import serve
 
 _PROMPT_TOKENS = 8
-_SERVE = "serve"
+SERVE = "serve"
 """First argument with which this script runs as the service; the rate and options of `tessera serve` follow."""
 
 
@@ -46,7 +46,7 @@ def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace)
     """Put load on a service and return a record with the CPU time of its front end per token."""
     settings = [f"--max-concurrent-requests={streams}", f"--max-num-seqs={streams}"]
     settings += [f"--frontends={options.frontends}"] if options.frontends > 1 else []
-    program = ("benchmarks.streaming", _SERVE, str(rate))
+    program = ("benchmarks.streaming", SERVE, str(rate))
     with service(settings, program=program) as (url, _), tempfile.TemporaryDirectory() as folder:
         before = metric(url, "process_cpu_seconds_total")
         report = Path(folder) / "report.json"
@@ -76,7 +76,7 @@ def measure(streams: int, rate: float, tokens: int, options: argparse.Namespace)
 
 def main() -> None:
     """Measure and write the report."""
-    if sys.argv[1:2] == [_SERVE]:
+    if sys.argv[1:2] == [SERVE]:
         run_service(sys.argv[2], sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__)

@@ -136,7 +136,7 @@ def _inside(pid: int) -> int:
     """Return the number of the container's first process, which `unshare` is the parent of."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     if not children:
-        raise CheckError("the service has ended")
+        raise CheckError("the container has no process")
     return int(children[0])
 
 
@@ -144,6 +144,8 @@ def _is_healthy(pid: int, root: str, config: dict[str, Any]) -> bool:
     test = config["Healthcheck"]["Test"]
     if test[0] != "CMD":
         raise CheckError(f"the health check needs a shell: {test}")
+    if not Path(f"/proc/{pid}/task/{pid}/children").read_text():
+        return False  # not yet started
     variables = dict(it.split("=", 1) for it in config["Env"])
     return not _execute(pid, root, config["User"], test[1:], variables).returncode
 
@@ -198,7 +200,8 @@ def _check_drain(service: subprocess.Popen[bytes], port: int) -> None:
     for thread in threads:
         thread.join(timeout=_STOP_SECONDS)
     status = service.wait(timeout=_STOP_SECONDS)
-    whole = [line for line in ended if '"finish_reason":"length"' in line.replace(": ", ":")]
+    events = [json.loads(line.removeprefix("data:")) for line in ended]
+    whole = [it for it in events if it.get("generated_text") and it["index"] == _TOKENS]
     if status or len(whole) != STREAMS:
         raise CheckError(f"status {status}, {len(whole)} of {STREAMS} streams are whole: {ended}")
     _say(

@@ -103,7 +103,7 @@ def test_prefix_routing_puts_the_router_before_the_replicas_that_report_their_lo
 
 
 def test_another_version_of_ray_is_refused():
-    with pytest.raises(ValueError, match="this is Ray 2.61.0"):
+    with pytest.raises(ValueError, match=r"this is Ray 2\.61\.0"):
         check_version("2.61.0")
 
 

@@ -30,6 +30,7 @@ COMPOSE = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
 PROMETHEUS = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
 SERVICES = COMPOSE["services"]
 TARGETS = ["cpu", "gpu"]
+RAY = ["ray", "ray-gpu"]
 EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - nothing is bound to it here
 SETTINGS = {environment_variable(field): field for field in Settings.model_fields}
 
@@ -130,12 +131,39 @@ def test_only_the_gpu_image_has_a_c_compiler_because_triton_needs_it_at_run_time
     assert not any("gcc" in run for run in instructions("cpu", "RUN"))
 
 
-@pytest.mark.parametrize("name", ["venv-cpu", "venv-gpu"])
+@pytest.mark.parametrize("name", ["packages-cpu", "packages-gpu"])
 def test_a_change_of_the_source_does_not_reinstall_dependencies(name):
-    assert context_sources(STAGES["requirements"]) == ["pyproject.toml"]
+    sources = set()
     while name in STAGES:
-        assert context_sources(STAGES[name]) == []
+        sources |= set(context_sources(STAGES[name]))
         name = STAGES[name].base
+
+    assert sources == {"deploy/requirements"}
+
+
+def test_every_installed_package_has_a_hash_but_those_of_pytorchs_index():
+    installs = re.findall(r"pip (?:--python \S+ )?install ([^&]*)", DOCKERFILE.replace("\\\n", " "))
+    free = [it for it in installs if "--require-hashes" not in it and "--no-index" not in it]
+
+    assert all("requirements/torch-" in it for it in free)
+    assert len(free) == 2
+    assert "--no-index" in re.search(r"pip wheel .*", DOCKERFILE)[0]
+
+
+@pytest.mark.parametrize("target", RAY)
+def test_a_ray_image_is_as_unprivileged_as_the_others_and_leaves_the_command_to_an_operator(target):
+    assert instructions(target, "USER")[-1] == instructions("cpu", "USER")[-1]
+    assert json.loads(instructions(target, "ENTRYPOINT")[-1]) == []
+    assert json.loads(instructions(target, "CMD")[-1])[-1] == "server.ray_app:build"
+    assert environment(target)["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+
+
+@pytest.mark.parametrize("target", TARGETS + RAY)
+def test_an_image_has_a_list_of_its_packages(target):
+    stage = STAGES[f"app-{target}"]
+
+    assert any("--output-file /opt/tessera/sbom.json" in rest for _, rest in stage.instructions)
+    assert f"--from=app-{target} /opt/tessera /opt/tessera" in instructions(target, "COPY")
 
 
 @pytest.mark.parametrize("target", TARGETS)
