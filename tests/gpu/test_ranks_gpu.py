@@ -36,5 +36,6 @@ def answer(*options):
         service.stop()
 
 
-def test_a_model_over_two_gpus_answers_as_on_one():
-    assert answer("--tensor-parallel=2") == answer()
+@pytest.mark.parametrize("options", [(), ("--unmeasured-kernels",)], ids=["gathered", "one launch"])
+def test_a_model_over_two_gpus_answers_as_on_one(options):
+    assert answer("--tensor-parallel=2", *options) == answer()
