@@ -139,7 +139,7 @@ def requests_of_replicas() -> dict[str, float]:
 def measure(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one rule."""
     deploy(prefix_routing=rule == "prefix", replicas=2)
-    load(4 * options.prefixes, options.prefixes, options.clients)
+    load(2 * options.prefixes, options.prefixes, options.clients)
     before = requests_of_replicas()
     counts = load(options.requests, options.prefixes, options.clients)
     after = requests_of_replicas()
