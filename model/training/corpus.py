@@ -37,6 +37,7 @@ _TABLE_SHARE = 0.5
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _FRAGMENTS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With)
 _HEADER_DEFINITIONS = 3
+_LICENCE = re.compile(r"copyright|licen[cs]e|all rights reserved", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,32 @@ def shingles(text: str) -> list[bytes]:
     return [hashlib.blake2b(part.encode(), digest_size=8).digest() for part in joined]
 
 
+def without_licence(text: str) -> str:
+    """Return a file's text without its first comment if that states a copyright or a licence."""
+    lines = text.splitlines(keepends=True)
+    count = 0
+    while count < len(lines) and (lines[count].startswith("#") or not lines[count].strip()):
+        count += 1
+    return "".join(lines[count:]) if _LICENCE.search("".join(lines[:count])) else text
+
+
+def distinct(pieces: Iterable[str]) -> list[str]:
+    """Return the pieces of a file without functions that mostly repeat an earlier function of it.
+
+    Only functions are compared, because a class contains its methods and a function its loops.
+    """
+    kept: list[str] = []
+    seen: set[bytes] = set()
+    for piece in pieces:
+        if piece.startswith(("def ", "async def ")):
+            own = shingles(piece)
+            if 1 - _share(own, seen) < NEW_TEXT_SHARE:
+                continue
+            seen.update(own)
+        kept.append(piece)
+    return kept
+
+
 def fragments_of(text: str) -> Iterator[str]:
     """Yield every definition and every loop or `with` block of a source file, dedented.
 
@@ -233,11 +260,10 @@ def _take(
     new = 1 - _share(own, seen)
     if new < NEW_TEXT_SHARE and whole:
         return "repeats an earlier file"
-    pieces = list(fragments_of(file.text))
     if new >= NEW_TEXT_SHARE:
-        files.append(file)
-    else:
-        pieces = [piece for piece in pieces if 1 - _share(shingles(piece), seen) >= NEW_TEXT_SHARE]
+        files.append(dataclasses.replace(file, text=without_licence(file.text)))
+    pieces = distinct(fragments_of(file.text))
+    pieces = [piece for piece in pieces if 1 - _share(shingles(piece), seen) >= NEW_TEXT_SHARE]
     for piece in pieces:
         if _share(shingles(piece), leak) <= LEAK_SHARE:
             fragments.setdefault(piece, file.is_test)

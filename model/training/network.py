@@ -1,25 +1,75 @@
-"""The decoder for training, which is the serving model with dropout, and its losses."""
+"""The decoder for training, which is the serving model with dropout, over packed documents; and its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import flash_attention
 from kernels.linear.projection import Residual
 from model.checkpoint.config import ModelConfig
+from model.network.attention import by_layer, split_heads
 from model.network.decoder import DecoderLM
 from model.network.layers import Attention, BoundLayer, layer_forward
+from model.training.prepare import CONTEXT_LENGTH
+from model.training.streams import PackedTokens
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Causal attention within each document: q [T, H, D], k and v [T, K, D], cu_seqlens [B + 1] to [T, H, D]."""
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Compute causal attention within each document by our own kernels; see `Attend`."""
+    # The same longest length in all batches, so that torch.compile compiles once and nothing waits for the GPU.
+    return flash_attention(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=CONTEXT_LENGTH)
+
+
+class PackedAttention:
+    """Attention of a layer over packed documents; differentiable.
+
+    Args:
+        config: the model's configuration: Llama's attention, without windows or a softcap.
+        rope: cos and sin of every token's position, as for `kernels.apply_rope`.
+        cu_seqlens: as in `PackedTokens`.
+        attend: computes it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rope: tuple[Tensor, Tensor], cu_seqlens: Tensor, attend: Attend
+    ) -> None:
+        self._config, self._cu_seqlens, self._attend = config, cu_seqlens, attend
+        self._ropes = by_layer(config, rope, rope)
+
+    def __call__(self, index: int, layer: BoundLayer, qkv: Tensor) -> Tensor:
+        """Compute attention: [T, (H + 2 * K) * D] to [T, H * D]."""
+        q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
+        return self._attend(q.to(v.dtype), k.to(v.dtype), v, self._cu_seqlens).flatten(-2)
 
 
 class TrainedLM(DecoderLM):
-    """A `DecoderLM` with dropout on the embedding and on the output of each layer while `training` is set."""
+    """A `DecoderLM` with dropout on the embedding and on the output of each layer while `training` is set.
+
+    Attributes:
+        attend: computes attention over packed documents; `attend_packed` unless it is replaced.
+    """
 
     def __init__(self, config: ModelConfig, dropout: float, device: torch.device) -> None:
         super().__init__(config, torch.float32, device)
         self.dropout = dropout
+        self.attend: Attend = attend_packed
+
+    def packed_logits(self, batch: PackedTokens) -> Tensor:
+        """Compute the logits of every next token of a batch, [T, vocab_size] in the autocast dtype."""
+        bound = self._kernels(deterministic=False)
+        hidden = functional.embedding(batch.inputs, self.embed_tokens)
+        rope = self.rope.dense(batch.positions, hidden.dtype)
+        attention = PackedAttention(self.config, rope, batch.cu_seqlens, self.attend)
+        residual = self._run_layers(bound.layers, Residual(hidden), attention)
+        return self.logits(bound.norm(residual))
 
     def _run_layers(
         self, layers: list[BoundLayer], residual: Residual, attention: Attention
@@ -48,18 +98,18 @@ def model_logits(model: DecoderLM, ids: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean negative log-likelihood, in nats, of int64 targets [R, L] under logits [R, L, V]."""
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Return the mean negative log-likelihood, in nats, of int64 targets [T] under logits [T, V]."""
+    return functional.cross_entropy(logits.float(), targets)
 
 
 def training_loss(
-    model: DecoderLM, rows: Tensor, teachers: Sequence[DecoderLM], distill_weight: float
+    model: TrainedLM, batch: PackedTokens, teachers: Sequence[TrainedLM], distill_weight: float
 ) -> Tensor:
     """Return a weighted sum of two cross-entropies: with the text, and with the teachers' mean prediction.
 
     Args:
         model: to train.
-        rows: int64 [R, L + 1]; each token but the first is a target.
+        batch: packed documents.
         teachers: models over the same vocabulary; may be empty.
         distill_weight: share of the teachers' term, in [0, 1].
 
@@ -68,14 +118,13 @@ def training_loss(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", at temperature 1.
     """
-    inputs, targets = rows[:, :-1], rows[:, 1:]
-    logits = model_logits(model, inputs)
-    loss = cross_entropy(logits, targets)
+    logits = model.packed_logits(batch)
+    loss = cross_entropy(logits, batch.targets)
     if not teachers:
         return loss
     with torch.no_grad():
         expected = torch.stack(
-            [model_logits(teacher, inputs).float().softmax(-1) for teacher in teachers]
+            [teacher.packed_logits(batch).float().softmax(-1) for teacher in teachers]
         ).mean(0)
-    soft = functional.cross_entropy(logits.flatten(0, 1).float(), expected.flatten(0, 1))
+    soft = functional.cross_entropy(logits.float(), expected)
     return distill_weight * soft + (1 - distill_weight) * loss

@@ -7,11 +7,12 @@ manifest of the data.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import lzma
 import platform
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from model.training.tokenization import encode_documents, save_tokenizer, train_
 TEXT_STREAMS = ("library", "tests", "library_fragments", "test_fragments")
 STREAMS = (*TEXT_STREAMS, "instructions")
 CONTEXT_LENGTH = 2048
+TOKENS_FILE = "tokens.npz.xz"
+_XZ_WINDOW = 256 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokens, starts = encode_documents(tokenizer, documents)
         arrays[name], arrays[f"{name}_starts"] = tokens, starts.astype(np.uint32)
         print(f"{name}: {len(starts)} documents, {len(tokens)} tokens")
-    np.savez(output / "tokens.npz", **arrays)  # type: ignore[arg-type]
+    write_arrays(output, arrays)
     _write_held_out(corpus, output)
     manifest = _manifest(corpus, arrays, folders, options)
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -65,6 +68,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def infilling_stream(name: str) -> str:
     """Return the name of the stream with a text stream's documents rearranged for fill-in-the-middle."""
     return f"{name}_infilling"
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write the token streams as an NPZ archive inside an xz file.
+
+    xz finds a fragment in its file and a rearranged document in its original, which zip does not: the text of all
+    streams is that of the files several times over.
+    """
+    packed = io.BytesIO()
+    np.savez(packed, **arrays)  # type: ignore[arg-type]
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 2, "dict_size": _XZ_WINDOW}]
+    (folder / TOKENS_FILE).write_bytes(lzma.compress(packed.getvalue(), filters=filters))
+
+
+def read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Read the token streams and the starts of their documents, as `encode_documents` returns them."""
+    packed = io.BytesIO(lzma.decompress((folder / TOKENS_FILE).read_bytes()))
+    with np.load(packed) as arrays:
+        return dict(arrays)
 
 
 def read_held_out(folder: Path) -> list[SourceFile]:
@@ -93,7 +115,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--infilling-copies",
         type=int,
-        default=2,
+        default=1,
         help="how often each document is rearranged for fill-in-the-middle, each time with other cuts",
     )
     parser.add_argument(

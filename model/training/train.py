@@ -1,7 +1,8 @@
-"""Trains the bundled model: `python -m model.training.train --data build/training-data`.
+"""Trains the bundled model: `python -m model.training.train --data build/training-data --minutes 7`.
 
 First a larger, heavily regularized teacher, then the small model, which learns from the text and from the teacher's
-predictions. Interrupted runs continue from their last state. The defaults are those of the bundled model.
+predictions. Both stop by the clock, and the checkpoint is written whenever the small model is the best so far in the
+second half of its time. The defaults are those of the bundled model.
 """
 
 from __future__ import annotations
@@ -23,21 +24,10 @@ from model.training.loop import Shape, Stage, run_stage
 from model.training.network import TrainedLM
 
 MAX_SHARD_BYTES = 15 * 2**20
-TEACHER = Stage(
-    name="teacher",
-    shape=Shape(768, 8, 12, 4, 2048),
-    steps=2000,
-    weight_decay=1.0,
-    dropout=0.3,
-)
-STUDENT = Stage(
-    name="student",
-    shape=Shape(384, 6, 6, 2, 1024),
-    steps=5000,
-    weight_decay=1.0,
-    dropout=0.1,
-    distill_weight=0.8,
-)
+TEACHER = Stage(name="teacher", shape=Shape(768, 8, 12, 4, 2048), dropout=0.3)
+STUDENT = Stage(name="student", shape=Shape(512, 7, 8, 2, 1280), dropout=0.1, distill_weight=0.8)
+_EXPORT_SECONDS = 8.0
+"""Time left for the last measurement, the export and the end of the process."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_float32_matmul_precision("high")
     work: Path = options.work
     began = time.monotonic()
+    whole = 60 * options.minutes - _EXPORT_SECONDS if options.minutes else 0.0
 
     def train(stage: Stage, teachers: Sequence[TrainedLM] = ()) -> TrainedLM:
         return run_stage(
@@ -56,14 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             teachers,
             device=device,
             compiled=options.compile,
-            save_every=options.save_every,
+            keep=None if stage.name.startswith("teacher") else keep,
         )
 
-    teachers = [
-        train(_override(TEACHER, options, "teacher", seed=options.seed + 1 + number))
-        for number in range(options.teachers)
-    ]
+    def keep(model: TrainedLM) -> None:
+        export(model, options.data, options.output)
+
+    share = options.teacher_share * whole / max(1, options.teachers)
+    stages = []
+    teachers = []
+    for number in range(options.teachers):
+        stage = _override(TEACHER, options, "teacher", seed=options.seed + 1 + number)
+        stages.append(dataclasses.replace(stage, seconds=share))
+        teachers.append(train(stages[-1]))
     student = _override(STUDENT, options, "student", seed=options.seed)
+    if whole:
+        left = max(1.0, whole - (time.monotonic() - began))
+        student = dataclasses.replace(student, seconds=left)
+    if not teachers:
+        student = dataclasses.replace(student, distill_weight=0.0)
     model = train(student, teachers)
     export(model, options.data, options.output)
     record = {
@@ -72,8 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "python": platform.python_version(),
         "seconds": round(time.monotonic() - began),
         "teachers": options.teachers,
-        "teacher": dataclasses.asdict(_override(TEACHER, options, "teacher", seed=0)),
+        "teacher": dataclasses.asdict(stages[0]) if stages else None,
         "student": dataclasses.asdict(student),
+        "logs": {stage.name: _read_log(work / stage.name) for stage in (*stages, student)},
     }
     (options.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"trained in {record['seconds']} s; wrote {options.output}")
@@ -99,14 +102,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, default=Path("build/training-data"))
-    parser.add_argument("--work", type=Path, default=Path("build/training"), help="states and logs")
+    parser.add_argument("--work", type=Path, default=Path("build/training"), help="logs")
     parser.add_argument("--output", type=Path, default=Path("build/bundled"), help="checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available()
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=500, metavar="STEPS")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="for everything; 0 for as long as the steps need"
+    )
+    parser.add_argument("--teacher-share", type=float, default=0.3, help="of the minutes")
     parser.add_argument("--teachers", type=int, default=1, help="0 trains on the text alone")
     for role, stage in (("teacher", TEACHER), ("student", STUDENT)):
         group = parser.add_argument_group(role)
@@ -120,13 +126,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _read_log(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
 def _settings(stage: Stage) -> dict[str, int | float]:
     """Return the numbers of a stage that command-line flags can change."""
     flat = {**dataclasses.asdict(stage.shape), **dataclasses.asdict(stage)}
     return {
         name: value
         for name, value in flat.items()
-        if isinstance(value, int | float) and name != "seed"
+        if isinstance(value, int | float) and name not in ("seed", "seconds")
     }
 
 

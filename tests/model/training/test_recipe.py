@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import sysconfig
@@ -15,13 +16,19 @@ from tokenizers import Tokenizer
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
-from model.training import evaluate, prepare, train
+from model.training import evaluate, loop, prepare, train
 from model.training.completion import complete_greedily
-from model.training.loop import Shape, Stage, learning_rate, run_stage
+from model.training.loop import Clock, Shape, Stage, learning_rate, run_stage
 from model.training.network import model_logits
 from model.training.optimizer import orthogonalize
-from model.training.prepare import STREAMS, TEXT_STREAMS, infilling_stream, read_held_out
-from model.training.streams import TokenStreams
+from model.training.prepare import (
+    STREAMS,
+    TEXT_STREAMS,
+    infilling_stream,
+    read_arrays,
+    read_held_out,
+)
+from model.training.streams import TokenStreams, pack
 from model.training.tokenization import FIM_PREFIX, SPECIAL_TOKENS, TURN_END_ID
 from model.training.train import export
 
@@ -55,25 +62,56 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_training_lowers_the_loss_and_an_interrupted_run_ends_with_the_same_weights(data, tmp_path):
-    whole = run_stage(STAGE, data, tmp_path / "a", device=CPU, compiled=False, save_every=4)
-    run_stage(STAGE, data, tmp_path / "b", device=CPU, compiled=False, stop_after=5)
-    resumed = run_stage(STAGE, data, tmp_path / "b", device=CPU, compiled=False)
-    for (name, left), right in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+def run(stage, data, output, teachers=(), **options):
+    return run_stage(stage, data, output, teachers, device=CPU, compiled=False, **options)
+
+
+def test_training_lowers_the_loss_and_the_same_seed_gives_the_same_weights(data, tmp_path):
+    kept = []
+    first = run(STAGE, data, tmp_path / "a", measurements=3, keep=kept.append)
+    second = run(STAGE, data, tmp_path / "b", measurements=1)
+    for (name, left), right in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(left, right), name
     log = [json.loads(line) for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [4, 8, 12]
     assert log[-1]["loss"] < log[0]["loss"] - 0.3
-    other = dataclasses.replace(STAGE, seed=1)
-    with pytest.raises(ValueError, match="other settings"):
-        run_stage(other, data, tmp_path / "b", device=CPU, compiled=False)
+    assert len(kept) == 2
+
+
+def test_the_best_weights_are_returned_and_not_the_last(data, tmp_path, monkeypatch):
+    measured = iter([3.0, 1.0, 2.0])
+    seen = []
+
+    def bits(self, model):
+        seen.append(model.norm.detach().clone())
+        return next(measured)
+
+    monkeypatch.setattr(loop.HeldOut, "bits_per_byte", bits)
+    model = run(STAGE, data, tmp_path, measurements=3)
+    assert torch.equal(model.norm, seen[1])
+    assert not torch.equal(model.norm, seen[2])
+
+
+def test_a_stage_by_the_clock_ends_in_time_and_leaves_out_the_compilation():
+    now = 100.0
+    stage = dataclasses.replace(STAGE, steps=0, seconds=60.0)
+    clock = Clock(stage, lambda: now)
+    assert clock.progress(0) == 0
+    now = 120.0  # the first step took 20 s
+    assert clock.progress(1) == 0
+    now = 140.0
+    assert clock.progress(2) == pytest.approx(0.5)
+    now = 161.0
+    assert clock.progress(3) == 1
+    with pytest.raises(ValueError, match="neither steps nor seconds"):
+        Clock(dataclasses.replace(STAGE, steps=0))
 
 
 def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(data, tmp_path):
     short = dataclasses.replace(STAGE, steps=2)
-    teacher = run_stage(short, data, tmp_path / "t", device=CPU, compiled=False)
+    teacher = run(short, data, tmp_path / "t")
     distilled = dataclasses.replace(short, distill_weight=0.8, seed=1)
-    student = run_stage(distilled, data, tmp_path / "s", [teacher], device=CPU, compiled=False)
+    student = run(distilled, data, tmp_path / "s", [teacher])
     export(student, data, tmp_path / "out")
     config = ModelConfig.from_folder(tmp_path / "out")
     served = load_model(tmp_path / "out", config, torch.float32, "cpu")
@@ -89,16 +127,14 @@ def test_the_command_line_trains_teacher_and_student_and_records_the_run(data, t
     sizes |= {"intermediate-size": 64, "steps": 1, "batch-tokens": 2048}
     flags = [f"--{role}-{k}={v}" for role in ("teacher", "student") for k, v in sizes.items()]
     folders = [f"--data={data}", f"--work={tmp_path / 'work'}", f"--output={tmp_path / 'out'}"]
-    train.main([*flags, *folders, "--device=cpu", "--no-compile"])
+    train.main([*flags, *folders, "--device=cpu", "--no-compile", "--minutes=0"])
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["student"]["steps"] == record["teacher"]["steps"] == 1
     assert ModelConfig.from_folder(tmp_path / "out").hidden_size == 64
 
 
 def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path):
-    model = run_stage(
-        dataclasses.replace(STAGE, steps=1), data, tmp_path, device=CPU, compiled=False
-    )
+    model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
     prompts = [[0, 10, 11], [0, 40, 41, 42, 43, 44], [0]]
     for prompt, new in zip(prompts, complete_greedily(model, prompts, 20, end_id=0), strict=True):
         ids = list(prompt)
@@ -111,42 +147,77 @@ def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path)
         assert new == ids[len(prompt) :]
 
 
-def test_a_batch_is_determined_by_seed_and_step_and_split_tokens_keep_the_text(data):
-    streams = TokenStreams(data, CPU, (1.0,) * len(STREAMS))
+def documents(batch) -> list[list[int]]:
+    """Return the inputs of each document and the last target."""
+    starts = batch.cu_seqlens.tolist()
+    pairs = itertools.pairwise(starts)
+    return [[*batch.inputs[a:b].tolist(), int(batch.targets[b - 1])] for a, b in pairs if b > a]
+
+
+def test_a_batch_is_packed_documents_without_padding(data):
+    streams = TokenStreams(data, (1.0,) * len(STREAMS))
+    options = {"lengths": (64, 128), "start_share": 0.5, "split": 0.1, "infilling_share": 0.5}
+    batch = streams.batch(7, 3, 4096, **options)
+    assert len(batch.inputs) == len(batch.targets) == len(batch.positions) == 4096
+    assert batch.cu_seqlens[0] == 0
+    assert batch.cu_seqlens[-1] == 4096
+    assert all(
+        torch.equal(a, b) for a, b in zip(batch, streams.batch(7, 3, 4096, **options), strict=True)
+    )
+    assert not torch.equal(batch.inputs, streams.batch(7, 4, 4096, **options).inputs)
+    found = documents(batch)
+    assert len(found) > 20
+    positions = [place for ids in found for place in range(len(ids) - 1)]
+    assert batch.positions.tolist() == positions
+    assert [token for ids in found for token in ids[1:]] == batch.targets.tolist()
+
+
+def test_split_tokens_keep_the_text(data):
+    streams = TokenStreams(data, (1.0, 0.0, 0.0, 0.0, 0.0))
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
 
-    def batch(step: int, split: float) -> torch.Tensor:
-        return streams.batch(7, step, 8, 100, start_share=0.5, split=split)
+    def texts(split: float) -> list[str]:
+        batch = streams.batch(7, 3, 4096, lengths=(100,), start_share=0.5, split=split)
+        return [tokenizer.decode(ids, skip_special_tokens=False) for ids in documents(batch)]
 
-    assert batch(3, 0.2).shape == (8, 101)
-    assert torch.equal(batch(3, 0.2), batch(3, 0.2))
-    assert not torch.equal(batch(3, 0.2), batch(4, 0.2))
-    for whole, split in zip(batch(3, 0.0).tolist(), batch(3, 0.2).tolist(), strict=True):
-        text = tokenizer.decode(whole, skip_special_tokens=False)
-        assert text.startswith(tokenizer.decode(split[:80], skip_special_tokens=False)[:-4])
-    assert torch.equal(batch(3, 0.0)[1::2], batch(3, 0.2)[1::2])
+    pairs = list(zip(texts(0.0), texts(0.3), strict=False))
+    # The last document of the batch is cut.
+    assert all(whole == split for whole, split in pairs[:-1])
+    assert len(texts(0.3)) < len(texts(0.0))
 
 
-def test_rows_for_infilling_replace_the_given_share_of_text_rows(data):
-    weights = (1.0,) * len(TEXT_STREAMS) + (0.0,)
-    streams = TokenStreams(data, CPU, weights)
+def test_no_token_sees_another_document(data, tmp_path):
+    model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
+    first, second = [0, 10, 11, 12], [0, 40, 41, 42, 43, 44, 45]
+    owner = np.repeat([0, 1], [len(first), len(second)])
+    batch = pack(np.array(first + second), owner, len(first) + len(second) - 2)
+    with torch.no_grad():
+        together = model.packed_logits(batch)
+        alone = [model_logits(model, torch.tensor([ids[:-1]]))[0] for ids in (first, second)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="9 inputs, 10 needed"):
+        pack(np.array(first + second), owner, 10)
+
+
+def test_documents_for_infilling_replace_the_given_share_of_text(data):
+    streams = TokenStreams(data, (1.0,) * len(TEXT_STREAMS) + (0.0,))
     prefix = SPECIAL_TOKENS.index(FIM_PREFIX)
 
     def share(wanted: float) -> float:
-        rows = streams.batch(
-            1, 1, 200, 40, start_share=1.0, split=0.1, infilling_share=wanted
-        )  # a rearranged document begins with the separator and the token
-        return (rows[:, 1] == prefix).float().mean().item()
+        batch = streams.batch(
+            1, 1, 20_000, lengths=(400,), start_share=1.0, split=0.0, infilling_share=wanted
+        )
+        # A rearranged document begins with the separator and the token.
+        found = documents(batch)
+        return sum(len(ids) - 1 for ids in found if ids[:2] == [0, prefix]) / 20_000
 
     assert share(0.0) == 0
-    assert 0.4 < share(0.5) < 0.6
-    assert share(1.0) > 0.95
+    assert 0.35 < share(0.5) < 0.65
+    assert share(1.0) > 0.8
 
 
 def test_a_small_checkpoint_is_measured_on_infilling_and_instructions(data, tmp_path):
-    model = run_stage(
-        dataclasses.replace(STAGE, steps=1), data, tmp_path, device=CPU, compiled=False
-    )
+    model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
     tokenizer = Tokenizer.from_file(str(data / "tokenizer.json"))
     held_out = read_held_out(data)
     figures = evaluate.special_figures(model, tokenizer, held_out)
@@ -158,16 +229,14 @@ def test_a_small_checkpoint_is_measured_on_infilling_and_instructions(data, tmp_
 
 
 def test_every_document_starts_with_the_separator(data):
-    with np.load(data / "tokens.npz") as arrays:
-        for name in (*STREAMS, *map(infilling_stream, TEXT_STREAMS)):
-            assert (arrays[name][arrays[f"{name}_starts"]] == 0).all()
-            assert arrays[name][-1] == 0
+    arrays = read_arrays(data)
+    for name in (*STREAMS, *map(infilling_stream, TEXT_STREAMS)):
+        assert (arrays[name][arrays[f"{name}_starts"]] == 0).all()
+        assert arrays[name][-1] == 0
 
 
 def test_the_bits_of_a_file_do_not_depend_on_window_boundaries(data, tmp_path):
-    model = run_stage(
-        dataclasses.replace(STAGE, steps=1), data, tmp_path, device=CPU, compiled=False
-    )
+    model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
     ids = [0, *range(1, 200)]
     with torch.no_grad():
         logits = model_logits(model, torch.tensor([ids[:-1]]))[0].double()
@@ -187,12 +256,13 @@ def test_a_completion_is_cut_at_the_end_of_the_function():
     assert not evaluate.parses("def f():\n")
 
 
-def test_the_learning_rate_rises_linearly_then_falls_to_almost_zero():
-    stage = dataclasses.replace(STAGE, steps=100, learning_rate=1.0, warmup_share=0.1)
-    rates = [learning_rate(stage, step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == 1.0
-    assert rates[99] == pytest.approx(1 / 90)
+def test_the_learning_rate_rises_linearly_then_falls_to_zero():
+    stage = dataclasses.replace(STAGE, learning_rate=1.0, warmup_share=0.1)
+    assert learning_rate(stage, 0.0) == pytest.approx(0.01)
+    assert learning_rate(stage, 0.05) == pytest.approx(0.5)
+    assert learning_rate(stage, 0.1) == 1.0
+    assert learning_rate(stage, 0.55) == pytest.approx(0.5)
+    assert learning_rate(stage, 1.0) == 0.0
 
 
 def test_orthogonalized_matrices_have_singular_values_near_one():
