@@ -2,7 +2,7 @@
 
 First a larger, heavily regularized teacher, then the small model, which learns from the text and from the teacher's
 predictions. Both stop by the clock, and the checkpoint is written whenever the small model is the best so far in the
-second half of its time. The defaults are those of the bundled model.
+second half of its time. The defaults are of the next bundled model; the card of the present one has its own.
 """
 
 from __future__ import annotations
