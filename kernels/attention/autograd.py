@@ -28,6 +28,8 @@ from kernels.errors import ShapeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kernels.attention.training import TrainingKernel
+
 _LARGEST_SEED: Final = (1 << 63) - 1
 
 
@@ -170,9 +172,8 @@ def flash_attention(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, batch: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    problem = TrainingProblem.decode(ints, floats)
-    kernel = load_training(select_training(q, problem, detect(q.device)).target)
-    return kernel.forward(_rows(q), _rows(k), _rows(v), TrainingBatch.decode(batch), problem)
+    kernel, sequences, problem = _select(q, k, batch, ints, floats)
+    return kernel.forward(_rows(q), _rows(k), _rows(v), sequences, problem)
 
 
 @_forward.register_fake
@@ -195,13 +196,12 @@ def _backward(
     ints: Sequence[int],
     floats: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = TrainingProblem.decode(ints, floats)
     q, k, v, out, lse = saved
-    kernel = load_training(select_training(q, problem, detect(q.device)).target)
+    kernel, sequences, problem = _select(q, k, batch, ints, floats)
     return kernel.backward(
         (_rows(grads[0]), grads[1].contiguous()),
         (_rows(q), _rows(k), _rows(v), out, lse),
-        TrainingBatch.decode(batch),
+        sequences,
         problem,
     )
 
@@ -233,6 +233,14 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None,
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _select(
+    q: Tensor, k: Tensor, batch: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
+) -> tuple[TrainingKernel, TrainingBatch, TrainingProblem]:
+    sequences, problem = TrainingBatch.decode(batch), TrainingProblem.decode(ints, floats)
+    spec = select_training(q, k, sequences, problem, detect(q.device))
+    return load_training(spec.target), sequences, problem
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

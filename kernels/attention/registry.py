@@ -29,6 +29,26 @@ _FP8_BY_TRITON = QuantizedCache(
 _FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
 
 # No request reaches `fp8` (hopper_fp8_prefill) yet, which waits for an option of a request.
+HOPPER_PREFILL = KernelSpec(
+    name="hopper_prefill",
+    phase=Phase.PREFILL,
+    target="kernels.attention.hopper.prefill:HopperPrefill",
+    dtypes=frozenset({"bfloat16", "float16"}),
+    sm=HOPPER,
+    flash_attention=3,
+    head_dims=_HOPPER_HEAD_DIMS,
+    block_sizes=(16, 256),
+    power_of_two_blocks=True,
+    group_sizes=_UP_TO_64_HEADS,
+    packed=True,
+    non_causal=True,
+    lse=True,
+    row_tiles=frozenset({128, 192}),
+    launch=LaunchConfig(block_m=128, block_n=64, num_warps=4, num_stages=2),
+    arch_note=_NO_WGMMA,
+)
+"""Also the forward of attention for training, see `kernels.attention.training`."""
+
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="blackwell_prefill",
@@ -71,24 +91,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
         note="multiplies in FP8, as the problem allows",
         arch_note=_NO_WGMMA,
     ),
-    KernelSpec(
-        name="hopper_prefill",
-        phase=Phase.PREFILL,
-        target="kernels.attention.hopper.prefill:HopperPrefill",
-        dtypes=frozenset({"bfloat16", "float16"}),
-        sm=HOPPER,
-        flash_attention=3,
-        head_dims=_HOPPER_HEAD_DIMS,
-        block_sizes=(16, 256),
-        power_of_two_blocks=True,
-        group_sizes=_UP_TO_64_HEADS,
-        packed=True,
-        non_causal=True,
-        lse=True,
-        row_tiles=frozenset({128, 192}),
-        launch=LaunchConfig(block_m=128, block_n=64, num_warps=4, num_stages=2),
-        arch_note=_NO_WGMMA,
-    ),
+    HOPPER_PREFILL,
     KernelSpec(
         name="portable_prefill",
         phase=Phase.PREFILL,

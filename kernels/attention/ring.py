@@ -193,8 +193,8 @@ def _rows(x: Tensor, tokens: slice) -> Tensor:
     return x[:, tokens].flatten(0, 1).contiguous()
 
 
-def _kernel(q: Tensor, problem: TrainingProblem) -> TrainingKernel:
-    return load_training(select_training(q, problem, detect(q.device)).target)
+def _kernel(q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem) -> TrainingKernel:
+    return load_training(select_training(q, k, batch, problem, detect(q.device)).target)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -209,9 +209,10 @@ class _RingAttention(torch.autograd.Function):
             if step + 1 < ring.size:
                 ring.pass_on((k, v))
             part = _part(ring, (ring.rank - step) % ring.size, length, problem)
-            found, sums = _kernel(q, part.problem).forward(
-                _rows(q, part.queries), _rows(k, part.keys), _rows(v, part.keys), _batch(q, part.problem), part.problem
-            )  # fmt: skip
+            mine, batch = _rows(q, part.queries), _batch(q, part.problem)
+            theirs = [_rows(it, part.keys) for it in (k, v)]
+            kernel = _kernel(mine, theirs[0], batch, part.problem)
+            found, sums = kernel.forward(mine, theirs[0], theirs[1], batch, part.problem)
             shape = (len(q), part.problem.max_seqlen_q, *q.shape[2:])
             _merge(
                 out[:, part.queries], lse[:, part.queries], found.view(shape), sums.view(shape[:3])
@@ -234,10 +235,11 @@ class _RingAttention(torch.autograd.Function):
             part = _part(ring, (ring.rank - step) % ring.size, length, problem)
             mine = [_rows(it, part.queries) for it in (q, dout, out, lse)]
             theirs = [_rows(it, part.keys) for it in (k, v)]
-            more = _kernel(q, part.problem).backward(
+            batch = _batch(q, part.problem)
+            more = _kernel(mine[0], theirs[0], batch, part.problem).backward(
                 (mine[1], torch.zeros_like(mine[3])),
                 (mine[0], theirs[0], theirs[1], mine[2], mine[3]),
-                _batch(q, part.problem),
+                batch,
                 part.problem,
             )
             for total, tokens, found in zip(

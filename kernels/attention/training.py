@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 import torch
 
-from kernels.arch import TENSOR_CORES
+from kernels.arch import HOPPER, TENSOR_CORES
+from kernels.attention.problem import AttentionProblem, Phase
+from kernels.attention.registry import HOPPER_PREFILL
 from kernels.errors import NoKernelError
 
 if TYPE_CHECKING:
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.arch import GPUArch
+    from kernels.attention.spec import KernelSpec
 
 _NO_TENSOR_CORES: Final = "Triton's dot uses tensor cores from sm_80 on"
 _LARGEST_HEAD_DIM: Final = 256
+_A_MILLISECOND: Final = 4e11
+"""Operations of a forward that take Hopper's prefill kernel a millisecond; planning it takes the host about as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,38 @@ class TrainingProblem:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     mask_tile: tuple[int, int] = (0, 0)
+
+    def as_prefill(self, q: Tensor, k: Tensor) -> AttentionProblem:
+        """Return the forward without dropout, ALiBi and block mask as a problem of `kernels.plan_attention`.
+
+        Args:
+            q: [T, H, D].
+            k: [T_k, K, D].
+
+        Raises:
+            ShapeError: the scale is not positive, or the service has no attention in that dtype.
+        """
+        return AttentionProblem(
+            phase=Phase.PREFILL,
+            dtype=str(q.dtype).removeprefix("torch."),
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            head_dim=q.shape[2],
+            block_size=None,
+            softmax_scale=self.softmax_scale,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            causal=self.causal,
+            lse=True,
+        )
+
+    def num_operations(self, q: Tensor) -> float:
+        """Return the floating-point operations of the forward: an upper bound if sequences differ in length.
+
+        Args:
+            q: [T, H, D].
+        """
+        return 4 * q.numel() * self.max_seqlen_k / (2 if self.causal else 1)
 
     def encode(self) -> tuple[list[int], list[float]]:
         """Return the problem as numbers, in which form PyTorch's operators take it."""
@@ -165,6 +202,9 @@ class TrainingSpec:
         dtypes: names of the supported dtypes.
         largest_head_dim: None for any.
         mask_tiles: divisor of the tiles of a block mask.
+        arch_note: why other GPUs are unsupported.
+        prefill: the row of `kernels.attention.registry` that computes its forward; None for a kernel of its own.
+        fewest_operations: of a forward.
     """
 
     name: str
@@ -174,12 +214,19 @@ class TrainingSpec:
     dtypes: frozenset[str]
     largest_head_dim: int | None = None
     mask_tiles: int = 1
+    arch_note: str = _NO_TENSOR_CORES
+    prefill: KernelSpec | None = None
+    fewest_operations: float = 0.0
 
-    def unsupported(self, q: Tensor, problem: TrainingProblem, arch: GPUArch) -> tuple[str, ...]:
-        """List why this row cannot compute a problem; empty if it can.
+    def unsupported(
+        self, q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem, arch: GPUArch
+    ) -> tuple[str, ...]:
+        """List why this row cannot compute a problem, or should not; empty if it can.
 
         Args:
-            q: the queries.
+            q: [T, H, D].
+            k: [T_k, K, D].
+            batch: the sequences.
             problem: how they attend.
             arch: processor of `q`.
         """
@@ -188,7 +235,7 @@ class TrainingSpec:
         if arch.is_cpu and not self.cpu:
             reasons.append("needs a GPU")
         if not arch.is_cpu and self.sm is not None:
-            reasons += arch.unsupported(self.sm, _NO_TENSOR_CORES)
+            reasons += arch.unsupported(self.sm, self.arch_note)
         if dtype not in self.dtypes:
             reasons.append(f"no {dtype}")
         if self.largest_head_dim is not None and q.shape[-1] > self.largest_head_dim:
@@ -197,10 +244,42 @@ class TrainingSpec:
             reasons.append(
                 f"block mask tiles {problem.mask_tile} are no multiples of {self.mask_tiles}"
             )
+        if problem.num_operations(q) < self.fewest_operations:
+            reasons.append(f"fewer than {self.fewest_operations:.0e} operations")
+        if self.prefill is not None and not reasons:
+            reasons += _unsupported_by_prefill(self.prefill, q, k, batch, problem, arch)
         return tuple(reasons)
 
 
+def _unsupported_by_prefill(
+    prefill: KernelSpec,
+    q: Tensor,
+    k: Tensor,
+    batch: TrainingBatch,
+    problem: TrainingProblem,
+    arch: GPUArch,
+) -> tuple[str, ...]:
+    tests = (
+        (problem.dropout_p > 0, "no dropout"),
+        (batch.alibi_slopes is not None, "no ALiBi"),
+        (batch.mask is not None, "no block mask"),
+        (problem.softmax_scale <= 0, f"softmax_scale {problem.softmax_scale} is not above 0"),
+    )
+    reasons = tuple(reason for applies, reason in tests if applies)
+    return reasons or prefill.unsupported(problem.as_prefill(q, k), arch)
+
+
 TRAINING_REGISTRY: Final = (
+    TrainingSpec(
+        name="hopper_forward",
+        target="kernels.attention.hopper.training:HOPPER",
+        sm=HOPPER,
+        dtypes=frozenset({"bfloat16", "float16"}),
+        largest_head_dim=_LARGEST_HEAD_DIM,
+        arch_note=HOPPER_PREFILL.arch_note,
+        prefill=HOPPER_PREFILL,
+        fewest_operations=_A_MILLISECOND,
+    ),
     TrainingSpec(
         name="portable_backward",
         target="kernels.attention.portable.training:PORTABLE",
@@ -218,15 +297,17 @@ TRAINING_REGISTRY: Final = (
 )
 
 
-def select_training(q: Tensor, problem: TrainingProblem, arch: GPUArch) -> TrainingSpec:
-    """Return the first row that supports a problem.
+def select_training(
+    q: Tensor, k: Tensor, batch: TrainingBatch, problem: TrainingProblem, arch: GPUArch
+) -> TrainingSpec:
+    """Return the first row that supports a problem; for the arguments see `TrainingSpec.unsupported`.
 
     Raises:
         NoKernelError: none does; lists every reason.
     """
     refusals = []
     for spec in TRAINING_REGISTRY:
-        reasons = spec.unsupported(q, problem, arch)
+        reasons = spec.unsupported(q, k, batch, problem, arch)
         if not reasons:
             return spec
         refusals.append(f"{spec.name}: {', '.join(reasons)}")

@@ -1,6 +1,6 @@
 """Attention for training in Triton, forward and backward, for every GPU with tensor cores.
 
-    forward     a program for (tile of queries, head, sequence); on Hopper the prefill kernel where it can
+    forward     a program for (tile of queries, head, sequence)
     delta       rowsum(dO * O), which all weights of a row have in common in the backward
     backward    dK, dV: a program for (tile of keys, key-value head, sequence), over all queries of its group's heads
                 dQ: a program for (tile of queries, head, sequence)
@@ -19,7 +19,6 @@ import torch
 import triton
 
 from kernels.arch import detect
-from kernels.attention.hopper.training_forward import prefill_forward, prefill_selection
 from kernels.attention.portable.training_backward import backward_keys, backward_queries, delta
 from kernels.attention.portable.training_forward import forward
 from kernels.attention.portable.training_launch import TrainingLaunch, training_launches
@@ -41,9 +40,6 @@ class PortableTraining:
         self, q: Tensor, k: Tensor, v: Tensor, batch: TrainingBatch, problem: TrainingProblem
     ) -> tuple[Tensor, Tensor]:
         """See `TrainingKernel.forward`."""
-        prefill = prefill_selection(q, k, batch, problem, detect(q.device))
-        if prefill is not None:
-            return prefill_forward((q, k, v), batch, problem, prefill)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         launch = _launches(q, problem)[0]

@@ -7,13 +7,14 @@ import triton.language as tl
 
 from kernels.attention.portable.training_tile import (
     LOG2_E,
-    Scene,
-    as_tensors,
+    ScoreParams,
     drop,
+    load_seqlen,
     load_slope,
     load_tile,
-    locate,
     score,
+    score_keys,
+    score_numbers,
     seeing_queries,
     seen_keys,
     store_tile,
@@ -36,31 +37,31 @@ def delta(
 
 @triton.jit
 def _add_queries(
-    key, value, q, do, q_stride, do_stride, lse, means, at, dk, dv, columns, scene,
+    key, value, q, do, q_stride, do_stride, lse, means, at, dk, dv, columns, params,
     HEADS: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of queries, `at` on, to the gradients of a tile of keys; all matrices are [keys, queries]."""
     rows = at + tl.arange(0, BLOCK_M)
-    query = load_tile(q, rows, q_stride, scene.num_q, scene.HEAD_DIM, scene.BLOCK_D)
-    products = tl.dot(key, tl.trans(query), input_precision=scene.PRECISION)
-    scores, tanh = score(products, rows[None, :], columns[:, None], scene, MASKED)
+    query = load_tile(q, rows, q_stride, params.num_q, params.HEAD_DIM, params.BLOCK_D)
+    products = tl.dot(key, tl.trans(query), input_precision=params.PRECISION)
+    scores, tanh = score(products, rows[None, :], columns[:, None], params, MASKED)
     place = rows.to(tl.int64) * HEADS
-    log_sum = tl.load(lse + place, mask=rows < scene.num_q, other=0.0) * LOG2_E
+    log_sum = tl.load(lse + place, mask=rows < params.num_q, other=0.0) * LOG2_E
     if MASKED:
         log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
     weights = tl.exp2(scores - log_sum[None, :])
-    grad = load_tile(do, rows, do_stride, scene.num_q, scene.HEAD_DIM, scene.BLOCK_D)
-    dweights = tl.dot(value, tl.trans(grad), input_precision=scene.PRECISION)
+    grad = load_tile(do, rows, do_stride, params.num_q, params.HEAD_DIM, params.BLOCK_D)
+    dweights = tl.dot(value, tl.trans(grad), input_precision=params.PRECISION)
     dropped = weights
-    if scene.DROPOUT:
-        dropped = drop(weights, rows[None, :], columns[:, None], scene)
-        dweights = drop(dweights, rows[None, :], columns[:, None], scene)
-    dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=scene.PRECISION)
-    mean = tl.load(means + place, mask=rows < scene.num_q, other=0.0)
+    if params.DROPOUT:
+        dropped = drop(weights, rows[None, :], columns[:, None], params)
+        dweights = drop(dweights, rows[None, :], columns[:, None], params)
+    dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=params.PRECISION)
+    mean = tl.load(means + place, mask=rows < params.num_q, other=0.0)
     dscores = weights * (dweights - mean[None, :])
-    if scene.SOFTCAP:
+    if params.SOFTCAP:
         dscores *= 1.0 - tanh * tanh
-    dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision=scene.PRECISION)
+    dk = tl.dot(dscores.to(query.dtype), query, dk, input_precision=params.PRECISION)
     return dk, dv
 
 
@@ -76,8 +77,8 @@ def backward_keys(
 ):  # fmt: skip
     """Compute the gradients of one tile of keys and values; program (tile, key-value head, sequence)."""
     first, kv_head, sequence = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
-    start_q, num_q = locate(cu_seqlens_q, sequence)
-    start_k, num_k = locate(cu_seqlens_k, sequence)
+    start_q, num_q = load_seqlen(cu_seqlens_q, sequence)
+    start_k, num_k = load_seqlen(cu_seqlens_k, sequence)
     if first >= num_k:
         return
     columns = first + tl.arange(0, BLOCK_N)
@@ -90,11 +91,11 @@ def backward_keys(
     for member in range(GROUP):
         head = kv_head * GROUP + member
         slope = load_slope(slopes, head, ALIBI)
-        scene = Scene(
-            (num_q, num_k, head, sequence), as_tensors(scale, softcap, window, slope, seed, threshold, keep_scale),
+        params = ScoreParams(
+            (num_q, num_k, head, sequence), score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale),
             CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
-        low, whole, whole_end, high = seeing_queries(first, scene, BLOCK_M, BLOCK_N)
+        low, whole, whole_end, high = seeing_queries(first, params, BLOCK_M, BLOCK_N)
         q_head = q + start_q.to(tl.int64) * q_stride + head * q_head_stride
         do_head = dout + start_q.to(tl.int64) * do_stride + head * do_head_stride
         lse_head = lse + start_q.to(tl.int64) * HEADS + head
@@ -109,23 +110,23 @@ def backward_keys(
                 ):
                     dkey, dvalue = _add_queries(
                         key, value, q_head, do_head, q_stride, do_stride, lse_head, means_head, at,
-                        dkey, dvalue, columns, scene, HEADS, True, BLOCK_M,
+                        dkey, dvalue, columns, params, HEADS, True, BLOCK_M,
                     )  # fmt: skip
         else:
             for at in range(low, whole, BLOCK_M):
                 dkey, dvalue = _add_queries(
                     key, value, q_head, do_head, q_stride, do_stride, lse_head, means_head, at,
-                    dkey, dvalue, columns, scene, HEADS, True, BLOCK_M,
+                    dkey, dvalue, columns, params, HEADS, True, BLOCK_M,
                 )  # fmt: skip
             for at in range(whole, whole_end, BLOCK_M):
                 dkey, dvalue = _add_queries(
                     key, value, q_head, do_head, q_stride, do_stride, lse_head, means_head, at,
-                    dkey, dvalue, columns, scene, HEADS, False, BLOCK_M,
+                    dkey, dvalue, columns, params, HEADS, False, BLOCK_M,
                 )  # fmt: skip
             for at in range(whole_end, high, BLOCK_M):
                 dkey, dvalue = _add_queries(
                     key, value, q_head, do_head, q_stride, do_stride, lse_head, means_head, at,
-                    dkey, dvalue, columns, scene, HEADS, True, BLOCK_M,
+                    dkey, dvalue, columns, params, HEADS, True, BLOCK_M,
                 )  # fmt: skip
     row: tl.constexpr = HEADS // GROUP * HEAD_DIM
     place = start_k.to(tl.int64) * row + kv_head * HEAD_DIM
@@ -135,23 +136,20 @@ def backward_keys(
 
 @triton.jit
 def _add_keys(
-    tile, grad, k, v, k_stride, v_stride, at, dq, log_sum, mean, rows, scene,
+    tile, grad, k, v, k_stride, v_stride, at, dq, log_sum, mean, rows, params,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys, `at` on, to the gradient of a tile of queries."""
-    columns = at + tl.arange(0, BLOCK_N)
-    key = load_tile(k, columns, k_stride, scene.num_k, scene.HEAD_DIM, scene.BLOCK_D)
-    products = tl.dot(tile, tl.trans(key), input_precision=scene.PRECISION)
-    scores, tanh = score(products, rows[:, None], columns[None, :], scene, MASKED)
+    columns, key, scores, tanh = score_keys(tile, k, k_stride, at, rows, params, MASKED, BLOCK_N)
     weights = tl.exp2(scores - log_sum[:, None])
-    value = load_tile(v, columns, v_stride, scene.num_k, scene.HEAD_DIM, scene.BLOCK_D)
-    dweights = tl.dot(grad, tl.trans(value), input_precision=scene.PRECISION)
-    if scene.DROPOUT:
-        dweights = drop(dweights, rows[:, None], columns[None, :], scene)
+    value = load_tile(v, columns, v_stride, params.num_k, params.HEAD_DIM, params.BLOCK_D)
+    dweights = tl.dot(grad, tl.trans(value), input_precision=params.PRECISION)
+    if params.DROPOUT:
+        dweights = drop(dweights, rows[:, None], columns[None, :], params)
     dscores = weights * (dweights - mean[:, None])
-    if scene.SOFTCAP:
+    if params.SOFTCAP:
         dscores *= 1.0 - tanh * tanh
-    return tl.dot(dscores.to(key.dtype), key, dq, input_precision=scene.PRECISION)
+    return tl.dot(dscores.to(key.dtype), key, dq, input_precision=params.PRECISION)
 
 
 @triton.jit(do_not_specialize=["window", "seed", "threshold"])
@@ -166,13 +164,13 @@ def backward_queries(
 ):  # fmt: skip
     """Compute the gradient of one tile of queries; program (tile, head, sequence)."""
     first, head, sequence = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
-    start_q, num_q = locate(cu_seqlens_q, sequence)
-    start_k, num_k = locate(cu_seqlens_k, sequence)
+    start_q, num_q = load_seqlen(cu_seqlens_q, sequence)
+    start_k, num_k = load_seqlen(cu_seqlens_k, sequence)
     if first >= num_q:
         return
     slope = load_slope(slopes, head, ALIBI)
-    scene = Scene(
-        (num_q, num_k, head, sequence), as_tensors(scale, softcap, window, slope, seed, threshold, keep_scale),
+    params = ScoreParams(
+        (num_q, num_k, head, sequence), score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale),
         CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     rows = first + tl.arange(0, BLOCK_M)
@@ -187,7 +185,7 @@ def backward_queries(
     log_sum = tl.where(log_sum == float("-inf"), 0.0, log_sum)
     mean = tl.load(means + place, mask=rows < num_q, other=0.0)
     dquery = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    low, whole, high = seen_keys(first, scene, BLOCK_M, BLOCK_N)
+    low, whole, high = seen_keys(first, params, BLOCK_M, BLOCK_N)
     if MASK_Q:
         begin = tl.load(mask_starts + first // MASK_Q)
         end = tl.load(mask_starts + first // MASK_Q + 1)
@@ -195,16 +193,16 @@ def backward_queries(
             listed = tl.load(mask_columns + entry) * MASK_K
             for at in range(tl.maximum(listed, low), tl.minimum(listed + MASK_K, high), BLOCK_N):
                 dquery = _add_keys(
-                    tile, grad, k, v, k_stride, v_stride, at, dquery, log_sum, mean, rows, scene, True, BLOCK_N
+                    tile, grad, k, v, k_stride, v_stride, at, dquery, log_sum, mean, rows, params, True, BLOCK_N
                 )  # fmt: skip
     else:
         for at in range(low, whole, BLOCK_N):
             dquery = _add_keys(
-                tile, grad, k, v, k_stride, v_stride, at, dquery, log_sum, mean, rows, scene, False, BLOCK_N
+                tile, grad, k, v, k_stride, v_stride, at, dquery, log_sum, mean, rows, params, False, BLOCK_N
             )  # fmt: skip
         for at in range(tl.maximum(low, whole), high, BLOCK_N):
             dquery = _add_keys(
-                tile, grad, k, v, k_stride, v_stride, at, dquery, log_sum, mean, rows, scene, True, BLOCK_N
+                tile, grad, k, v, k_stride, v_stride, at, dquery, log_sum, mean, rows, params, True, BLOCK_N
             )  # fmt: skip
     row: tl.constexpr = HEADS * HEAD_DIM
     dq += start_q.to(tl.int64) * row + head * HEAD_DIM

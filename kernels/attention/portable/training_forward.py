@@ -7,13 +7,13 @@ import triton.language as tl
 
 from kernels.attention.portable.training_tile import (
     LN_2,
-    Scene,
-    as_tensors,
+    ScoreParams,
     drop,
+    load_seqlen,
     load_slope,
     load_tile,
-    locate,
-    score,
+    score_keys,
+    score_numbers,
     seen_keys,
     store_tile,
 )
@@ -21,14 +21,11 @@ from kernels.attention.portable.training_tile import (
 
 @triton.jit
 def _add_tile(
-    tile, k, v, k_stride, v_stride, at, acc, m, total, rows, scene,
+    tile, k, v, k_stride, v_stride, at, acc, m, total, rows, params,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys, `at` on, to the online softmax of a tile of queries."""
-    columns = at + tl.arange(0, BLOCK_N)
-    key = load_tile(k, columns, k_stride, scene.num_k, scene.HEAD_DIM, scene.BLOCK_D)
-    products = tl.dot(tile, tl.trans(key), input_precision=scene.PRECISION)
-    scores, _ = score(products, rows[:, None], columns[None, :], scene, MASKED)
+    columns, _, scores, _ = score_keys(tile, k, k_stride, at, rows, params, MASKED, BLOCK_N)
     new = tl.maximum(m, tl.max(scores, 1))
     safe = new
     if MASKED:
@@ -36,11 +33,11 @@ def _add_tile(
     weights = tl.exp2(scores - safe[:, None])
     factor = tl.exp2(m - safe)
     total = total * factor + tl.sum(weights, 1)
-    if scene.DROPOUT:
-        weights = drop(weights, rows[:, None], columns[None, :], scene)
-    value = load_tile(v, columns, v_stride, scene.num_k, scene.HEAD_DIM, scene.BLOCK_D)
+    if params.DROPOUT:
+        weights = drop(weights, rows[:, None], columns[None, :], params)
+    value = load_tile(v, columns, v_stride, params.num_k, params.HEAD_DIM, params.BLOCK_D)
     acc = acc * factor[:, None]
-    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=scene.PRECISION)
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=params.PRECISION)
     return acc, new, total
 
 
@@ -56,13 +53,13 @@ def forward(
 ):  # fmt: skip
     """Compute the attention of one tile of queries; program (tile, head, sequence)."""
     first, head, sequence = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
-    start_q, num_q = locate(cu_seqlens_q, sequence)
-    start_k, num_k = locate(cu_seqlens_k, sequence)
+    start_q, num_q = load_seqlen(cu_seqlens_q, sequence)
+    start_k, num_k = load_seqlen(cu_seqlens_k, sequence)
     if first >= num_q:
         return
     slope = load_slope(slopes, head, ALIBI)
-    scene = Scene(
-        (num_q, num_k, head, sequence), as_tensors(scale, softcap, window, slope, seed, threshold, keep_scale),
+    params = ScoreParams(
+        (num_q, num_k, head, sequence), score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale),
         CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D,
     )  # fmt: skip
     rows = first + tl.arange(0, BLOCK_M)
@@ -73,7 +70,7 @@ def forward(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    low, whole, high = seen_keys(first, scene, BLOCK_M, BLOCK_N)
+    low, whole, high = seen_keys(first, params, BLOCK_M, BLOCK_N)
     if MASK_Q:
         begin = tl.load(mask_starts + first // MASK_Q)
         end = tl.load(mask_starts + first // MASK_Q + 1)
@@ -81,16 +78,16 @@ def forward(
             listed = tl.load(mask_columns + entry) * MASK_K
             for at in range(tl.maximum(listed, low), tl.minimum(listed + MASK_K, high), BLOCK_N):
                 acc, m, total = _add_tile(
-                    tile, k, v, k_stride, v_stride, at, acc, m, total, rows, scene, True, BLOCK_N
+                    tile, k, v, k_stride, v_stride, at, acc, m, total, rows, params, True, BLOCK_N
                 )
     else:
         for at in range(low, whole, BLOCK_N):
             acc, m, total = _add_tile(
-                tile, k, v, k_stride, v_stride, at, acc, m, total, rows, scene, False, BLOCK_N
+                tile, k, v, k_stride, v_stride, at, acc, m, total, rows, params, False, BLOCK_N
             )
         for at in range(tl.maximum(low, whole), high, BLOCK_N):
             acc, m, total = _add_tile(
-                tile, k, v, k_stride, v_stride, at, acc, m, total, rows, scene, True, BLOCK_N
+                tile, k, v, k_stride, v_stride, at, acc, m, total, rows, params, True, BLOCK_N
             )
     safe = tl.where(total == 0.0, 1.0, total)
     out += start_q.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM

@@ -17,8 +17,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @aggregate
-class Scene:
-    """A head of a sequence, and how its queries attend.
+class ScoreParams:
+    """Parameters of the scores of one head of a sequence.
 
     Attributes:
         num_q: queries of the sequence.
@@ -58,15 +58,11 @@ class Scene:
 
     @triton.constexpr_function
     def __init__(
-        self, place, numbers, CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D
+        self, head, numbers, CAUSAL, WINDOW, SOFTCAP, ALIBI, DROPOUT, PRECISION, HEAD_DIM, BLOCK_D
     ) -> None:
-        self.num_q, self.num_k, self.head, self.sequence = place[0], place[1], place[2], place[3]
-        self.scale, self.softcap, self.window, self.slope = (
-            numbers[0],
-            numbers[1],
-            numbers[2],
-            numbers[3],
-        )
+        self.num_q, self.num_k, self.head, self.sequence = head[0], head[1], head[2], head[3]
+        self.scale, self.softcap = numbers[0], numbers[1]
+        self.window, self.slope = numbers[2], numbers[3]
         self.seed, self.threshold, self.keep_scale = numbers[4], numbers[5], numbers[6]
         self.CAUSAL = tl.constexpr(CAUSAL)
         self.WINDOW = tl.constexpr(WINDOW)
@@ -79,14 +75,14 @@ class Scene:
 
 
 @triton.jit
-def as_tensors(scale, softcap, window, slope, seed, threshold, keep_scale):
-    """Return the numbers of a `Scene` as it takes them: Triton's interpreter passes floats on as Python's."""
+def score_numbers(scale, softcap, window, slope, seed, threshold, keep_scale):
+    """Return the numbers of a `ScoreParams` as tensors; Triton's interpreter passes floats as Python's."""
     zero = tl.full((), 0.0, tl.float32)
     return scale + zero, softcap + zero, window, slope, seed, threshold, keep_scale + zero
 
 
 @triton.jit
-def locate(cu_seqlens, sequence):
+def load_seqlen(cu_seqlens, sequence):
     """Return the first token of a sequence and the number of its tokens."""
     start = tl.load(cu_seqlens + sequence)
     return start, tl.load(cu_seqlens + sequence + 1) - start
@@ -127,7 +123,7 @@ def store_tile(
 
 
 @triton.jit
-def score(products, pos_q, pos_k, scene, MASKED: tl.constexpr):
+def score(products, pos_q, pos_k, params, MASKED: tl.constexpr):
     """Return the scores of a tile's products, and tanh of those before the softcap, for its derivative.
 
     Without a softcap the second result is of no use.
@@ -135,87 +131,106 @@ def score(products, pos_q, pos_k, scene, MASKED: tl.constexpr):
     Args:
         MASKED: whether the tile has keys that a query does not see; their scores are -inf.
     """
-    if scene.SOFTCAP:
+    if params.SOFTCAP:
         # tanh by the exponential, which Triton has everywhere.
-        power = tl.exp2(products * (scene.scale * 2.0 * LOG2_E / scene.softcap))
+        power = tl.exp2(products * (params.scale * 2.0 * LOG2_E / params.softcap))
         tanh = 1.0 - 2.0 / (power + 1.0)
-        scores = tanh * (scene.softcap * LOG2_E)
+        scores = tanh * (params.softcap * LOG2_E)
     else:
-        scores = products * (scene.scale * LOG2_E)
+        scores = products * (params.scale * LOG2_E)
         tanh = scores
-    distance = pos_q + (scene.num_k - scene.num_q) - pos_k
-    if scene.ALIBI:
-        scores -= scene.slope * LOG2_E * tl.abs(distance).to(tl.float32)
+    distance = pos_q + (params.num_k - params.num_q) - pos_k
+    if params.ALIBI:
+        scores -= params.slope * LOG2_E * tl.abs(distance).to(tl.float32)
     if MASKED:
-        seen = (pos_k < scene.num_k) & (pos_q < scene.num_q)
-        if scene.CAUSAL:
+        seen = (pos_k < params.num_k) & (pos_q < params.num_q)
+        if params.CAUSAL:
             seen = seen & (distance >= 0)
-        if scene.WINDOW:
-            seen = seen & (distance < scene.window)
+        if params.WINDOW:
+            seen = seen & (distance < params.window)
         scores = tl.where(seen, scores, float("-inf"))
     return scores, tanh
 
 
 @triton.jit
-def drop(weights, pos_q, pos_k, scene):
-    """Set the weights to 0 that dropout drops, and scale the others; see `kernels.attention.pytorch.philox`."""
-    zero = (pos_q + pos_k) * 0
-    bits, _, _, _ = tl.philox(
-        scene.seed,
-        (zero + pos_k).to(tl.uint32),
-        (zero + pos_q).to(tl.uint32),
-        (zero + scene.head).to(tl.uint32),
-        (zero + scene.sequence).to(tl.uint32),
-    )
-    keep = bits.to(tl.uint32, bitcast=True).to(tl.int64) >= scene.threshold
-    return tl.where(keep, weights * scene.keep_scale, 0.0)
+def score_keys(query, k, k_stride, at, rows, params, MASKED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Score a tile of keys, `at` on, for a tile of queries.
+
+    Args:
+        query: [len(rows), BLOCK_D].
+        k: the head's keys.
+        rows: indices of the queries.
+
+    Returns:
+        Indices of the keys, the keys, the scores [len(rows), BLOCK_N] and the tanh of `score`.
+    """
+    columns = at + tl.arange(0, BLOCK_N)
+    key = load_tile(k, columns, k_stride, params.num_k, params.HEAD_DIM, params.BLOCK_D)
+    products = tl.dot(query, tl.trans(key), input_precision=params.PRECISION)
+    scores, tanh = score(products, rows[:, None], columns[None, :], params, MASKED)
+    return columns, key, scores, tanh
 
 
 @triton.jit
-def seen_keys(first, scene, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def drop(weights, pos_q, pos_k, params):
+    """Set the weights to 0 that dropout drops, and scale the others; see `kernels.attention.pytorch.philox`."""
+    zero = (pos_q + pos_k) * 0
+    bits, _, _, _ = tl.philox(
+        params.seed,
+        (zero + pos_k).to(tl.uint32),
+        (zero + pos_q).to(tl.uint32),
+        (zero + params.head).to(tl.uint32),
+        (zero + params.sequence).to(tl.uint32),
+    )
+    keep = bits.to(tl.uint32, bitcast=True).to(tl.int64) >= params.threshold
+    return tl.where(keep, weights * params.keep_scale, 0.0)
+
+
+@triton.jit
+def seen_keys(first, params, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the range of keys of which queries first to first + BLOCK_M - 1 see some.
 
     Returns:
         Where its tiles begin, where the tiles end that all of the queries see whole, and where the range ends. With a
         window no tile counts as whole, since most are at an edge.
     """
-    low, high = 0, scene.num_k
-    offset = scene.num_k - scene.num_q
-    whole = scene.num_k // BLOCK_N * BLOCK_N
-    if scene.CAUSAL:
-        last = tl.minimum(first + BLOCK_M, scene.num_q)
-        high = tl.minimum(scene.num_k, tl.maximum(0, last + offset))
+    low, high = 0, params.num_k
+    offset = params.num_k - params.num_q
+    whole = params.num_k // BLOCK_N * BLOCK_N
+    if params.CAUSAL:
+        last = tl.minimum(first + BLOCK_M, params.num_q)
+        high = tl.minimum(params.num_k, tl.maximum(0, last + offset))
         whole = tl.minimum(whole, tl.maximum(0, first + 1 + offset) // BLOCK_N * BLOCK_N)
-    if scene.WINDOW:
-        low = tl.maximum(0, first + offset - scene.window + 1)
+    if params.WINDOW:
+        low = tl.maximum(0, first + offset - params.window + 1)
         low = low // BLOCK_N * BLOCK_N
         whole = low
     return low, whole, high
 
 
 @triton.jit
-def seeing_queries(first, scene, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def seeing_queries(first, params, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the range of queries that see some of the keys first to first + BLOCK_N - 1.
 
     Returns:
         Where its tiles begin, where the tiles that see all of the keys begin and end, and where the range ends.
     """
-    low, high = 0, scene.num_q
-    offset = scene.num_k - scene.num_q
-    if scene.CAUSAL:
+    low, high = 0, params.num_q
+    offset = params.num_k - params.num_q
+    if params.CAUSAL:
         low = tl.maximum(0, first - offset)
-    if scene.WINDOW:
-        last = tl.minimum(first + BLOCK_N, scene.num_k) - 1
-        high = tl.minimum(scene.num_q, tl.maximum(0, last + scene.window - offset))
+    if params.WINDOW:
+        last = tl.minimum(first + BLOCK_N, params.num_k) - 1
+        high = tl.minimum(params.num_q, tl.maximum(0, last + params.window - offset))
     low = low // BLOCK_M * BLOCK_M
     whole = low
-    if scene.CAUSAL:
+    if params.CAUSAL:
         reach = tl.maximum(0, first + BLOCK_N - 1 - offset)
         whole = tl.maximum(low, (reach + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
-    if scene.WINDOW:
+    if params.WINDOW:
         whole = high
-    if first + BLOCK_N > scene.num_k:
+    if first + BLOCK_N > params.num_k:
         whole = high
     whole = tl.minimum(whole, high)
-    whole_end = tl.maximum(whole, tl.minimum(scene.num_q // BLOCK_M * BLOCK_M, high))
+    whole_end = tl.maximum(whole, tl.minimum(params.num_q // BLOCK_M * BLOCK_M, high))
     return low, whole, whole_end, high

@@ -9,7 +9,6 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE, detect
-from kernels.attention.hopper.training_forward import prefill_selection
 from kernels.attention.training import (
     TRAINING_REGISTRY,
     TrainingBatch,
@@ -45,35 +44,6 @@ def check(case, dtype, compute, atol):
     )
     for found, exact, rounded in zip(actual, truth, same, strict=True):
         assert_no_worse_than(found, exact, rounded, atol=atol)
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({}, "hopper_prefill"),
-        ({"causal": False, "softcap": 20.0}, "hopper_prefill"),
-        ({"dropout_p": 0.1}, None),
-        ({"softmax_scale": -1.0}, None),
-        ({"max_seqlen_k": 1000}, None),
-    ],
-    ids=str,
-)
-def test_hopper_computes_the_forward_by_its_prefill_kernel_where_it_can(changes, name):
-    q, k = torch.empty(16384, 8, 128, dtype=torch.bfloat16), torch.empty(16384, 2, 128)
-    offsets = torch.tensor([0, 16384], dtype=torch.int32)
-    problem = TrainingProblem(**({"softmax_scale": 1.0, "max_seqlen_k": 16384} | changes))
-    batch = TrainingBatch(offsets, offsets)
-
-    found = prefill_selection(q, k, batch, problem, CATALOGUE["h100"])
-
-    assert (found.spec.name if found else None) == name
-    assert not prefill_selection(q, k, batch, problem, CATALOGUE["a100"])
-    assert not prefill_selection(
-        q, k, batch._replace(alibi_slopes=torch.ones(8)), problem, CATALOGUE["h100"]
-    )
-    assert not prefill_selection(q.float(), k, batch, problem, CATALOGUE["h100"])
-    narrow = q.view(-1, 64, 16), k.view(-1, 16, 16)
-    assert not prefill_selection(*narrow, batch, problem, CATALOGUE["h100"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,16 +251,51 @@ def test_wrong_starts_are_refused(cu_seqlens_q):
     ],
 )
 def test_the_first_row_that_supports_a_problem_is_chosen(arch, dtype, head_dim, name):
-    q = torch.empty(1, 1, head_dim, dtype=dtype)
+    assert chosen(arch, torch.empty(1, 1, head_dim, dtype=dtype)) == name
 
-    assert select_training(q, TrainingProblem(softmax_scale=1.0), CATALOGUE[arch]).name == name
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "hopper_forward"),
+        ({"causal": False, "softcap": 20.0}, "hopper_forward"),
+        ({"dropout_p": 0.1}, "portable_backward"),
+        ({"softmax_scale": -1.0}, "portable_backward"),
+        ({"mask_tile": (128, 128)}, "portable_backward"),
+        ({"max_seqlen_k": 1000}, "portable_backward"),
+    ],
+    ids=str,
+)
+def test_hopper_has_a_forward_of_its_own_for_large_problems(changes, name):
+    q = torch.empty(16384, 8, 128, dtype=torch.bfloat16)
+
+    assert chosen("h100", q, **({"max_seqlen_k": 16384} | changes)) == name
+    for arch, other, slopes in (
+        ("a100", q, None),
+        ("h100", q, torch.ones(8)),
+        ("h100", q.float(), None),
+        ("h100", q.view(-1, 64, 16), None),
+    ):
+        assert chosen(arch, other, slopes, max_seqlen_k=16384) == "portable_backward"
+
+
+def chosen(arch, q, slopes=None, **options):
+    offsets = torch.tensor([0, len(q)], dtype=torch.int32)
+    mask = (offsets,) * 4 if "mask_tile" in options else None
+    problem = TrainingProblem(**({"softmax_scale": 1.0} | options))
+    return select_training(
+        q, q, TrainingBatch(offsets, offsets, slopes, mask), problem, CATALOGUE[arch]
+    ).name
 
 
 def test_what_no_row_supports_is_refused_with_every_reason():
     q = torch.empty(1, 1, 64, dtype=torch.int8)
+    offsets = torch.tensor([0, 1], dtype=torch.int32)
 
     with pytest.raises(NoKernelError) as error:
-        select_training(q, TrainingProblem(softmax_scale=1.0), detect("cpu"))
+        select_training(
+            q, q, TrainingBatch(offsets, offsets), TrainingProblem(softmax_scale=1.0), detect("cpu")
+        )
     assert all(spec.name in str(error.value) for spec in TRAINING_REGISTRY)
     assert "no int8" in str(error.value)
 

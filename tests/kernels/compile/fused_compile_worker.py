@@ -15,6 +15,7 @@ import torch
 
 from kernels.attention.portable import training
 from kernels.attention.training import TrainingBatch, TrainingProblem
+from kernels.collective import one_shot
 from kernels.elementwise.gpu.norm_and_gate import activate, add_layer_norm, add_rms_norm
 from kernels.elementwise.gpu.quantize_rows import quantize_rows
 from kernels.fp8 import FP8
@@ -39,6 +40,8 @@ from tests.kernels.linear.layer import linear
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
 VOCABULARY = 151936
+RANKS = 4
+"""Of an all-reduce."""
 STEPS = {
     ("norm",): StepShape(1024, 3072, 16, 8, 128, VOCABULARY, 1e-6, 0.1),
     (): StepShape(2048, 8192, 32, 8, 64, 128256, 1e-6, 0.1),
@@ -76,7 +79,7 @@ class FusedJob:
     Attributes:
         sm: compute capability; from 90 on kernels use programmatic dependent launch.
         operation: "linear", "matrix", "invariant", "add_norm", "quantize", "gate", "embed", "rope", "best", "argmax",
-            "chosen", "sample", "step" or "training".
+            "chosen", "sample", "step", "sum_ranks" or "training".
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
@@ -313,6 +316,15 @@ class FusedCompiler(Compiler):
         masks = torch.empty((1, -(-job.vocabulary // 32)), dtype=torch.int32)
         sample_tokens(logits, table, masks, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
 
+    def _sum_ranks(self, job: FusedJob, _pdl: bool) -> None:
+        with (
+            mock.patch.object(one_shot, "share_memory", return_value=(None, [0] * RANKS)),
+            mock.patch.object(one_shot, "detect", return_value=ARCHES[job.sm]),
+        ):
+            add = one_shot.OneShotSum(1, RANKS, torch.device("cpu"))
+        self.compiled = []
+        add(torch.empty((job.tokens, 4096), dtype=torch.bfloat16))
+
     def _training(self, job: FusedJob, _pdl: bool) -> None:
         dtype = torch.float32 if "float32" in job.around else torch.bfloat16
         q = torch.empty((8, 32, job.head_dim), dtype=dtype)
@@ -332,10 +344,7 @@ class FusedCompiler(Compiler):
             mask_tile=(128, 128) if mask else (0, 0),
         )
         lse = torch.empty(q.shape[:2])
-        with (
-            mock.patch.object(training, "detect", return_value=ARCHES[job.sm]),
-            mock.patch.object(training, "prefill_selection", return_value=None),
-        ):
+        with mock.patch.object(training, "detect", return_value=ARCHES[job.sm]):
             training.PORTABLE.forward(q, k, k, batch, problem)
             training.PORTABLE.backward((q, lse), (q, k, k, q, lse), batch, problem)
 
