@@ -125,8 +125,8 @@ class TorchCommunicator(OrderedSum):
         distributed.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size
         )
-        may = unmeasured and device.type != "cpu"
-        self._one_shot = _one_shot(rank, size, device) if may else None
+        is_allowed = unmeasured and device.type != "cpu"
+        self._one_shot = _one_shot(rank, size, device) if is_allowed else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`; small tensors on GPUs take one launch, the others are gathered and added."""
@@ -165,14 +165,15 @@ class TorchCommunicator(OrderedSum):
 
 def _one_shot(rank: int, size: int, device: torch.device) -> OneShotSum | None:
     """Return the all-reduce in one launch if all ranks have it; else log why this one has not, and return None."""
-    # Imported here because a host without a GPU may have no Triton.
-    from kernels.collective.one_shot import OneShotSum  # noqa: PLC0415
+    from kernels.collective.one_shot import OneShotSum  # noqa: PLC0415 - a host without a GPU may have no Triton
 
     found = None
     try:
         found = OneShotSum(rank, size, device)
     except RuntimeError as error:
         _logger.warning("rank %d sums by NCCL, which is slower for small steps: %s", rank, error)
-    exists = torch.tensor([int(found is not None)])
-    distributed.all_reduce(exists, distributed.ReduceOp.MIN)
-    return found if exists.item() else None
+    most_programs = torch.tensor([found.most_programs if found else 0])
+    distributed.all_reduce(most_programs, distributed.ReduceOp.MIN)
+    if found:
+        found.most_programs = int(most_programs)
+    return found if most_programs.item() else None

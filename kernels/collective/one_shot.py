@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kernels.arch import detect
 from kernels.collective.gpu.sum_ranks import BLOCK, VECTOR, sum_ranks
 from kernels.torch_private import share_memory
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 _MOST_BYTES: Final = 2 << 20
 """Largest tensor: each rank reads all parts, where NCCL's algorithms for large tensors send each byte twice at most."""
 _MOST_PROGRAMS: Final = 512
-"""All run at once: the smallest GPU with tensor cores has room for over 600 thread blocks of four warps."""
+_PROGRAMS_PER_SM: Final = 8
+"""All programs of a launch run at once: from sm_80 on an SM has room for 12 thread blocks of four warps."""
 _NUM_WARPS: Final = 4
 
 
@@ -27,6 +29,9 @@ class OneShotSum:
         size: number of ranks.
         device: the GPU of this rank.
 
+    Attributes:
+        most_programs: of a launch; must be the same on all ranks, since they decide by it whether to launch.
+
     Raises:
         RuntimeError: the GPUs cannot read each other's memory.
     """
@@ -34,17 +39,17 @@ class OneShotSum:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self._rank, self._size = rank, size
         flag_bytes = 4 * _MOST_PROGRAMS * size
-        # The memory is zeroed by all ranks before any of them can launch: sharing it waits for all of them twice.
         self._memory, addresses = share_memory(2 * _MOST_BYTES + flag_bytes, device)
         self._slots = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._flags = self._slots + 2 * _MOST_BYTES
+        self.most_programs = min(_MOST_PROGRAMS, _PROGRAMS_PER_SM * detect(device).num_sms)
         self._launches = torch.zeros(_MOST_PROGRAMS, dtype=torch.int32, device=device)
 
     def supports(self, x: Tensor) -> bool:
-        """Whether a tensor is small enough: at most 2 MiB and 1 Mi elements, a multiple of 8 and not none."""
+        """Whether a tensor is small enough: at most 2 MiB and `most_programs` times 2048 elements, a multiple of 8."""
         num_elements = x.numel()
         return (
-            0 < num_elements <= _MOST_PROGRAMS * BLOCK.value
+            0 < num_elements <= self.most_programs * BLOCK.value
             and num_elements * x.element_size() <= _MOST_BYTES
             and num_elements % VECTOR.value == 0
         )

@@ -36,6 +36,7 @@ _MODULES = (
     "kernels.rope.gpu.rope_cache",
     "kernels.linear.gpu.vector",
     "kernels.linear.gpu.invariant",
+    "kernels.collective.one_shot",
     "triton.experimental.gluon",  # Triton imports it at the first launch, too late
 )
 

@@ -71,7 +71,7 @@ def sum_ranks(
         if rank == RANK:
             total += own.to(tl.float32)
         else:
-            # Not from the first-level cache, which keeps no track of other GPUs' writes.
+            # Not from the first-level cache, which is not coherent with writes of other GPUs.
             theirs = _address(memory + rank, x.dtype) + slots
             part = tl.load(theirs, mask=exists, other=0.0, cache_modifier=".cg")
             total += part.to(tl.float32)

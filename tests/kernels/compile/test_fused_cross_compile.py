@@ -114,6 +114,7 @@ def jobs_for(sm: int) -> list[FusedJob]:
             for around in ((), ("parts",), ("fp8", "parts"), ("float32",))
         ),
         FusedJob(sm, "embed", tokens=64),
+        FusedJob(sm, "sum_ranks"),
         FusedJob(sm, "best"),
         *(FusedJob(sm, "argmax", function=name) for name in ("rank_tiles", "choose_best")),
         FusedJob(sm, "chosen", function="score_chosen"),
@@ -188,13 +189,18 @@ def faults(job: FusedJob, facts: dict[str, Any]) -> list[str]:
     if facts["registers"] * facts["threads"] > REGISTERS:
         found.append(f"{facts['registers']} registers for each of {facts['threads']} threads")
     waits = facts["ptx"].get("griddepcontrol.wait", 0)
-    if waits != (job.sm >= HOPPER and job.operation not in ("embed", "step")):
+    if waits != (job.sm >= HOPPER and job.operation not in ("embed", "step", "sum_ranks")):
         found.append(f"waits {waits} times")
     if job.operation == "rope" and job.tokens > FEW_TOKENS:
         # The only narrow loads are of a token's position and slot.
         narrow = {name: n for name, n in facts["sass"].items() if not name.endswith(".128")}
         expected = {"early LDG.32" if job.sm >= HOPPER else "LDG.32": 2}
         found += [] if narrow == expected else [f"narrow loads and stores {narrow}"]
+    if job.operation == "sum_ranks":
+        # The only narrow store is of the number of launches.
+        stores = {name: n for name, n in facts["sass"].items() if name.startswith("STG.")}
+        if stores != {"STG.128": stores.get("STG.128", 0), "STG.32": 1}:
+            found.append(f"stores {stores}")
     if job.operation == "step":
         # Only the scales of keys and values are copied by less than 16 bytes at once, and halves of a head in FP8 that
         # are no multiple of 16 bytes.
