@@ -7,14 +7,13 @@ It compares the sums first: 1,000 replays must have the bits of the sum in the o
 
 from __future__ import annotations
 
-import argparse
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
-from benchmarks.rank_processes import run_ranks, slowest
-from benchmarks.report import add_bookkeeping, write_report
+from benchmarks.rank_processes import main, slowest
 from kernels.collective.communicator import OrderedSum
 from kernels.collective.one_shot import OneShotSum
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from kernels.collective.communicator import TorchCommunicator
 
 _COLUMNS = 1024
+_SIZES = [2048 * 4**i for i in range(6)]
+"""Bytes."""
 _CALLS = 56
 """Calls of a recording: two for each of 28 layers."""
 _CHANGES = 100
@@ -86,23 +87,10 @@ def measure(communicator: TorchCommunicator, sizes: list[int]) -> list[dict[str,
         _check(communicator, one_shot, x)
         row: dict[str, Any] = {"ranks": communicator.size, "bytes": num_bytes}
         for name, compute in (("one_shot_us", one_shot), ("nccl_us", distributed.all_reduce)):
-            row[name] = round(_microseconds(lambda call=compute, x=x: call(x)), 2)  # type: ignore[misc]
+            row[name] = round(_microseconds(functools.partial(compute, x)), 2)
         rows.append(row)
     return rows
 
 
-def main() -> None:
-    """Start a process for each GPU, check, measure and write one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2048 * 4**i for i in range(6)])
-    add_bookkeeping(parser)
-    options = parser.parse_args()
-    rows = run_ranks(measure, options.ranks, options.sizes)
-    write_report(
-        "all-reduce", rows, ("torch", "triton"), device="cuda", folder=options.out, revision=options.commit
-    )  # fmt: skip
-
-
 if __name__ == "__main__":
-    main()
+    main("all-reduce", __doc__ or "", "sizes", _SIZES, measure)

@@ -5,15 +5,13 @@ python -m benchmarks.ring_attention [--ranks 2] [--lengths 32768 131072] [--out 
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
 import kernels
-from benchmarks.rank_processes import run_ranks, slowest
-from benchmarks.report import add_bookkeeping, write_report
+from benchmarks.rank_processes import main, slowest
 from kernels.attention.ring import zigzag_split
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
 _COMPARED = 4096
+_LENGTHS = [32768, 65536, 131072, 262144]
 
 
 def _inputs(length: int, device: torch.device) -> list[Tensor]:
@@ -99,18 +98,5 @@ def measure(communicator: TorchCommunicator, lengths: list[int]) -> list[dict[st
     return rows
 
 
-def main() -> None:
-    """Start a process for each GPU, check, measure and write one table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072, 262144])
-    add_bookkeeping(parser)
-    options = parser.parse_args()
-    rows = run_ranks(measure, options.ranks, options.lengths)
-    write_report(
-        "ring-attention", rows, ("torch", "triton"), device="cuda", folder=options.out, revision=options.commit
-    )  # fmt: skip
-
-
 if __name__ == "__main__":
-    main()
+    main("ring-attention", __doc__ or "", "lengths", _LENGTHS, measure)

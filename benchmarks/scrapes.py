@@ -1,7 +1,7 @@
 """Measures what frequent scrapes of /metrics cost the streams: an endpoint picker reads it 20 times a second.
 
-The service has a paced engine, so that the front end alone determines the latency. Runs with and without scrapes take
-turns; the result is the median of the rounds.
+The service has a paced engine, so that the front end alone determines the latency. Runs with and without scrapes
+alternate; the result is the median of the rounds.
 
     python -m benchmarks.scrapes [--rate 60] [--streams 64] [--tokens 600] [--rounds 5]
 """

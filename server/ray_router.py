@@ -38,8 +38,7 @@ _ROUTERS: Final = 2
 _log = logging.getLogger("tessera.ray_router")
 
 
-# Ray has no types, so that its classes are of any type for mypy.
-class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
+class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Orders the replicas for a request. Lives in each process that holds a handle of the replicas."""
 
     def initialize_state(self) -> None:

@@ -84,7 +84,7 @@ def test_a_request_without_a_key_goes_to_the_least_loaded_replica():
     assert ranked("", {"a": 3, "b": 1, "c": 2}) == ["b", "c", "a"]
 
 
-def test_all_replicas_are_ranked_and_none_is_invented():
+def test_all_replicas_are_ranked_and_nothing_else():
     loads = {"a": 1000, "b": 0}
 
     assert sorted(ranked("x", loads)) == ["a", "b"]

@@ -77,7 +77,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     streams is that of the files several times over.
     """
     packed = io.BytesIO()
-    np.savez(packed, **arrays)  # type: ignore[arg-type]
+    np.savez(packed, **arrays)  # type: ignore[arg-type]  # NumPy's types have `allow_pickle` among them
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 2, "dict_size": _XZ_WINDOW}]
     (folder / TOKENS_FILE).write_bytes(lzma.compress(packed.getvalue(), filters=filters))
 
