@@ -99,7 +99,7 @@ def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(blocks.shape[:-1], device=kv.device)
     for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
         some = slice(start, start + _BLOCKS_AT_ONCE)
-        numbers[some], scale[some] = reference.quantize(blocks[some])
+        numbers[some], scale[some] = reference.quantize_kv(blocks[some])
     return numbers.view(kv.shape), scale.view(kv.shape[:-1]).transpose(2, 3)
 
 

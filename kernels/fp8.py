@@ -1,4 +1,8 @@
-"""The float8_e4m3fn (FP8) format with a float32 scale for each row: its name, and its conversion in PyTorch."""
+"""The float8_e4m3fn (FP8) format with a float32 scale for each row: its name, and its conversion in PyTorch.
+
+Weights and activations are scaled so that the largest number of a row becomes 448. Keys and values are scaled by powers
+of two, which lose no precision, since e4m3 is a floating-point format, and can be changed later without rounding again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ SCALE_BYTES = 4
 """Bytes of a scale."""
 LARGEST_E4M3 = 448.0
 SMALLEST_AMAX = 2.0**-100
-"""A row whose magnitudes are all smaller is quantized as zeros; thus no scale and no inverse of one is subnormal."""
+"""No scale is smaller than that of a row with this largest magnitude; so scales and their inverses are not subnormal."""
+SCALE_ROUNDING = 0x1FFFFF
+"""Added to the bits of a magnitude m: it carries to the next power of two if m > 1.75 * 2^n, of which 448 is one."""
+SCALE_EXPONENT = 8
+"""448 = 1.75 * 2^8."""
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,6 +36,22 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     largest = wide.abs().amax(-1)
     scale = torch.where(largest >= SMALLEST_AMAX, largest / LARGEST_E4M3, torch.ones_like(largest))
+    return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def quantize_kv_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize keys or values with the smallest power of two per row that brings all magnitudes to at most 448.
+
+    Args:
+        rows: [..., D], any float dtype.
+
+    Returns:
+        [..., D] float8_e4m3fn, and the scales [...] float32.
+    """
+    wide = rows.float()
+    largest = wide.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=SMALLEST_AMAX)
+    bits = (largest.view(torch.int32) + SCALE_ROUNDING) & 0x7F800000
+    scale = (bits - (SCALE_EXPONENT << 23)).view(torch.float32)
     return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 

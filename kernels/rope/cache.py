@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kernels import write_kv
 from kernels.arch import TENSOR_CORES
 
 if TYPE_CHECKING:
@@ -51,11 +50,13 @@ def rope_and_write_kv(
     batch_invariant: bool = False,
     pdl: bool,
 ) -> Tensor:
-    """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
+    """Normalize queries and keys per head, apply rotary embeddings, and write keys and values to their slots.
+
+    Over an FP8 cache, queries and keys are then also multiplied by `kernels.hadamard.hadamard_matrix`.
 
     Args:
         qkv: [T, (H + 2 * K) * D] contiguous; is overwritten.
-        cache: cache and slots; an FP8 cache is written by a second launch.
+        cache: cache and slots.
         rope: cos and sin of all positions, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
             qkv's dtype.
         positions: [T] int64, rows of `rope`.
@@ -73,7 +74,7 @@ def rope_and_write_kv(
     from kernels.rope.gpu import rope_cache  # noqa: PLC0415
 
     kv, slot_mapping, kv_scale = cache
-    q = rope_cache.rope_and_write_kv(
+    return rope_cache.rope_and_write_kv(
         qkv,
         kv,
         rope,
@@ -81,13 +82,8 @@ def rope_and_write_kv(
         slot_mapping,
         norms=None if norms is None else (norms[0].weight, norms[1].weight),
         eps=0.0 if norms is None else norms[0].eps,
-        write=kv_scale is None,
+        kv_scale=kv_scale,
         ahead=ahead,
         batch_invariant=batch_invariant,
         pdl=pdl,
     )
-    if kv_scale is not None:
-        kv_heads, head_dim = kv.shape[3:]
-        k, v = qkv[:, q[0].numel() :].view(len(qkv), 2, kv_heads, head_dim).unbind(1)
-        write_kv(k, v, kv, slot_mapping, kv_scale=kv_scale)
-    return q

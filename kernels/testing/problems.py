@@ -282,7 +282,7 @@ def _quantized(kv: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     sizes = torch.randint(-6, 7, kv.shape[:-1], generator=generator).exp2()
     # The full range is for values only: with such keys, one key would have all the weight.
     sizes[0] = sizes[0].sqrt().clamp(0.5, 2)
-    numbers, scale = reference.quantize(kv.float() * sizes[..., None])
+    numbers, scale = reference.quantize_kv(kv.float() * sizes[..., None])
     scale = torch.where(kv[..., 0].isnan(), float("nan"), scale)
     return numbers, scale.transpose(2, 3).contiguous()
 

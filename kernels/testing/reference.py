@@ -141,6 +141,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
+def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `quantize`, with the smallest power of two per row that leaves no magnitude above 448."""
+    largest = x.float().abs().amax(dim=-1).nan_to_num(0.0, torch.inf).clamp(min=2.0**-100).double()
+    scale = torch.exp2(torch.ceil(torch.log2(largest / 448))).float()
+    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
 def dequantize(numbers: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Multiply float8 numbers [..., D] by the scales [...] of their rows."""
     return numbers.to(dtype) * scale[..., None].to(dtype)

@@ -14,6 +14,7 @@ from kernels import (
     rms_norm,
     write_kv,
 )
+from kernels.hadamard import rotate_heads
 from kernels.rope.cache import CacheSlots, rope_and_write_kv
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ class PagedAttention:
         kv, slots, scale = self._layers[index], self._metadata.slot_mapping, self._scales[index]
         if not self._fused:
             q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
+            if scale is not None:
+                q, k = rotate_heads(q), rotate_heads(k)
             write_kv(k, v, kv, slots, kv_scale=scale)
             return self._attend(index, q)
         ahead = None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import FP8, PagedBatch, detect
-from kernels.fp8 import dequantize_rows, quantize_rows
+from kernels.fp8 import dequantize_rows, quantize_kv_rows
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
@@ -135,7 +135,7 @@ def fill(cache):
         if scale is None:
             layer.copy_(rows)
             continue
-        numbers, scales = quantize_rows(rows)
+        numbers, scales = quantize_kv_rows(rows)
         layer.copy_(numbers)
         scale.copy_(scales.transpose(2, 3))
 
@@ -308,7 +308,7 @@ def test_a_negative_slot_writes_nothing(kv_dtype):
         assert found is expected is None or torch.equal(found, expected)
 
 
-def test_keys_and_values_are_quantized_as_by_quantize_rows():
+def test_keys_and_values_are_quantized_as_by_quantize_kv_rows():
     model = build("qwen", torch.bfloat16)
     cache, exact = new_cache(model, FP8), new_cache(model)
     step = Step(model, 1)
@@ -317,7 +317,7 @@ def test_keys_and_values_are_quantized_as_by_quantize_rows():
 
     # Before quantization the first layer's keys and values are equal in both caches.
     at = divmod(int(step.slots), BLOCK)
-    numbers, scales = quantize_rows(exact.layer(0)[:, *at].cpu())
+    numbers, scales = quantize_kv_rows(exact.layer(0)[:, *at].cpu())
     assert torch.equal(cache.layer(0)[:, *at].cpu().view(torch.uint8), numbers.view(torch.uint8))
     assert torch.equal(cache.scales[0][:, at[0], :, at[1]].cpu(), scales)
 

@@ -8,13 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX
+from kernels.gpu.fp8 import quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_LARGEST = tl.constexpr(LARGEST_E4M3)
-_SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
 
 @triton.jit
@@ -45,34 +42,6 @@ def scatter(
     target = slot * (HEADS * D) + element
     tl.store(keys + target, key, mask=exists)
     tl.store(values + target, value, mask=exists)
-
-
-@triton.jit
-def e4m3_bits(x):
-    """Round numbers of at most 448 to e4m3, to the nearest, ties to even; return bytes.
-
-    Integer arithmetic makes every GPU and the interpreter round as PyTorch does; the compiler supports the conversion
-    only from sm_89 on. Below 2^-6, e4m3 numbers are multiples of 2^-9, the spacing of float32 numbers above 2^14,
-    so adding 2^14 rounds to such a multiple.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
-    tiny = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    rounded = tl.where(size < (121 << 23), tiny, normal)
-    rounded = tl.where(size > 0x7F800000, 0x7F, tl.minimum(rounded, 0x7E))
-    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def quantize(rows):
-    """Divide rows [heads, D] by 1/448 of their largest magnitudes; return e4m3 bytes and the divisors."""
-    wide = rows.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
-    # Correctly rounded division gives the same bits as PyTorch.
-    scale = tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32))
-    scale = tl.where(largest >= _SMALLEST_AMAX, scale, 1.0)
-    return e4m3_bits(tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))), scale
 
 
 @triton.jit

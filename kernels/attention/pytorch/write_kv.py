@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.fp8 import quantize_rows
+from kernels.fp8 import quantize_kv_rows
 
 
 def write_kv(
@@ -32,7 +32,7 @@ def _write_fp8(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor, kv_scale: Tensor
     cache = kv.view(torch.uint8).view(2, -1, *kv.shape[3:])
     block, offset = slots // kv.shape[2], slots % kv.shape[2]
     for side, rows in enumerate((k, v)):
-        numbers, scale = quantize_rows(rows)
+        numbers, scale = quantize_kv_rows(rows)
         cache[side].index_copy_(0, slots, numbers.view(torch.uint8))
         kv_scale[side][block, :, offset] = scale
 

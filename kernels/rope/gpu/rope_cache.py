@@ -1,4 +1,4 @@
-"""The operations between a QKV projection and attention: norm per head, rotation and cache write.
+"""The operations between a QKV projection and attention: norm per head, rotary embedding and cache write.
 
 One launch processes all tokens of a step, of decodes and prefills. It can also prefetch weights that are read after a
 short attention to the second-level cache, since attention leaves memory bandwidth unused.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
+from kernels.gpu.fp8 import e4m3_bits, powers_of_two, scale_bits
 from kernels.gpu.functions import (
     LINE_BYTES,
     fetch_lines,
@@ -20,6 +22,7 @@ from kernels.gpu.functions import (
     normalize_halves,
     rotate_halves,
 )
+from kernels.gpu.hadamard import rotate_heads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +56,8 @@ def rotate_and_write(
     q_out,
     keys,
     values,
+    key_scales,
+    value_scales,
     q_weight,
     k_weight,
     cos,
@@ -73,15 +78,16 @@ def rotate_and_write(
     HALF: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
-    WRITE: tl.constexpr,
+    FP8: tl.constexpr,
     FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Process BLOCK_H heads of BLOCK_T tokens; program (tokens, heads), over the heads of q, k and v.
 
-    HALF is D / 2 rounded up to a power of two. If FETCH is not 0, the programs after those of the heads
-    prefetch FETCH lines each. Offsets within a program have 32 bits.
+    HALF is D / 2 rounded up to a power of two. `keys` and `values` are bytes if FP8; BLOCK_SIZE is S. If FETCH is
+    not 0, the programs after those of the heads prefetch FETCH lines each. Offsets within a program have 32 bits.
     """
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     if FETCH > 0:
@@ -123,6 +129,8 @@ def rotate_and_write(
     seconds = load_heads(source + D // 2, exists, ALL - first_head, D, BLOCK_H)
     target = q_out + first_token.to(tl.int64) * q_stride + row * q_stride + column
     line = slot * (KV_HEADS * D) + column
+    # Of the first head; BLOCK_SIZE elements from head to head.
+    scale_line = slot // BLOCK_SIZE * (KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
     is_slot = exists & (slot >= 0)
     for i in tl.static_range(BLOCK_H):
         head = first_head + i
@@ -138,20 +146,34 @@ def rotate_and_write(
         first, second = rotate_halves(first, second, cosine, sine)
         first = first.to(qkv.dtype.element_ty)
         second = second.to(qkv.dtype.element_ty)
+        if FP8:
+            first, second = rotate_heads(first, second, D, qkv.dtype.element_ty)
         if is_query:
-            tl.store(target + head * D, first, mask=exists)
-            tl.store(target + head * D + D // 2, second, mask=exists)
+            tl.store(target + head * D, first.to(qkv.dtype.element_ty), mask=exists)
+            tl.store(target + head * D + D // 2, second.to(qkv.dtype.element_ty), mask=exists)
         elif head < HEADS + KV_HEADS:
-            if WRITE:
-                tl.store(keys + (head - HEADS) * D + line, first, mask=is_slot)
-                tl.store(keys + (head - HEADS) * D + D // 2 + line, second, mask=is_slot)
-            else:
-                tl.store(source + i * D, first, mask=exists)
-                tl.store(source + i * D + D // 2, second, mask=exists)
-        elif WRITE & (head < ALL):
+            at = keys + (head - HEADS) * D + line
+            scales = key_scales + (head - HEADS) * BLOCK_SIZE + scale_line
+            write_head(at, scales, first, second, is_slot, D, FP8)
+        elif head < ALL:
             at = values + (head - HEADS - KV_HEADS) * D + line
-            tl.store(at, firsts[i], mask=is_slot)
-            tl.store(at + D // 2, seconds[i], mask=is_slot)
+            scales = value_scales + (head - HEADS - KV_HEADS) * BLOCK_SIZE + scale_line
+            write_head(at, scales, firsts[i], seconds[i], is_slot, D, FP8)
+
+
+@triton.jit
+def write_head(target, scales, first, second, is_slot, D: tl.constexpr, FP8: tl.constexpr):
+    """Write keys or values of a head, in halves, to their slots; in FP8 with their scales, [rows, 1] addresses."""
+    if FP8:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)[:, None]
+        scale, inverse = powers_of_two(scale_bits(largest))
+        tl.store(target, e4m3_bits(first * inverse), mask=is_slot)
+        tl.store(target + D // 2, e4m3_bits(second * inverse), mask=is_slot)
+        tl.store(scales, scale, mask=tl.max(is_slot.to(tl.int32), 1)[:, None] > 0)
+    else:
+        tl.store(target, first, mask=is_slot)
+        tl.store(target + D // 2, second, mask=is_slot)
 
 
 @triton.jit
@@ -207,16 +229,18 @@ def rope_and_write_kv(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
     q_out: Tensor | None = None,
-    write: bool = True,
+    kv_scale: Tensor | None = None,
     ahead: tuple[Tensor, Tensor] | None = None,
     batch_invariant: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Normalize queries and keys per head, rotate them, and write keys and values to their slots.
+    """Normalize queries and keys per head, apply rotary embeddings, and write keys and values to their slots.
+
+    Over an FP8 cache, queries and keys are then also multiplied by `kernels.hadamard.hadamard_matrix`.
 
     Args:
         qkv: [T, (H + 2 * K) * D], contiguous in its rows.
-        kv: [2, N, S, K, D] contiguous; index 0 keys, 1 values.
+        kv: [2, N, S, K, D] contiguous, in qkv's dtype or float8_e4m3fn; index 0 keys, 1 values.
         rope: cos and sin, [positions, 1, D] contiguous each, as `rope_tables` returns them, in
             qkv's dtype.
         positions: [T] int64, rows of `rope`.
@@ -224,7 +248,7 @@ def rope_and_write_kv(
         norms: weights of the queries' and the keys' norm, [D] each; None where the family has none.
         eps: of the norms.
         q_out: [T, H, D], contiguous in a token; None writes the queries over those in `qkv`.
-        write: False does not change the cache: rotated keys are written over those in `qkv`.
+        kv_scale: of a float8_e4m3fn cache, [2, N, K, S] float32 contiguous; written.
         ahead: two tensors that later kernels read; their first 24 MiB are prefetched to the second-level cache.
         batch_invariant: whether a token's results must have the same bits among any others.
         pdl: use programmatic dependent launch. `positions` and `slot_mapping` are then read before the wait:
@@ -240,7 +264,8 @@ def rope_and_write_kv(
         q_out = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
     if tokens == 0:
         return q_out
-    keys, values = kv.unbind(0)
+    keys, values = (kv if kv_scale is None else kv.view(torch.uint8)).unbind(0)
+    scales = (kv if kv_scale is None else kv_scale).unbind(0)
     half = triton.next_power_of_2(head_dim // 2)
     launch = rotation_launch(tokens, heads + 2 * kv_heads, half, batch_invariant=batch_invariant)
     blocks = triton.cdiv(tokens, launch.tokens)
@@ -253,6 +278,7 @@ def rope_and_write_kv(
         q_out,
         keys,
         values,
+        *scales,
         q_weight,
         k_weight,
         *rope,
@@ -270,8 +296,9 @@ def rope_and_write_kv(
         HALF=half,
         BLOCK_T=launch.tokens,
         BLOCK_H=launch.heads,
+        BLOCK_SIZE=kv.shape[2],
         NORM=norms is not None,
-        WRITE=write,
+        FP8=kv_scale is not None,
         FETCH=0 if ahead is None else _FETCH_LINES,
         num_warps=launch.num_warps,
         **dependent_launch(pdl),

@@ -11,7 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.fp8 import LARGEST_E4M3, SMALLEST_AMAX
+from kernels.fp8 import SCALE_EXPONENT, SCALE_ROUNDING, SMALLEST_AMAX
+from kernels.hadamard import SIGN_BIT, SIGN_FACTOR
 from kernels.step.gpu.grid_barrier import (
     COUNTER_LINE,
     HEAD_READY,
@@ -35,8 +36,11 @@ from kernels.step.gpu.ring import (
     wait_full,
 )
 
-_LARGEST = gl.constexpr(LARGEST_E4M3)
+_SCALE_ROUNDING = gl.constexpr(SCALE_ROUNDING)
+_SCALE_EXPONENT = gl.constexpr(SCALE_EXPONENT)
 _SMALLEST_AMAX = gl.constexpr(SMALLEST_AMAX)
+_SIGN_FACTOR = gl.constexpr(SIGN_FACTOR)
+_SIGN_BIT = gl.constexpr(SIGN_BIT)
 
 
 @gluon.jit
@@ -72,14 +76,14 @@ def attend(
             value = ring.heads.index(c.HELD + 1).load(dims)
             key_scale, key_inverse = scale_of(key, c)
             value_scale, value_inverse = scale_of(value, c)
-            key = rounded(key, key_scale, key_inverse, c)
-            value = rounded(value, value_scale, value_inverse, c)
+            key = rounded(key, key_inverse, c)
+            value = rounded(value, value_inverse, c)
             if part == 0:
                 write_own(cache[0], key, key_scale, slot, kv_head, c)
                 write_own(cache[1], value, value_scale, slot, kv_head, c)
             row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, c.A))
             value = ring.heads.index(c.HELD + 1).load(row)
-            value = rounded(value, value_scale, value_inverse, c).to(gl.float32) * value_scale
+            value = rounded(value, value_inverse, c).to(gl.float32) * value_scale
             state = own_key(state, queries, key.to(gl.float32) * key_scale, value, c)
         for i in range(first, last - 1, 2):
             state, used = attend_stages(
@@ -157,10 +161,30 @@ def bring_heads(ring, qkv, vectors, kv_head, part, eps, c):
     other = gl.permute(gl.join(second, first), [0, 2, 1])
     other = gl.convert_layout(other, layout, assert_trivial=True)
     rotated = x * cosine + other * sine
+    if c.FP8:
+        rotated = mix_heads(rotated.to(dtype).to(gl.float32), wide, c)
     rotated = gl.where(head > c.HELD, raw, rotated).to(dtype)
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF_P], shared).store(rotated)
     gl.thread_barrier()
+
+
+@gluon.jit
+def mix_heads(x, element, c):
+    """Multiply heads by `kernels.hadamard.hadamard_matrix`; `x` and the elements' numbers are [rows, 2, DP / 2]."""
+    HALF: gl.constexpr = c.D // 2
+    MIXED: gl.constexpr = HALF & -HALF
+    layout: gl.constexpr = x.type.layout
+    x *= 1.0 - 2.0 * ((element * _SIGN_FACTOR >> _SIGN_BIT) & 1).to(gl.float32)
+    within = gl.arange(0, c.DP // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    within = gl.expand_dims(gl.expand_dims(within, 0), 1) + element * 0
+    for i in gl.static_range(7):
+        if 1 << i < MIXED:
+            other = gl.gather(x, within ^ (1 << i), 2)
+            x = gl.where(((within >> i) & 1) == 1, other - x, other + x)
+    first, second = gl.split(gl.permute(x, [0, 2, 1]))
+    x = gl.permute(gl.join(first + second, first - second), [0, 2, 1])
+    return gl.convert_layout(x, layout, assert_trivial=True) * (2 * MIXED) ** -0.5
 
 
 @gluon.jit
@@ -169,24 +193,19 @@ def scale_of(row, c):
     scale = 1.0
     inverse = 1.0
     if c.FP8:
-        largest = gl.max(gl.abs(row.to(gl.float32)), 0)
-        scale = gl.where(largest >= _SMALLEST_AMAX, gl.div_rn(largest, _LARGEST), 1.0)
-        inverse = gl.div_rn(1.0, scale)
+        largest = gl.maximum(gl.max(gl.abs(row.to(gl.float32)), 0), _SMALLEST_AMAX)
+        bits = (largest.to(gl.int32, bitcast=True) + _SCALE_ROUNDING) & 0x7F800000
+        bits -= _SCALE_EXPONENT << 23
+        scale = bits.to(gl.float32, bitcast=True)
+        inverse = (0x7F000000 - bits).to(gl.float32, bitcast=True)
     return scale, inverse
 
 
 @gluon.jit
-def rounded(row, scale, inverse, c):
-    """Divide a key or a value [DP] by its scale and round it to the cache's dtype.
-
-    The bits are those of `portable_write_kv`: with the inverse rounded to nearest, one correction makes the quotient
-    exact to its last bit (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990). The
-    library's exact division contains branches, which took 0.6 us of a layer's 18 us.
-    """
+def rounded(row, inverse, c):
+    """Multiply a key or a value [DP] by the inverse of its scale and round it to the cache's dtype."""
     if c.FP8:
-        wide = row.to(gl.float32)
-        quotient = wide * inverse
-        row = gl.fma(gl.fma(quotient, -scale, wide), inverse, quotient).to(gl.float8e4nv)
+        row = (row.to(gl.float32) * inverse).to(gl.float8e4nv)
     return row
 
 

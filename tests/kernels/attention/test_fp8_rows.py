@@ -145,7 +145,7 @@ def unquantized(**more):
 def test_the_rounding_error_of_a_number_is_at_most_a_sixteenth_or_half_the_smallest_step():
     case = unquantized()
     rows = torch.cat(case.keys_and_values(0))
-    numbers, scale = reference.quantize(rows)
+    numbers, scale = reference.quantize_kv(rows)
 
     error = (reference.dequantize(numbers, scale) - rows).abs()
 
@@ -157,7 +157,7 @@ def test_the_rounding_error_of_a_number_is_at_most_a_sixteenth_or_half_the_small
 def test_the_errors_of_keys_and_values_bound_the_error_of_attention():
     case = unquantized()
     keys, values = case.keys_and_values(0)
-    keys8, values8 = (reference.dequantize(*reference.quantize(x)) for x in (keys, values))
+    keys8, values8 = (reference.dequantize(*reference.quantize_kv(x)) for x in (keys, values))
     heads = case.problem.group_size
     # The error of a score is at most |q| . |key's error|. A weight changes by at most the exponential of twice that,
     # since the sum of weights changes too. The errors of the values are added.
@@ -185,7 +185,7 @@ def test_a_scale_per_row_is_more_exact_than_one_per_tensor_if_some_rows_are_outl
         scale = rows.abs().max() / 448
         return (rows / scale).to(torch.float8_e4m3fn).float() * scale
 
-    by_row = (reference.dequantize(*reference.quantize(rows)) for rows in (keys, values))
+    by_row = (reference.dequantize(*reference.quantize_kv(rows)) for rows in (keys, values))
     assert 2 * largest_error(case, *by_row) < largest_error(
         case, one_scale(keys), one_scale(values)
     )

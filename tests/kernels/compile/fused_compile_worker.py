@@ -83,7 +83,7 @@ class FusedJob:
         choice: of a linear layer.
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
-            "rope", "norm" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
+            "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
             "parts", "fp8", "float32"; of "training" some of "all", "window", "softcap", "alibi", "dropout",
             "mask", "float32".
         tokens: of a step, for operations that depend on it.
@@ -255,14 +255,18 @@ class FusedCompiler(Compiler):
             return torch.empty(shape, dtype=torch.bfloat16)
 
         tokens, head_dim = job.tokens, job.head_dim
+        kv, scale = empty(2, 3, 16, 8, head_dim), None
+        if "fp8" in job.around:
+            kv, scale = kv.to(torch.float8_e4m3fn), torch.empty(2, 3, 8, 16)
         rope_and_write_kv(
             empty(tokens, 32 * head_dim),
-            empty(2, 3, 16, 8, head_dim),
+            kv,
             (empty(99, 1, head_dim), empty(99, 1, head_dim)),
             torch.empty(tokens, dtype=torch.int64),
             torch.empty(tokens, dtype=torch.int32),
             norms=(empty(head_dim), empty(head_dim)) if "norm" in job.around else None,
             eps=1e-6,
+            kv_scale=scale,
             ahead=(empty(64, 64), empty(99, 77)) if "ahead" in job.around else None,
             pdl=pdl,
         )

@@ -15,6 +15,8 @@ from kernels.elementwise.gpu.norm_and_gate import (
     add_rms_norm,
     silu_and_mul,
 )
+from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.hadamard import rotate_heads
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch
@@ -293,21 +295,53 @@ def test_queries_are_rotated_and_keys_and_values_reach_their_slots(
     assert bool((case.kv.flatten(1, 2)[:, untouched] == 7.0).all())
 
 
-def test_keys_that_are_not_written_to_the_cache_are_rotated_in_place():
-    case = CacheCase(3, 4, 2, 32, torch.float16, norms=True)
-    values = case.qkv.clone()[:, 6 * 32 :]
-    k = case.expected()[1][0].flatten(0, 1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim"),
+    [(1, 16, 8, 128), (5, 6, 2, 64), (3, 7, 1, 80), (2, 4, 4, 96)],
+)
+@pytest.mark.parametrize(
+    "launch", [None, RotationLaunch(16, 3, 4)], ids=["few tokens", "tensor cores"]
+)
+def test_over_fp8_caches_heads_are_mixed_and_keys_and_values_quantized(
+    dtype, norms, tokens, heads, kv_heads, head_dim, launch, monkeypatch
+):
+    case = CacheCase(tokens, heads, kv_heads, head_dim, dtype, norms=norms)
+    values = case.qkv.clone()[:, (heads + kv_heads) * head_dim :].view(tokens, kv_heads, head_dim)
+    q, kv = case.expected(torch.float32)
+    plain_q, plain_kv = case.expected()
+    numbers = torch.full(case.kv.shape, 7.0).to(torch.float8_e4m3fn)
+    scale = torch.full((2, len(numbers[0]), kv_heads, 16), 7.0)
+    if launch is not None:
+        monkeypatch.setattr(rope_cache, "rotation_launch", lambda *_, **__: launch)
 
-    rope_and_write_kv(
-        case.qkv, case.kv, case.rope, case.positions, case.slots,
-        norms=case.norms, eps=1e-5, write=False,
+    found = rope_and_write_kv(
+        case.qkv, numbers, case.rope, case.positions, case.slots,
+        norms=case.norms, eps=1e-5, kv_scale=scale,
     )  # fmt: skip
 
+    assert_no_worse_than(found, rotate_heads(q), rotate_heads(plain_q))
     written = case.slots >= 0
-    keys = case.qkv[:, 4 * 32 : 6 * 32].view(3, 2, 32)[written]
-    torch.testing.assert_close(keys, k[case.slots[written].long()], rtol=2e-3, atol=2e-3)
-    assert torch.equal(case.qkv[:, 6 * 32 :], values)
-    assert bool((case.kv == 7.0).all())
+    slots = case.slots[written].long()
+    stored = numbers.flatten(1, 2)[:, slots]
+    scales = scale.transpose(2, 3).flatten(1, 2)[:, slots]
+    wanted, wanted_scales = quantize_kv_rows(values[written])
+    assert torch.equal(stored[1].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scales[1], wanted_scales)
+    keys, plain_keys = (rotate_heads(it[0].flatten(0, 1)[slots].float()) for it in (kv, plain_kv))
+    # One rounding to e4m3, and as much as the rounding to `dtype` before changes a key.
+    error = (dequantize_rows(stored[0], scales[0], torch.float32) - keys).abs()
+    allowed = (
+        keys.abs() / 16
+        + 2.0**-10 * scales[0][..., None]
+        + (plain_keys - keys).norm(dim=-1, keepdim=True)
+    )
+    assert bool((error <= allowed + 1e-5).all())
+    untouched = torch.ones(numbers[0].flatten(0, 1).shape[0], dtype=torch.bool)
+    untouched[slots] = False
+    assert bool((numbers.flatten(1, 2)[:, untouched].float() == 7.0).all())
+    assert bool((scale.transpose(2, 3).flatten(1, 2)[:, untouched] == 7.0).all())
 
 
 @pytest.mark.parametrize(
