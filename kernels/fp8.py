@@ -17,7 +17,7 @@ SCALE_BYTES = 4
 """Bytes of a scale."""
 LARGEST_E4M3 = 448.0
 SMALLEST_AMAX = 2.0**-100
-"""No scale is smaller than that of a row with this largest magnitude; so scales and their inverses are not subnormal."""
+"""No scale is below that of a row with this largest magnitude, so neither scales nor their inverses are subnormal."""
 SCALE_ROUNDING = 0x1FFFFF
 """Added to the bits of a magnitude m: it carries to the next power of two if m > 1.75 * 2^n, of which 448 is one."""
 SCALE_EXPONENT = 8
