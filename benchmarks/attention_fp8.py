@@ -1,8 +1,8 @@
-"""Times prefill in FP8 and decode over an FP8 cache, next to the same calls in half precision.
+"""Times prefill and decode over an FP8 cache, next to the same calls in half precision.
 
 It times the inputs of `benchmarks.attention`. Prefill errors are measured against float64 on one long sequence in which
-one number in a thousand is ten times as large, for three computations: our kernels in half precision, our kernels in
-FP8, and PyTorch in FP8 with one scale per tensor.
+one number in a thousand is ten times as large, for three computations: our kernels in half precision, our kernels over
+an FP8 cache, and PyTorch in FP8 with one scale per tensor.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kernels
-from benchmarks.attention_inputs import arch_of, time_call
+from benchmarks.attention_inputs import BLOCK_SIZE, arch_of, time_call
 from benchmarks.attention_shapes import DECODE, PREFILL
-from kernels.attention.problem import PackedBatch
+from kernels.attention.problem import PackedBatch, PagedBatch
 from kernels.fp8 import FP8
+from kernels.hadamard import rotate_heads
 from kernels.testing import reference, reference_fp8
 from server.cli.bench.result import number
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from benchmarks.attention_inputs import Inputs
@@ -104,37 +107,57 @@ def _quantized(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def time_fp8(inputs: Inputs, bf16_us: float) -> dict[str, Any]:
-    """Time packed inputs with FP8 allowed. Returns entries of a record; empty if no kernel supports FP8 here.
+    """Time a prefill of the same queries, keys and values over an FP8 cache. Returns entries of a record.
 
     Args:
-        inputs: in half precision.
+        inputs: in half precision, packed.
         bf16_us: microseconds of the same call without FP8.
     """
-    device = inputs.q.device
-    problem = dataclasses.replace(inputs.problem, fp8=True)
+    device, shape = inputs.q.device, inputs.shape
+    problem = dataclasses.replace(inputs.problem, kv_dtype=FP8, block_size=BLOCK_SIZE)
     selection = kernels.select(problem, arch_of(device))
-    if not selection.spec.fp8 or device.type != "cuda":
-        return {}
-    from kernels.attention.hopper.fp8_prefill import HopperFP8Prefill  # noqa: PLC0415  # needs Triton
-
-    assert isinstance(inputs.batch, PackedBatch)
-    kernel = HopperFP8Prefill(problem, inputs.batch, selection)
-    quantized = kernel.quantize(inputs.q, inputs.kv)
-    whole = time_call(lambda: kernel(inputs.q, inputs.kv, inputs.out), device)
-    attention = time_call(lambda: kernel.attend(*quantized, inputs.out), device)
-    shape = inputs.shape
-    figures = {
+    call = _prefill(problem, inputs.q, inputs.kv, shape.seq_lens[0], inputs.out)
+    timing = time_call(call, device)
+    figures: dict[str, Any] = {
         "kernel": selection.spec.name,
-        "launch": dataclasses.asdict(selection.launch_for(shape.length, shape.batch)),
-        **whole.record(),
-        "tflops": number(shape.flops / whole.median / 1e6),
-        "gain": number(bf16_us / whole.median),
-        "attention_us": round(attention.median, 2),
-        "attention_tflops": number(shape.flops / attention.median / 1e6),
-        "attention_gain": number(bf16_us / attention.median),
+        **timing.record(),
+        "tflops": number(shape.flops / timing.median / 1e6),
+        "gain": number(bf16_us / timing.median),
         "fa3_tflops_elsewhere": FA3.get(_key(shape)),
     }
-    return {"fp8": figures | {"rmse": measure_errors(problem, shape.length, device)}}
+    if selection.launches:
+        launch = selection.launch_for(shape.length, shape.batch)
+        figures["launch"] = dataclasses.asdict(launch)
+    return {"fp8_prefill": figures | {"rmse": measure_errors(inputs.problem, shape.length, device)}}
+
+
+def _prefill(
+    problem: AttentionProblem, q: Tensor, kv: Tensor, length: int, out: Tensor
+) -> Callable[[], None]:
+    """Return a prefill of sequences of equal length, whose keys and values [2, T, K, D] are written to a cache first.
+
+    Raises:
+        AssertionError: the length is no multiple of a block.
+    """
+    assert length % BLOCK_SIZE == 0, f"{length} tokens are no multiple of {BLOCK_SIZE}"
+    count = len(q) // length
+    keys, values = kv
+    numbers, scale = _quantized(
+        torch.stack((rotate_heads(keys), values)).unflatten(1, (-1, BLOCK_SIZE))
+    )
+    offsets = torch.arange(0, len(q) + 1, length, dtype=torch.int32, device=q.device)
+    table = torch.arange(len(q) // BLOCK_SIZE, dtype=torch.int32, device=q.device).view(count, -1)
+    batch = PagedBatch(offsets, offsets.diff(), table, len(q), length, length)
+    plan, queries, scale = (
+        kernels.plan_attention(problem, batch),
+        rotate_heads(q),
+        scale.contiguous(),
+    )
+
+    def call() -> None:
+        kernels.prefill_attention(queries, numbers, plan, out, kv_scale=scale)
+
+    return call
 
 
 def measure_errors(
@@ -150,8 +173,10 @@ def measure_errors(
         plain = reference_fp8.per_tensor(q, *kv, **options)
         squares["per_tensor"] += float((plain - truth).square().mean())
         del plain
-        for name, fp8 in (("half", False), ("fp8", True)):
-            out = _attend(dataclasses.replace(asked, fp8=fp8), q, kv)
+        for name, kv_dtype in (("half", None), ("fp8", FP8)):
+            out = _attend(
+                dataclasses.replace(asked, kv_dtype=kv_dtype, block_size=BLOCK_SIZE), q, kv
+            )
             squares[name] += float((out.double() - truth).square().mean())
     errors = {name: (total / len(_SEEDS)) ** 0.5 for name, total in squares.items()}
     found: dict[str, float | None] = {name: number(value) for name, value in errors.items()}
@@ -180,11 +205,15 @@ def _outliers(
 
 
 def _attend(problem: AttentionProblem, q: Tensor, kv: Tensor) -> Tensor:
-    """Compute the attention of one sequence through the public API."""
+    """Compute the attention of one sequence through the public API: over an FP8 cache if the problem has one."""
     length = q.shape[0]
-    offsets = torch.tensor([0, length], dtype=torch.int32, device=q.device)
-    plan = kernels.plan_attention(problem, PackedBatch(offsets, offsets, length, length, length))
     out = torch.full_like(q, float("nan"))
+    if problem.kv_dtype is not None:
+        _prefill(problem, q, kv, length, out)()
+        return out
+    offsets = torch.tensor([0, length], dtype=torch.int32, device=q.device)
+    batch = PackedBatch(offsets, offsets, length, length, length)
+    plan = kernels.plan_attention(dataclasses.replace(problem, block_size=None), batch)
     kernels.prefill_attention(q, kv, plan, out)
     return out
 

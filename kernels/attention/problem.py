@@ -31,8 +31,6 @@ class Phase(enum.Enum):
 class AttentionProblem:
     """The properties of attention that are constant from step to step. They determine the kernel.
 
-    No model or request uses `fp8` yet, which will be an option of a request.
-
     Attributes:
         phase: prefill or decode.
         dtype: dtype of queries and output, and of the cache unless `kv_dtype` is given: "float32",
@@ -50,9 +48,8 @@ class AttentionProblem:
         lse: whether the call also writes the log-sum-exp of the scores.
         batch_invariant: whether the result of a query must have the same bits in every batch, however its
             sequence is cut into chunks, and in a prefill as in a decode.
-        fp8: whether a prefill may multiply in FP8, which is faster and less exact. Rows that multiply
-            in FP8 support only problems that allow it; the other rows ignore this field.
-        kv_dtype: dtype of a quantized paged cache: "float8_e4m3fn"; None for a cache of `dtype`.
+        kv_dtype: dtype of a quantized paged cache: "float8_e4m3fn"; None for a cache of `dtype`. A prefill
+            may then multiply in that dtype.
         unmeasured: whether rows that no GPU has ever run may be chosen (`KernelSpec.unmeasured`).
 
     Raises:
@@ -72,7 +69,6 @@ class AttentionProblem:
     max_query_tokens: int = 1
     lse: bool = False
     batch_invariant: bool = False
-    fp8: bool = False
     kv_dtype: str | None = None
     unmeasured: bool = False
 
@@ -138,7 +134,6 @@ class AttentionProblem:
             (self.max_query_tokens > 1, f"queries={self.max_query_tokens}"),
             (self.lse, "lse"),
             (self.batch_invariant, "batch invariant"),
-            (self.fp8, "fp8"),
             (self.unmeasured, "unmeasured allowed"),
         ):
             text += f" {word}" if shown else ""

@@ -27,8 +27,9 @@ _FP8_BY_TRITON = QuantizedCache(
     note="older GPUs have no instruction that converts FP8",
 )
 _FP8_BY_PYTORCH = QuantizedCache(kv_dtypes=frozenset({FP8}), dtypes=frozenset(DTYPES))
-
-# No request reaches `fp8` (hopper_fp8_prefill) yet, which waits for an option of a request.
+_FP8_ON_HOPPER = QuantizedCache(
+    kv_dtypes=frozenset({FP8}), dtypes=frozenset({"bfloat16", "float16"})
+)
 HOPPER_PREFILL = KernelSpec(
     name="hopper_prefill",
     phase=Phase.PREFILL,
@@ -78,20 +79,40 @@ REGISTRY: tuple[KernelSpec, ...] = (
         sm=HOPPER,
         flash_attention=3,
         head_dims=frozenset({128}),
-        paged=False,
+        block_sizes=(1, 256),
         group_sizes=_POWERS_OF_TWO,
-        packed=True,
         sliding_window=False,
         softcap=False,
         non_causal=True,
         lse=True,
-        fp8=True,
+        quantized_only=True,
         row_tiles=frozenset({128}),
+        quantized=_FP8_ON_HOPPER,
         launch=LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=2),
-        note="multiplies in FP8, as the problem allows",
+        note="multiplies in FP8, tiles of the cache with one scale each",
         arch_note=_NO_WGMMA,
     ),
     HOPPER_PREFILL,
+    KernelSpec(
+        name="hopper_unpacked_prefill",
+        phase=Phase.PREFILL,
+        target="kernels.attention.hopper.unpack:UnpackedPrefill",
+        dtypes=HOPPER_PREFILL.dtypes,
+        sm=HOPPER,
+        flash_attention=3,
+        head_dims=_HOPPER_HEAD_DIMS,
+        block_sizes=(1, 256),
+        group_sizes=_UP_TO_64_HEADS,
+        non_causal=True,
+        lse=True,
+        quantized_only=True,
+        row_tiles=HOPPER_PREFILL.row_tiles,
+        quantized=_FP8_ON_HOPPER,
+        tuned_as=HOPPER_PREFILL.name,
+        launch=HOPPER_PREFILL.launch,
+        note="hopper_prefill, after a pass that converts the cache to the queries' dtype",
+        arch_note=_NO_WGMMA,
+    ),
     KernelSpec(
         name="portable_prefill",
         phase=Phase.PREFILL,

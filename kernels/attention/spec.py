@@ -68,10 +68,11 @@ class KernelSpec:
         several_queries: whether a decode may have more than one query token per sequence.
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether the bits of a query's result depend on nothing but its sequence.
-        fp8: whether it multiplies in FP8; it then supports only problems with `fp8`.
+        quantized_only: whether it reads only quantized caches.
         unmeasured: whether no GPU has ever run it; it then supports only problems that allow that.
         row_tiles: supported values of `block_m`; None for any power of two.
         quantized: the quantized caches it reads; None for none.
+        tuned_as: the row whose tile sizes it has; None for its own.
         launch: default tile sizes, which work on every GPU that it runs on; `kernels/tuning` has better
             ones. None for a PyTorch row.
         note: a remark about this row, shown in the plan.
@@ -97,10 +98,11 @@ class KernelSpec:
     several_queries: bool = False
     lse: bool = False
     batch_invariant: bool = False
-    fp8: bool = False
+    quantized_only: bool = False
     unmeasured: bool = False
     row_tiles: frozenset[int] | None = None
     quantized: QuantizedCache | None = None
+    tuned_as: str | None = None
     launch: LaunchConfig | None = None
     note: str = ""
     arch_note: str = ""
@@ -140,7 +142,7 @@ class KernelSpec:
             ),
             (problem.lse and not self.lse, "no log-sum-exp"),
             (problem.batch_invariant and not self.batch_invariant, "not batch invariant"),
-            (self.fp8 and not problem.fp8, "the problem does not allow FP8"),
+            (self.quantized_only and problem.kv_dtype is None, "reads quantized caches only"),
             (
                 self.unmeasured and not problem.unmeasured,
                 "never run, and unmeasured kernels are not allowed",

@@ -1,15 +1,13 @@
 """FP8 (e4m3) attention in PyTorch, to measure the error of each way of rounding.
 
     per_tensor      one scale each for all queries, all keys and all values: the simplest way, as a baseline
-    block_scaled    the steps of `hopper_fp8_prefill`, rounded where it rounds
+    tile_scaled     the steps of `hopper_fp8_prefill` over an FP8 cache, rounded where it rounds
     score_units     the granularity of Hopper's tensor cores in the sum of an FP8 score
 
 The first two compute sums in `dtype`, without the errors of an accumulator.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -57,54 +55,51 @@ def per_tensor(
     return (out / _divisor(e.sum(-1, keepdim=True))).transpose(0, 1)
 
 
-def block_scaled(
+def tile_scaled(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotation: Tensor,
+    k: tuple[Tensor, Tensor],
+    v: tuple[Tensor, Tensor],
     *,
     softmax_scale: float,
     causal: bool = True,
-    block: int = 128,
+    tile: int = 128,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with a scale per query and per block of keys and of values, with rotated queries and keys.
+    """Compute attention with a scale per query, and with the largest scale of each tile of keys and of values.
 
-    Blocks are visited from the last to the first; weights are rounded after scaling the largest so far
+    Tiles are visited from the last to the first; weights are rounded after scaling the largest so far
     to 448.
 
     Args:
         q: [m, H, D], the last m tokens of a sequence.
-        k: [n, K, D], n above 0.
-        v: [n, K, D].
-        rotation: [D, D], sqrt(D) times an orthogonal matrix.
+        k: [n, K, D] float8_e4m3fn, n above 0, and the scales [n, K].
+        v: likewise.
         softmax_scale: factor on the scores.
         causal: whether a query sees no key after its own token.
-        block: keys per block.
+        tile: keys per tile.
         dtype: to compute in.
 
     Returns:
         Output [m, H, D] and log-sum-exp [m, H] in `dtype`; 0 and -inf with nothing to attend to.
     """
-    unit_rotation = rotation.to(dtype) / math.sqrt(rotation.shape[0])
-    rows = q.to(dtype) @ unit_rotation
+    rows = q.to(dtype)
     rows = _scaled(rows, rows.abs().amax(-1, keepdim=True)).transpose(0, 1)
-    keys, values = (_blocks(x.to(dtype), block) for x in (k.to(dtype) @ unit_rotation, v))
-    group = q.shape[1] // k.shape[1]
+    keys, values = (_with_scales_of_tiles(*x, tile, dtype) for x in (k, v))
+    num_keys, group = keys.shape[0], q.shape[1] // keys.shape[1]
     m = torch.full((*rows.shape[:2], 1), float("-inf"), dtype=dtype, device=q.device)
     total, acc = torch.zeros_like(m), torch.zeros_like(rows)
-    for first in reversed(range(0, k.shape[0], block)):
-        stop = min(first + block, k.shape[0])
-        tile = keys[first:stop].repeat_interleave(group, 1)
-        s = torch.einsum("hmd,nhd->hmn", rows, tile) * softmax_scale
-        hidden = _hidden(q.shape[0], k.shape[0], first, stop, causal, q)
+    for first in reversed(range(0, num_keys, tile)):
+        stop = min(first + tile, num_keys)
+        some = keys[first:stop].repeat_interleave(group, 1)
+        s = torch.einsum("hmd,nhd->hmn", rows, some) * softmax_scale
+        hidden = _hidden(q.shape[0], num_keys, first, stop, causal, q)
         s.masked_fill_(hidden, float("-inf"))
         new = torch.maximum(m, s.amax(-1, keepdim=True))
         e, fade = torch.exp(s - _base(new)), torch.exp(m - _base(new))
         weights = to_e4m3(e * LARGEST) / LARGEST
-        tile = values[first:stop].repeat_interleave(group, 1)
+        some = values[first:stop].repeat_interleave(group, 1)
         total = total * fade + e.sum(-1, keepdim=True)
-        acc = acc * fade + torch.einsum("hmn,nhd->hmd", weights, tile)
+        acc = acc * fade + torch.einsum("hmn,nhd->hmd", weights, some)
         m = new
     lse = (m + torch.log(total)).squeeze(-1)
     return (acc / _divisor(total)).transpose(0, 1), lse.T
@@ -157,10 +152,11 @@ def _units_of_rows(q: Tensor, k: Tensor) -> Tensor:
     return units
 
 
-def _blocks(x: Tensor, block: int) -> Tensor:
-    """Round [n, K, D] with a scale per block of rows and head."""
-    parts = [x[first : first + block] for first in range(0, x.shape[0], block)]
-    return torch.cat([_scaled(part, part.abs().amax((0, 2), keepdim=True)) for part in parts])
+def _with_scales_of_tiles(numbers: Tensor, scale: Tensor, tile: int, dtype: torch.dtype) -> Tensor:
+    """Round rows [n, K, D] to e4m3 with the largest of their tile's scales; return them multiplied by it."""
+    own = scale.to(dtype)[..., None]
+    common = torch.cat([part.amax(0, keepdim=True).expand_as(part) for part in own.split(tile)])
+    return to_e4m3(numbers.to(dtype) * (own / common)) * common
 
 
 def _hidden(m: int, n: int, first: int, stop: int, causal: bool, like: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def tuned_launches(
         rows = [
             row
             for row in table(source)
-            if row["kernel"] == spec.name
+            if row["kernel"] == (spec.tuned_as or spec.name)
             and problem.dtype in row["dtypes"]
             and problem.head_dim in row["head_dims"]
         ]

@@ -75,8 +75,10 @@ SEVERAL_QUERIES_COMBINATIONS = [
 
 
 def rows(phase):
-    """Return the registry's GPU kernels of a phase, without PyTorch and FP8 rows, which other tests cover."""
-    found = [row for row in REGISTRY if row.phase is phase and not row.cpu and not row.fp8]
+    """Return the GPU kernels of a phase, without those that read quantized caches only, which other tests cover."""
+    found = [
+        row for row in REGISTRY if row.phase is phase and not row.cpu and not row.quantized_only
+    ]
     return [pytest.param(row, id=row.name) for row in found]
 
 

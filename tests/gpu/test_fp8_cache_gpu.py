@@ -50,12 +50,13 @@ SEVERAL_QUERIES = ("bfloat16", 8, 2, 128, 16, {"max_query_tokens": 3})
 
 
 def readers(phase):
-    """Return the registry's rows that can read an FP8 cache on this GPU."""
+    """Return the registry's rows that can read an FP8 cache on this GPU, but for the one that multiplies in FP8."""
     if not torch.cuda.is_available():
         return []
     arch = kernels.detect(DEVICE)
     problem = fp8_problem(phase, COMBINATIONS[0])
-    found = [row for row in REGISTRY if row.phase is phase and not row.unsupported(problem, arch)]
+    rows = [row for row in REGISTRY if row.phase is phase and row.name != "hopper_fp8_prefill"]
+    found = [row for row in rows if not row.unsupported(problem, arch)]
     return [pytest.param(row, id=row.name) for row in found]
 
 

@@ -53,9 +53,11 @@ def test_every_catalogue_gpu_with_triton_tensor_cores_has_its_own_table():
     ],
 )
 def test_every_head_dim_and_dtype_has_a_row_for_any_length(spec, arch):
+    kv_dtype = FP8 if spec.quantized_only else None
     for dtype in spec.dtypes:
         for head_dim in spec.head_dims:
-            launches = tuned_launches(spec, problem(spec.phase, dtype, head_dim=head_dim), arch)
+            asked = problem(spec.phase, dtype, head_dim=head_dim, kv_dtype=kv_dtype)
+            launches = tuned_launches(spec, asked, arch)
 
             assert launches[-1].max_seqlen_k is None
             assert "safe default" not in launches[-1].provenance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from kernels.arch import CATALOGUE
@@ -154,10 +155,12 @@ def _missing(rows: Sequence[dict[str, Any]], specs: dict[str, KernelSpec]) -> It
         for key in _cases(row)
     }
     for spec in specs.values():
-        for dtype in sorted(spec.dtypes):
-            for head_dim in sorted(spec.head_dims or ()):
-                if (spec.name, dtype, head_dim, None) not in covered:
-                    yield f"{_name(spec.name, dtype, head_dim)}: no row for any length (max_seqlen_k null)"
+        if spec.tuned_as is not None:
+            continue
+        quantized = spec.quantized.kv_dtypes if spec.quantized and spec.quantized_only else (None,)
+        for case in itertools.product(sorted(spec.dtypes), sorted(spec.head_dims or ()), quantized):
+            if (spec.name, *case) not in covered:
+                yield f"{_name(spec.name, *case)}: no row for any length (max_seqlen_k null)"
 
 
 def _cases(row: dict[str, Any]) -> list[tuple[str, str, int, str | None]]:

@@ -125,14 +125,14 @@ def test_decodes_with_a_shared_prefix_have_a_separate_table(tmp_path):
 
 def test_fp8_prefills_have_a_separate_table(tmp_path):
     rmse = {"half": 3e-4, "per_tensor": 2.6e-2, "fp8": 1e-2, "per_tensor_over_fp8": 2.6}
-    fp8 = {"tflops": 800.0, "gain": 2.0, "attention_tflops": 850.0, "attention_gain": 2.125}
-    rows = [ROWS[0] | {"fp8": fp8 | {"rmse": rmse, "fa3_tflops_elsewhere": 561.0}}, ROWS[1]]
+    fp8 = {"tflops": 800.0, "gain": 2.0}
+    rows = [ROWS[0] | {"fp8_prefill": fp8 | {"rmse": rmse, "fa3_tflops_elsewhere": 561.0}}, ROWS[1]]
     write_result(tmp_path, "2026-01-01", rows)
 
     text = attention_table(tmp_path)
 
     assert (
-        "| 32/8/128 | 4 x 4096 | 400 | **800** | 2.00 | 850 | 561 | 3.0e-04 | 2.6e-02 | 1.0e-02 | 2.60 |"
+        "| 32/8/128 | 4 x 4096 | 400 | **800** | 2.00 | 561 | 3.0e-04 | 2.6e-02 | 1.0e-02 | 2.60 |"
         in text
     )
 
@@ -177,7 +177,7 @@ def test_errors_are_measured_against_float64_on_inputs_with_outliers(monkeypatch
     def half(problem, q, kv):
         options = {"softmax_scale": problem.softmax_scale, "causal": problem.causal}
         out = reference.attention(q, *kv, **options, dtype=torch.float64)
-        return out + 0.25 if problem.fp8 else out.to(torch.bfloat16)
+        return out + 0.25 if problem.kv_dtype else out.to(torch.bfloat16)
 
     monkeypatch.setattr("benchmarks.attention_fp8._attend", half)
     shape = Shape("prefill", 4, 2, 64, 1, 300)

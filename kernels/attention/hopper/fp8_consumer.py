@@ -6,7 +6,7 @@ It differs from `consumer` as follows:
     sums         an FP8 WGMMA accumulates with about 14 bits, so it accumulates over one tile only; the outputs
                  of the tiles (P V) are added in float32
     weights      the softmax weights go up to 448, the largest e4m3 number, instead of 1; they stay in the
-                 registers of the scores, since `fp8_quantize` stores the values in the matching order
+                 registers of the scores, since `fp8_tiles` stores the values in the matching order
 
 Source: Shah et al., "FlashAttention-3", 2024, for the warp roles and for FP8 with block scales; the
 "DeepSeek-V3 Technical Report", 2024, section 3.3, for the accumulator's precision and the remedy.
@@ -29,7 +29,7 @@ from kernels.attention.hopper.pipeline import ROWS, key_range, next_item, output
 from kernels.attention.hopper.scores import mask_scores
 
 FIELDS = gl.constexpr(6)
-"""Fields of an item: head, first row, first query token, query tokens, keys, first block of keys."""
+"""Fields of an item: head, first row, first query token, query tokens, keys, first tile of keys."""
 _LN_2 = gl.constexpr(0.6931471805599453)
 _OFFSET = gl.constexpr(8.807354922057604)
 """log2(448): scales the largest weight of a row to the largest e4m3 number."""
@@ -45,7 +45,7 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
     done = 0
     consumed = 0
     queries = 0
-    head, first_row, q_start, q_len, num_keys, first_block = next_item(pipe, done, FIELDS)
+    head, first_row, q_start, q_len, num_keys, first_tile = next_item(pipe, done, FIELDS)
     while head >= 0:
         tiles = key_range(first_row, q_len, num_keys, 0, c)
         my_row = first_row + INDEX * ROWS
@@ -55,7 +55,7 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
         factors = gl.load(q_factors + output_row(seen, q_start, head, c))
         m, total, acc, consumed, queries = attend_item(
             pipe, tiles, seen // c.BOX, q_len, num_keys, consumed, queries, factors,
-            scales + first_block, num_scales, INDEX, MINE, NEXT, c,
+            scales + first_tile, num_scales, INDEX, MINE, NEXT, c,
         )  # fmt: skip
         nothing = m == float("-inf")
         total = gl.where(nothing, 1.0, total)
@@ -69,7 +69,7 @@ def consume(pipe, o_desc, out, lse, q_factors, scales, num_scales, INDEX: gl.con
                 lse + output_row(rows, q_start, head, c), log_sum, mask=row_exists(rows, q_len, c)
             )
         done += 1
-        head, first_row, q_start, q_len, num_keys, first_block = next_item(pipe, done, FIELDS)
+        head, first_row, q_start, q_len, num_keys, first_tile = next_item(pipe, done, FIELDS)
     tma.store_wait(0)
     if INDEX == 0:
         barrier_sync(MINE)
@@ -229,7 +229,7 @@ def pack_weights(e, c):
 
     No weight moves to another thread. In the accumulator of the scores, thread t holds columns 2 t and 2 t + 1 of
     every 8; in an FP8 operand it holds columns 4 t to 4 t + 3 of every 16. So every 16 columns are renumbered, in the
-    order in which `fp8_quantize` stores the values.
+    order in which `fp8_tiles` stores the values.
     """
     x = e.reshape([ROWS, c.BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     x = gl.convert_layout(x.reshape([ROWS, c.BLOCK_N]), c.P_LAYOUT)

@@ -1,7 +1,7 @@
-"""Warp-specialized prefill attention on Hopper's FP8 tensor cores.
+"""Warp-specialized prefill attention on Hopper's FP8 tensor cores, over an FP8 cache.
 
-    quantize      one pass over queries, keys and values (`fp8_quantize`)
-    producer      one warp that issues TMA copies of the quantized tiles, a few stages ahead (`fp8_producer`)
+    tiles         one pass over queries, and over the cache: tiles with one scale each (`fp8_tiles`)
+    producer      one warp that issues TMA copies of the tiles, a few stages ahead (`fp8_producer`)
     consumers     warp groups that compute attention for 64 query rows each (`fp8_consumer`)
 
 Input and output are half precision; docs/decisions/0014-fp8-prefill.md reports the error. The warp roles and the work
@@ -17,27 +17,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.attention.hopper.cached_rows import split_sequences
 from kernels.attention.hopper.fp8_consumer import consume
 from kernels.attention.hopper.fp8_producer import produce
-from kernels.attention.hopper.fp8_quantize import (
-    KeyBlocks,
-    Quantized,
-    make_buffers,
-    plan_key_blocks,
-    quantize,
+from kernels.attention.hopper.fp8_tiles import (
+    KeyTiles,
+    Operands,
+    make_operands,
+    plan_key_tiles,
+    write_queries,
+    write_tiles,
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
-from kernels.attention.hopper.prefill import attends_nothing, bulk_strides, plan_work
-from kernels.attention.problem import PackedBatch
+from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
+from kernels.attention.problem import PagedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.problem import AttentionProblem, PagedBatch
+    from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
 
-@gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_blocks", "num_scales"])
+@gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_tiles", "num_scales"])
 def prefill(
     q_desc,
     k_desc,
@@ -48,9 +50,9 @@ def prefill(
     q_factors,
     scales,
     tiles,
-    first_blocks,
+    first_tiles,
     counter,
-    num_blocks,
+    num_tiles,
     num_scales,
     num_entries,
     late_heads,
@@ -65,13 +67,13 @@ def prefill(
     LSE: gl.constexpr,
 ):
     """Process all items; one program per SM. Shapes as in `kernels.prefill_attention`."""
-    # Keys are packed, in blocks of one tile. Window and softcap are unsupported.
+    # Each tile of keys is contiguous. Window and softcap are unsupported.
     c = Constants(
         HEADS, GROUP, 1, D, 1, BLOCK_N, BLOCK_M, BLOCK_N, STAGES, False, CAUSAL, False, False, LSE, True, 1
     )  # fmt: skip
     pipe = make_pipeline(q_desc.dtype, o_desc.dtype, c)
     supply = (
-        pipe, q_desc, k_desc, v_desc, tiles, first_blocks, num_blocks, counter, num_entries,
+        pipe, q_desc, k_desc, v_desc, tiles, first_tiles, num_tiles, counter, num_entries,
         late_heads, num_items, c,
     )  # fmt: skip
     # Registers per thread (setmaxnreg): 64 Ki per SM divided over the warp groups, in steps of 8.
@@ -83,20 +85,24 @@ def prefill(
 
 
 class HopperFP8Prefill:
-    """Prefill attention of one step in FP8 on Hopper, over packed keys; shapes as in `kernels.prefill_attention`."""
+    """Prefill attention of one step in FP8 on Hopper, over an FP8 cache; shapes as in `kernels.prefill_attention`."""
 
     def __init__(
         self, problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
     ) -> None:
-        assert isinstance(batch, PackedBatch), "its row takes no cache"
+        assert isinstance(batch, PagedBatch), "its row takes no packed keys"
         launch = selection.launch_for(batch.max_seqlen_k, batch.num_seqs)
         group = problem.group_size
         self._problem = problem
-        self._batch = batch
-        self._work = plan_work(problem, batch, group, launch.block_m, selection.arch.num_sms)
-        self._block_n = launch.block_n
-        self._num_keys = 0
-        self._buffers: tuple[KeyBlocks, Quantized] | None = None
+        self._parts = [
+            (
+                part,
+                plan_key_tiles(part, launch.block_n),
+                plan_work(problem, part, group, launch.block_m, selection.arch.num_sms),
+            )
+            for part in split_sequences(batch, 2 * problem.num_kv_heads * problem.head_dim)
+        ]
+        self._operands: Operands | None = None
         boxes = {
             "q": ([ROWS.value // group, group, problem.head_dim], gl.float8e4nv),
             "k": ([launch.block_n, problem.head_dim], gl.float8e4nv),
@@ -119,51 +125,52 @@ class HopperFP8Prefill:
             "num_warps": 4,
         }
 
-    def __call__(self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        *,
+        kv_scale: Tensor | None = None,
+    ) -> None:
         """Write the attention of `q` over `kv` to `out`.
 
         Raises:
             ShapeError: the output's address or stride is not a multiple of 16 bytes.
         """
+        assert kv_scale is not None, "check_scale raises for a float8 cache without scales"
         if attends_nothing(q, kv, out, lse):
             return
-        keys, buffers = self.quantize(q, kv)
-        self.attend(keys, buffers, out, lse)
+        if self._operands is None:
+            most = max(len(tiles.tiles) for _, tiles, _ in self._parts)
+            size = self._constants["BLOCK_N"]
+            self._operands = make_operands(q, self._problem.num_kv_heads, most, size)
+        write_queries(q, self._operands, self._problem.softmax_scale * math.log2(math.e))
+        for part, tiles, work in self._parts:
+            write_tiles(kv, kv_scale, part, tiles, self._operands)
+            self._attend(self._operands, tiles, work, out, lse)
 
-    def quantize(self, q: Tensor, kv: Tensor) -> tuple[KeyBlocks, Quantized]:
-        """Quantize one layer's queries, keys and values into buffers that all layers share."""
-        if self._buffers is None or self._num_keys != kv.shape[1]:
-            self._num_keys = kv.shape[1]
-            keys = plan_key_blocks(self._batch.cu_seqlens_k, self._num_keys, self._block_n)
-            self._buffers = keys, make_buffers(q, kv, keys)
-        factor = self._problem.softmax_scale * math.log2(math.e)
-        quantize(q, kv, *self._buffers, factor)
-        return self._buffers
-
-    def attend(
-        self, keys: KeyBlocks, buffers: Quantized, out: Tensor, lse: Tensor | None = None
+    def _attend(
+        self, operands: Operands, tiles: KeyTiles, work: WorkList, out: Tensor, lse: Tensor | None
     ) -> None:
-        """Compute attention of the operands that `quantize` returned; other arguments as in `__call__`."""
         out_strides = [*bulk_strides("out", out, out.stride()[:2]), 1]
-        k, v = buffers.k.flatten(0, 2), buffers.v.flatten(0, 2)
-        num_blocks = keys.blocks.shape[0]
-        work = self._work
+        q, k, v = operands.q, operands.k.flatten(0, 2), operands.v.flatten(0, 2)
+        num_tiles = operands.k.shape[1]
         prefill[work.grid](
-            TensorDescriptor(
-                buffers.q, list(buffers.q.shape), list(buffers.q.stride()), *self._boxes["q"]
-            ),
+            TensorDescriptor(q, list(q.shape), list(q.stride()), *self._boxes["q"]),
             TensorDescriptor(k, list(k.shape), list(k.stride()), *self._boxes["k"]),
             TensorDescriptor(v, list(v.shape), list(v.stride()), *self._boxes["v"]),
             TensorDescriptor(out, list(out.shape), out_strides, *self._boxes["o"]),
             out,
             out if lse is None else lse,
-            buffers.factors,
-            buffers.scales,
+            operands.factors,
+            operands.scales,
             work.items.tiles,
-            keys.first_blocks,
+            tiles.first_tiles,
             work.counter,
-            num_blocks,
-            self._problem.num_kv_heads * num_blocks,
+            num_tiles,
+            self._problem.num_kv_heads * num_tiles,
             work.items.num_entries,
             work.items.late_heads,
             work.num_items,

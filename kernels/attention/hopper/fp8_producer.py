@@ -1,4 +1,4 @@
-"""Producer warp of the FP8 Hopper prefill kernel: like `producer`, for keys and values in blocks of one tile."""
+"""Producer warp of the FP8 Hopper prefill kernel: like `producer`, for tiles of keys and values that are contiguous."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def produce(
     k_desc,
     v_desc,
     tiles,
-    first_blocks,
-    num_blocks,
+    first_tiles,
+    num_tiles,
     counter,
     num_entries,
     late_heads,
@@ -28,7 +28,7 @@ def produce(
 ):
     """Fetch items and issue their copies until none is left.
 
-    `first_blocks` and `num_blocks` as in `fp8_quantize`, other arguments as in `producer`.
+    `first_tiles` and `num_tiles` as in `fp8_tiles`, other arguments as in `producer`.
     """
     item = gl.program_id(0)
     done = 0
@@ -42,23 +42,23 @@ def produce(
             tiles, item, num_entries, late_heads, num_long, c
         )
         if seq >= 0:
-            first_block = gl.load(first_blocks + seq) + head * num_blocks
-            post(pipe, done, (head, first_row, q_start, q_len, num_keys, first_block))
+            first_tile = gl.load(first_tiles + seq) + head * num_tiles
+            post(pipe, done, (head, first_row, q_start, q_len, num_keys, first_tile))
             done += 1
             last, count, _, _ = key_range(first_row, q_len, num_keys, 0, c)
             if count > 0:
                 copy_queries(pipe, q_desc, queries, q_start + first_row // c.BOX, head, c)
                 queries += 1
                 for i in range(count):
-                    block = first_block + last - 1 - i
+                    tile = first_tile + last - 1 - i
                     buffer = loaded % c.STAGES
                     phase = ((loaded // c.STAGES) & 1) ^ 1
                     mbarrier.wait(pipe.k_empty.index(buffer), phase)
                     full = pipe.k_full.index(buffer)
-                    copy_block(k_desc, block * c.BLOCK_N, full, pipe.k.index(buffer), c)
+                    copy_tile(k_desc, tile * c.BLOCK_N, full, pipe.k.index(buffer), c)
                     mbarrier.wait(pipe.v_empty.index(buffer), phase)
                     full = pipe.v_full.index(buffer)
-                    copy_block(v_desc, block * c.D, full, pipe.v.index(buffer), c)
+                    copy_tile(v_desc, tile * c.D, full, pipe.v.index(buffer), c)
                     loaded += 1
         item = following
     post(pipe, done, (-1,))
@@ -66,7 +66,7 @@ def produce(
 
 
 @gluon.jit
-def copy_block(desc, row, full, tile, c):
-    """Issue the copy of a block of keys or values; mbarrier `full` completes with its last byte."""
+def copy_tile(desc, row, full, tile, c):
+    """Issue the copy of a tile of keys or values; mbarrier `full` completes with its last byte."""
     mbarrier.expect(full, c.BLOCK_N * c.D * c.OPERAND_BYTES)
     tma.async_copy_global_to_shared(desc, [row, 0], full, tile)

@@ -280,7 +280,6 @@ def test_a_problem_with_an_unsupported_cache_is_rejected(changes, message):
 @pytest.mark.parametrize(
     ("arch", "dtype", "kernel", "reason"),
     [
-        ("h100", "bfloat16", "portable", None),
         ("l4", "float16", "portable", None),
         ("a100", "bfloat16", "torch", "this is sm_80 (older GPUs have no instruction"),
         ("h100", "float32", "torch", "no float32 queries over a float8_e4m3fn cache"),
@@ -294,5 +293,11 @@ def test_a_gpu_with_float8_conversion_instructions_uses_our_kernels(
     refused = {refusal.kernel: "; ".join(refusal.reasons) for refusal in selection.refusals}
     assert selection.spec.name == f"{kernel}_{phase.value}"
     assert reason is None or reason in refused[f"portable_{phase.value}"]
-    if arch == "h100" and phase is Phase.PREFILL:
-        assert "no float8_e4m3fn cache" in refused["hopper_prefill"]
+
+
+def test_hopper_decodes_over_it_with_a_portable_kernel():
+    selection = kernels.select(problem(Phase.DECODE, "bfloat16", head_dim=64), CATALOGUE["h100"])
+
+    refused = {refusal.kernel: "; ".join(refusal.reasons) for refusal in selection.refusals}
+    assert selection.spec.name == "portable_decode"
+    assert "no float8_e4m3fn cache" in refused["hopper_decode"]

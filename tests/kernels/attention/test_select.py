@@ -354,7 +354,8 @@ def test_rows_name_the_generation_of_flash_attention_that_they_follow():
     generations = {row.name: row.flash_attention for row in REGISTRY}
 
     assert generations == {
-        "blackwell_prefill": 4, "hopper_fp8_prefill": 3, "hopper_prefill": 3, "portable_prefill": 2, "hopper_decode": 3,
+        "blackwell_prefill": 4, "hopper_fp8_prefill": 3, "hopper_prefill": 3, "hopper_unpacked_prefill": 3,
+        "portable_prefill": 2, "hopper_decode": 3,
         "portable_decode": 2, "torch_prefill": None, "torch_decode": None,
     }  # fmt: skip
 

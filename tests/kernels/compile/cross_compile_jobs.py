@@ -94,6 +94,8 @@ _HOPPER_VARIANTS: dict[str, dict[str, Any]] = {
     "64 heads a group": {"num_heads": 64, "num_kv_heads": 1},
 }  # fmt: skip
 """Compiled for every head dim: each has its own distribution of registers, so each may spill."""
+_FUNCTIONS = {"hopper_fp8_prefill": "prefill", "hopper_unpacked_prefill": "unpack_rows"}
+"""Of rows that launch several functions, the one that no other row launches, or the largest."""
 _FP8_VARIANTS: dict[str, dict[str, Any]] = {
     "lse, 1 head a group": {"num_heads": 8, "lse": True},
     "not causal, 2 heads a group": {"num_heads": 16, "causal": False},
@@ -173,8 +175,8 @@ def compiled_rows(sm: int) -> list[KernelSpec]:
 
 def fixed_fields(spec: KernelSpec) -> dict[str, Any]:
     """Return the fields that all problems of a row have in common."""
-    if spec.fp8:
-        return {"block_size": None, "fp8": True}
+    if spec.quantized_only:
+        return {"kv_dtype": FP8}
     if spec.batch_invariant:
         return {"batch_invariant": True}
     if spec.unmeasured:
@@ -205,7 +207,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     }
     if spec.sliding_window:
         variants["window"] = {"sliding_window": 1000}
-    if spec.phase is Phase.PREFILL:
+    if spec.phase is Phase.PREFILL and spec.packed:
         variants["packed"] = {"block_size": None}
         variants["packed, not causal"] = {"block_size": None, "causal": False}
     elif spec.several_queries:
@@ -221,7 +223,7 @@ def _variants(spec: KernelSpec, sm: int) -> list[Job]:
     if spec.name in ("hopper_fp8_prefill", "hopper_prefill", "blackwell_prefill"):
         asked += [
             (name, problem(spec.phase, head_dim=head_dim, **(fixed_fields(spec) | fields)))
-            for name, fields in (_FP8_VARIANTS if spec.fp8 else _HOPPER_VARIANTS).items()
+            for name, fields in (_FP8_VARIANTS if spec.quantized_only else _HOPPER_VARIANTS).items()
             for head_dim in sorted(spec.head_dims or ())
         ]
     return [
@@ -291,25 +293,31 @@ def _writing(sm: int) -> list[Job]:
 
 
 def _quantizing(sm: int) -> list[Job]:
-    """List the functions that quantize the inputs of the FP8 prefill."""
+    """List the functions that write the operands of the FP8 prefill."""
     launch = LaunchConfig(128, 128, 4, 1)
     asked = [
-        problem(Phase.PREFILL, dtype, 128, block_size=None, fp8=True)
-        for dtype in ("bfloat16", "float16")
+        problem(Phase.PREFILL, dtype, 128, kv_dtype=FP8, block_size=size)
+        for dtype, size in (("bfloat16", 16), ("float16", 48))
     ]
     return [
-        Job(sm, row.name, "run", it, launch, num_seqs, function=function)
+        Job(sm, row.name, stage, it, launch, num_seqs, function=function)
         for row in compiled_rows(sm)
-        if row.fp8
-        for num_seqs, it in zip((1, 300), asked, strict=True)
-        for function in ("list_key_blocks", "quantize_queries", "quantize_keys_and_values")
+        if row.name == "hopper_fp8_prefill"
+        for num_seqs, it in zip((1, 16), asked, strict=True)
+        for stage, function in (
+            ("plan", "list_key_tiles"),
+            ("run", "quantize_queries"),
+            ("run", "copy_tiles"),
+        )
     ]
 
 
 def _job(
     sm: int, spec: KernelSpec, asked: AttentionProblem, launch: LaunchConfig, name: str = ""
 ) -> Job:
-    return Job(sm, spec.name, "run", asked, launch, name=name, function="prefill" * spec.fp8)
+    return Job(
+        sm, spec.name, "run", asked, launch, name=name, function=_FUNCTIONS.get(spec.name, "")
+    )
 
 
 def _launches(spec: KernelSpec, asked: AttentionProblem, sm: int) -> list[LaunchConfig]:

@@ -46,7 +46,7 @@ def family(job: Job) -> str | None:
         job.kernel in ("write_kv", "combine_parts")
         or job.stage == "plan"
         or job.problem.dtype == "float32"
-        or job.function == "list_key_blocks"
+        or job.function in ("quantize_queries", "copy_tiles", "unpack_rows")
     ):
         return None
     if job.kernel in BULK_COPIES:
@@ -76,7 +76,7 @@ def faults(job: Job, facts: dict[str, Any]) -> list[str]:
     if used != ([wanted] if wanted else []):
         found.append(f"multiplies with {used or 'no tensor cores'}, wanted {wanted}")
     pipelined = wanted is not None and job.launch.num_stages > 1
-    bulk = job.kernel in BULK_COPIES and not job.function.startswith("quantize")
+    bulk = job.kernel in BULK_COPIES
     if pipelined and not bulk and not facts["ptx"].get("cp.async.cg"):
         found.append("loads nothing ahead with cp.async")
     if wanted is not None and bulk:
