@@ -142,9 +142,8 @@ def _prefill(
     assert length % BLOCK_SIZE == 0, f"{length} tokens are no multiple of {BLOCK_SIZE}"
     count = len(q) // length
     keys, values = kv
-    numbers, scale = _quantized(
-        torch.stack((rotate_heads(keys), values)).unflatten(1, (-1, BLOCK_SIZE))
-    )
+    rows = torch.stack((rotate_heads(keys), values))
+    numbers, scale = _quantized(rows.view(2, -1, BLOCK_SIZE, *rows.shape[2:]))
     offsets = torch.arange(0, len(q) + 1, length, dtype=torch.int32, device=q.device)
     table = torch.arange(len(q) // BLOCK_SIZE, dtype=torch.int32, device=q.device).view(count, -1)
     batch = PagedBatch(offsets, offsets.diff(), table, len(q), length, length)

@@ -155,7 +155,9 @@ def _units_of_rows(q: Tensor, k: Tensor) -> Tensor:
 def _with_scales_of_tiles(numbers: Tensor, scale: Tensor, tile: int, dtype: torch.dtype) -> Tensor:
     """Round rows [n, K, D] to e4m3 with the largest of their tile's scales; return them multiplied by it."""
     own = scale.to(dtype)[..., None]
-    common = torch.cat([part.amax(0, keepdim=True).expand_as(part) for part in own.split(tile)])
+    common = torch.cat(
+        [part.amax(0, keepdim=True).expand_as(part) for part in torch.split(own, tile)]
+    )
     return to_e4m3(numbers.to(dtype) * (own / common)) * common
 
 

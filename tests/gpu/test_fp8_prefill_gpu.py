@@ -3,18 +3,17 @@
 The FP8 kernel may differ from the model (`kernels.testing.reference_fp8`) only where summing in another order rounds a
 weight to the other side of a tie:
 
+    a query      Its elements may lie on a tie of e4m3, as 3/4 of a row's largest does: the last bit of float32 then
+                 decides, and all of its scores change. So each quantized number is checked against the model,
+                 accepting both neighbours of a tie, and the model computes with the kernel's own numbers.
     a row        Each weight is off by at most 1/8 of itself, the distance between neighbours in e4m3. The
                  errors have random signs, so the bound of a row's root mean square error is that of an error
                  of 1/8 in every weight, plus half a unit in the last place of the output.
     a result     Flipped ties increase and decrease the error about equally often, so the error against the
                  exact result may exceed the model's by at most 10 %, a margin for small cases.
-    log-sum-exp  For a row that sees one key, it is off by as much as the score, and two effects change a score
-                 by more than float32 rounding. First, a query's element may lie on a tie of e4m3, as 3/4 of its
-                 row's largest does. The last bit of float32 then decides, and the score changes by a step of
-                 e4m3 times an element of the key. So the test checks each quantized number against the model,
-                 accepting both neighbours of a tie, and computes the expected scores from the kernel's own
-                 numbers. Second, the tensor cores truncate the terms of a score: the bound allows sqrt(33) of
-                 their units per instruction (`score_units`), weighted as the keys are.
+    log-sum-exp  For a row that sees one key, it is off by as much as the score. The tensor cores truncate the terms
+                 of a score: the bound allows sqrt(33) of their units per instruction (`score_units`), weighted
+                 as the keys are.
 
 About 40 compilations, 3 seconds each with a cold cache.
 """
@@ -99,7 +98,7 @@ def judge(case, out, lse=None):
     squares = {"kernel": 0.0, "model": 0.0}
     count = first_query = 0
     assert bool(out.isfinite().all())
-    operands, first_tiles = (None, None) if lse is None else own_operands(case)
+    operands, first_tiles = own_operands(case)
     for seq, (queries, keys) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         rows = slice(first_query, first_query + queries)
         q, found = case.q[rows], out[rows].double()
@@ -110,7 +109,10 @@ def judge(case, out, lse=None):
             continue
         cached_keys, cached_values = rows_of(case, seq)
         k, v = (dequantize_rows(*it, torch.float64) for it in (cached_keys, cached_values))
-        model, _ = reference_fp8.tile_scaled(q, cached_keys, cached_values, **options)
+        own = of_sequence(operands, rows, keys, first_tiles[seq])
+        judge_queries(own, q.double(), problem)
+        own_q = own[0].double() * (own[1].double() / problem.softmax_scale)[..., None]
+        model, _ = reference_fp8.tile_scaled(own_q, cached_keys, cached_values, **options)
         spread, truth = weigh_squares(q, k, v, **options)
         off = (found - model).square().mean(-1).sqrt()
         bound = EIGHTH * spread.mean(-1).sqrt() + LAST_DIGIT[out.dtype] * model.abs().amax(-1)
@@ -121,8 +123,6 @@ def judge(case, out, lse=None):
         squares["model"] += float((LAST_DIGIT[out.dtype] * truth).square().sum())
         count += truth.numel()
         if lse is not None:
-            own = of_sequence(operands, rows, keys, first_tiles[seq])
-            judge_queries(own, q.double(), problem)
             sums, units = own_log_sums(own, problem.causal)
             assert torch.equal(lse[rows].isinf(), sums.isinf())
             off = (lse[rows].double() - sums).abs().nan_to_num(0.0)

@@ -8,6 +8,7 @@ import torch
 
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantize_rows, quantize_kv_rows
+from kernels.hadamard import rotate_heads
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
@@ -308,7 +309,7 @@ def test_a_negative_slot_writes_nothing(kv_dtype):
         assert found is expected is None or torch.equal(found, expected)
 
 
-def test_keys_and_values_are_quantized_as_by_quantize_kv_rows():
+def test_keys_are_rotated_and_keys_and_values_quantized_as_in_pytorch():
     model = build("qwen", torch.bfloat16)
     cache, exact = new_cache(model, FP8), new_cache(model)
     step = Step(model, 1)
@@ -317,9 +318,14 @@ def test_keys_and_values_are_quantized_as_by_quantize_kv_rows():
 
     # Before quantization the first layer's keys and values are equal in both caches.
     at = divmod(int(step.slots), BLOCK)
-    numbers, scales = quantize_kv_rows(exact.layer(0)[:, *at].cpu())
-    assert torch.equal(cache.layer(0)[:, *at].cpu().view(torch.uint8), numbers.view(torch.uint8))
-    assert torch.equal(cache.scales[0][:, at[0], :, at[1]].cpu(), scales)
+    keys, values = exact.layer(0)[:, *at].cpu()
+    numbers, scales = cache.layer(0)[:, *at].cpu(), cache.scales[0][:, at[0], :, at[1]].cpu()
+    expected, expected_scales = quantize_kv_rows(values)
+    assert torch.equal(numbers[1].view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scales[1], expected_scales)
+    rotated = rotate_heads(keys.float())
+    error = (dequantize_rows(numbers[0], scales[0], torch.float32) - rotated).abs()
+    assert bool((error <= rotated.abs() * (1 / 16 + 2**-7) + scales[0][:, None] * 2**-9).all())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -148,9 +148,11 @@ def rotate_and_write(
         second = second.to(qkv.dtype.element_ty)
         if FP8:
             first, second = rotate_heads(first, second, D, qkv.dtype.element_ty)
+            first = first.to(qkv.dtype.element_ty)
+            second = second.to(qkv.dtype.element_ty)
         if is_query:
-            tl.store(target + head * D, first.to(qkv.dtype.element_ty), mask=exists)
-            tl.store(target + head * D + D // 2, second.to(qkv.dtype.element_ty), mask=exists)
+            tl.store(target + head * D, first, mask=exists)
+            tl.store(target + head * D + D // 2, second, mask=exists)
         elif head < HEADS + KV_HEADS:
             at = keys + (head - HEADS) * D + line
             scales = key_scales + (head - HEADS) * BLOCK_SIZE + scale_line

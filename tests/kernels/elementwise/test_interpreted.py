@@ -330,7 +330,7 @@ def test_over_fp8_caches_heads_are_mixed_and_keys_and_values_quantized(
     assert torch.equal(stored[1].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scales[1], wanted_scales)
     keys, plain_keys = (rotate_heads(it[0].flatten(0, 1)[slots].float()) for it in (kv, plain_kv))
-    # One rounding to e4m3, and as much as the rounding to `dtype` before changes a key.
+    # The rounding to e4m3, and as much as the rounding to `dtype` before changes a key.
     error = (dequantize_rows(stored[0], scales[0], torch.float32) - keys).abs()
     allowed = (
         keys.abs() / 16
