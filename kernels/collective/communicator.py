@@ -113,20 +113,16 @@ class TorchCommunicator(OrderedSum):
         size: number of ranks.
         store: path of a file that does not exist yet, the same for all ranks; they find each other by it.
         device: of the tensors; a GPU of its own for each rank.
-        unmeasured: whether small sums on GPUs may take one launch (`one_shot`), which no GPU has run yet.
     """
 
-    def __init__(
-        self, rank: int, size: int, store: str, device: torch.device, *, unmeasured: bool = False
-    ) -> None:
+    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._detached = False
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=size
         )
-        is_allowed = unmeasured and device.type != "cpu"
-        self._one_shot = _one_shot(rank, size, device) if is_allowed else None
+        self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`; small tensors on GPUs take one launch, the others are gathered and added."""
@@ -170,7 +166,7 @@ def _one_shot(rank: int, size: int, device: torch.device) -> OneShotSum | None:
     found = None
     try:
         found = OneShotSum(rank, size, device)
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         _logger.warning("rank %d sums by NCCL, which is slower for small steps: %s", rank, error)
     most_programs = torch.tensor([found.most_programs if found else 0])
     distributed.all_reduce(most_programs, distributed.ReduceOp.MIN)

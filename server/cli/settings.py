@@ -171,8 +171,7 @@ class Settings(BaseModel):
     unmeasured_kernels: bool = Field(
         False,
         description="allow kernels that have only been compiled, because no such GPUs were at hand: "
-        "`blackwell_prefill` on sm_100 and sm_103, and sums of --tensor-parallel on GPUs in one launch; compare their "
-        "answers before you rely on them",
+        "`blackwell_prefill` on sm_100 and sm_103; compare its answers before you rely on them",
     )
     cpu_threads: int | None = Field(
         None,
