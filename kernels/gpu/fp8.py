@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
-from kernels.fp8 import SCALE_EXPONENT, SCALE_ROUNDING, SMALLEST_AMAX
+from kernels.arch import FP8_INSTRUCTIONS
+from kernels.fp8 import LARGEST_E4M3, SCALE_EXPONENT, SCALE_ROUNDING, SMALLEST_AMAX
 
+_LARGEST = tl.constexpr(LARGEST_E4M3)
 _SCALE_ROUNDING = tl.constexpr(SCALE_ROUNDING)
 _SCALE_EXPONENT = tl.constexpr(SCALE_EXPONENT)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
 
 
+@triton.constexpr_function
+def converts_e4m3():
+    """Whether the GPU that a kernel is compiled for has an instruction that rounds to e4m3."""
+    target = current_target()
+    return target is not None and target.backend == "cuda" and target.arch in FP8_INSTRUCTIONS
+
+
+@triton.jit
+def to_e4m3(x):
+    """Round numbers of at most 448 to e4m3, to the nearest, ties to even; return bytes. Infinity and NaN become NaN."""
+    if converts_e4m3():
+        # The instruction would turn infinity into 448.
+        finite = tl.where(tl.abs(x) <= _LARGEST, x, float("nan"))
+        rounded = finite.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        rounded = e4m3_bits(x)
+    return rounded
+
+
 @triton.jit
 def e4m3_bits(x):
-    """Round numbers of at most 448 to e4m3, to the nearest, ties to even; return bytes. Infinity and NaN become NaN.
+    """Round like `to_e4m3`, by integer arithmetic.
 
     Integer arithmetic makes every GPU and the interpreter round as PyTorch does; the compiler supports the conversion
     only from sm_89 on. Below 2^-6, e4m3 numbers are multiples of 2^-9, the spacing of float32 numbers above 2^14,
@@ -48,4 +70,4 @@ def quantize(rows):
     """Quantize rows [heads, D]; return e4m3 bytes and the scales."""
     wide = rows.to(tl.float32)
     scale, inverse = powers_of_two(scale_bits(tl.max(tl.abs(wide), 1)))
-    return e4m3_bits(wide * inverse[:, None]), scale
+    return to_e4m3(wide * inverse[:, None]), scale

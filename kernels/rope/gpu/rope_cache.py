@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gpu.dependent_launch import dependent_launch
-from kernels.gpu.fp8 import e4m3_bits, powers_of_two, scale_bits
+from kernels.gpu.fp8 import powers_of_two, scale_bits, to_e4m3
 from kernels.gpu.functions import (
     LINE_BYTES,
     fetch_lines,
@@ -170,8 +170,8 @@ def write_head(target, scales, first, second, is_slot, D: tl.constexpr, FP8: tl.
         first, second = first.to(tl.float32), second.to(tl.float32)
         largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)[:, None]
         scale, inverse = powers_of_two(scale_bits(largest))
-        tl.store(target, e4m3_bits(first * inverse), mask=is_slot)
-        tl.store(target + D // 2, e4m3_bits(second * inverse), mask=is_slot)
+        tl.store(target, to_e4m3(first * inverse), mask=is_slot)
+        tl.store(target + D // 2, to_e4m3(second * inverse), mask=is_slot)
         tl.store(scales, scale, mask=tl.max(is_slot.to(tl.int32), 1)[:, None] > 0)
     else:
         tl.store(target, first, mask=is_slot)
