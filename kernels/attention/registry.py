@@ -50,6 +50,28 @@ HOPPER_PREFILL = KernelSpec(
 )
 """Also the forward of attention for training, see `kernels.attention.training`."""
 
+HOPPER_UNPACKED_PREFILL = KernelSpec(
+    name="hopper_unpacked_prefill",
+    phase=Phase.PREFILL,
+    target="kernels.attention.hopper.unpack:UnpackedPrefill",
+    dtypes=HOPPER_PREFILL.dtypes,
+    sm=HOPPER,
+    flash_attention=3,
+    head_dims=_HOPPER_HEAD_DIMS,
+    block_sizes=(1, 256),
+    group_sizes=_UP_TO_64_HEADS,
+    non_causal=True,
+    lse=True,
+    quantized_only=True,
+    row_tiles=HOPPER_PREFILL.row_tiles,
+    quantized=_FP8_ON_HOPPER,
+    tuned_as=HOPPER_PREFILL.name,
+    launch=HOPPER_PREFILL.launch,
+    note="hopper_prefill, after a pass that converts the cache to the queries' dtype",
+    arch_note=_NO_WGMMA,
+)
+"""Also what `hopper_fp8_prefill` runs over short sequences."""
+
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="blackwell_prefill",
@@ -74,7 +96,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="hopper_fp8_prefill",
         phase=Phase.PREFILL,
-        target="kernels.attention.hopper.fp8_prefill:HopperFP8Prefill",
+        target="kernels.attention.hopper.fp8_prefill:bind_prefill",
         dtypes=frozenset({"bfloat16", "float16"}),
         sm=HOPPER,
         flash_attention=3,
@@ -89,30 +111,11 @@ REGISTRY: tuple[KernelSpec, ...] = (
         row_tiles=frozenset({128}),
         quantized=_FP8_ON_HOPPER,
         launch=LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=2),
-        note="multiplies in FP8, tiles of the cache with one scale each",
+        note="multiplies in FP8 from 8192 keys on; fewer are converted as by hopper_unpacked_prefill",
         arch_note=_NO_WGMMA,
     ),
     HOPPER_PREFILL,
-    KernelSpec(
-        name="hopper_unpacked_prefill",
-        phase=Phase.PREFILL,
-        target="kernels.attention.hopper.unpack:UnpackedPrefill",
-        dtypes=HOPPER_PREFILL.dtypes,
-        sm=HOPPER,
-        flash_attention=3,
-        head_dims=_HOPPER_HEAD_DIMS,
-        block_sizes=(1, 256),
-        group_sizes=_UP_TO_64_HEADS,
-        non_causal=True,
-        lse=True,
-        quantized_only=True,
-        row_tiles=HOPPER_PREFILL.row_tiles,
-        quantized=_FP8_ON_HOPPER,
-        tuned_as=HOPPER_PREFILL.name,
-        launch=HOPPER_PREFILL.launch,
-        note="hopper_prefill, after a pass that converts the cache to the queries' dtype",
-        arch_note=_NO_WGMMA,
-    ),
+    HOPPER_UNPACKED_PREFILL,
     KernelSpec(
         name="portable_prefill",
         phase=Phase.PREFILL,

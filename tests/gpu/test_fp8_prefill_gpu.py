@@ -65,6 +65,14 @@ SHARE = 2.0**-20
 LSE_ERROR = 1e-4
 
 
+@pytest.fixture(autouse=True)
+def _short_sequences_too(monkeypatch):
+    pytest.importorskip("triton")
+    from kernels.attention.hopper import fp8_prefill
+
+    monkeypatch.setattr(fp8_prefill, "FEWEST_KEYS", 1)
+
+
 def selection_for(problem, stages=None, row=ROW.name):
     """Select the row, with `stages` if given; skip on GPUs other than sm_90."""
     arch = kernels.detect(DEVICE)

@@ -30,13 +30,20 @@ from kernels.attention.hopper.fp8_tiles import (
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
+from kernels.attention.hopper.unpack import UnpackedPrefill
 from kernels.attention.problem import PagedBatch
+from kernels.attention.registry import HOPPER_UNPACKED_PREFILL
+from kernels.attention.select import select
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
+
+
+FEWEST_KEYS = 8192
+"""Keys from which products in FP8 are faster than converting the cache; for fewer they would only be less exact."""
 
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_tiles", "num_scales"])
@@ -82,6 +89,16 @@ def prefill(
         (consume, (pipe, o_desc, out, lse, q_factors, scales, num_scales, gl.constexpr(1), c)),
         (produce, supply),
     ], [4, 1], [240, 24])  # fmt: skip
+
+
+def bind_prefill(
+    problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
+) -> HopperFP8Prefill | UnpackedPrefill:
+    """Bind the kernel to a step: to multiply in FP8 if a sequence has `FEWEST_KEYS`."""
+    if batch.max_seqlen_k >= FEWEST_KEYS:
+        return HopperFP8Prefill(problem, batch, selection)
+    unpacked = select(problem, selection.arch, registry=(HOPPER_UNPACKED_PREFILL,))
+    return UnpackedPrefill(problem, batch, unpacked)
 
 
 class HopperFP8Prefill:

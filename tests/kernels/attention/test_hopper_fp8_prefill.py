@@ -114,6 +114,22 @@ def rows_of(case, seq):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("keys", "kernel"), [(8191, "UnpackedPrefill"), (8192, "HopperFP8Prefill")]
+)
+def test_short_sequences_are_converted(keys, kernel):
+    lengths = torch.tensor([keys, 3], dtype=torch.int32)
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+    table = torch.zeros((2, 512), dtype=torch.int32)
+    batch = PagedBatch(offsets, lengths, table, 2, 1, keys)
+
+    plan = kernels.plan_attention(problem(), batch, H100)
+
+    assert plan.selection.spec is ROW
+    assert type(plan.run).__name__ == kernel
+
+
+@interpreted
 @pytest.mark.parametrize("more", [{}, {"block_size": 48, "dtype": "float16"}], ids=str)
 def test_tiles_have_the_largest_scale_of_their_rows_and_the_same_values(more):
     from kernels.attention.hopper import fp8_tiles

@@ -303,7 +303,7 @@ def _quantizing(sm: int) -> list[Job]:
         Job(sm, row.name, stage, it, launch, num_seqs, function=function)
         for row in compiled_rows(sm)
         if row.name == "hopper_fp8_prefill"
-        for num_seqs, it in zip((1, 16), asked, strict=True)
+        for num_seqs, it in zip((1, 4), asked, strict=True)
         for stage, function in (
             ("plan", "list_key_tiles"),
             ("run", "quantize_queries"),

@@ -394,6 +394,13 @@ def test_programs_have_more_tokens_and_heads_in_larger_steps(tokens, heads, half
     assert rotation_launch(tokens, heads, half) == wanted
 
 
+@pytest.mark.parametrize(
+    ("tokens", "wanted"), [(16, (1, 1, 1)), (17, (4, 1, 1)), (1023, (4, 1, 1)), (1024, (16, 4, 4))]
+)
+def test_programs_that_write_an_fp8_cache_have_fewer_heads(tokens, wanted):
+    assert rotation_launch(tokens, 32, 64, fp8=True) == wanted
+
+
 def test_the_launch_of_a_batch_invariant_step_does_not_depend_on_its_tokens():
     for heads, half in ((1, 16), (32, 64), (96, 128)):
         found = {
