@@ -107,6 +107,11 @@ class KernelSpec:
     note: str = ""
     arch_note: str = ""
 
+    @property
+    def copies_keys(self) -> bool:
+        """Whether it copies a sequence's keys and values, which takes memory: PyTorch's rows and those that convert."""
+        return self.launch is None or self.quantized_only
+
     def unsupported(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
         """List every reason why this row cannot solve `problem` on `arch`; empty if it can."""
         tests = (

@@ -60,8 +60,9 @@ def compute_largest_step(runner: ModelRunner, limits: SchedulerConfig) -> None:
     """Compute the step that needs the most memory; PyTorch keeps that memory for later steps."""
     arch = detect(runner.device)
     length = min(limits.max_model_len, limits.max_num_batched_tokens)
-    if any(select(it, arch).spec.launch is None for it in runner.attention_problems()):
-        length = limits.max_model_len  # PyTorch's attention copies keys and values
+    specs = [select(it, arch).spec for it in runner.attention_problems()]
+    if any(spec.copies_keys for spec in specs):
+        length = limits.max_model_len
     vocab_size, block_size = runner.model.config.vocab_size, runner.kv_cache.block_size
     _compute(runner, dummy_steps.largest_step(max(2, length), limits, vocab_size, block_size))
 
