@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
+from model.checkpoint.compression_config import check_compression
 from model.checkpoint.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -32,7 +33,7 @@ _HARMLESS: Final[Harmless] = (
     ((0,), ("n_routed_experts",)),
     ((0, 1), ("num_local_experts", "num_experts")),
     ((1,), ("partial_rotary_factor", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")),
-    ((), ("quantization_config", "compression_config", "auto_map", "attn_logit_softcapping",
+    ((), ("auto_map", "attn_logit_softcapping",
           "final_logit_softcapping", "logits_soft_cap", "attention_chunk_size", "attention_multiplier",
           "no_rope_layers", "clip_qkv", "dual_chunk_attention_config")),
 )  # fmt: skip
@@ -120,6 +121,7 @@ class ModelConfig(NetworkConfig):
         family = FAMILIES[architecture]
         keys = _keys_of(family)
         unread = {key: value for key, value in config.items() if key not in keys.values()}
+        check_compression(config)
         refuse(unread, _HARMLESS + family.harmless)
         stated = family.defaults | {key: it for key, it in config.items() if it is not None}
         for key in _NULLABLE:

@@ -19,7 +19,7 @@ SINGLE_NAME: Final = "model.safetensors"
 
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_INDEX_BYTES: Final = 64 * 2**20
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1}
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
 

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from model.checkpoint.compressed import compress, decompress, scale_name, split_scales
+from model.checkpoint.compression_config import to_config
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.shards import (
     INDEX_NAME,
@@ -105,28 +108,40 @@ def load_part(
         WeightsError: the files do not match the configuration or are damaged, or memory does not suffice.
     """
     device = torch.device(device)
-    stored = {} if load_format == "dummy" else _checked_headers(path, config)
+    stored, scales = ({}, {}) if load_format == "dummy" else _checked_headers(path, config)
     model = _allocate(config, dtype, device, weight_dtype, communicator)
     if load_format == "dummy":
         model.init_weights(seed=_DUMMY_SEED)
     else:
-        _load(model, stored, full_names(config, stored), progress)
+        _load(model, stored, scales, full_names(config, stored), progress)
     return model
 
 
 def _load(
     model: DecoderLM,
     stored: dict[str, StoredTensor],
+    scales: dict[str, StoredTensor],
     names: dict[str, str],
     progress: Progress | None,
 ) -> None:
-    """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters."""
+    """Copy the tensors of a checkpoint, or a rank's part of each, to the model's parameters.
+
+    Args:
+        model: written.
+        stored: the tensors, by their names in the files.
+        scales: of those that are compressed.
+        names: in the model, by those in the files.
+        progress: as for `load_part`.
+    """
+    all_scales = {name: scale.clone() for name, scale in read_tensors(scales)}
     parts = named_parts(model)
     rank = model.communicator.rank if model.communicator else 0
     done, total = 0, sum(entry.num_bytes for entry in stored.values())
     for name, tensor in read_tensors(stored):
         part = parts[names[name]]
-        if not part.load(shard(tensor, part.stored_shape, rank)):
+        scale = all_scales.get(scale_name(name))
+        values = tensor if scale is None else decompress(tensor, scale)
+        if not part.load(shard(values, part.stored_shape, rank)):
             raise WeightsError(
                 f"{name} has weights that are not finite, which FP8 cannot hold; serve it without --quantization"
             )
@@ -135,13 +150,15 @@ def _load(
             progress(done, total)
 
 
-def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the entries to load, by their names in the files.
+def _checked_headers(
+    path: Path, config: ModelConfig
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Return the entries to load, and those of the scales of compressed ones, both by the names in the files.
 
     Raises:
         WeightsError: names or shapes differ from those of the model.
     """
-    in_files = read_headers(path)
+    in_files, scales = split_scales(read_headers(path))
     names = full_names(config, in_files)
     stored = {names[name]: entry for name, entry in in_files.items()}
     needed: dict[str, ParameterPart] = named_parts(DecoderLM(config, device="meta"))
@@ -163,7 +180,9 @@ def _checked_headers(path: Path, config: ModelConfig) -> dict[str, StoredTensor]
             f"the tensors in {path} do not fit its config.json: "
             + "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in counts if names)
         )
-    return {name: entry for name, entry in in_files.items() if names[name] in needed}
+    kept = {name: entry for name, entry in in_files.items() if names[name] in needed}
+    used = {scale_name(name) for name in kept}
+    return kept, {name: entry for name, entry in scales.items() if name in used}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -192,13 +211,16 @@ def _allocate(
     return model.requires_grad_(requires_grad=False).eval()
 
 
-def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**30) -> None:
+def save_checkpoint(
+    model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**30, *, int8: bool = False
+) -> None:
     """Write the model as a Hugging Face checkpoint: config, generation config and safetensors.
 
     Args:
         model: any dtype, any device.
         path: folder, created if it does not exist; weight files in it are replaced, other files are kept.
         max_shard_bytes: maximum size of a file with more than one tensor.
+        int8: whether to store matrices in 8 bits, see `model.checkpoint.compressed`.
     """
     assert not model.is_quantized, "the format is for weights of one dtype"
     path.mkdir(parents=True, exist_ok=True)
@@ -206,7 +228,8 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
         stale.unlink(missing_ok=True)
     dtype = model.embed_tokens.dtype
     config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
-    _write_json(path / "config.json", config.to_dict())
+    compression = {"quantization_config": to_config(("Linear", "Embedding"))} if int8 else {}
+    _write_json(path / "config.json", config.to_dict() | compression)
     ends = list(config.eos_token_ids) or None
     _write_json(
         path / "generation_config.json",
@@ -214,7 +237,8 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
     )
     shards: list[list[str]] = [[]]
     parts = named_parts(model)
-    num_bytes = {name: part.values.numel() * dtype.itemsize for name, part in parts.items()}
+    tensors = _StoredTensors(parts, dtype, int8=int8)
+    num_bytes = {name: tensors.num_bytes(name) for name in parts}
     size = 0
     for name, its_bytes in num_bytes.items():
         if shards[-1] and size + its_bytes > max_shard_bytes:
@@ -227,13 +251,40 @@ def save_checkpoint(model: DecoderLM, path: Path, max_shard_bytes: int = 5 * 2**
         file = SINGLE_NAME
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: parts[name].to_stored(dtype) for name in names}
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
+        saved = {key: value for name in names for key, value in tensors.of(name).items()}
+        save_file(saved, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(saved, file)
     if len(shards) > 1:
         total = sum(num_bytes.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(path / INDEX_NAME, index)
+
+
+class _StoredTensors:
+    """The tensors of a model as a checkpoint stores them."""
+
+    def __init__(self, parts: dict[str, ParameterPart], dtype: torch.dtype, *, int8: bool) -> None:
+        self._parts, self._dtype, self._int8 = parts, dtype, int8
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """Return a tensor, and its scales if it is compressed, by name."""
+        stored = self._parts[name].to_stored(self._dtype)
+        if not self._is_compressed(name):
+            return {name: stored}
+        numbers, scale = compress(stored)
+        return {name: numbers, scale_name(name): scale}
+
+    def num_bytes(self, name: str) -> int:
+        """Size in a file."""
+        values = self._parts[name].values
+        if self._is_compressed(name):
+            return values.numel() + len(values) * torch.float32.itemsize
+        return values.numel() * self._dtype.itemsize
+
+    def _is_compressed(self, name: str) -> bool:
+        part = self._parts[name]
+        assert not (self._int8 and part.transposed), "the format has a scale for each output"
+        return self._int8 and part.values.ndim > 1
 
 
 def _write_json(file: Path, value: dict[str, object]) -> None:

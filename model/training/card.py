@@ -26,7 +26,7 @@ needs no download. It was trained from scratch by the recipe in `model/training/
 
 | | |
 |---|---|
-| parameters | {parameters:,} (embedding tied to the head), stored in bfloat16 |
+| parameters | {parameters:,} (embedding tied to the head), {storage} |
 | shape | Llama: {layers} layers, hidden {hidden}, {heads} query and {kv_heads} key-value heads of 64, \
 MLP {intermediate} |
 | context | {context} tokens |
@@ -135,6 +135,9 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
     versions = data["versions"]
     return _TEMPLATE.format(
         parameters=evaluation["parameters"],
+        storage="matrices stored in 8 bits"
+        if "quantization_config" in config
+        else "stored in bfloat16",
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
         heads=config["num_attention_heads"],

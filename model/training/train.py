@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(model: DecoderLM, data: Path, output: Path) -> None:
-    """Write the checkpoint in bfloat16, with the tokenizer and the chat template.
+    """Write the checkpoint with matrices in 8 bits and the rest in bfloat16, the tokenizer and the chat template.
 
     Args:
         model: the trained model.
@@ -92,7 +92,7 @@ def export(model: DecoderLM, data: Path, output: Path) -> None:
     """
     rounded = DecoderLM(model.config, torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
-    save_checkpoint(rounded, output, MAX_SHARD_BYTES)
+    save_checkpoint(rounded, output, MAX_SHARD_BYTES, int8=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(data / name, output / name)
 
