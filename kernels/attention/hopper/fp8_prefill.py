@@ -30,7 +30,8 @@ from kernels.attention.hopper.fp8_tiles import (
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
-from kernels.attention.hopper.unpack import UnpackedPrefill
+from kernels.attention.hopper.unpack import bind_portable
+from kernels.attention.hopper.unpack import bind_prefill as bind_unpacked
 from kernels.attention.problem import PagedBatch
 from kernels.attention.registry import HOPPER_UNPACKED_PREFILL
 from kernels.attention.select import select
@@ -38,6 +39,7 @@ from kernels.attention.select import select
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kernels.attention.plan import AttentionKernel
     from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
 
@@ -93,12 +95,15 @@ def prefill(
 
 def bind_prefill(
     problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
-) -> HopperFP8Prefill | UnpackedPrefill:
-    """Bind the kernel to a step: to multiply in FP8 if a sequence has `FEWEST_KEYS`."""
+) -> AttentionKernel:
+    """Bind the kernel to a step: to multiply in FP8 if a sequence has `FEWEST_KEYS`, unless that takes many parts."""
+    assert isinstance(batch, PagedBatch), "its row takes no packed keys"
     if batch.max_seqlen_k >= FEWEST_KEYS:
-        return HopperFP8Prefill(problem, batch, selection)
+        key_bytes = 2 * problem.num_kv_heads * problem.head_dim
+        portable = bind_portable(problem, batch, key_bytes, selection.arch)
+        return portable or HopperFP8Prefill(problem, batch, selection)
     unpacked = select(problem, selection.arch, registry=(HOPPER_UNPACKED_PREFILL,))
-    return UnpackedPrefill(problem, batch, unpacked)
+    return bind_unpacked(problem, batch, unpacked)
 
 
 class HopperFP8Prefill:

@@ -130,6 +130,29 @@ def test_short_sequences_are_converted(keys, kernel):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("seqs", "keys", "head_dim", "kernel"),
+    [
+        (32, 1024, 128, "UnpackedPrefill"),
+        (8, 40960, 128, "HopperFP8Prefill"),
+        (32, 40960, 128, "PortablePrefill"),
+        (256, 1024, 64, "UnpackedPrefill"),
+        (32, 40960, 64, "PortablePrefill"),
+        (32, 40960, 112, "UnpackedPrefill"),  # the portable kernel does not support it
+    ],
+)
+def test_many_sequences_of_any_length_are_read_by_the_portable_kernel(seqs, keys, head_dim, kernel):
+    offsets = torch.arange(seqs + 1, dtype=torch.int32)
+    lengths = torch.zeros(seqs, dtype=torch.int32)
+    table = torch.zeros((seqs, keys // 16), dtype=torch.int32)
+    batch = PagedBatch(offsets, lengths, table, seqs, 1, keys)
+
+    plan = kernels.plan_attention(problem(head_dim=head_dim), batch, H100)
+
+    assert type(plan.run).__name__ == kernel
+
+
+@interpreted
 @pytest.mark.parametrize("more", [{}, {"block_size": 48, "dtype": "float16"}], ids=str)
 def test_tiles_have_the_largest_scale_of_their_rows_and_the_same_values(more):
     from kernels.attention.hopper import fp8_tiles
