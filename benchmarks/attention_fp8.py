@@ -18,7 +18,7 @@ from benchmarks.attention_inputs import BLOCK_SIZE, arch_of, time_call
 from benchmarks.attention_shapes import DECODE, PREFILL
 from kernels.attention.problem import PackedBatch, PagedBatch
 from kernels.fp8 import FP8
-from kernels.hadamard import rotate_heads
+from kernels.hadamard import hadamard_transform
 from kernels.testing import reference, reference_fp8
 from server.cli.bench.result import number
 
@@ -142,14 +142,14 @@ def _prefill(
     assert length % BLOCK_SIZE == 0, f"{length} tokens are no multiple of {BLOCK_SIZE}"
     count = len(q) // length
     keys, values = kv
-    rows = torch.stack((rotate_heads(keys), values))
+    rows = torch.stack((hadamard_transform(keys), values))
     numbers, scale = _quantized(rows.view(2, -1, BLOCK_SIZE, *rows.shape[2:]))
     offsets = torch.arange(0, len(q) + 1, length, dtype=torch.int32, device=q.device)
     table = torch.arange(len(q) // BLOCK_SIZE, dtype=torch.int32, device=q.device).view(count, -1)
     batch = PagedBatch(offsets, offsets.diff(), table, len(q), length, length)
     plan, queries, scale = (
         kernels.plan_attention(problem, batch),
-        rotate_heads(q),
+        hadamard_transform(q),
         scale.contiguous(),
     )
 

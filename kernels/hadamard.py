@@ -60,7 +60,7 @@ def hadamard_matrix(head_dim: int, dtype: torch.dtype, device: torch.device) -> 
     return matrix.to(device, dtype)
 
 
-def rotate_heads(x: Tensor) -> Tensor:
+def hadamard_transform(x: Tensor) -> Tensor:
     """Multiply heads [..., D] by `hadamard_matrix`, in float32 at least; returns the dtype of `x`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) @ hadamard_matrix(x.shape[-1], wide, x.device)).to(x.dtype)

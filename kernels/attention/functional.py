@@ -26,7 +26,7 @@ from kernels.attention.checks import (
 from kernels.attention.plan import AttentionPlan
 from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch, Phase
 from kernels.attention.pytorch.write_kv import write_kv as _write_kv
-from kernels.attention.select import Selection, select
+from kernels.attention.select import Selection, select, select_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +81,7 @@ def plan_attention(
     check_batch(problem, batch)
     if selection is None:
         selection = _select_once(problem, arch or detect(batch.cu_seqlens_q.device))
+        selection = select_for(selection, problem, batch)
     heads = (problem.num_kv_heads, problem.head_dim)
     run, prefix = _bind(problem, batch, selection)
     return AttentionPlan(

@@ -6,6 +6,8 @@ decides which kernel runs.
 
 from __future__ import annotations
 
+import dataclasses
+
 from kernels.arch import FP8_INSTRUCTIONS, HOPPER, TENSOR_CORES, TENSOR_MEMORY
 from kernels.attention.launch import LaunchConfig
 from kernels.attention.problem import DTYPES, Phase
@@ -50,28 +52,6 @@ HOPPER_PREFILL = KernelSpec(
 )
 """Also the forward of attention for training, see `kernels.attention.training`."""
 
-HOPPER_UNPACKED_PREFILL = KernelSpec(
-    name="hopper_unpacked_prefill",
-    phase=Phase.PREFILL,
-    target="kernels.attention.hopper.unpack:bind_prefill",
-    dtypes=HOPPER_PREFILL.dtypes,
-    sm=HOPPER,
-    flash_attention=3,
-    head_dims=_HOPPER_HEAD_DIMS,
-    block_sizes=(1, 256),
-    group_sizes=_UP_TO_64_HEADS,
-    non_causal=True,
-    lse=True,
-    quantized_only=True,
-    row_tiles=HOPPER_PREFILL.row_tiles,
-    quantized=_FP8_ON_HOPPER,
-    tuned_as=HOPPER_PREFILL.name,
-    launch=HOPPER_PREFILL.launch,
-    note="hopper_prefill, after a pass that converts the cache to the queries' dtype",
-    arch_note=_NO_WGMMA,
-)
-"""Also what `hopper_fp8_prefill` runs over short sequences."""
-
 REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="blackwell_prefill",
@@ -96,7 +76,7 @@ REGISTRY: tuple[KernelSpec, ...] = (
     KernelSpec(
         name="hopper_fp8_prefill",
         phase=Phase.PREFILL,
-        target="kernels.attention.hopper.fp8_prefill:bind_prefill",
+        target="kernels.attention.hopper.fp8_prefill:HopperFP8Prefill",
         dtypes=frozenset({"bfloat16", "float16"}),
         sm=HOPPER,
         flash_attention=3,
@@ -108,14 +88,29 @@ REGISTRY: tuple[KernelSpec, ...] = (
         non_causal=True,
         lse=True,
         quantized_only=True,
+        fewest_keys=8192,
+        copied_bytes=1,
         row_tiles=frozenset({128}),
         quantized=_FP8_ON_HOPPER,
         launch=LaunchConfig(block_m=128, block_n=128, num_warps=4, num_stages=2),
-        note="multiplies in FP8 from 8192 keys on; fewer are converted as by hopper_unpacked_prefill",
+        note="multiplies in FP8; steps of fewer than 8192 keys are those of hopper_unpacked_prefill",
         arch_note=_NO_WGMMA,
     ),
     HOPPER_PREFILL,
-    HOPPER_UNPACKED_PREFILL,
+    dataclasses.replace(
+        HOPPER_PREFILL,
+        name="hopper_unpacked_prefill",
+        target="kernels.attention.hopper.unpack:UnpackedPrefill",
+        block_sizes=(1, 256),
+        power_of_two_blocks=False,
+        packed=False,
+        quantized_only=True,
+        quantized=_FP8_ON_HOPPER,
+        copied_bytes=2,
+        tuned_as=HOPPER_PREFILL.name,
+        note="hopper_prefill, after a pass that converts the cache to the queries' dtype; for many long sequences "
+        "portable_prefill",
+    ),
     KernelSpec(
         name="portable_prefill",
         phase=Phase.PREFILL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from kernels.arch import GPUArch
     from kernels.attention.launch import LaunchConfig, TunedLaunch
-    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
     from kernels.attention.spec import KernelSpec
 
 
@@ -55,6 +56,36 @@ class Selection:
             if long_enough and num_seqs >= row.min_num_seqs:
                 return row.launch
         raise AssertionError(f"{self.spec.name} has no launch for {max_seqlen_k} keys")
+
+
+def select_for(
+    selection: Selection, problem: AttentionProblem, batch: PagedBatch | PackedBatch
+) -> Selection:
+    """Return the row for a step: the selected one, or the next one that supports the problem if that one is unsuited.
+
+    Args:
+        selection: from `select`, for the problem.
+        problem: the problem.
+        batch: the step's sequences.
+    """
+    passed: tuple[str, ...] = ()
+    found = selection
+    while found.spec.unsuited(problem, batch):
+        passed += (found.spec.name,)
+        following = _without(problem, selection.arch, passed)
+        if following is None or following.spec.launch is None:
+            return selection  # PyTorch's rows are slower, and cannot be recorded
+        found = following
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _without(problem: AttentionProblem, arch: GPUArch, passed: tuple[str, ...]) -> Selection | None:
+    """Select among the rows that are not named; None if none supports the problem."""
+    try:
+        return select(problem, arch, tuple(row for row in REGISTRY if row.name not in passed))
+    except NoKernelError:
+        return None
 
 
 def select(

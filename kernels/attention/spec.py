@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kernels.attention.key_parts import sequences_of_part
 from kernels.attention.problem import Phase
 
 if TYPE_CHECKING:
     from kernels.arch import GPUArch
     from kernels.attention.launch import LaunchConfig
-    from kernels.attention.problem import AttentionProblem
+    from kernels.attention.problem import AttentionProblem, PackedBatch, PagedBatch
+
+_MOST_PARTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,9 @@ class KernelSpec:
         lse: whether it can write the log-sum-exp.
         batch_invariant: whether the bits of a query's result depend on nothing but its sequence.
         quantized_only: whether it reads only quantized caches.
+        fewest_keys: keys of a step's longest sequence from which it is chosen.
+        copied_bytes: bytes of a number of the keys and values that it copies to a buffer first
+            (`key_parts`); 0 if it reads the cache in place.
         unmeasured: whether no GPU has ever run it; it then supports only problems that allow that.
         row_tiles: supported values of `block_m`; None for any power of two.
         quantized: the quantized caches it reads; None for none.
@@ -99,6 +105,8 @@ class KernelSpec:
     lse: bool = False
     batch_invariant: bool = False
     quantized_only: bool = False
+    fewest_keys: int = 0
+    copied_bytes: int = 0
     unmeasured: bool = False
     row_tiles: frozenset[int] | None = None
     quantized: QuantizedCache | None = None
@@ -109,8 +117,25 @@ class KernelSpec:
 
     @property
     def copies_keys(self) -> bool:
-        """Whether it copies a sequence's keys and values, which takes memory: PyTorch's rows and those that convert."""
-        return self.launch is None or self.quantized_only
+        """Whether it copies a sequence's keys and values, which takes memory; PyTorch's rows do."""
+        return self.launch is None or self.copied_bytes > 0
+
+    def unsuited(
+        self, problem: AttentionProblem, batch: PagedBatch | PackedBatch
+    ) -> tuple[str, ...]:
+        """List why another row computes a step of a problem that this row supports; empty if this one does.
+
+        A recorded step is for any lengths up to a limit. For many sequences and a long limit, a row that copies keys
+        would consist of launches for parts without keys when the recording is replayed.
+        """
+        reasons = []
+        if batch.max_seqlen_k < self.fewest_keys:
+            reasons.append(f"{batch.max_seqlen_k} keys are fewer than {self.fewest_keys}")
+        if self.copied_bytes:
+            count = sequences_of_part(problem, batch.max_seqlen_k, self.copied_bytes)
+            if (parts := -(-batch.num_seqs // count)) > _MOST_PARTS:
+                reasons.append(f"{parts} parts of keys, at most {_MOST_PARTS}")
+        return tuple(reasons)
 
     def unsupported(self, problem: AttentionProblem, arch: GPUArch) -> tuple[str, ...]:
         """List every reason why this row cannot solve `problem` on `arch`; empty if it can."""

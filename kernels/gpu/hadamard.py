@@ -44,7 +44,7 @@ def mix(x, MIXED: tl.constexpr):
 
 
 @triton.jit
-def rotate_heads(first, second, D: tl.constexpr, dtype: tl.constexpr):
+def hadamard_transform(first, second, D: tl.constexpr, dtype: tl.constexpr):
     """Multiply heads by `kernels.hadamard.hadamard_matrix`.
 
     Args:

@@ -14,7 +14,7 @@ from kernels import (
     rms_norm,
     write_kv,
 )
-from kernels.hadamard import rotate_heads
+from kernels.hadamard import hadamard_transform
 from kernels.rope.cache import CacheSlots, rope_and_write_kv
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class PagedAttention:
         if not self._fused:
             q, k, v = split_heads(self._config, layer, qkv, self._ropes[index])
             if scale is not None:
-                q, k = rotate_heads(q), rotate_heads(k)
+                q, k = hadamard_transform(q), hadamard_transform(k)
             write_kv(k, v, kv, slots, kv_scale=scale)
             return self._attend(index, q)
         ahead = None

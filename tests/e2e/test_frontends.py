@@ -218,7 +218,7 @@ def test_requests_on_either_front_end_can_be_aborted_through_the_other(service, 
         ends = [json.loads(task.result()) for task in (first, second)]
         assert [end["error_type"] for end in ends] == ["aborted", "aborted"]
         assert not third.done()
-        # A front end knows a request for a moment longer than its client.
+        # A front end removes a request from its table a moment after the client has received the end of the reply.
         until(lambda: service.metric("tessera_requests_in_flight") == 1)
 
         assert asking.post("/abort", json={"all": True}).json()["aborted"] == ["c"]

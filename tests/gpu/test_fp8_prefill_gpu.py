@@ -27,6 +27,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.attention import key_parts
 from kernels.attention.launch import LaunchConfig, TunedLaunch
 from kernels.attention.problem import Phase
 from kernels.attention.registry import REGISTRY
@@ -63,14 +64,6 @@ TILE = 128
 SHARE = 2.0**-20
 # Exponentials and logarithms have a relative error of 2^-22, and the values are below 64 in float32.
 LSE_ERROR = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def _short_sequences_too(monkeypatch):
-    pytest.importorskip("triton")
-    from kernels.attention.hopper import fp8_prefill
-
-    monkeypatch.setattr(fp8_prefill, "FEWEST_KEYS", 1)
 
 
 def selection_for(problem, stages=None, row=ROW.name):
@@ -287,10 +280,8 @@ def run(plan, case, out):
 @pytest.mark.parametrize("row", ["hopper_fp8_prefill", "hopper_unpacked_prefill"])
 @pytest.mark.parametrize("most_bytes", [None, 1 << 20], ids=["together", "in parts"])
 def test_one_plan_can_be_used_for_several_layers(row, most_bytes, monkeypatch):
-    from kernels.attention.hopper import cached_rows
-
     if most_bytes is not None:
-        monkeypatch.setattr(cached_rows, "MOST_BYTES", most_bytes)
+        monkeypatch.setattr(key_parts, "MOST_BYTES", most_bytes)
     problem = cached(("bfloat16", 8, 2, 128, 16, {}))
     case = make(problem, [100, 1, 700], [100, 500, 1000])
     layers = [

@@ -8,7 +8,7 @@ import torch
 
 from kernels import FP8, PagedBatch, detect
 from kernels.fp8 import dequantize_rows, quantize_kv_rows
-from kernels.hadamard import rotate_heads
+from kernels.hadamard import hadamard_transform
 from kernels.testing.problems import assert_no_worse_than
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.rope_config import RopeConfig
@@ -323,7 +323,7 @@ def test_keys_are_rotated_and_keys_and_values_quantized_as_in_pytorch():
     expected, expected_scales = quantize_kv_rows(values)
     assert torch.equal(numbers[1].view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scales[1], expected_scales)
-    rotated = rotate_heads(keys.float())
+    rotated = hadamard_transform(keys.float())
     error = (dequantize_rows(numbers[0], scales[0], torch.float32) - rotated).abs()
     assert bool((error <= rotated.abs() * (1 / 16 + 2**-7) + scales[0][:, None] * 2**-9).all())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import triton
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
     from kernels.attention.problem import AttentionProblem, PagedBatch
 
-MOST_BYTES = 128 << 20
-"""Memory of the converted keys and values, unless those of one sequence take more."""
 _TOKENS = tl.constexpr(64)
 """Keys of a program."""
 
@@ -117,22 +114,3 @@ def convert_rows(
         KV_HEADS=heads, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_SIZE=kv.shape[2],
         WINDOW=problem.sliding_window is not None, num_warps=4,
     )  # fmt: skip
-
-
-def split_sequences(batch: PagedBatch, key_bytes: int) -> list[PagedBatch]:
-    """Split a batch so that converted keys and values of a part take at most `MOST_BYTES`, or are of one sequence.
-
-    Args:
-        batch: a step's sequences.
-        key_bytes: bytes of a token's converted keys and values.
-    """
-    count = max(1, MOST_BYTES // (max(1, batch.max_seqlen_k) * key_bytes))
-    return [
-        dataclasses.replace(
-            batch,
-            cu_seqlens_q=batch.cu_seqlens_q[first : first + count + 1],
-            seq_lens=batch.seq_lens[first : first + count],
-            block_table=batch.block_table[first : first + count],
-        )
-        for first in range(0, batch.num_seqs, count)
-    ]

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.attention.hopper.cached_rows import split_sequences
 from kernels.attention.hopper.fp8_consumer import consume
 from kernels.attention.hopper.fp8_producer import produce
 from kernels.attention.hopper.fp8_tiles import (
@@ -30,22 +30,14 @@ from kernels.attention.hopper.fp8_tiles import (
 )
 from kernels.attention.hopper.pipeline import ROWS, Constants, make_pipeline
 from kernels.attention.hopper.prefill import WorkList, attends_nothing, bulk_strides, plan_work
-from kernels.attention.hopper.unpack import bind_portable
-from kernels.attention.hopper.unpack import bind_prefill as bind_unpacked
+from kernels.attention.key_parts import split_sequences
 from kernels.attention.problem import PagedBatch
-from kernels.attention.registry import HOPPER_UNPACKED_PREFILL
-from kernels.attention.select import select
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.attention.plan import AttentionKernel
     from kernels.attention.problem import AttentionProblem, PackedBatch
     from kernels.attention.select import Selection
-
-
-FEWEST_KEYS = 8192
-"""Keys from which products in FP8 are faster than converting the cache; for fewer they would only be less exact."""
 
 
 @gluon.jit(do_not_specialize=["num_entries", "late_heads", "num_items", "num_tiles", "num_scales"])
@@ -93,19 +85,6 @@ def prefill(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def bind_prefill(
-    problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
-) -> AttentionKernel:
-    """Bind the kernel to a step: to multiply in FP8 if a sequence has `FEWEST_KEYS`, unless that takes many parts."""
-    assert isinstance(batch, PagedBatch), "its row takes no packed keys"
-    if batch.max_seqlen_k >= FEWEST_KEYS:
-        key_bytes = 2 * problem.num_kv_heads * problem.head_dim
-        portable = bind_portable(problem, batch, key_bytes, selection.arch)
-        return portable or HopperFP8Prefill(problem, batch, selection)
-    unpacked = select(problem, selection.arch, registry=(HOPPER_UNPACKED_PREFILL,))
-    return bind_unpacked(problem, batch, unpacked)
-
-
 class HopperFP8Prefill:
     """Prefill attention of one step in FP8 on Hopper, over an FP8 cache; shapes as in `kernels.prefill_attention`."""
 
@@ -122,7 +101,7 @@ class HopperFP8Prefill:
                 plan_key_tiles(part, launch.block_n),
                 plan_work(problem, part, group, launch.block_m, selection.arch.num_sms),
             )
-            for part in split_sequences(batch, 2 * problem.num_kv_heads * problem.head_dim)
+            for part in split_sequences(problem, batch, torch.float8_e4m3fn.itemsize)
         ]
         self._operands: Operands | None = None
         boxes = {

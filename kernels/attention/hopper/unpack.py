@@ -12,22 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.attention.hopper.cached_rows import convert_rows, split_sequences
+from kernels.attention.hopper.cached_rows import convert_rows
 from kernels.attention.hopper.prefill import HopperPrefill, attends_nothing
-from kernels.attention.portable.prefill import PortablePrefill
+from kernels.attention.key_parts import split_sequences
 from kernels.attention.problem import PackedBatch, PagedBatch
-from kernels.attention.registry import REGISTRY
-from kernels.attention.select import select
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.arch import GPUArch
-    from kernels.attention.plan import AttentionKernel
     from kernels.attention.problem import AttentionProblem
     from kernels.attention.select import Selection
-
-_MOST_PARTS = 8
 
 
 def _packed(batch: PagedBatch) -> PackedBatch:
@@ -37,39 +31,6 @@ def _packed(batch: PagedBatch) -> PackedBatch:
     return PackedBatch(
         batch.cu_seqlens_q, starts, batch.num_tokens, batch.max_seqlen_q, batch.max_seqlen_k
     )
-
-
-def bind_prefill(
-    problem: AttentionProblem, batch: PagedBatch | PackedBatch, selection: Selection
-) -> AttentionKernel:
-    """Bind the kernel to a step, or the portable one; see `bind_portable`."""
-    assert isinstance(batch, PagedBatch), "its row takes no packed keys"
-    key_bytes = 2 * problem.num_kv_heads * problem.head_dim * 2
-    portable = bind_portable(problem, batch, key_bytes, selection.arch)
-    return portable or UnpackedPrefill(problem, batch, selection)
-
-
-def bind_portable(
-    problem: AttentionProblem, batch: PagedBatch, key_bytes: int, arch: GPUArch
-) -> AttentionKernel | None:
-    """Bind the portable kernel, which reads the cache itself, if the sequences would take more than `_MOST_PARTS`.
-
-    A recorded step is for any lengths up to a limit. For many sequences and a long limit it would consist of launches
-    for parts that have no keys when it is replayed.
-
-    Args:
-        problem: over an FP8 cache.
-        batch: the step's sequences.
-        key_bytes: as for `split_sequences`.
-        arch: the GPU.
-
-    Returns:
-        None if the parts are few, or the portable kernel does not support the problem.
-    """
-    rows = [row for row in REGISTRY if row.name == "portable_prefill"]
-    if len(split_sequences(batch, key_bytes)) <= _MOST_PARTS or rows[0].unsupported(problem, arch):
-        return None
-    return PortablePrefill(problem, batch, select(problem, arch, registry=rows))
 
 
 class UnpackedPrefill:
@@ -84,7 +45,7 @@ class UnpackedPrefill:
         heads, dim = problem.num_kv_heads, problem.head_dim
         converted = dataclasses.replace(problem, kv_dtype=None, block_size=None)
         self._parts = []
-        for part in split_sequences(batch, 2 * heads * dim * self._dtype.itemsize):
+        for part in split_sequences(problem, batch, self._dtype.itemsize):
             packed = _packed(part)
             self._parts.append((part, packed, HopperPrefill(converted, packed, selection)))
         rows = max((part.num_seqs for part, _, _ in self._parts), default=0) * batch.max_seqlen_k

@@ -22,7 +22,7 @@ from kernels.gpu.functions import (
     normalize_halves,
     rotate_halves,
 )
-from kernels.gpu.hadamard import rotate_heads
+from kernels.gpu.hadamard import hadamard_transform
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ def rotate_and_write(
         first = first.to(qkv.dtype.element_ty)
         second = second.to(qkv.dtype.element_ty)
         if FP8:
-            first, second = rotate_heads(first, second, D, qkv.dtype.element_ty)
+            first, second = hadamard_transform(first, second, D, qkv.dtype.element_ty)
             first = first.to(qkv.dtype.element_ty)
             second = second.to(qkv.dtype.element_ty)
         if is_query:

@@ -162,7 +162,7 @@ def bring_heads(ring, qkv, vectors, kv_head, part, eps, c):
     other = gl.convert_layout(other, layout, assert_trivial=True)
     rotated = x * cosine + other * sine
     if c.FP8:
-        rotated = mix_heads(rotated.to(dtype).to(gl.float32), wide, c)
+        rotated = hadamard_transform(rotated.to(dtype).to(gl.float32), wide, c)
     rotated = gl.where(head > c.HELD, raw, rotated).to(dtype)
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ring.heads._reinterpret(dtype, [c.HEAD_ROWS, 2, HALF_P], shared).store(rotated)
@@ -170,7 +170,7 @@ def bring_heads(ring, qkv, vectors, kv_head, part, eps, c):
 
 
 @gluon.jit
-def mix_heads(x, element, c):
+def hadamard_transform(x, element, c):
     """Multiply heads by `kernels.hadamard.hadamard_matrix`; `x` and the elements' numbers are [rows, 2, DP / 2]."""
     HALF: gl.constexpr = c.D // 2
     MIXED: gl.constexpr = HALF & -HALF

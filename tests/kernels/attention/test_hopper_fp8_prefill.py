@@ -10,10 +10,11 @@ import torch
 
 import kernels
 from kernels.arch import CATALOGUE
+from kernels.attention.key_parts import split_sequences
 from kernels.attention.problem import AttentionProblem, PagedBatch, Phase
 from kernels.attention.registry import REGISTRY
 from kernels.fp8 import FP8
-from kernels.hadamard import rotate_heads
+from kernels.hadamard import hadamard_transform
 from kernels.testing import reference, reference_fp8
 from kernels.testing.problems import Layout, make_case
 from tests.kernels.triton_interpreter import interpreted
@@ -125,7 +126,7 @@ def test_short_sequences_are_converted(keys, kernel):
 
     plan = kernels.plan_attention(problem(), batch, H100)
 
-    assert plan.selection.spec is ROW
+    assert plan.selection.spec is (UNPACKED if keys < 8192 else ROW)
     assert type(plan.run).__name__ == kernel
 
 
@@ -242,12 +243,10 @@ def test_a_batch_is_split_so_that_converted_keys_fit_or_are_of_one_sequence():
     lengths = torch.arange(10, dtype=torch.int32)
     offsets = torch.arange(11, dtype=torch.int32)
     batch = PagedBatch(offsets, lengths, lengths[:, None], 10, 1, 1 << 14)
-    pytest.importorskip("triton")
-    from kernels.attention.hopper.cached_rows import split_sequences
 
-    (whole,) = split_sequences(batch, 512)
-    parts = split_sequences(batch, 2048)
-    alone = split_sequences(dataclasses.replace(batch, max_seqlen_k=1 << 17), 4096)
+    (whole,) = split_sequences(problem(num_kv_heads=2), batch, 1)
+    parts = split_sequences(problem(), batch, 1)
+    alone = split_sequences(problem(), dataclasses.replace(batch, max_seqlen_k=1 << 17), 2)
 
     assert whole.num_seqs == 10
     assert [part.seq_lens.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -272,8 +271,8 @@ def test_the_reference_of_the_algorithm_differs_from_attention_only_by_rounding(
     q, k, v = (torch.randn(n, h, 64, generator=generator) for n, h in ((90, 4), (300, 2), (300, 2)))
     options = {"softmax_scale": 0.125, "causal": causal}
 
-    keys, values = cache_rows(rotate_heads(k)), cache_rows(v)
-    out, lse = reference_fp8.tile_scaled(rotate_heads(q), keys, values, **options)
+    keys, values = cache_rows(hadamard_transform(k)), cache_rows(v)
+    out, lse = reference_fp8.tile_scaled(hadamard_transform(q), keys, values, **options)
     plain = reference_fp8.per_tensor(q, k, v, **options)
 
     truth = reference.attention(q, k, v, dtype=torch.float64, **options)
@@ -306,8 +305,8 @@ def test_over_16384_keys_with_outliers_it_is_2_5_times_as_exact_as_one_scale_per
         truth = reference.attention(q, k, v, dtype=torch.float64, **options)
         rounded = options | {"dtype": torch.float32}
         squares["plain"] += rmse(reference_fp8.per_tensor(q, k, v, **rounded), truth) ** 2
-        keys, values = cache_rows(rotate_heads(k)), cache_rows(v)
-        tiles, _ = reference_fp8.tile_scaled(rotate_heads(q), keys, values, **rounded)
+        keys, values = cache_rows(hadamard_transform(k)), cache_rows(v)
+        tiles, _ = reference_fp8.tile_scaled(hadamard_transform(q), keys, values, **rounded)
         squares["tiles"] += rmse(tiles, truth) ** 2
 
     assert math.sqrt(squares["plain"] / squares["tiles"]) >= 2.5

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import importlib
 import io
 import json
@@ -185,8 +184,6 @@ class Compiler:
             lse = torch.empty(out.shape[:2])
         module, _, name = spec.target.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        if spec.name == "hopper_fp8_prefill":
-            batch = dataclasses.replace(batch, max_seqlen_k=1 << 14)  # shorter ones are converted
         self.compiled = [] if job.stage == "plan" else None
         run = factory(job.problem, batch, selection)
         if job.stage == "run":

@@ -16,7 +16,7 @@ from kernels.elementwise.gpu.norm_and_gate import (
     silu_and_mul,
 )
 from kernels.fp8 import dequantize_rows, quantize_kv_rows
-from kernels.hadamard import rotate_heads
+from kernels.hadamard import hadamard_transform
 from kernels.linear.problem import LinearProblem
 from kernels.linear.registry import VECTOR
 from kernels.linear.select import LinearChoice, LinearLaunch
@@ -321,7 +321,7 @@ def test_over_fp8_caches_heads_are_mixed_and_keys_and_values_quantized(
         norms=case.norms, eps=1e-5, kv_scale=scale,
     )  # fmt: skip
 
-    assert_no_worse_than(found, rotate_heads(q), rotate_heads(plain_q))
+    assert_no_worse_than(found, hadamard_transform(q), hadamard_transform(plain_q))
     written = case.slots >= 0
     slots = case.slots[written].long()
     stored = numbers.flatten(1, 2)[:, slots]
@@ -329,7 +329,9 @@ def test_over_fp8_caches_heads_are_mixed_and_keys_and_values_quantized(
     wanted, wanted_scales = quantize_kv_rows(values[written])
     assert torch.equal(stored[1].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scales[1], wanted_scales)
-    keys, plain_keys = (rotate_heads(it[0].flatten(0, 1)[slots].float()) for it in (kv, plain_kv))
+    keys, plain_keys = (
+        hadamard_transform(it[0].flatten(0, 1)[slots].float()) for it in (kv, plain_kv)
+    )
     # The rounding to e4m3, and as much as the rounding to `dtype` before changes a key.
     error = (dequantize_rows(stored[0], scales[0], torch.float32) - keys).abs()
     allowed = (
