@@ -1,8 +1,9 @@
 """Trains the bundled model: `python -m model.training.train --data build/training-data --minutes 7`.
 
-First a larger, heavily regularized teacher, then the small model, which learns from the text and from the teacher's
-predictions. Both stop by the clock, and the checkpoint is written whenever the small model is the best so far in the
-second half of its time. The defaults are of the next bundled model; the card of the present one has its own.
+First larger, heavily regularized teachers, then the small model, which learns from the text and from the teachers'
+predictions. All stop by the clock, and the checkpoint is written whenever the small model is the best so far in the
+second half of its time. Teachers are kept in the folder of the logs, so that two processes can share the work:
+`--minutes 9 --only teachers`, then `--minutes 9 --only student`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from model.checkpoint.weights import save_checkpoint
 from model.network.decoder import DecoderLM
-from model.training.loop import Shape, Stage, run_stage
+from model.training.loop import Shape, Stage, model_config, run_stage
 from model.training.network import TrainedLM
 
 MAX_SHARD_BYTES = 15 * 2**20
@@ -28,6 +29,7 @@ TEACHER = Stage(name="teacher", shape=Shape(768, 8, 12, 4, 2048), dropout=0.3)
 STUDENT = Stage(name="student", shape=Shape(512, 7, 8, 2, 1280), dropout=0.1, distill_weight=0.8)
 _EXPORT_SECONDS = 8.0
 """Time left for the last measurement, the export and the end of the process."""
+_TEACHER_FILE = "teacher.pt"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,13 +55,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def keep(model: TrainedLM) -> None:
         export(model, options.data, options.output)
 
-    share = options.teacher_share * whole / max(1, options.teachers)
+    share = (1.0 if options.only else options.teacher_share) * whole / max(1, options.teachers)
     stages = []
     teachers = []
+    earlier = 0.0
     for number in range(options.teachers):
         stage = _override(TEACHER, options, "teacher", seed=options.seed + 1 + number)
-        stages.append(dataclasses.replace(stage, seconds=share))
-        teachers.append(train(stages[-1]))
+        stage = dataclasses.replace(stage, seconds=share)
+        kept = work / stage.name / _TEACHER_FILE
+        if options.only == "student":
+            stage, teacher, seconds = load_teacher(kept, device)
+            earlier += seconds
+        else:
+            started = time.monotonic()
+            teacher = train(stage)
+            save_teacher(kept, stage, teacher, time.monotonic() - started)
+        stages.append(stage)
+        teachers.append(teacher)
+    if options.only == "teachers":
+        print(f"trained {len(teachers)} teachers in {time.monotonic() - began:.0f} s")
+        return
     student = _override(STUDENT, options, "student", seed=options.seed)
     if whole:
         left = max(1.0, whole - (time.monotonic() - began))
@@ -72,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(earlier + time.monotonic() - began),
         "teachers": options.teachers,
         "teacher": dataclasses.asdict(stages[0]) if stages else None,
         "student": dataclasses.asdict(student),
@@ -97,6 +112,31 @@ def export(model: DecoderLM, data: Path, output: Path) -> None:
         shutil.copyfile(data / name, output / name)
 
 
+def save_teacher(file: Path, stage: Stage, model: TrainedLM, seconds: float) -> None:
+    """Write a teacher, how it was trained and how long that took."""
+    content = {
+        "stage": dataclasses.asdict(stage),
+        "weights": model.state_dict(),
+        "seconds": seconds,
+    }
+    torch.save(content, file)
+
+
+def load_teacher(file: Path, device: torch.device) -> tuple[Stage, TrainedLM, float]:
+    """Read what `save_teacher` wrote: the stage, the teacher in evaluation mode, and the seconds.
+
+    Raises:
+        FileNotFoundError: the teacher was not trained.
+    """
+    content = torch.load(file, map_location=device, weights_only=True)
+    stage = Stage(**content["stage"] | {"shape": Shape(**content["stage"]["shape"])})
+    weights = content["weights"]
+    config = model_config(stage.shape, len(weights["embed_tokens"]))
+    model = TrainedLM(config, stage.dropout, device)
+    model.load_state_dict(weights)
+    return stage, model.eval(), content["seconds"]
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,8 +152,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="for everything; 0 for as long as the steps need"
     )
-    parser.add_argument("--teacher-share", type=float, default=0.3, help="of the minutes")
+    parser.add_argument(
+        "--teacher-share", type=float, default=0.3, help="of the minutes, unless --only is given"
+    )
     parser.add_argument("--teachers", type=int, default=1, help="0 trains on the text alone")
+    parser.add_argument(
+        "--only",
+        choices=("teachers", "student"),
+        help="train these; the student's teachers are read from --work",
+    )
     for role, stage in (("teacher", TEACHER), ("student", STUDENT)):
         group = parser.add_argument_group(role)
         for name, value in _settings(stage).items():

@@ -122,15 +122,28 @@ def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(da
         )
 
 
-def test_the_command_line_trains_teacher_and_student_and_records_the_run(data, tmp_path):
+def test_the_command_line_trains_teacher_and_student_in_one_process_or_two(data, tmp_path):
     sizes = {"hidden-size": 64, "num-layers": 1, "num-heads": 1, "num-kv-heads": 1}
     sizes |= {"intermediate-size": 64, "steps": 1, "batch-tokens": 2048}
     flags = [f"--{role}-{k}={v}" for role in ("teacher", "student") for k, v in sizes.items()]
     folders = [f"--data={data}", f"--work={tmp_path / 'work'}", f"--output={tmp_path / 'out'}"]
-    train.main([*flags, *folders, "--device=cpu", "--no-compile", "--minutes=0"])
+    common = [*flags, *folders, "--device=cpu", "--no-compile", "--minutes=0"]
+    train.main(common)
     record = json.loads((tmp_path / "out" / "training.json").read_text())
     assert record["student"]["steps"] == record["teacher"]["steps"] == 1
     assert ModelConfig.from_folder(tmp_path / "out").hidden_size == 64
+
+    def weights() -> bytes:
+        return b"".join(file.read_bytes() for file in sorted((tmp_path / "out").glob("*tensors")))
+
+    whole = weights()
+    shutil.rmtree(tmp_path / "out")
+    shutil.rmtree(tmp_path / "work")
+    train.main([*common, "--only=teachers"])
+    assert not (tmp_path / "out").exists()
+    train.main([*common, "--only=student"])
+    assert weights() == whole
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["teacher"]["steps"] == 1
 
 
 def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path):
