@@ -41,6 +41,23 @@ class Communicator(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x, [T, C], over all ranks; returns a new tensor [T, C] in float32, the same bits on each rank."""
 
+    def add_and_normalize(
+        self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
+    ) -> Tensor | None:
+        """Add the partial sums of all ranks to the residual stream in place and compute its RMS norm, in one launch.
+
+        Args:
+            parts: [S, T, C] contiguous, of this rank, float32 or the dtype of `hidden`.
+            hidden: [T, C], contiguous in C, the same on all ranks; written.
+            weight: [C], in the dtype of `hidden` or float32.
+            eps: added to the mean square.
+            pdl: use programmatic dependent launch.
+
+        Returns:
+            [T, C], a new tensor, the same bits on each rank; or None, with nothing done, where it takes several
+            launches.
+        """
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks, [N, ...] for x of [...], in the order of the ranks."""
 
@@ -71,6 +88,13 @@ class OrderedSum:
         for part in parts[1:]:
             total += part
         return total
+
+    def add_and_normalize(
+        self, _parts: Tensor, _hidden: Tensor, _weight: Tensor, _eps: float, *, pdl: bool
+    ) -> Tensor | None:
+        """See `Communicator.add_and_normalize`; it takes several launches."""
+        del pdl
+        return None
 
 
 class AbsentRanks(OrderedSum):
@@ -130,6 +154,14 @@ class TorchCommunicator(OrderedSum):
             return super().all_reduce(x)
         return self._one_shot(x)
 
+    def add_and_normalize(
+        self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
+    ) -> Tensor | None:
+        """See `Communicator.add_and_normalize`; for small tensors on GPUs."""
+        if self._one_shot is None or self._detached or not self._one_shot.normalizes(hidden):
+            return None
+        return self._one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
+
     @contextlib.contextmanager
     def detached(self) -> Iterator[None]:
         """See `Communicator.detached`."""
@@ -168,8 +200,8 @@ def _one_shot(rank: int, size: int, device: torch.device) -> OneShotSum | None:
         found = OneShotSum(rank, size, device)
     except (ImportError, RuntimeError) as error:
         _logger.warning("rank %d sums by NCCL, which is slower for small steps: %s", rank, error)
-    most_programs = torch.tensor([found.most_programs if found else 0])
-    distributed.all_reduce(most_programs, distributed.ReduceOp.MIN)
+    most_warps = torch.tensor([found.most_warps if found else 0])
+    distributed.all_reduce(most_warps, distributed.ReduceOp.MIN)
     if found:
-        found.most_programs = int(most_programs)
-    return found if most_programs.item() else None
+        found.most_warps = int(most_warps)
+    return found if most_warps.item() else None

@@ -186,7 +186,7 @@ class DecoderLayer(nn.Module):
             numbers = weights(name)
             if communicator is None:
                 return bind(numbers, operations=Operations(residual=True, post_norm=after))
-            product = bind(numbers._replace(bias=None))
+            product = bind(numbers._replace(bias=None), operations=Operations(residual=True))
             return ReducedProjection(product, numbers.bias, after, communicator)
 
         head_norms = None

@@ -21,8 +21,8 @@ def _needs_two_gpus():
         pytest.skip(f"needs two GPUs, not {torch.cuda.device_count()}")
 
 
-def test_sums_in_one_launch_have_the_bits_of_the_sum_in_the_order_of_the_ranks():
-    assert run_ranks(benchmarks.all_reduce.measure, 2, [2048, 65536, 2 << 20])
+def test_sums_in_one_launch_have_the_bits_of_the_sum_in_the_order_of_the_ranks_with_a_norm_too():
+    assert run_ranks(benchmarks.all_reduce.measure, 2, [8192, 65536, 2 << 20])
 
 
 def test_ring_attention_computes_what_one_gpu_computes():
