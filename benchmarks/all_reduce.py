@@ -15,8 +15,8 @@ import torch
 from torch import distributed
 
 from benchmarks.rank_processes import main, slowest
-from kernels.collective.communicator import OrderedSum
 from kernels.collective.one_shot import OneShotSum
+from kernels.elementwise.pytorch import sum_in_order
 from kernels.linear.around import add_and_normalize
 from kernels.linear.weights import Norm
 
@@ -70,7 +70,7 @@ def _check(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor) -> 
     wrong = torch.zeros((), dtype=torch.int64, device=x.device)
     for _ in range(_CHANGES):
         x.normal_()
-        expected = OrderedSum.all_reduce(communicator, x)  # by gathering
+        expected = sum_in_order(communicator.all_gather(x))
         for _ in range(_REPLAYS):
             out.fill_(float("nan"))
             graph.replay()
@@ -90,7 +90,7 @@ def _check_norm(communicator: TorchCommunicator, one_shot: OneShotSum, x: Tensor
     )
     for _ in range(_CHANGES):
         x.normal_()
-        total = OrderedSum.all_reduce(communicator, x)
+        total = sum_in_order(communicator.all_gather(x))
         expected = start
         for _ in range(3):
             expected = (expected.float() + total).bfloat16()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import distributed
 
+from kernels.elementwise.pytorch import sum_in_order
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
@@ -40,6 +42,15 @@ class Communicator(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x, [T, C], over all ranks; returns a new tensor [T, C] in float32, the same bits on each rank."""
+
+    def summands(self, x: Tensor) -> Tensor:
+        """Return tensors whose sum in their order is that of x, [T, C], over all ranks.
+
+        A kernel that reads the sum can add several of them itself.
+
+        Returns:
+            A new tensor, [N, T, C] in the dtype of x or [1, T, C] float32.
+        """
 
     def add_and_normalize(
         self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
@@ -81,13 +92,13 @@ class OrderedSum:
         """See `Communicator.all_gather`."""
         raise NotImplementedError
 
+    def summands(self, x: Tensor) -> Tensor:
+        """See `Communicator.summands`; the parts of all ranks."""
+        return self.all_gather(x)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Communicator.all_reduce`."""
-        parts = self.all_gather(x)
-        total = parts[0].to(torch.float32, copy=True)
-        for part in parts[1:]:
-            total += part
-        return total
+        return sum_in_order(self.summands(x))
 
     def add_and_normalize(
         self, _parts: Tensor, _hidden: Tensor, _weight: Tensor, _eps: float, *, pdl: bool
@@ -148,11 +159,11 @@ class TorchCommunicator(OrderedSum):
         )
         self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Communicator.all_reduce`; small tensors on GPUs take one launch, the others are gathered and added."""
+    def summands(self, x: Tensor) -> Tensor:
+        """See `Communicator.summands`; the sum if one launch can compute it, which is for small tensors on GPUs."""
         if self._one_shot is None or self._detached or not self._one_shot.supports(x):
-            return super().all_reduce(x)
-        return self._one_shot(x)
+            return self.all_gather(x)
+        return self._one_shot(x)[None]
 
     def add_and_normalize(
         self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool

@@ -41,7 +41,7 @@ def add_and_normalize(
     *,
     pdl: bool,
 ) -> Tensor:
-    """Add partial sums to the residual stream in place and normalize it, in one launch but for large sums of ranks.
+    """Add partial sums to the residual stream in place and normalize it; ranks exchange them first if they are large.
 
     Args:
         norm: the norm.
@@ -58,7 +58,7 @@ def add_and_normalize(
             result = ranks.add_and_normalize(parts, hidden, *norm, pdl=pdl)
             if result is not None:
                 return result
-        parts = ranks.all_reduce(joined(parts, hidden.dtype))[None]
+        parts = ranks.summands(joined(parts, hidden.dtype))
     if isinstance(norm, Norm):
         return add_rms_norm(hidden, *norm, parts=parts, pdl=pdl)
     return add_layer_norm(hidden, *norm, parts=parts, pdl=pdl)
@@ -66,12 +66,7 @@ def add_and_normalize(
 
 def joined(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Add partial sums, [S, T, C], in their order and round the sum, [T, C], to `dtype`."""
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
+    return (parts[0] if len(parts) == 1 else pytorch.sum_in_order(parts)).to(dtype)
 
 
 def normalized_part(norm: Norm, y: Tensor, *, pdl: bool) -> Tensor:
