@@ -35,10 +35,13 @@ class Communicator(Protocol):
     Attributes:
         rank: 0 to N - 1.
         size: N.
+        fuses_norm: whether `add_and_normalize` computes small residual streams. Projections then leave it the partial
+            sums of a split product, which otherwise would take launches to add.
     """
 
     rank: int
     size: int
+    fuses_norm: bool
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x, [T, C], over all ranks; returns a new tensor [T, C] in float32, the same bits on each rank."""
@@ -88,6 +91,8 @@ class Communicator(Protocol):
 class OrderedSum:
     """The all-reduce of communicators that gather: every rank adds the parts of all ranks in their order."""
 
+    fuses_norm = False
+
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Communicator.all_gather`."""
         raise NotImplementedError
@@ -113,12 +118,13 @@ class AbsentRanks(OrderedSum):
 
     Args:
         size: number of ranks.
+        unmeasured: as for `TorchCommunicator`.
     """
 
     rank = 0
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *, unmeasured: bool = False) -> None:
+        self.size, self.fuses_norm = size, unmeasured
 
     def detached(self) -> AbstractContextManager[None]:
         """See `Communicator.detached`; it always is."""
@@ -148,9 +154,12 @@ class TorchCommunicator(OrderedSum):
         size: number of ranks.
         store: path of a file that does not exist yet, the same for all ranks; they find each other by it.
         device: of the tensors; a GPU of its own for each rank.
+        unmeasured: whether small sums and the norms after them may take one launch, which no GPU has run yet.
     """
 
-    def __init__(self, rank: int, size: int, store: str, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, store: str, device: torch.device, *, unmeasured: bool = False
+    ) -> None:
         self.rank, self.size = rank, size
         self._detached = False
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -158,6 +167,7 @@ class TorchCommunicator(OrderedSum):
             backend, init_method=f"file://{store}", rank=rank, world_size=size
         )
         self._one_shot = None if device.type == "cpu" else _one_shot(rank, size, device)
+        self.fuses_norm = unmeasured and self._one_shot is not None
 
     def summands(self, x: Tensor) -> Tensor:
         """See `Communicator.summands`; the sum if one launch can compute it, which is for small tensors on GPUs."""
@@ -169,7 +179,8 @@ class TorchCommunicator(OrderedSum):
         self, parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, *, pdl: bool
     ) -> Tensor | None:
         """See `Communicator.add_and_normalize`; for small tensors on GPUs."""
-        if self._one_shot is None or self._detached or not self._one_shot.normalizes(hidden):
+        fuses = self.fuses_norm and not self._detached
+        if self._one_shot is None or not fuses or not self._one_shot.normalizes(hidden):
             return None
         return self._one_shot.add_and_normalize(parts, hidden, weight, eps, pdl=pdl)
 

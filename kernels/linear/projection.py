@@ -127,10 +127,11 @@ class Projection(ResidualWriter, Protocol):
         """
 
     def partials(self, x: Tensor) -> Tensor:
-        """Project x, [T, C], for the residual stream but do not add it; only if bound with `Operations.residual`.
+        """Project x, [T, C], for the residual stream but do not add it.
 
         Returns:
-            Partial sums, [S, T, N] float32, or the result, [1, T, N] in the dtype of x.
+            The result, [1, T, N] in the dtype of x; or its partial sums, [S, T, N] float32, if the projection was
+            bound with `Operations.residual`.
         """
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -313,7 +314,7 @@ class _RowProjection:
     def partials(self, x: Tensor) -> Tensor:
         choice, product = self._choose(len(x))
         parts = product(x, choice, None, LinearArguments(pdl=self._pdl))
-        return parts if choice.spec.leaves_partials else parts[None]
+        return parts if self._problem.residual and choice.spec.leaves_partials else parts[None]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         choice, product = self._choose(len(x))

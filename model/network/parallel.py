@@ -80,10 +80,10 @@ def head_rows(vocab_size: int, size: int) -> int:
 class ReducedProjection:
     """A projection that adds to the residual stream, with the columns of one rank; sums them over all ranks.
 
-    On a GPU the sum is left to the norm that reads the residual stream, which takes one launch for both.
+    On a GPU the sum is left to the norm that reads the residual stream.
 
     Args:
-        product: of this rank's columns, without bias and norm, bound with `Operations.residual`.
+        product: of this rank's columns, without bias and norm.
         bias: [C], of the sum; None for none.
         post_norm: of the sum, before it is added to the residual stream; None for none.
         communicator: of the ranks.

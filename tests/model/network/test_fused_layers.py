@@ -252,6 +252,7 @@ class OneRank(AbsentRanks):
             mock.patch.object(one_shot, "detect", return_value=H100),
         ):
             self.one_shot = one_shot.OneShotSum(0, 1, torch.device("cpu")) if one_launch else None
+        self.fuses_norm = one_launch
 
     def add_and_normalize(self, parts, hidden, weight, eps, *, pdl):
         if self.one_shot is None or not self.one_shot.normalizes(hidden):
