@@ -18,7 +18,8 @@ from tqdm import tqdm
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
 from model.network.decoder import DecoderLM
-from model.training.completion import complete_greedily
+from model.sampling.parameters import SamplingParams
+from model.training.completion import complete_prompts
 from model.training.corpus import SourceFile, fragments_of
 from model.training.infilling import MAX_CHARACTERS, infilling_prompt
 from model.training.instructions import instruction
@@ -251,7 +252,8 @@ def complete(
     batch = 50
     for first in tqdm(range(0, len(prompts), batch), desc="completions"):
         ids = [tokenizer.encode(prompt).ids for prompt in prompts[first : first + batch]]
-        new = complete_greedily(model, ids, max_new_tokens, END_OF_TEXT_ID)
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
+        new = complete_prompts(model, ids, sampling, END_OF_TEXT_ID)
         completions.extend(tokenizer.decode_batch(new, skip_special_tokens=False))
     return completions
 

@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer
 
 from model.checkpoint.config import ModelConfig
 from model.checkpoint.weights import load_model
+from model.sampling.parameters import SamplingParams
 from model.training import evaluate, loop, prepare, train
-from model.training.completion import complete_greedily
+from model.training.completion import complete_prompts
 from model.training.loop import Clock, Shape, Stage, learning_rate, run_stage
 from model.training.network import model_logits
 from model.training.optimizer import orthogonalize
@@ -33,6 +35,7 @@ from model.training.tokenization import FIM_PREFIX, SPECIAL_TOKENS, TURN_END_ID
 from model.training.train import export
 
 CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 STAGE = Stage(
     name="tiny",
     shape=Shape(64, 2, 1, 1, 128),
@@ -149,7 +152,9 @@ def test_the_command_line_trains_teacher_and_student_in_one_process_or_two(data,
 def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path):
     model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
     prompts = [[0, 10, 11], [0, 40, 41, 42, 43, 44], [0]]
-    for prompt, new in zip(prompts, complete_greedily(model, prompts, 20, end_id=0), strict=True):
+    for prompt, new in zip(
+        prompts, complete_prompts(model, prompts, GREEDY, end_id=0), strict=True
+    ):
         ids = list(prompt)
         with torch.no_grad():
             while len(ids) < len(prompt) + 20:
@@ -158,6 +163,18 @@ def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path)
                     break
                 ids.append(chosen)
         assert new == ids[len(prompt) :]
+
+
+def test_completions_are_sampled_as_by_the_service_and_depend_on_their_own_seed(data, tmp_path):
+    model = run(dataclasses.replace(STAGE, steps=1), data, tmp_path)
+    sampled = SamplingParams(max_new_tokens=8, temperature=1.0, seed=5)
+    first, second = complete_prompts(model, [[0, 10], [0, 10]], sampled, end_id=-1)
+    assert first != second
+    again = msgspec.structs.replace(sampled, seed=6)
+    assert complete_prompts(model, [[0, 10]], again, end_id=-1) == [second]
+    penalized = msgspec.structs.replace(GREEDY, repetition_penalty=100.0, max_new_tokens=30)
+    (tokens,) = complete_prompts(model, [[0, 10]], penalized, end_id=-1)
+    assert len(set(tokens)) == 30
 
 
 def documents(batch) -> list[list[int]]:
