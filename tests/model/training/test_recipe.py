@@ -65,8 +65,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def run(stage, data, output, teachers=(), **options):
-    return run_stage(stage, data, output, teachers, device=CPU, compiled=False, **options)
+def run(stage, data, output, teachers=(), measurements=None, **options):
+    if measurements:
+        stage = dataclasses.replace(stage, measurements=measurements)
+    options = {"device": CPU, "compiled": False} | options
+    model, _ = run_stage(stage, data, output, teachers, **options)
+    return model
 
 
 def test_training_lowers_the_loss_and_the_same_seed_gives_the_same_weights(data, tmp_path):
@@ -98,16 +102,53 @@ def test_the_best_weights_are_returned_and_not_the_last(data, tmp_path, monkeypa
 def test_a_stage_by_the_clock_ends_in_time_and_leaves_out_the_compilation():
     now = 100.0
     stage = dataclasses.replace(STAGE, steps=0, seconds=60.0)
-    clock = Clock(stage, lambda: now)
+    clock = Clock(stage, now=lambda: now)
     assert clock.progress(0) == 0
     now = 120.0  # the first step took 20 s
     assert clock.progress(1) == 0
-    now = 140.0
+    now = 150.0
     assert clock.progress(2) == pytest.approx(0.5)
-    now = 161.0
+    now = 181.0
     assert clock.progress(3) == 1
+    assert clock.trained == 61.0
     with pytest.raises(ValueError, match="neither steps nor seconds"):
         Clock(dataclasses.replace(STAGE, steps=0))
+
+
+def test_the_clock_of_a_further_process_continues_and_leaves_out_its_compilation():
+    now = 0.0
+    stage = dataclasses.replace(STAGE, steps=0, seconds=60.0)
+    clock = Clock(stage, first_step=7, trained=30.0, now=lambda: now)
+    assert clock.progress(7) == 0.5
+    now = 20.0
+    assert clock.progress(8) == 0.5
+    now = 35.0
+    assert clock.progress(9) == 0.75
+
+
+def test_processes_that_are_ended_early_give_the_model_of_one_that_is_not(data, tmp_path):
+    whole = run(STAGE, data, tmp_path / "a", measurements=3)
+    parts = None
+    for process in range(12):
+        parts = run(STAGE, data, tmp_path / "b", measurements=3, deadline=0.0)
+        assert (parts is None) == (process < 11)
+        assert (tmp_path / "b" / loop.STATE_FILE).exists() == (process < 11)
+    for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(left, right)
+    logs = [
+        [
+            {key: value for key, value in json.loads(line).items() if key != "seconds"}
+            for line in (tmp_path / name / "log.jsonl").read_text().splitlines()
+        ]
+        for name in ("a", "b")
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_the_state_of_another_run_is_refused_by_what_differs(data, tmp_path):
+    assert run(STAGE, data, tmp_path, deadline=0.0) is None
+    with pytest.raises(ValueError, match=r"state\.pt is of a run with dropout 0\.1; continue"):
+        run(dataclasses.replace(STAGE, dropout=0.2), data, tmp_path)
 
 
 def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(data, tmp_path):
@@ -125,15 +166,15 @@ def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(da
         )
 
 
-def test_the_command_line_trains_teacher_and_student_in_one_process_or_two(data, tmp_path):
+def test_the_command_line_trains_in_one_process_or_in_several(data, tmp_path):
     sizes = {"hidden-size": 64, "num-layers": 1, "num-heads": 1, "num-kv-heads": 1}
-    sizes |= {"intermediate-size": 64, "steps": 1, "batch-tokens": 2048}
+    sizes |= {"intermediate-size": 64, "steps": 2, "batch-tokens": 2048, "minutes": 0}
     flags = [f"--{role}-{k}={v}" for role in ("teacher", "student") for k, v in sizes.items()]
     folders = [f"--data={data}", f"--work={tmp_path / 'work'}", f"--output={tmp_path / 'out'}"]
-    common = [*flags, *folders, "--device=cpu", "--no-compile", "--minutes=0"]
+    common = [*flags, *folders, "--device=cpu", "--no-compile"]
     train.main(common)
     record = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert record["student"]["steps"] == record["teacher"]["steps"] == 1
+    assert record["student"]["steps"] == record["teacher"]["steps"] == 2
     assert ModelConfig.from_folder(tmp_path / "out").hidden_size == 64
 
     def weights() -> bytes:
@@ -142,11 +183,15 @@ def test_the_command_line_trains_teacher_and_student_in_one_process_or_two(data,
     whole = weights()
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "work")
-    train.main([*common, "--only=teachers"])
-    assert not (tmp_path / "out").exists()
-    train.main([*common, "--only=student"])
+    for _ in range(2):  # after a step of the teacher, and after one of the student
+        with pytest.raises(SystemExit) as end:
+            train.main([*common, "--minutes=0.001"])
+        assert end.value.code == train.UNFINISHED
+    train.main([*common, "--minutes=0.001"])
     assert weights() == whole
-    assert json.loads((tmp_path / "out" / "training.json").read_text())["teacher"]["steps"] == 1
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["seconds"] >= 0
+    with pytest.raises(ValueError, match=r"teacher\.pt was trained with other settings"):
+        train.main([*common, "--teacher-dropout=0.5"])
 
 
 def test_paged_greedy_completion_equals_recomputing_the_sequence(data, tmp_path):
