@@ -140,7 +140,7 @@ def tune(length: int, head_dim: int) -> None:
             except Exception as error:  # noqa: BLE001 - a launch may need too much memory
                 print(f"{launch}: {str(error)[:60]}")
                 continue
-            timed.append((times[min(number, 1)], launch))
+            timed.append((times[1] if number else times[0], launch))
         timed.sort(key=lambda it: it[0])
         chosen[number] = timed[0][1]
         for milliseconds, launch in timed[:10]:
