@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from model.checkpoint.generation_config import FILE as GENERATION_CONFIG
 from model.checkpoint.weights import save_checkpoint
 from model.network.decoder import DecoderLM
 from model.training.loop import Shape, Stage, model_config, run_stage
@@ -30,6 +31,8 @@ TEACHER = Stage("teacher", Shape(768, 8, 12, 4, 2048), seconds=240.0, dropout=0.
 STUDENT = Stage(
     "student", Shape(512, 7, 8, 2, 1280), seconds=600.0, dropout=0.1, distill_weight=0.8
 )
+SAMPLING_DEFAULTS = {"repetition_penalty": 1.2}
+"""Entries of generation_config.json: a model this small repeats itself without them."""
 UNFINISHED = 75
 """Exit status of a process that another one must follow (`EX_TEMPFAIL`)."""
 _EXPORT_SECONDS = 8.0
@@ -103,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def export(model: DecoderLM, data: Path, output: Path) -> None:
-    """Write the checkpoint with matrices in 8 bits and the rest in bfloat16, the tokenizer and the chat template.
+    """Write the checkpoint: matrices in 8 bits, the rest in bfloat16; sampling defaults, tokenizer, chat template.
 
     Args:
         model: the trained model.
@@ -113,6 +116,8 @@ def export(model: DecoderLM, data: Path, output: Path) -> None:
     rounded = DecoderLM(model.config, torch.bfloat16)
     rounded.load_state_dict(model.state_dict())
     save_checkpoint(rounded, output, MAX_SHARD_BYTES, int8=True)
+    file = output / GENERATION_CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | SAMPLING_DEFAULTS, indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(data / name, output / name)
 

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from model.checkpoint.config import ModelConfig
+from model.checkpoint.generation_config import read_sampling_defaults
 from model.checkpoint.weights import load_model
 from model.sampling.parameters import SamplingParams
 from model.training import evaluate, loop, prepare, train
@@ -157,6 +158,8 @@ def test_a_student_learns_from_a_teacher_and_its_export_gives_the_same_logits(da
     distilled = dataclasses.replace(short, distill_weight=0.8, seed=1)
     student = run(distilled, data, tmp_path / "s", [teacher])
     export(student, data, tmp_path / "out")
+    defaults = read_sampling_defaults(tmp_path / "out")
+    assert defaults.repetition_penalty == train.SAMPLING_DEFAULTS["repetition_penalty"]
     config = ModelConfig.from_folder(tmp_path / "out")
     served = load_model(tmp_path / "out", config, torch.float32, "cpu")
     ids = torch.tensor([[0, 5, 6, 7]])
@@ -320,6 +323,14 @@ def test_the_bits_of_a_file_do_not_depend_on_window_boundaries(data, tmp_path):
     assert bits == pytest.approx(expected.item() / np.log(2), rel=1e-4)
     assert evaluate.file_bits(model, [0] * 5000) > 0
     assert evaluate.function_headers(read_held_out(data))
+
+
+def test_a_loop_is_three_equal_periods_at_the_end():
+    assert evaluate.is_loop([9, 1, 2, 1, 2, 1, 2])
+    assert evaluate.is_loop([5, 5, 5])
+    assert not evaluate.is_loop([1, 2, 1, 2, 1, 2, 3])
+    assert not evaluate.is_loop([1, 2, 1, 2])
+    assert not evaluate.is_loop([])
 
 
 def test_a_completion_is_cut_at_the_end_of_the_function():
