@@ -175,12 +175,12 @@ def header_completions(
     headers = function_headers(files)
     order = np.random.default_rng(0).permutation(len(headers))[:NUM_HEADERS]
     prompts = [headers[index] for index in sorted(order)]
-    completions = complete(model, tokenizer, prompts, sampling)
-    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in completions]
+    ids = complete_ids(model, tokenizer, prompts, sampling)
+    completions = tokenizer.decode_batch(ids, skip_special_tokens=False)
     ended = [
         cut_function(prompt, completion)
         for prompt, completion, tokens in zip(prompts, completions, ids, strict=True)
-        if len(tokens) < limit - 1
+        if len(tokens) < limit
     ]
     functions = [
         cut_function(prompt, completion)
@@ -285,12 +285,19 @@ def complete(
     model: DecoderLM, tokenizer: Tokenizer, prompts: Sequence[str], sampling: SamplingParams
 ) -> list[str]:
     """Complete texts, up to the separator."""
-    completions: list[str] = []
+    ids = complete_ids(model, tokenizer, prompts, sampling)
+    return list(tokenizer.decode_batch(ids, skip_special_tokens=False))
+
+
+def complete_ids(
+    model: DecoderLM, tokenizer: Tokenizer, prompts: Sequence[str], sampling: SamplingParams
+) -> list[list[int]]:
+    """Complete texts and return the new tokens, up to the separator."""
+    completions: list[list[int]] = []
     batch = 50
     for first in tqdm(range(0, len(prompts), batch), desc="completions"):
         ids = [tokenizer.encode(prompt).ids for prompt in prompts[first : first + batch]]
-        new = complete_prompts(model, ids, sampling, END_OF_TEXT_ID)
-        completions.extend(tokenizer.decode_batch(new, skip_special_tokens=False))
+        completions += complete_prompts(model, ids, sampling, END_OF_TEXT_ID)
     return completions
 
 

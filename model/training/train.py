@@ -31,7 +31,7 @@ TEACHER = Stage("teacher", Shape(768, 8, 12, 4, 2048), seconds=240.0, dropout=0.
 STUDENT = Stage(
     "student", Shape(512, 7, 8, 2, 1280), seconds=600.0, dropout=0.1, distill_weight=0.8
 )
-SAMPLING_DEFAULTS = {"repetition_penalty": 1.2}
+SAMPLING_DEFAULTS = {"repetition_penalty": 1.3}
 """Entries of generation_config.json: a model this small repeats itself without them."""
 UNFINISHED = 75
 """Exit status of a process that another one must follow (`EX_TEMPFAIL`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from xml.etree import ElementTree
 
@@ -70,7 +71,7 @@ def test_labels_do_not_overlap_and_text_is_escaped():
         for it in image.findall(f"{SVG}text")
         if (it.text or "").startswith("a<")
     )
-    assert all(after - before >= 14 for before, after in zip(heights, heights[1:], strict=False))
+    assert all(after - before >= 14 for before, after in itertools.pairwise(heights))
 
 
 def test_axes_begin_at_zero_or_at_a_power_of_ten():
