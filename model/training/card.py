@@ -71,8 +71,7 @@ nor that of xz is counted. Measured with the shipped weights.
 Of {headers} function headers of held-out files (the dedented header alone, no docstring), the greedy
 completion parses as Python for **{parse}**. A completion has at most {max_new_tokens} new tokens and is cut at
 the end of the function, or after the last full line if it reaches that limit. {ended} completions ended
-within the limit, and {ended_and_parse} of these parse; **{loops}** of all end in a loop, often in a docstring or a
-comment.
+within the limit, and **{loops}** end in a loop, often in a docstring or a comment.
 {with_defaults}
 {comparison}{uses}## Completions, verbatim
 
@@ -180,7 +179,6 @@ def render(config: dict[str, Any], evaluation: dict[str, Any], training: dict[st
         headers=headers["headers"],
         parse=headers["parse"],
         ended=headers["ended"],
-        ended_and_parse=headers["ended_and_parse"],
         loops=headers["loops"],
         repeated=_repeated(data),
         with_defaults=_with_defaults(evaluation),

@@ -177,11 +177,6 @@ def header_completions(
     prompts = [headers[index] for index in sorted(order)]
     ids = complete_ids(model, tokenizer, prompts, sampling)
     completions = tokenizer.decode_batch(ids, skip_special_tokens=False)
-    ended = [
-        cut_function(prompt, completion)
-        for prompt, completion, tokens in zip(prompts, completions, ids, strict=True)
-        if len(tokens) < limit
-    ]
     functions = [
         cut_function(prompt, completion)
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -190,8 +185,7 @@ def header_completions(
         "headers": len(prompts),
         "max_new_tokens": limit,
         "parse": sum(parses(function) for function in functions),
-        "ended": len(ended),
-        "ended_and_parse": sum(parses(function) for function in ended),
+        "ended": sum(len(tokens) < limit for tokens in ids),
         "loops": sum(is_loop(tokens) for tokens in ids),
     }
 
