@@ -238,10 +238,14 @@ def _comparison(evaluation: dict[str, Any]) -> str:
     if before is None:
         return ""
     rows = "\n".join(
-        f"| {name} | {value:,} | {before.get(name, '')} |"
+        f"| {name} | {value:,} | {_number(before.get(name))} |"
         for name, value in figures_of(evaluation).items()
     )
     return _COMPARISON.format(rows=rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,}"
 
 
 def _with_defaults(evaluation: dict[str, Any]) -> str:
