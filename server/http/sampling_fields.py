@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CommonSamplingFields(RequestOptionFields):
-    """The fields; bodies of dialects inherit them. Null means the default."""
+    """The fields; bodies of dialects inherit them. Null means the default, of the checkpoint if it states one."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="Sample from the most likely tokens that together have this probability."
@@ -65,19 +65,20 @@ class CommonSamplingFields(RequestOptionFields):
         """Make sampling parameters with `max_new_tokens` 1, which depends on the prompt, and without `bad_words`.
 
         Args:
-            config: the model's end tokens.
+            config: the model's end tokens and sampling defaults.
             info: limits of the engine.
             own: the parameters whose fields differ between dialects.
 
         Raises:
             ValidationError: a key of `logit_bias` is not a token id.
         """
+        defaults = config.sampling_defaults
         return SamplingParams(
             max_new_tokens=1,
-            top_p=given(self.top_p, 1.0),
-            min_p=given(self.min_p, 0.0),
-            typical_p=given(self.typical_p, 1.0),
-            repetition_penalty=given(self.repetition_penalty, 1.0),
+            top_p=given(self.top_p, defaults.top_p),
+            min_p=given(self.min_p, defaults.min_p),
+            typical_p=given(self.typical_p, defaults.typical_p),
+            repetition_penalty=given(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=given(self.presence_penalty, 0.0),
             frequency_penalty=given(self.frequency_penalty, 0.0),
             logit_bias=logit_biases(self.logit_bias or {}, info),

@@ -20,6 +20,7 @@ from server.http.limits import (
     check_stop_strings,
     check_stop_token_ids,
     check_temperature,
+    given,
     with_output_limit,
 )
 from server.http.structured_output import StructuredOutput
@@ -243,15 +244,14 @@ def _sampling_params(
     config: HTTPConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    temperature = 0.0
-    if seed is not None:
-        temperature = float(p.temperature) if p.temperature is not None else 1.0
+    defaults = config.sampling_defaults
+    temperature = given(p.temperature, defaults.temperature) if seed is not None else 0.0
     return p.sampling_params(
         config,
         info,
         min_new_tokens=p.min_new_tokens or 0,
         temperature=temperature,
-        top_k=min(p.top_k or 0, info.vocab_size),
+        top_k=min(p.top_k or max(defaults.top_k, 0), info.vocab_size),
         seed=seed or 0,
         logprobs=logprobs,
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
