@@ -99,8 +99,8 @@ This took {seconds} s on one {device} with PyTorch {torch}, including compilatio
 
 The model is for trying a new installation, and for demonstrations, tests and benchmarks of the server. It
 imitates the style of the standard library: its code looks right and often parses, but seldom does what
-the function's name says. Greedy output of a model this small repeats itself, which the repetition penalty in
-`generation_config.json` reduces and does not remove; a temperature near 0.7 helps too. Output often
+the function's name says. Greedy output of a model this small repeats itself, which a
+repetition penalty of 1.3 in the request reduces and does not remove; a temperature near 0.7 helps too. Output often
 resembles a test suite, because two thirds of the training text are tests. It follows simple
 instructions for Python functions in form only; it generates only Python and English comments.
 """
@@ -252,7 +252,7 @@ def _with_defaults(evaluation: dict[str, Any]) -> str:
     penalty = evaluation["sampling_defaults"]["repetition_penalty"]
     found = evaluation["headers_with_defaults"]
     return (
-        f"With the repetition penalty of `generation_config.json`, {penalty:g}, **{found['parse']}** parse and "
+        f"With a repetition penalty of {penalty:g} in the request, **{found['parse']}** parse and "
         f"**{found['loops']}** end in a loop.\n"
     )
 

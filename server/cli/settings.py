@@ -48,8 +48,8 @@ class Settings(BaseModel):
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="auto takes the sampling parameters that a request does not set from the checkpoint's "
-        "generation_config.json, none from the service's own defaults",
+        description="auto takes the sampling parameters that a request to the OpenAI API does not set from the "
+        "checkpoint's generation_config.json, none from the service's own defaults",
     )
     chat_template: str | None = Field(
         None,

@@ -18,7 +18,7 @@ class HTTPConfig:
         served_model_names: names that requests may give the model; empty means `model_id`.
         strict_fields: whether unknown fields are refused in dialects that otherwise accept and report them.
         eos_token_ids: the model's own end tokens, from its configuration.
-        sampling_defaults: sampling parameters of requests that do not set them.
+        sampling_defaults: sampling parameters of the checkpoint, in dialects where requests that set none take them.
         chat_template: source of a chat template that takes the place of the checkpoint's; None for that one.
         tool_call_format: name of the format of calls of tools (`model.text.tools.formats`); `auto` finds the
             checkpoint's.

@@ -12,12 +12,13 @@ from server.http.limits import MAX_BAD_WORD_CHARACTERS, given, logit_biases
 from server.http.request_options import RequestOptionFields
 
 if TYPE_CHECKING:
+    from model.checkpoint.generation_config import SamplingDefaults
     from server.engine.core.messages import EngineInfo
     from server.http.config import HTTPConfig
 
 
 class CommonSamplingFields(RequestOptionFields):
-    """The fields; bodies of dialects inherit them. Null means the default, of the checkpoint if it states one."""
+    """The fields; bodies of dialects inherit them. Null means the default."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="Sample from the most likely tokens that together have this probability."
@@ -60,19 +61,20 @@ class CommonSamplingFields(RequestOptionFields):
         self,
         config: HTTPConfig,
         info: EngineInfo,
+        defaults: SamplingDefaults,
         **own: Any,  # noqa: ANN401 - the fields of `SamplingParams`
     ) -> SamplingParams:
         """Make sampling parameters with `max_new_tokens` 1, which depends on the prompt, and without `bad_words`.
 
         Args:
-            config: the model's end tokens and sampling defaults.
+            config: the model's end tokens.
             info: limits of the engine.
+            defaults: of fields that the request leaves out.
             own: the parameters whose fields differ between dialects.
 
         Raises:
             ValidationError: a key of `logit_bias` is not a token id.
         """
-        defaults = config.sampling_defaults
         return SamplingParams(
             max_new_tokens=1,
             top_p=given(self.top_p, defaults.top_p),

@@ -64,13 +64,7 @@ def test_a_stop_string_is_cut_off(client, model):
 
 def test_an_echoed_prompt_is_scored_as_its_greedy_continuation(client, model):
     first = client.completions.create(
-        model=model,
-        prompt=PROMPT,
-        max_tokens=8,
-        temperature=0,
-        logprobs=1,
-        echo=True,
-        extra_body={"repetition_penalty": 1},
+        model=model, prompt=PROMPT, max_tokens=8, temperature=0, logprobs=1, echo=True
     ).choices[0]
     scored = client.completions.create(
         model=model, prompt=first.text, max_tokens=0, logprobs=1, echo=True

@@ -1,4 +1,4 @@
-"""Requests that do not set a sampling parameter get the checkpoint's; whether they sample is theirs to say."""
+"""OpenAI requests that do not set a sampling parameter get the checkpoint's; TGI's never do."""
 
 import pytest
 
@@ -65,19 +65,18 @@ async def test_responses_get_the_defaults_and_report_them(open_client, tokenizer
     assert (reply["temperature"], reply["top_p"]) == (0.6, 0.9)
 
 
-async def test_tgi_requests_sample_only_if_they_say_so(sampling_of):
-    async def of(parameters):
-        return await sampling_of("/generate", {"inputs": "x", "parameters": parameters})
-
-    greedy = (0.0, *STATED[1:])
-    assert await of(None) == STATED
-    assert await of({"do_sample": True}) == STATED
-    assert await of({"temperature": 0.3}) == (0.3, *STATED[1:])
-    assert await of({"do_sample": True} | OWN) == tuple(OWN.values())
-    assert await of({}) == greedy
-    assert await of({"max_new_tokens": 3}) == greedy
-    assert await of({"temperature": 0, "do_sample": True}) == greedy
-    assert await of({"repetition_penalty": 1.0}) == (*greedy[:5], 1.0)
+async def test_tgi_requests_get_no_defaults_of_the_checkpoint(sampling_of):
+    for parameters in (
+        None,
+        {},
+        {"do_sample": True},
+        {"temperature": 0.3},
+        {"do_sample": True} | OWN,
+    ):
+        body = {"inputs": "x", "parameters": parameters}
+        assert await sampling_of("/generate", body) == await sampling_of(
+            "/generate", body, SamplingDefaults()
+        )
 
 
 async def test_a_checkpoint_without_defaults_leaves_requests_as_they_were(sampling_of):
@@ -97,8 +96,7 @@ async def test_a_checkpoint_without_defaults_leaves_requests_as_they_were(sampli
 
 async def test_a_top_k_of_minus_one_in_the_file_keeps_all_tokens(sampling_of):
     defaults = SamplingDefaults(top_k=-1)
-    for path, body in (("/generate", {"inputs": "x"}), ("/v1/completions", {"prompt": "x"})):
-        assert (await sampling_of(path, body, defaults))[1] == 0
+    assert (await sampling_of("/v1/completions", {"prompt": "x"}, defaults))[1] == 0
 
 
 async def test_info_reports_the_defaults(open_client):

@@ -255,6 +255,7 @@ def _sampling_params(
     return body.sampling_params(
         config,
         info,
+        defaults,
         min_new_tokens=body.min_tokens or 0,
         temperature=given(body.temperature, defaults.temperature),
         top_k=min(max(defaults.top_k if body.top_k is None else body.top_k, 0), info.vocab_size),

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from typing import TYPE_CHECKING
 
+from model.checkpoint.generation_config import SamplingDefaults
 from model.sampling.parameters import SamplingParams
 from server.errors import ValidationError
 from server.http.dialects.tgi.schema import (
@@ -244,14 +245,14 @@ def _sampling_params(
     config: HTTPConfig,
     info: EngineInfo,
 ) -> SamplingParams:
-    defaults = config.sampling_defaults
-    temperature = given(p.temperature, defaults.temperature) if seed is not None else 0.0
+    temperature = given(p.temperature, 1.0) if seed is not None else 0.0
     return p.sampling_params(
         config,
         info,
+        SamplingDefaults(),
         min_new_tokens=p.min_new_tokens or 0,
         temperature=temperature,
-        top_k=min(p.top_k or max(defaults.top_k, 0), info.vocab_size),
+        top_k=min(p.top_k or 0, info.vocab_size),
         seed=seed or 0,
         logprobs=logprobs,
         top_logprobs=(p.top_n_tokens or 0) if logprobs else 0,
