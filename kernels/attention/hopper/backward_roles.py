@@ -1,0 +1,189 @@
+"""Warp roles of the one-pass backward: a warp copies tiles to shared memory, two warp groups compute.
+
+For each tile of queries the consumers compute, with keys as rows,
+
+    S = K Q^T    P = exp2(scale S - lse)    dV += P dO    dP = V dO^T    dS = P (dP - delta)    dK += dS Q    dQ = dS^T K
+
+P and dS are operands in registers; only dQ, which sums over the keys of both warp groups, needs dS in shared memory.
+Its parts are added to float32 scratch memory, in the order in which thread blocks come to them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.attention.hopper.backward_tiles import STATS, seeing_tiles
+
+_CHUNK = gl.constexpr(16)
+"""Rows that are zeroed or stored at a time."""
+
+
+@gluon.jit
+def produce(buffers, tile, q_desc, k_desc, v_desc, do_desc, stats_desc, window, c):
+    """Issue the copies of keys and values, then those of each tile of queries once its stage is free."""
+    if tile.first < tile.num_k:
+        row = tile.start_k + tile.first
+        _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)
+        _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)
+        begin, count, _, _ = seeing_tiles(tile, window, c)
+        used = 0
+        for member in range(c.GROUP):
+            head = tile.kv_head * c.GROUP + member
+            for m in range(begin, begin + count):
+                stage = used % c.STAGES
+                mbarrier.wait(buffers.empty.index(stage), ((used // c.STAGES) & 1) ^ 1)
+                row = tile.start_q + m * c.BLOCK_M
+                full = buffers.q_full.index(stage)
+                _copy(q_desc, row, head, full, buffers.q.index(stage), c.BLOCK_M, 4 * STATS * c.BLOCK_M, c)
+                entry = (tile.scratch + m) * c.HEADS + head
+                tma.async_copy_global_to_shared(
+                    stats_desc, [entry * STATS * c.BLOCK_M], full, buffers.stats.index(stage)
+                )
+                _copy(do_desc, row, head, buffers.do_full.index(stage), buffers.do.index(stage), c.BLOCK_M, 0, c)
+                used += 1
+
+
+@gluon.jit
+def _copy(desc, row, head, full, target, rows: gl.constexpr, more_bytes: gl.constexpr, c):
+    """Issue the copy of some rows of a head; `full` waits for `more_bytes` of other copies too."""
+    mbarrier.expect(full, rows * c.D * 2 + more_bytes)
+    box = target._reinterpret(desc.dtype, [rows, 1, c.D], desc.layout)
+    tma.async_copy_global_to_shared(desc, [row, head, 0], full, box)
+
+
+@gluon.jit
+def consume(buffers, tile, dq, dk, dv, scale_log2, scale, window, c):
+    """Compute the gradients of the tile of keys, and add its part of the gradient of queries to `dq`."""
+    if tile.first < tile.num_k:
+        mbarrier.wait(buffers.kv_full.index(0), 0)
+        mbarrier.wait(buffers.kv_full.index(1), 0)
+        if tile.first + c.BLOCK_N > tile.num_k:
+            _keep_rows(buffers.k.index(0), tile.num_k - tile.first, c.BLOCK_N, c)
+            _keep_rows(buffers.v.index(0), tile.num_k - tile.first, c.BLOCK_N, c)
+        grads = (
+            gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT),
+            gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT),
+        )
+        begin, count, edge, inside = seeing_tiles(tile, window, c)
+        used = 0
+        for member in range(c.GROUP):
+            head = tile.kv_head * c.GROUP + member
+            for i in range(count):
+                is_masked = (i < edge) | (i >= inside)
+                grads = _add_queries(
+                    buffers, tile, grads, dq, head, begin + i, used, is_masked, scale_log2, window, c
+                )  # fmt: skip
+                used += 1
+        gl.thread_barrier()
+        _store(dk, buffers.k.index(0), grads[0] * scale, tile, c)
+        _store(dv, buffers.v.index(0), grads[1], tile, c)
+
+
+@gluon.jit
+def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2, window, c):
+    """Add tile `m` of a head's queries, use number `used` of the ring, to the gradients of keys and values."""
+    dkey, dvalue = grads
+    dtype: gl.constexpr = buffers.k.dtype
+    columns: gl.constexpr = gl.SliceLayout(0, c.S_LAYOUT)
+    stage = used % c.STAGES
+    phase = (used // c.STAGES) & 1
+    k, v = buffers.k.index(0), buffers.v.index(0)
+    q, do, ds = buffers.q.index(stage), buffers.do.index(stage), buffers.ds.index(0)
+    stats = buffers.stats.index(stage)
+    mbarrier.wait(buffers.q_full.index(stage), phase)
+    if (m + 1) * c.BLOCK_M > tile.num_q:
+        mbarrier.wait(buffers.do_full.index(stage), phase)
+        _keep_rows(q, tile.num_q - m * c.BLOCK_M, c.BLOCK_M, c)
+        _keep_rows(do, tile.num_q - m * c.BLOCK_M, c.BLOCK_M, c)
+    zeros = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, layout=c.S_LAYOUT)
+    s_async = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(buffers.do_full.index(stage), phase)
+    dp_async = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    log_sum = stats.slice(0, c.BLOCK_M).load(columns)
+    s = warpgroup_mma_wait(1, deps=(s_async,))
+    if is_masked:
+        s = _mask(s, m * c.BLOCK_M, tile, window, c)
+    p = gl.exp2(s * scale_log2 - log_sum[None, :])
+    weights = gl.convert_layout(p.to(dtype), c.P_LAYOUT, assert_trivial=True)
+    dv_async = warpgroup_mma(weights, do, dvalue, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp_async,))
+    delta = stats.slice(c.BLOCK_M, c.BLOCK_M).load(columns)
+    dscores = (p * (dp - delta[None, :])).to(dtype)
+    ds.store(dscores)
+    fence_async_shared()
+    gl.thread_barrier()
+    # All warps have passed their last wait of the previous tile, so its stage can be released.
+    mbarrier.arrive(buffers.empty.index((used + c.STAGES - 1) % c.STAGES), count=1, pred=used > 0)
+    nothing = gl.zeros([c.BLOCK_M, c.D], gl.float32, layout=c.Q_LAYOUT)
+    dq_async = warpgroup_mma(ds.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+    operand = gl.convert_layout(dscores, c.P_LAYOUT, assert_trivial=True)
+    dk_async = warpgroup_mma(operand, q, dkey, is_async=True)
+    dquery, dvalue = warpgroup_mma_wait(1, deps=(dq_async, dv_async))
+    _add_to_scratch(dq, dquery, (tile.scratch + m) * c.HEADS + head, c)
+    dkey = warpgroup_mma_wait(0, deps=(dk_async,))
+    return dkey, dvalue
+
+
+@gluon.jit
+def _mask(s, first_query, tile, window, c):
+    """Set the scores of keys that a query does not see to -inf."""
+    key = tile.first + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(1, c.S_LAYOUT))
+    query = first_query + gl.arange(0, c.BLOCK_M, layout=gl.SliceLayout(0, c.S_LAYOUT))
+    seen = (key < tile.num_k)[:, None]
+    distance = (query + tile.num_k - tile.num_q)[None, :] - key[:, None]
+    if c.CAUSAL:
+        seen = seen & (distance >= 0)
+    if c.WINDOW:
+        seen = seen & (distance < window)
+    return gl.where(seen, s, float("-inf"))
+
+
+@gluon.jit
+def _add_to_scratch(dq, part, entry, c):
+    """Add a tile's gradient of queries to the scratch memory, in the order of registers: see `scratch_order`."""
+    size: gl.constexpr = c.BLOCK_M * c.D
+    dq += entry.to(gl.int64) * size
+    if c.BLOCK_M == 64:
+        x = part.reshape([4, 2, 8, 2, c.D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    else:
+        x = part.reshape([8, 2, 8, 1, c.D // 8, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    x = x.reshape([size // 4, 4])
+    L: gl.constexpr = x.type.layout
+    place = gl.arange(0, size // 4, layout=gl.SliceLayout(1, L))[:, None] * 4
+    place = place + gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
+    gl.atomic_add(dq + place, x, sem="relaxed")
+
+
+@gluon.jit
+def _keep_rows(target, kept, rows: gl.constexpr, c):
+    """Zero the rows from `kept` on: they belong to another sequence, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    for chunk in gl.static_range(rows // _CHUNK):
+        if kept < (chunk + 1) * _CHUNK:
+            part = target.slice(chunk * _CHUNK, _CHUNK, dim=0)
+            row = chunk * _CHUNK + gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
+            values = part.load(layout)
+            part.store(gl.where((row < kept)[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store(out, staging, grad, tile, c):
+    """Store a gradient of keys or values, [BLOCK_N, D], through shared memory."""
+    staging.store(grad.to(out.dtype.element_ty))
+    gl.thread_barrier()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // c.D, c.D // 8], [8, 1], [1, 0])
+    row = tile.first + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, c.D, layout=gl.SliceLayout(0, layout))
+    place = (tile.start_k + row).to(gl.int64) * (c.HEADS // c.GROUP) + tile.kv_head
+    place = place[:, None] * c.D + column[None, :]
+    gl.store(out + place, staging.load(layout), mask=(row < tile.num_k)[:, None])
