@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.attention.hopper.backward_tiles import STATS, seeing_tiles
 
+FIRST_BARRIER = gl.constexpr(9)
 _CHUNK = gl.constexpr(16)
 """Rows that are zeroed or stored at a time."""
 
@@ -39,7 +40,8 @@ def produce(buffers, tile, q_desc, k_desc, v_desc, do_desc, stats_desc, window, 
             head = tile.kv_head * c.GROUP + member
             for m in range(begin, begin + count):
                 stage = used % c.STAGES
-                mbarrier.wait(buffers.empty.index(stage), ((used // c.STAGES) & 1) ^ 1)
+                if used >= c.STAGES:
+                    _await_release(stage)
                 row = tile.start_q + m * c.BLOCK_M
                 full = buffers.q_full.index(stage)
                 _copy(q_desc, row, head, full, buffers.q.index(stage), c.BLOCK_M, 4 * STATS * c.BLOCK_M, c)
@@ -49,6 +51,25 @@ def produce(buffers, tile, q_desc, k_desc, v_desc, do_desc, stats_desc, window, 
                 )
                 _copy(do_desc, row, head, buffers.do_full.index(stage), buffers.do.index(stage), c.BLOCK_M, 0, c)
                 used += 1
+        # No arrival may be left at a barrier when the thread block ends.
+        for last in range(gl.maximum(used - c.STAGES, 0), used):
+            _await_release(last % c.STAGES)
+
+
+@gluon.jit
+def _release(stage):
+    """Let the producer overwrite a stage of the ring once all threads of the consumers have come here."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r", [stage + FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _await_release(stage):
+    """Wait for the release of the last use of a stage."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 288; mov.u32 $0, 0;", "=r,r", [stage + FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -117,11 +138,11 @@ def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2,
     dp = warpgroup_mma_wait(1, deps=(dp_async,))
     delta = stats.slice(c.BLOCK_M, c.BLOCK_M).load(columns)
     dscores = (p * (dp - delta[None, :])).to(dtype)
+    # The products that read the previous tile's dS have ended in all warps.
+    gl.thread_barrier()
     ds.store(dscores)
     fence_async_shared()
     gl.thread_barrier()
-    # All warps have passed their last wait of the previous tile, so its stage can be released.
-    mbarrier.arrive(buffers.empty.index((used + c.STAGES - 1) % c.STAGES), count=1, pred=used > 0)
     nothing = gl.zeros([c.BLOCK_M, c.D], gl.float32, layout=c.Q_LAYOUT)
     dq_async = warpgroup_mma(ds.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
     operand = gl.convert_layout(dscores, c.P_LAYOUT, assert_trivial=True)
@@ -129,6 +150,7 @@ def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2,
     dquery, dvalue = warpgroup_mma_wait(1, deps=(dq_async, dv_async))
     _add_to_scratch(dq, dquery, (tile.scratch + m) * c.HEADS + head, c)
     dkey = warpgroup_mma_wait(0, deps=(dk_async,))
+    _release(stage)
     return dkey, dvalue
 
 

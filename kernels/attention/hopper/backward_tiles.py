@@ -168,7 +168,6 @@ class BackwardBuffers:
         kv_full: 2 mbarriers, of keys and values.
         q_full: mbarriers, one per stage, of queries and their stats.
         do_full: likewise of the gradients of outputs.
-        empty: likewise; the stage's queries and gradients are released together.
     """
 
     k: gl.shared_memory_descriptor
@@ -180,10 +179,9 @@ class BackwardBuffers:
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     do_full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, do, stats, ds, kv_full, q_full, do_full, empty) -> None:
+    def __init__(self, k, v, q, do, stats, ds, kv_full, q_full, do_full) -> None:
         self.k = k
         self.v = v
         self.q = q
@@ -193,7 +191,6 @@ class BackwardBuffers:
         self.kv_full = kv_full
         self.q_full = q_full
         self.do_full = do_full
-        self.empty = empty
 
 
 @gluon.jit
@@ -209,9 +206,8 @@ def make_buffers(dtype: gl.constexpr, c):
     kv_full = _make_barriers(2)
     q_full = _make_barriers(c.STAGES)
     do_full = _make_barriers(c.STAGES)
-    empty = _make_barriers(c.STAGES)
     fence_async_shared()
-    return BackwardBuffers(k, v, q, do, stats, ds, kv_full, q_full, do_full, empty)
+    return BackwardBuffers(k, v, q, do, stats, ds, kv_full, q_full, do_full)
 
 
 @gluon.jit
