@@ -35,24 +35,21 @@ def produce(buffers, tile, q_desc, k_desc, v_desc, do_desc, stats_desc, window, 
         _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)
         _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)
         begin, count, _, _ = seeing_tiles(tile, window, c)
-        used = 0
-        for member in range(c.GROUP):
-            head = tile.kv_head * c.GROUP + member
-            for m in range(begin, begin + count):
-                stage = used % c.STAGES
-                if used >= c.STAGES:
-                    _await_release(stage)
-                row = tile.start_q + m * c.BLOCK_M
-                full = buffers.q_full.index(stage)
-                _copy(q_desc, row, head, full, buffers.q.index(stage), c.BLOCK_M, 4 * STATS * c.BLOCK_M, c)
-                entry = (tile.scratch + m) * c.HEADS + head
-                tma.async_copy_global_to_shared(
-                    stats_desc, [entry * STATS * c.BLOCK_M], full, buffers.stats.index(stage)
-                )
-                _copy(do_desc, row, head, buffers.do_full.index(stage), buffers.do.index(stage), c.BLOCK_M, 0, c)
-                used += 1
+        for used in range(count * c.GROUP):
+            m, head = begin + used // c.GROUP, tile.kv_head * c.GROUP + used % c.GROUP
+            stage = used % c.STAGES
+            if used >= c.STAGES:
+                _await_release(stage)
+            row = tile.start_q + m * c.BLOCK_M
+            full = buffers.q_full.index(stage)
+            _copy(q_desc, row, head, full, buffers.q.index(stage), c.BLOCK_M, 4 * STATS * c.BLOCK_M, c)
+            entry = (tile.scratch + m) * c.HEADS + head
+            tma.async_copy_global_to_shared(
+                stats_desc, [entry * STATS * c.BLOCK_M], full, buffers.stats.index(stage)
+            )
+            _copy(do_desc, row, head, buffers.do_full.index(stage), buffers.do.index(stage), c.BLOCK_M, 0, c)
         # No arrival may be left at a barrier when the thread block ends.
-        for last in range(gl.maximum(used - c.STAGES, 0), used):
+        for last in range(gl.maximum(count * c.GROUP - c.STAGES, 0), count * c.GROUP):
             _await_release(last % c.STAGES)
 
 
@@ -81,8 +78,8 @@ def _copy(desc, row, head, full, target, rows: gl.constexpr, more_bytes: gl.cons
 
 
 @gluon.jit
-def consume(buffers, tile, dq, dk, dv, scale_log2, scale, window, c):
-    """Compute the gradients of the tile of keys, and add its part of the gradient of queries to `dq`."""
+def consume(buffers, tile, sums, dk, dv, scale_log2, scale, window, c):
+    """Compute the gradients of the tile of keys, and add its part of the gradient of queries to `sums`."""
     if tile.first < tile.num_k:
         mbarrier.wait(buffers.kv_full.index(0), 0)
         mbarrier.wait(buffers.kv_full.index(1), 0)
@@ -94,23 +91,37 @@ def consume(buffers, tile, dq, dk, dv, scale_log2, scale, window, c):
             gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT),
         )
         begin, count, edge, inside = seeing_tiles(tile, window, c)
-        used = 0
-        for member in range(c.GROUP):
-            head = tile.kv_head * c.GROUP + member
-            for i in range(count):
-                is_masked = (i < edge) | (i >= inside)
-                grads = _add_queries(
-                    buffers, tile, grads, dq, head, begin + i, used, is_masked, scale_log2, window, c
-                )  # fmt: skip
-                used += 1
+        # Relative to the first query of the first tile: the sequence's end, and the query in the place of the first key.
+        queries = tile.num_q - begin * c.BLOCK_M
+        diagonal = tile.first - (tile.num_k - tile.num_q) - begin * c.BLOCK_M
+        entry = (tile.scratch + begin).to(gl.int64) * c.HEADS + tile.kv_head * c.GROUP
+        sums += entry * (c.BLOCK_M * c.D)
+        for used in range(count * c.GROUP):
+            # The heads of a tile of queries, then the next tile.
+            i, member = used // c.GROUP, used % c.GROUP
+            first = i * c.BLOCK_M
+            is_masked = (i < edge) | (i >= inside)
+            grads = _add_queries(
+                buffers, grads, sums + (i * c.HEADS + member).to(gl.int64) * (c.BLOCK_M * c.D), used, queries - first,
+                diagonal - first, tile.num_k - tile.first, is_masked, scale_log2, window, c,
+            )  # fmt: skip
         gl.thread_barrier()
         _store(dk, buffers.k.index(0), grads[0] * scale, tile, c)
         _store(dv, buffers.v.index(0), grads[1], tile, c)
 
 
 @gluon.jit
-def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2, window, c):
-    """Add tile `m` of a head's queries, use number `used` of the ring, to the gradients of keys and values."""
+def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked, scale_log2, window, c):
+    """Add a tile of a head's queries, use number `used` of the ring, to the gradients of keys and values.
+
+    Args:
+        grads: of keys and values, [BLOCK_N, D].
+        sums: of the tile's gradient of queries.
+        queries: queries of the sequence from the tile's first one on.
+        diagonal: index of the query in the tile that has the position of the first key.
+        keys: keys of the sequence from the first one on.
+        is_masked: whether some of the queries do not see some of the keys.
+    """
     dkey, dvalue = grads
     dtype: gl.constexpr = buffers.k.dtype
     columns: gl.constexpr = gl.SliceLayout(0, c.S_LAYOUT)
@@ -120,10 +131,10 @@ def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2,
     q, do, ds = buffers.q.index(stage), buffers.do.index(stage), buffers.ds.index(0)
     stats = buffers.stats.index(stage)
     mbarrier.wait(buffers.q_full.index(stage), phase)
-    if (m + 1) * c.BLOCK_M > tile.num_q:
+    if queries < c.BLOCK_M:
         mbarrier.wait(buffers.do_full.index(stage), phase)
-        _keep_rows(q, tile.num_q - m * c.BLOCK_M, c.BLOCK_M, c)
-        _keep_rows(do, tile.num_q - m * c.BLOCK_M, c.BLOCK_M, c)
+        _keep_rows(q, queries, c.BLOCK_M, c)
+        _keep_rows(do, queries, c.BLOCK_M, c)
     zeros = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, layout=c.S_LAYOUT)
     s_async = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(buffers.do_full.index(stage), phase)
@@ -131,7 +142,7 @@ def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2,
     log_sum = stats.slice(0, c.BLOCK_M).load(columns)
     s = warpgroup_mma_wait(1, deps=(s_async,))
     if is_masked:
-        s = _mask(s, m * c.BLOCK_M, tile, window, c)
+        s = _mask(s, diagonal, keys, window, c)
     p = gl.exp2(s * scale_log2 - log_sum[None, :])
     weights = gl.convert_layout(p.to(dtype), c.P_LAYOUT, assert_trivial=True)
     dv_async = warpgroup_mma(weights, do, dvalue, is_async=True)
@@ -148,40 +159,58 @@ def _add_queries(buffers, tile, grads, dq, head, m, used, is_masked, scale_log2,
     operand = gl.convert_layout(dscores, c.P_LAYOUT, assert_trivial=True)
     dk_async = warpgroup_mma(operand, q, dkey, is_async=True)
     dquery, dvalue = warpgroup_mma_wait(1, deps=(dq_async, dv_async))
-    _add_to_scratch(dq, dquery, (tile.scratch + m) * c.HEADS + head, c)
+    _add_to_sums(sums, dquery, c)
     dkey = warpgroup_mma_wait(0, deps=(dk_async,))
     _release(stage)
     return dkey, dvalue
 
 
 @gluon.jit
-def _mask(s, first_query, tile, window, c):
-    """Set the scores of keys that a query does not see to -inf."""
-    key = tile.first + gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(1, c.S_LAYOUT))
-    query = first_query + gl.arange(0, c.BLOCK_M, layout=gl.SliceLayout(0, c.S_LAYOUT))
-    seen = (key < tile.num_k)[:, None]
-    distance = (query + tile.num_k - tile.num_q)[None, :] - key[:, None]
+def _mask(s, diagonal, keys, window, c):
+    """Set the scores of keys that a query does not see to -inf.
+
+    Queries past the end of the sequence need no mask, since their log-sum-exps are infinite.
+    """
+    key = gl.arange(0, c.BLOCK_N, layout=gl.SliceLayout(1, c.S_LAYOUT))
     if c.CAUSAL:
-        seen = seen & (distance >= 0)
-    if c.WINDOW:
-        seen = seen & (distance < window)
-    return gl.where(seen, s, float("-inf"))
+        # Column 8 i + 2 t + j is register (i, j) of thread t. Each comparison is between 8 i + j, a compile-time
+        # constant of the register, and one limit per row and thread.
+        x = s.reshape([c.BLOCK_N, c.BLOCK_M // 8, 4, 2])
+        L: gl.constexpr = x.type.layout
+        eight = gl.arange(0, c.BLOCK_M // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+        lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+        pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+        # The first column whose query is not before the key.
+        start = gl.convert_layout(key + diagonal, rows, assert_trivial=True)
+        start = start[:, None, None, None] - 2 * lane[None, None, :, None]
+        column = 8 * eight[None, :, None, None] + pair[None, None, None, :]
+        if c.WINDOW:
+            # The distance of a later key is negative, which as an unsigned number exceeds any window.
+            seen = (column - start).to(gl.uint32, bitcast=True) < window.to(gl.uint32, bitcast=True)
+        else:
+            seen = column >= start
+        x = gl.where(seen, x, float("-inf"))
+        s = gl.convert_layout(x.reshape([c.BLOCK_N, c.BLOCK_M]), c.S_LAYOUT, assert_trivial=True)
+    else:
+        s = gl.where((key < keys)[:, None], s, float("-inf"))
+    return s
 
 
 @gluon.jit
-def _add_to_scratch(dq, part, entry, c):
-    """Add a tile's gradient of queries to the scratch memory, in the order of registers: see `scratch_order`."""
+def _add_to_sums(sums, part, c):
+    """Add a tile's gradient of queries, [BLOCK_M, D], to its sums in the order of the registers that hold it.
+
+    A thread adds four numbers at a time, two columns of rows r and r + 8, and a warp 512 consecutive bytes.
+    """
     size: gl.constexpr = c.BLOCK_M * c.D
-    dq += entry.to(gl.int64) * size
-    if c.BLOCK_M == 64:
-        x = part.reshape([4, 2, 8, 2, c.D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
-    else:
-        x = part.reshape([8, 2, 8, 1, c.D // 8, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    # (warp, upper or lower row, row), (warp group, 8 columns, thread, pair).
+    x = part.reshape([4, 2, 8, 2, c.D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
     x = x.reshape([size // 4, 4])
     L: gl.constexpr = x.type.layout
     place = gl.arange(0, size // 4, layout=gl.SliceLayout(1, L))[:, None] * 4
     place = place + gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
-    gl.atomic_add(dq + place, x, sem="relaxed")
+    gl.atomic_add(sums + place, x, sem="relaxed")
 
 
 @gluon.jit

@@ -17,6 +17,8 @@ WARPS = gl.constexpr(8)
 """Warps of the consumers: two warp groups, which share the rows of each product."""
 STATS = gl.constexpr(2)
 """Numbers of a query: log-sum-exp in units of log2, and rowsum(dO * O) - d lse."""
+STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
+"""Of the numbers of a tile, one after the other."""
 
 
 @gluon.constexpr_function
@@ -201,8 +203,7 @@ def make_buffers(dtype: gl.constexpr, c):
     q = make_tiles(dtype, c.STAGES, c.BLOCK_M, c.D)
     do = make_tiles(dtype, c.STAGES, c.BLOCK_M, c.D)
     ds = make_tiles(dtype, 1, c.BLOCK_N, c.BLOCK_M)
-    stats_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=1)
-    stats = gl.allocate_shared_memory(gl.float32, [c.STAGES, STATS * c.BLOCK_M], stats_layout)
+    stats = gl.allocate_shared_memory(gl.float32, [c.STAGES, STATS * c.BLOCK_M], STATS_LAYOUT)
     kv_full = _make_barriers(2)
     q_full = _make_barriers(c.STAGES)
     do_full = _make_barriers(c.STAGES)

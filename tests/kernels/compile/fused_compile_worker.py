@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from kernels.attention.hopper import backward
 from kernels.attention.portable import training
 from kernels.attention.training import TrainingBatch, TrainingProblem
 from kernels.collective import one_shot
@@ -85,7 +86,7 @@ class FusedJob:
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
             "parts", "fp8", "float32"; of "training" some of "all", "window", "softcap", "alibi", "dropout",
-            "mask", "float32".
+            "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
@@ -330,9 +331,9 @@ class FusedCompiler(Compiler):
         add(torch.empty((job.tokens, 4096), dtype=torch.bfloat16))
 
     def _training(self, job: FusedJob, _pdl: bool) -> None:
-        dtype = torch.float32 if "float32" in job.around else torch.bfloat16
-        q = torch.empty((8, 32, job.head_dim), dtype=dtype)
-        k = torch.empty((8, 8, job.head_dim), dtype=dtype)
+        dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
+        q = torch.empty((8, 32, job.head_dim), dtype=getattr(torch, dtype))
+        k = torch.empty((8, 32 if "one head a group" in job.around else 8, job.head_dim), dtype=q.dtype)
         offsets = torch.empty(3, dtype=torch.int32)
         mask = (offsets, offsets, offsets, offsets) if "mask" in job.around else None
         slopes = torch.empty(32) if "alibi" in job.around else None
@@ -348,9 +349,13 @@ class FusedCompiler(Compiler):
             mask_tile=(128, 128) if mask else (0, 0),
         )
         lse = torch.empty(q.shape[:2])
+        saved = (q, k, k, q, lse)
         with mock.patch.object(training, "detect", return_value=ARCHES[job.sm]):
-            training.PORTABLE.forward(q, k, k, batch, problem)
-            training.PORTABLE.backward((q, lse), (q, k, k, q, lse), batch, problem)
+            if job.function in ("prepare", "backward", "finish"):
+                backward.ONE_PASS.backward((q, lse), saved, batch, problem)
+            else:
+                training.PORTABLE.forward(q, k, k, batch, problem)
+                training.PORTABLE.backward((q, lse), saved, batch, problem)
 
 
 if __name__ == "__main__":
