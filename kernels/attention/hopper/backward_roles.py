@@ -17,10 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from kernels.attention.hopper.backward_tiles import STATS, seeing_tiles
+from kernels.attention.hopper.backward_tiles import STATS, THREADS, seeing_tiles
 
 FIRST_BARRIER = gl.constexpr(9)
 _CHUNK = gl.constexpr(16)
@@ -86,27 +87,31 @@ def consume(buffers, tile, sums, dk, dv, scale_log2, scale, window, c):
         if tile.first + c.BLOCK_N > tile.num_k:
             _keep_rows(buffers.k.index(0), tile.num_k - tile.first, c.BLOCK_N, c)
             _keep_rows(buffers.v.index(0), tile.num_k - tile.first, c.BLOCK_N, c)
-        grads = (
-            gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT),
-            gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT),
-        )
+        zeros = gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT)
+        grads = warpgroup_mma_init(zeros), zeros
         begin, count, edge, inside = seeing_tiles(tile, window, c)
         # Relative to the first query of the first tile: the sequence's end, and the query in the place of the first key.
         queries = tile.num_q - begin * c.BLOCK_M
         diagonal = tile.first - (tile.num_k - tile.num_q) - begin * c.BLOCK_M
-        entry = (tile.scratch + begin).to(gl.int64) * c.HEADS + tile.kv_head * c.GROUP
-        sums += entry * (c.BLOCK_M * c.D)
+        entry = (tile.scratch + begin) * c.HEADS + tile.kv_head * c.GROUP
         for used in range(count * c.GROUP):
             # The heads of a tile of queries, then the next tile.
             i, member = used // c.GROUP, used % c.GROUP
             first = i * c.BLOCK_M
-            is_masked = (i < edge) | (i >= inside)
+            is_masked = i < edge
+            if c.WINDOW:
+                is_masked = is_masked | (i >= inside)
+            # An unsigned product: a signed one is replaced by several running addresses, for which registers lack.
+            place = (entry + i * c.HEADS + member).to(gl.uint32, bitcast=True).to(gl.uint64) * (c.BLOCK_M * c.D)
             grads = _add_queries(
-                buffers, grads, sums + (i * c.HEADS + member).to(gl.int64) * (c.BLOCK_M * c.D), used, queries - first,
-                diagonal - first, tile.num_k - tile.first, is_masked, scale_log2, window, c,
+                buffers, grads, sums + place, used, queries - first, diagonal - first, tile.num_k - tile.first,
+                is_masked, scale_log2, window, c,
             )  # fmt: skip
+        dkey = warpgroup_mma_wait(0, deps=(grads[0],))
+        if count > 0:
+            _release((count * c.GROUP + c.STAGES - 1) % c.STAGES)
         gl.thread_barrier()
-        _store(dk, buffers.k.index(0), grads[0] * scale, tile, c)
+        _store(dk, buffers.k.index(0), dkey * scale, tile, c)
         _store(dv, buffers.v.index(0), grads[1], tile, c)
 
 
@@ -139,8 +144,10 @@ def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked,
     s_async = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(buffers.do_full.index(stage), phase)
     dp_async = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s, dkey = warpgroup_mma_wait(1, deps=(s_async, dkey))
+    if used > 0:
+        _release((used + c.STAGES - 1) % c.STAGES)
     log_sum = stats.slice(0, c.BLOCK_M).load(columns)
-    s = warpgroup_mma_wait(1, deps=(s_async,))
     if is_masked:
         s = _mask(s, diagonal, keys, window, c)
     p = gl.exp2(s * scale_log2 - log_sum[None, :])
@@ -160,9 +167,7 @@ def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked,
     dk_async = warpgroup_mma(operand, q, dkey, is_async=True)
     dquery, dvalue = warpgroup_mma_wait(1, deps=(dq_async, dv_async))
     _add_to_sums(sums, dquery, c)
-    dkey = warpgroup_mma_wait(0, deps=(dk_async,))
-    _release(stage)
-    return dkey, dvalue
+    return dk_async, dvalue
 
 
 @gluon.jit
@@ -203,14 +208,16 @@ def _add_to_sums(sums, part, c):
 
     A thread adds four numbers at a time, two columns of rows r and r + 8, and a warp 512 consecutive bytes.
     """
-    size: gl.constexpr = c.BLOCK_M * c.D
-    # (warp, upper or lower row, row), (warp group, 8 columns, thread, pair).
+    # Rows are (warp, upper or lower half, row), columns are (warp group, 8 columns, thread, pair).
     x = part.reshape([4, 2, 8, 2, c.D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
-    x = x.reshape([size // 4, 4])
+    x = x.reshape([c.D // 16, THREADS, 4])
     L: gl.constexpr = x.type.layout
-    place = gl.arange(0, size // 4, layout=gl.SliceLayout(1, L))[:, None] * 4
-    place = place + gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
-    gl.atomic_add(sums + place, x, sem="relaxed")
+    eight = gl.arange(0, c.D // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    thread = gl.arange(0, THREADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    number = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    # Added last, the offsets of the registers are constants in the instructions.
+    place = sums + (4 * thread[None, :, None] + number[None, None, :])
+    gl.atomic_add(place + (4 * THREADS) * eight[:, None, None], x, sem="relaxed")
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from kernels.attention.hopper.pipeline import make_tiles
 
 WARPS = gl.constexpr(8)
 """Warps of the consumers: two warp groups, which share the rows of each product."""
+THREADS = gl.constexpr(32 * WARPS.value)
 STATS = gl.constexpr(2)
 """Numbers of a query: log-sum-exp in units of log2, and rowsum(dO * O) - d lse."""
 STATS_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
