@@ -29,7 +29,6 @@ from kernels.attention.hopper.backward_tiles import (
     WARPS,
     BackwardConstants,
     make_buffers,
-    tile_of_program,
 )
 from kernels.attention.hopper.training import HopperTraining, aligned
 from kernels.attention.portable.training import PORTABLE
@@ -59,10 +58,9 @@ def backward(
     """Write dK and dV, and add to the sums of dQ; program (tile of keys, key-value head, sequence)."""
     c = BackwardConstants(HEADS, GROUP, D, BLOCK_M, BLOCK_N, STAGES, CAUSAL, WINDOW)
     buffers = make_buffers(q_desc.dtype, c)
-    tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     gl.warp_specialize([
-        (consume, (buffers, tile, sums, dk, dv, scale_log2, scale, window, c)),
-        (produce, (buffers, tile, q_desc, k_desc, v_desc, do_desc, stats_desc, window, c)),
+        (consume, (buffers, cu_seqlens_q, cu_seqlens_k, sums, dk, dv, scale_log2, scale, window, c)),
+        (produce, (buffers, cu_seqlens_q, cu_seqlens_k, q_desc, k_desc, v_desc, do_desc, stats_desc, window, c)),
     ], [1], [_PRODUCER_REGISTERS])  # fmt: skip
 
 

@@ -21,7 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention.hopper.backward_tiles import STATS, THREADS, seeing_tiles
+from kernels.attention.hopper.backward_tiles import (
+    STATS,
+    THREADS,
+    seeing_tiles,
+    tile_of_program,
+)
 
 FIRST_BARRIER = gl.constexpr(9)
 _CHUNK = gl.constexpr(16)
@@ -29,8 +34,11 @@ _CHUNK = gl.constexpr(16)
 
 
 @gluon.jit
-def produce(buffers, tile, q_desc, k_desc, v_desc, do_desc, stats_desc, window, c):
+def produce(
+    buffers, cu_seqlens_q, cu_seqlens_k, q_desc, k_desc, v_desc, do_desc, stats_desc, window, c
+):  # fmt: skip
     """Issue the copies of keys and values, then those of each tile of queries once its stage is free."""
+    tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     if tile.first < tile.num_k:
         row = tile.start_k + tile.first
         _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)
@@ -79,8 +87,9 @@ def _copy(desc, row, head, full, target, rows: gl.constexpr, more_bytes: gl.cons
 
 
 @gluon.jit
-def consume(buffers, tile, sums, dk, dv, scale_log2, scale, window, c):
+def consume(buffers, cu_seqlens_q, cu_seqlens_k, sums, dk, dv, scale_log2, scale, window, c):
     """Compute the gradients of the tile of keys, and add its part of the gradient of queries to `sums`."""
+    tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     if tile.first < tile.num_k:
         mbarrier.wait(buffers.kv_full.index(0), 0)
         mbarrier.wait(buffers.kv_full.index(1), 0)
@@ -101,8 +110,7 @@ def consume(buffers, tile, sums, dk, dv, scale_log2, scale, window, c):
             is_masked = i < edge
             if c.WINDOW:
                 is_masked = is_masked | (i >= inside)
-            # An unsigned product: a signed one is replaced by several running addresses, for which registers lack.
-            place = (entry + i * c.HEADS + member).to(gl.uint32, bitcast=True).to(gl.uint64) * (c.BLOCK_M * c.D)
+            place = (entry + i * c.HEADS + member).to(gl.int64) * (c.BLOCK_M * c.D)
             grads = _add_queries(
                 buffers, grads, sums + place, used, queries - first, diagonal - first, tile.num_k - tile.first,
                 is_masked, scale_log2, window, c,
@@ -111,6 +119,8 @@ def consume(buffers, tile, sums, dk, dv, scale_log2, scale, window, c):
         if count > 0:
             _release((count * c.GROUP + c.STAGES - 1) % c.STAGES)
         gl.thread_barrier()
+        # Read again, since registers lack in the loop.
+        tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
         _store(dk, buffers.k.index(0), dkey * scale, tile, c)
         _store(dv, buffers.v.index(0), grads[1], tile, c)
 
