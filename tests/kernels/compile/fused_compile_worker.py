@@ -37,6 +37,7 @@ from kernels.step.gpu.kernel import StepKernel
 from kernels.step.single_launch import LayerWeights, StepShape, StepWeights
 from tests.kernels.compile.cross_compile_jobs import ARCHES
 from tests.kernels.compile.cross_compile_worker import Compiler, serve
+from tests.kernels.compile.products_in_flight import faults, loop_with_products
 from tests.kernels.linear.layer import linear
 
 _GLOBAL_ACCESS = re.compile(r"(LDGSTS|LDG|STG)\.([\w.]*)")
@@ -70,6 +71,7 @@ MATRICES = {
     ("parts", "long"): (2048, 8192),
 }
 """Shapes of weights for 5 to 256 rows, by the features of the projection."""
+_LOOP_INSTRUCTIONS = ("HGMMA", "REDG.E.ADD.F32x4", "MUFU.EX2", "WARPGROUP.DEPBAR", "BAR.ARV", "LDL", "STL")
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -137,7 +139,7 @@ class FusedJob:
 
 
 class FusedCompiler(Compiler):
-    """Compiles fused kernels, and counts their loads by width."""
+    """Compiles fused kernels, and counts their loads by width, or the instructions of a loop with products."""
 
     def launch(self, job: FusedJob) -> None:  # type: ignore[override]
         """Run the code that launches the kernels, on small tensors or on large ones whose memory is never touched."""
@@ -154,6 +156,11 @@ class FusedCompiler(Compiler):
             for kind, modifiers in _GLOBAL_ACCESS.findall(line):
                 width = next((w for w in _WIDTHS if w in modifiers.split(".")), "32")
                 found[f"{when}{kind}.{width}"] += 1
+        if "REDG.E.ADD.F32x4" in sass:  # the one-pass backward of attention
+            loop = loop_with_products(sass)
+            for kind in _LOOP_INSTRUCTIONS:
+                found[f"loop {kind}"] = sum(it.startswith(kind) for it in loop)
+            found["faults of products in flight"] = len(faults(sass))
         return dict(found)
 
     def _linear(self, job: FusedJob, pdl: bool) -> None:
