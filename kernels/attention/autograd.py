@@ -122,8 +122,8 @@ def flash_attention(
         cu_seqlens_k: the same for keys; None if they are those of the queries.
         max_seqlen_q: at least the longest sequence's queries; None reads it from `cu_seqlens_q`, which waits for a GPU.
         max_seqlen_k: the same for keys.
-        deterministic: whether the gradients of q must have the same bits in every run; a kernel that adds them up in any
-            order is faster, on Hopper.
+        deterministic: whether the gradient of q must have the same bits in every run; if not, a faster kernel may add
+            it up in any order.
         unmeasured: whether kernels may be chosen that have only been compiled, because no such GPU was at hand.
         return_lse: whether to return the log-sum-exps too; they are differentiable.
 

@@ -1,14 +1,14 @@
 """One-pass backward of attention for Hopper in Gluon: fast, but with other bits in every run. No GPU has run it yet.
 
     prepare     rowsum(dO * O) of each query, and zeros as the sums of its gradient (`backward_scratch`)
-    backward    a thread block for (tile of keys, key-value head, sequence), over all queries of its group's heads that
+    backward    a thread block for (tile of keys, key-value head, sequence), over the queries of its group's heads that
                 see some of the keys: a warp copies tiles, two warp groups compute (`backward_roles`)
     finish      gradient of the queries from the sums
 
-The weights are computed once, so there are 5 products where two passes have 7, but the gradient of a query is a sum over
-thread blocks: they add to it in float32, in any order. The gradients of keys and values are the same in every run.
+The weights are computed once, so there are 5 products where two passes have 7, but the gradient of a query is a sum
+over thread blocks: they add to it in float32, in any order. Gradients of keys and values are the same in every run.
 
-Source: Shah et al., "FlashAttention-3", 2024, section 3.3 and its code's tiles; Dao, "FlashAttention-2", 2023, algorithm 2.
+Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024, for the roles and the tiles.
 """
 
 from __future__ import annotations
@@ -118,5 +118,7 @@ ONE_PASS: Final = OnePassTraining()
 def _describe(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe the tiles of `rows` tokens of a head of [T, H, D] for TMA."""
     box = [rows, 1, x.shape[2]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(x.dtype).removeprefix("torch.")))
+    layout = gl.NVMMASharedLayout.get_default_for(
+        box, getattr(gl, str(x.dtype).removeprefix("torch."))
+    )
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)

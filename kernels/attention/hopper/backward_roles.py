@@ -2,10 +2,12 @@
 
 For each tile of queries the consumers compute, with keys as rows,
 
-    S = K Q^T    P = exp2(scale S - lse)    dV += P dO    dP = V dO^T    dS = P (dP - delta)    dK += dS Q    dQ = dS^T K
+    S = K Q^T        P = exp2(scale S - lse)      dV += P dO
+    dP = V dO^T      dS = P (dP - delta)          dK += dS Q       dQ = dS^T K
 
-P and dS are operands in registers; only dQ, which sums over the keys of both warp groups, needs dS in shared memory.
-Its parts are added to float32 scratch memory, in the order in which thread blocks come to them.
+P and dS are operands in registers. Only dQ, which sums over the keys of both warp groups, needs dS in shared memory; it
+is added to float32 sums in global memory. Products are issued before the results of earlier ones are awaited: dP runs
+beside the exponentials, dV beside dS, and dK beside the additions and the next tile's S.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from kernels.attention.hopper.backward_tiles import (
     tile_of_program,
 )
 
-FIRST_BARRIER = gl.constexpr(9)
-_CHUNK = gl.constexpr(16)
-"""Rows that are zeroed or stored at a time."""
+_FIRST_BARRIER = gl.constexpr(9)
+"""Named barrier of the first stage; the compiler uses the low ones."""
+_ZEROED_ROWS = gl.constexpr(16)
+"""Rows that are zeroed at a time."""
 
 
 @gluon.jit
@@ -41,8 +44,8 @@ def produce(
     tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     if tile.first < tile.num_k:
         row = tile.start_k + tile.first
-        _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)
-        _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)
+        _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)  # fmt: skip
+        _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)  # fmt: skip
         begin, count, _, _ = seeing_tiles(tile, window, c)
         for used in range(count * c.GROUP):
             m, head = begin + used // c.GROUP, tile.kv_head * c.GROUP + used % c.GROUP
@@ -50,32 +53,15 @@ def produce(
             if used >= c.STAGES:
                 _await_release(stage)
             row = tile.start_q + m * c.BLOCK_M
-            full = buffers.q_full.index(stage)
-            _copy(q_desc, row, head, full, buffers.q.index(stage), c.BLOCK_M, 4 * STATS * c.BLOCK_M, c)
-            entry = (tile.scratch + m) * c.HEADS + head
-            tma.async_copy_global_to_shared(
-                stats_desc, [entry * STATS * c.BLOCK_M], full, buffers.stats.index(stage)
-            )
-            _copy(do_desc, row, head, buffers.do_full.index(stage), buffers.do.index(stage), c.BLOCK_M, 0, c)
+            numbers: gl.constexpr = STATS * c.BLOCK_M
+            q_full, do_full = buffers.q_full.index(stage), buffers.do_full.index(stage)
+            _copy(q_desc, row, head, q_full, buffers.q.index(stage), c.BLOCK_M, 4 * numbers, c)
+            first = ((tile.scratch + m) * c.HEADS + head) * numbers
+            tma.async_copy_global_to_shared(stats_desc, [first], q_full, buffers.stats.index(stage))
+            _copy(do_desc, row, head, do_full, buffers.do.index(stage), c.BLOCK_M, 0, c)
         # No arrival may be left at a barrier when the thread block ends.
         for last in range(gl.maximum(count * c.GROUP - c.STAGES, 0), count * c.GROUP):
             _await_release(last % c.STAGES)
-
-
-@gluon.jit
-def _release(stage):
-    """Let the producer overwrite a stage of the ring once all threads of the consumers have come here."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r", [stage + FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _await_release(stage):
-    """Wait for the release of the last use of a stage."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 288; mov.u32 $0, 0;", "=r,r", [stage + FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -87,19 +73,39 @@ def _copy(desc, row, head, full, target, rows: gl.constexpr, more_bytes: gl.cons
 
 
 @gluon.jit
+def _release(stage):
+    """Let the producer overwrite a stage of the ring once every thread of the consumers has come here.
+
+    An mbarrier would need all threads of the consumers to meet before one of them arrives.
+    """
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r", [stage + _FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _await_release(stage):
+    """Wait until the last use of a stage is released."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 288; mov.u32 $0, 0;", "=r,r", [stage + _FIRST_BARRIER], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def consume(buffers, cu_seqlens_q, cu_seqlens_k, sums, dk, dv, scale_log2, scale, window, c):
-    """Compute the gradients of the tile of keys, and add its part of the gradient of queries to `sums`."""
+    """Compute the gradients of a tile of keys and values, and add its part of the gradients of queries to `sums`."""
     tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     if tile.first < tile.num_k:
         mbarrier.wait(buffers.kv_full.index(0), 0)
         mbarrier.wait(buffers.kv_full.index(1), 0)
-        if tile.first + c.BLOCK_N > tile.num_k:
-            _keep_rows(buffers.k.index(0), tile.num_k - tile.first, c.BLOCK_N, c)
-            _keep_rows(buffers.v.index(0), tile.num_k - tile.first, c.BLOCK_N, c)
+        keys = tile.num_k - tile.first
+        if keys < c.BLOCK_N:
+            _keep_rows(buffers.k.index(0), keys, c.BLOCK_N)
+            _keep_rows(buffers.v.index(0), keys, c.BLOCK_N)
         zeros = gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT)
         grads = warpgroup_mma_init(zeros), zeros
         begin, count, edge, inside = seeing_tiles(tile, window, c)
-        # Relative to the first query of the first tile: the sequence's end, and the query in the place of the first key.
+        # From the first query of the first tile on: queries of the sequence, and that in the place of the first key.
         queries = tile.num_q - begin * c.BLOCK_M
         diagonal = tile.first - (tile.num_k - tile.num_q) - begin * c.BLOCK_M
         entry = (tile.scratch + begin) * c.HEADS + tile.kv_head * c.GROUP
@@ -112,8 +118,8 @@ def consume(buffers, cu_seqlens_q, cu_seqlens_k, sums, dk, dv, scale_log2, scale
                 is_masked = is_masked | (i >= inside)
             place = (entry + i * c.HEADS + member).to(gl.int64) * (c.BLOCK_M * c.D)
             grads = _add_queries(
-                buffers, grads, sums + place, used, queries - first, diagonal - first, tile.num_k - tile.first,
-                is_masked, scale_log2, window, c,
+                buffers, grads, sums + place, used, queries - first, diagonal - first, keys, is_masked, scale_log2,
+                window, c,
             )  # fmt: skip
         dkey = warpgroup_mma_wait(0, deps=(grads[0],))
         if count > 0:
@@ -126,11 +132,11 @@ def consume(buffers, cu_seqlens_q, cu_seqlens_k, sums, dk, dv, scale_log2, scale
 
 
 @gluon.jit
-def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked, scale_log2, window, c):
+def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked, scale_log2, window, c):  # fmt: skip
     """Add a tile of a head's queries, use number `used` of the ring, to the gradients of keys and values.
 
     Args:
-        grads: of keys and values, [BLOCK_N, D].
+        grads: of keys, whose last product may be in flight, and of values; [BLOCK_N, D].
         sums: of the tile's gradient of queries.
         queries: queries of the sequence from the tile's first one on.
         diagonal: index of the query in the tile that has the position of the first key.
@@ -142,19 +148,19 @@ def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked,
     columns: gl.constexpr = gl.SliceLayout(0, c.S_LAYOUT)
     stage = used % c.STAGES
     phase = (used // c.STAGES) & 1
-    k, v = buffers.k.index(0), buffers.v.index(0)
-    q, do, ds = buffers.q.index(stage), buffers.do.index(stage), buffers.ds.index(0)
-    stats = buffers.stats.index(stage)
+    k, v, ds = buffers.k.index(0), buffers.v.index(0), buffers.ds.index(0)
+    q, do, stats = buffers.q.index(stage), buffers.do.index(stage), buffers.stats.index(stage)
     mbarrier.wait(buffers.q_full.index(stage), phase)
     if queries < c.BLOCK_M:
         mbarrier.wait(buffers.do_full.index(stage), phase)
-        _keep_rows(q, queries, c.BLOCK_M, c)
-        _keep_rows(do, queries, c.BLOCK_M, c)
+        _keep_rows(q, queries, c.BLOCK_M)
+        _keep_rows(do, queries, c.BLOCK_M)
     zeros = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, layout=c.S_LAYOUT)
     s_async = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(buffers.do_full.index(stage), phase)
     dp_async = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s, dkey = warpgroup_mma_wait(1, deps=(s_async, dkey))
+    # All products of the previous tile have ended.
     if used > 0:
         _release((used + c.STAGES - 1) % c.STAGES)
     log_sum = stats.slice(0, c.BLOCK_M).load(columns)
@@ -166,7 +172,7 @@ def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked,
     dp = warpgroup_mma_wait(1, deps=(dp_async,))
     delta = stats.slice(c.BLOCK_M, c.BLOCK_M).load(columns)
     dscores = (p * (dp - delta[None, :])).to(dtype)
-    # The products that read the previous tile's dS have ended in all warps.
+    # In all warps, the product that reads the previous tile's dS has ended.
     gl.thread_barrier()
     ds.store(dscores)
     fence_async_shared()
@@ -192,7 +198,9 @@ def _mask(s, diagonal, keys, window, c):
         # constant of the register, and one limit per row and thread.
         x = s.reshape([c.BLOCK_N, c.BLOCK_M // 8, 4, 2])
         L: gl.constexpr = x.type.layout
-        eight = gl.arange(0, c.BLOCK_M // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+        eight = gl.arange(
+            0, c.BLOCK_M // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+        )
         lane = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
         pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
         rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
@@ -202,7 +210,8 @@ def _mask(s, diagonal, keys, window, c):
         column = 8 * eight[None, :, None, None] + pair[None, None, None, :]
         if c.WINDOW:
             # The distance of a later key is negative, which as an unsigned number exceeds any window.
-            seen = (column - start).to(gl.uint32, bitcast=True) < window.to(gl.uint32, bitcast=True)
+            distance = (column - start).to(gl.uint32, bitcast=True)
+            seen = distance < window.to(gl.uint32, bitcast=True)
         else:
             seen = column >= start
         x = gl.where(seen, x, float("-inf"))
@@ -216,7 +225,7 @@ def _mask(s, diagonal, keys, window, c):
 def _add_to_sums(sums, part, c):
     """Add a tile's gradient of queries, [BLOCK_M, D], to its sums in the order of the registers that hold it.
 
-    A thread adds four numbers at a time, two columns of rows r and r + 8, and a warp 512 consecutive bytes.
+    An addition of a thread is four numbers, two columns of rows r and r + 8; that of a warp is 512 bytes in a row.
     """
     # Rows are (warp, upper or lower half, row), columns are (warp group, 8 columns, thread, pair).
     x = part.reshape([4, 2, 8, 2, c.D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
@@ -231,13 +240,15 @@ def _add_to_sums(sums, part, c):
 
 
 @gluon.jit
-def _keep_rows(target, kept, rows: gl.constexpr, c):
+def _keep_rows(target, kept, rows: gl.constexpr):
     """Zero the rows from `kept` on: they belong to another sequence, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    for chunk in gl.static_range(rows // _CHUNK):
-        if kept < (chunk + 1) * _CHUNK:
-            part = target.slice(chunk * _CHUNK, _CHUNK, dim=0)
-            row = chunk * _CHUNK + gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
+    for chunk in gl.static_range(rows // _ZEROED_ROWS):
+        if kept < (chunk + 1) * _ZEROED_ROWS:
+            part = target.slice(chunk * _ZEROED_ROWS, _ZEROED_ROWS, dim=0)
+            row = chunk * _ZEROED_ROWS + gl.arange(
+                0, _ZEROED_ROWS, layout=gl.SliceLayout(1, layout)
+            )
             values = part.load(layout)
             part.store(gl.where((row < kept)[:, None], values, gl.zeros_like(values)))
     fence_async_shared()

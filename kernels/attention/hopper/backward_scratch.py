@@ -5,7 +5,8 @@ Each sequence's tiles of queries start at a tile of their own, tile (first query
     stats    [tiles, H, 2, BLOCK_M] float32: log-sum-exp in units of log2, and rowsum(dO * O) - d lse
     sums     [tiles, H, BLOCK_M * D] float32: dQ / scale, in the order of the registers that hold a tile
 
-Queries past the end of a sequence, and those that see nothing, have an infinite log-sum-exp, so all their weights are 0.
+Queries past the end of a sequence, and those that see nothing, have an infinite log-sum-exp, so that all their weights
+are 0.
 """
 
 from __future__ import annotations

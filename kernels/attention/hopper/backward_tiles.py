@@ -30,7 +30,9 @@ def product_layout(rows, columns):
     """
     across = max(1, 128 // rows)
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS.value // across, across], instr_shape=[16, columns // across, 16]
+        version=[3, 0],
+        warps_per_cta=[WARPS.value // across, across],
+        instr_shape=[16, columns // across, 16],
     )
 
 

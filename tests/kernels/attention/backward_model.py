@@ -1,7 +1,7 @@
-"""The tile algorithm of Hopper's one-pass backward in PyTorch, in the place of its launch: same tiles, masks, roundings.
+"""The tile algorithm of Hopper's one-pass backward in PyTorch, in the place of its launch: same tiles and roundings.
 
-`seeing_tiles` is the kernel's own function, run with Python's numbers. Products are exact and sums in float32, as on the
-tensor cores; only the order of the terms within a tile is PyTorch's. Thread blocks add to the sums in random order.
+`seeing_tiles` is the kernel's own function, run with Python's numbers. Products are exact and sums in float32, as on
+the tensor cores; only the order of the terms within a tile is PyTorch's. Thread blocks run in random order.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class ModelledBackward:
                 for desc in (q, do)
             )
             entry = (scratch + begin + i) * c.HEADS + head
-            log_sum, delta = stats.base[entry * 2 * c.BLOCK_M :][: 2 * c.BLOCK_M].view(
-                2, c.BLOCK_M
-            )
+            log_sum, delta = stats.base[entry * 2 * c.BLOCK_M :][: 2 * c.BLOCK_M].view(2, c.BLOCK_M)
             s = key @ query.T
             seen = _seen(tile, first, window, c)
             if i < edge or i >= inside:

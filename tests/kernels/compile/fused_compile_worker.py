@@ -71,7 +71,15 @@ MATRICES = {
     ("parts", "long"): (2048, 8192),
 }
 """Shapes of weights for 5 to 256 rows, by the features of the projection."""
-_LOOP_INSTRUCTIONS = ("HGMMA", "REDG.E.ADD.F32x4", "MUFU.EX2", "WARPGROUP.DEPBAR", "BAR.ARV", "LDL", "STL")
+_LOOP_INSTRUCTIONS = (
+    "HGMMA",
+    "REDG.E.ADD.F32x4",
+    "MUFU.EX2",
+    "WARPGROUP.DEPBAR",
+    "BAR.ARV",
+    "LDL",
+    "STL",
+)
 _WIDTHS = ("128", "64", "U16", "S16", "U8")
 
 
@@ -340,7 +348,9 @@ class FusedCompiler(Compiler):
     def _training(self, job: FusedJob, _pdl: bool) -> None:
         dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
         q = torch.empty((8, 32, job.head_dim), dtype=getattr(torch, dtype))
-        k = torch.empty((8, 32 if "one head a group" in job.around else 8, job.head_dim), dtype=q.dtype)
+        k = torch.empty(
+            (8, 32 if "one head a group" in job.around else 8, job.head_dim), dtype=q.dtype
+        )
         offsets = torch.empty(3, dtype=torch.int32)
         mask = (offsets, offsets, offsets, offsets) if "mask" in job.around else None
         slopes = torch.empty(32) if "alibi" in job.around else None

@@ -1,7 +1,7 @@
 """The instructions of Hopper's one-pass backward, which no GPU has run: registers, products, copies and additions.
 
-Counts follow from the shape of a tile: a product instruction multiplies 16 columns of its inner dimension for 64 rows of
-a warp group, an addition four numbers of a thread.
+Counts follow from the shape of a tile: a product instruction multiplies 16 columns of its inner dimension for 64 rows
+of a warp group, an addition instruction adds four numbers of a thread.
 """
 
 from __future__ import annotations
