@@ -1,6 +1,6 @@
-"""The one-pass backward of Hopper by its model in PyTorch, and its selection: no GPU is needed.
+"""Hopper's one-pass backward without a GPU: its gradients, with the roles' own code on the CPU, and its selection.
 
-The launches before and after the modelled kernel run in Triton's interpreter.
+The launches before and after that of the roles run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ CASES = [
 
 
 @pytest.fixture
-def model(monkeypatch):
-    """Replace the kernel by its model."""
+def roles(monkeypatch):
+    """Run the kernel's roles on the CPU."""
     from kernels.attention.hopper import backward
-    from tests.kernels.attention.backward_model import ModelledBackward
+    from tests.kernels.attention.interpreted_backward import InterpretedBackward
 
-    found = ModelledBackward()
+    found = InterpretedBackward()
     monkeypatch.setattr(backward, "backward", found)
     return found
 
 
 def one_pass(case, inputs):
-    """Return the gradients by the modelled kernel, and what was saved for it."""
+    """Return the gradients of a case."""
     from kernels.attention.hopper.backward import ONE_PASS
 
     problem, batch = problem_of(case, case.arguments())
@@ -64,8 +64,8 @@ def one_pass(case, inputs):
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", slow_except(CASES[:1], CASES), ids=str)
-def test_the_gradients_agree_with_the_definition(case, dtype, model):
+@pytest.mark.parametrize("case", slow_except([CASES[0], CASES[3], CASES[5]], CASES), ids=str)
+def test_the_gradients_agree_with_the_definition(case, dtype, roles):
     inputs = case.inputs(dtype)
     found = one_pass(case, inputs)
 
@@ -76,12 +76,12 @@ def test_the_gradients_agree_with_the_definition(case, dtype, model):
     atol = 0.02 if dtype is torch.bfloat16 else 3e-3
     for actual, exact, rounded in zip(found, truth, same, strict=True):
         assert_no_worse_than(actual, exact, rounded, atol=atol)
-    assert model.tiles
+    assert roles.tiles
 
 
 @interpreted
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_sequence_of_nans_does_not_reach_its_neighbours(causal, model):
+def test_a_sequence_of_nans_does_not_reach_its_neighbours(causal, roles):
     case = Case(queries=(70, 90, 30), heads=2, kv_heads=1, head_dim=64, options={"causal": causal})
     inputs = case.inputs(torch.float16)
     expected = one_pass(case, inputs)
@@ -92,26 +92,26 @@ def test_a_sequence_of_nans_does_not_reach_its_neighbours(causal, model):
     for actual, clean in zip(found, expected, strict=True):
         for place in (slice(70), slice(160, 190)):
             assert torch.equal(actual[place], clean[place])
-    assert model.tiles
+    assert roles.tiles
 
 
 @interpreted
-def test_few_tiles_have_masks(model):
+def test_few_tiles_have_masks(roles):
     case = Case(queries=(512,), heads=1, kv_heads=1, head_dim=64)
     one_pass(case, case.inputs(torch.float16))
 
     # Each of 4 tiles of keys is on the diagonal of 2 tiles of queries, and all later ones see it whole.
-    assert (model.tiles, model.masked) == (8 + 6 + 4 + 2, 8)
+    assert (roles.tiles, roles.masked) == (8 + 6 + 4 + 2, 8)
 
 
 @interpreted
-def test_a_batch_without_queries_or_keys_has_gradients_of_zero(model):
+def test_a_batch_without_queries_or_keys_has_gradients_of_zero(roles):
     for case in (
         Case(queries=(0,), keys=(30,), heads=1, kv_heads=1, head_dim=64),
         Case(queries=(30,), keys=(0,), heads=1, kv_heads=1, head_dim=64),
     ):
         assert not any(x.any() for x in one_pass(case, case.inputs(torch.float16)))
-    assert not model.tiles
+    assert not roles.tiles
 
 
 def test_it_is_selected_only_if_asked_for():
