@@ -31,7 +31,7 @@ CASES = [
     (Case(queries=(640, 129), heads=8, kv_heads=2, head_dim=128, options={"sliding_window": 200}), BF16),
     (Case(queries=(257, 64, 30), keys=(130, 128, 0), heads=6, kv_heads=2, head_dim=64), FP16),
     (Case(queries=(257, 64, 30), keys=(700, 128, 1), heads=6, kv_heads=2, head_dim=64, options=ALL), FP16),
-    (Case(queries=(2048,), heads=4, kv_heads=4, head_dim=128), BF16),
+    (Case(queries=(1024,), heads=16, kv_heads=16, head_dim=128), BF16),
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_the_gradients_agree_with_the_definition(case, dtype):
 
 
 def test_the_gradients_of_long_sequences_agree_with_the_two_pass_kernels():
-    case = Case(queries=(8192, 3000), heads=4, kv_heads=4, head_dim=128)
+    case = Case(queries=(8192, 3000), heads=16, kv_heads=16, head_dim=128, options=ALL)
     problem, batch = problem_of(case)
     q, k, v, dout, dlse = case.inputs(BF16, "cuda")
     saved = (q, k, v, *PORTABLE.forward(q, k, v, batch, problem))
