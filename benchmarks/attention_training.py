@@ -126,7 +126,8 @@ def print_launches(compute: Callable[..., Tensor], tensors: list[Tensor]) -> Non
         torch.autograd.grad(out, leaves, dout)
         torch.cuda.synchronize()
     for event in profile.events():
-        print(f"    {event.device_time:9.1f} us  {event.name[:60]}", flush=True)
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            print(f"    {event.time_range.elapsed_us():9.1f} us  {event.name[:60]}", flush=True)
 
 
 def tune(length: int, head_dim: int) -> None:

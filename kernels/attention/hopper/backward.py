@@ -95,7 +95,7 @@ class OnePassTraining(HopperTraining):
             for numbers in (STATS.value * BLOCK_M, BLOCK_M * size)
         )
         shape = {"HEADS": heads, "D": size, "BLOCK_M": BLOCK_M}
-        by_query = (-(-problem.max_seqlen_q // BLOCK_M), heads, num_seqs)
+        by_query = (heads, -(-problem.max_seqlen_q // BLOCK_M), num_seqs)
         prepare[by_query](
             out, dout, lse, dlse, stats, sums, batch.cu_seqlens_q, dout.stride(0), dout.stride(1), **shape
         )  # fmt: skip

@@ -5,6 +5,8 @@ Each sequence's tiles of queries start at a tile of their own, tile (first query
     stats    [tiles, H, 2, BLOCK_M] float32: log-sum-exp in units of log2, and rowsum(dO * O) - d lse
     sums     [tiles, H, BLOCK_M * D] float32: dQ / scale, in the order of the registers that hold a tile
 
+Programs that follow each other have the heads of the same queries, whose rows follow each other in memory.
+
 Queries past the end of a sequence, and those that see nothing, have an infinite log-sum-exp, so that all their weights
 are 0.
 """
@@ -20,7 +22,7 @@ from kernels.attention.portable.training_tile import LOG2_E, load_seqlen, load_t
 @triton.jit
 def _tile_of_program(cu_seqlens_q, BLOCK_M: tl.constexpr):
     """Return first query and queries of the sequence, first query of the tile, and index of the tile."""
-    tile, sequence = tl.program_id(0), tl.program_id(2)
+    tile, sequence = tl.program_id(1), tl.program_id(2)
     start, count = load_seqlen(cu_seqlens_q, sequence)
     return start, count, tile * BLOCK_M, (start + sequence * BLOCK_M) // BLOCK_M + tile
 
@@ -30,8 +32,8 @@ def prepare(
     out, dout, lse, dlse, stats, sums, cu_seqlens_q, dout_stride, dout_head_stride,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of a tile of queries, and zeros as its sums; program (tile, head, sequence)."""
-    head = tl.program_id(1)
+    """Write the numbers of a tile of queries, and zeros as its sums; program (head, tile, sequence)."""
+    head = tl.program_id(0)
     start, count, first, tile = _tile_of_program(cu_seqlens_q, BLOCK_M)
     if first >= count:
         return
@@ -58,8 +60,8 @@ def prepare(
 def finish(
     sums, dq, cu_seqlens_q, scale, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Write the gradient of a tile of queries from its sums; program (tile, head, sequence)."""
-    head = tl.program_id(1)
+    """Write the gradient of a tile of queries from its sums; program (head, tile, sequence)."""
+    head = tl.program_id(0)
     start, count, first, tile = _tile_of_program(cu_seqlens_q, BLOCK_M)
     if first >= count:
         return
