@@ -126,7 +126,7 @@ def print_launches(compute: Callable[..., Tensor], tensors: list[Tensor]) -> Non
         torch.autograd.grad(out, leaves, dout)
         torch.cuda.synchronize()
     for event in profile.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             print(f"    {event.time_range.elapsed_us():9.1f} us  {event.name[:60]}", flush=True)
 
 

@@ -43,9 +43,9 @@ CASES = [
 def roles(monkeypatch):
     """Run the kernel's roles on the CPU."""
     from kernels.attention.hopper import backward
-    from tests.kernels.attention.interpreted_backward import InterpretedBackward
+    from tests.kernels.attention.hopper_backward_on_cpu import BackwardOnCPU
 
-    found = InterpretedBackward()
+    found = BackwardOnCPU()
     monkeypatch.setattr(backward, "backward", found)
     return found
 

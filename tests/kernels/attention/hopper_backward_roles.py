@@ -1,4 +1,4 @@
-"""The warp roles of Hopper's one-pass backward as coroutines: who waits for what, without the arithmetic.
+"""The warp roles of Hopper's one-pass backward as coroutines.
 
 Each warp of the consumers issues products of its own, which end in order after random times; the groups of four warps
 of the GPU do so together, so what holds here holds there.
@@ -6,19 +6,15 @@ of the GPU do so together, so what holds here holds there.
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.kernels.attention.blackwell_roles import Barrier, Buffer, RoleError
+from tests.kernels.attention.warp_roles import Barrier, Block, Buffer, RoleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WARPS = 4
 """Of the consumers, in the place of 8: two for each warp group."""
-_PATIENCE = 1000
-"""Turns in a row without progress that mean a deadlock."""
 
 
 class NamedBarrier:
@@ -46,7 +42,7 @@ class Use(NamedTuple):
     is_partial: bool
 
 
-class BackwardBlock:
+class BackwardBlock(Block):
     """One thread block.
 
     Args:
@@ -59,8 +55,8 @@ class BackwardBlock:
     def __init__(
         self, uses: list[Use], stages: int, seed: int, without: frozenset[str] = frozenset()
     ) -> None:
-        self.uses, self.stages, self.random = uses, stages, random.Random(seed)
-        self.without = without
+        super().__init__(WARPS, seed)
+        self.uses, self.stages, self.without = uses, stages, without
         self.k, self.v = Buffer("k"), Buffer("v")
         self.q, self.do = ([Buffer(f"{name}{i}") for i in range(stages)] for name in ("q", "do"))
         self.ds = [Buffer(f"ds{warp}") for warp in range(WARPS)]
@@ -68,36 +64,20 @@ class BackwardBlock:
         self.q_full, self.do_full = ([Barrier(1) for _ in range(stages)] for _ in range(2))
         self.released = [NamedBarrier(f"released{i}", WARPS + 1) for i in range(stages)]
         self.all_warps = NamedBarrier("all warps", WARPS)
-        self.products: list[deque[Iterator[None]]] = [deque() for _ in range(WARPS)]
-        self.copies: list[Iterator[None]] = []
-        self.progress = 0
+
+    def roles(self) -> list[Iterator[None]]:
+        return [self.produce(), *(self.consume(warp) for warp in range(WARPS))]
 
     def run(self) -> None:
-        """Run until every role has ended, each turn in a random one."""
-        roles = [self.produce(), *(self.consume(warp) for warp in range(WARPS))]
-        idle = 0
-        while roles or self.copies or any(self.products):
-            before = self.progress
-            heads = [queue[0] for queue in self.products if queue]
-            turn = self.random.choice([*roles, *self.copies, *heads])
-            try:
-                next(turn)
-            except StopIteration:
-                owner = next(it for it in (roles, self.copies, *self.products) if turn in it)
-                owner.remove(turn)
-                self.progress += 1
-            busy = self.copies or any(self.products)
-            idle = 0 if busy or self.progress > before else idle + 1
-            if idle > _PATIENCE:
-                raise RoleError("every role waits for ever")
+        """Run, and find arrivals that nobody waits for."""
+        super().run()
         for barrier in (*self.released, self.all_warps):
             if barrier.present:
                 raise RoleError(f"arrivals are left at {barrier.name}")
 
-    def wait(self, name: str, barrier: Barrier, number: int) -> Iterator[None]:
-        while name not in self.without and not barrier.is_complete(number):
-            yield
-        self.progress += 1
+    def await_copy(self, name: str, barrier: Barrier, number: int) -> Iterator[None]:
+        if name not in self.without:
+            yield from self.wait(barrier, number)
 
     def sync(self, name: str, barrier: NamedBarrier, who: str) -> Iterator[None]:
         if name not in self.without:
@@ -105,20 +85,6 @@ class BackwardBlock:
             while barrier.opened < number:
                 yield
         self.progress += 1
-
-    def some_time(self) -> Iterator[None]:
-        for _ in range(self.random.randrange(6)):
-            yield
-
-    def copy(self, buffer: Buffer, tag: object, full: Barrier) -> None:
-        buffer.overwrite()
-
-        def arrive() -> Iterator[None]:
-            yield from self.some_time()
-            buffer.tag = tag
-            full.arrive()
-
-        self.copies.append(arrive())
 
     def produce(self) -> Iterator[None]:
         """Mirror `backward_roles.produce`."""
@@ -146,11 +112,11 @@ class BackwardBlock:
                 buffer.expect(tag)
                 buffer.readers -= 1
 
-        self.products[warp].append(product())
+        self.queues[warp].append(product())
 
     def outstanding(self, warp: int, most: int) -> Iterator[None]:
         """Wait until at most some products of a warp are in flight."""
-        while len(self.products[warp]) > most:
+        while len(self.queues[warp]) > most:
             yield
         self.progress += 1
 
@@ -161,21 +127,21 @@ class BackwardBlock:
     def consume(self, warp: int) -> Iterator[None]:
         """Mirror `backward_roles.consume`."""
         who = f"warp {warp}"
-        yield from self.wait("kv_full", self.kv_full[0], 0)
-        yield from self.wait("kv_full", self.kv_full[1], 0)
+        yield from self.await_copy("kv_full", self.kv_full[0], 0)
+        yield from self.await_copy("kv_full", self.kv_full[1], 0)
         for used, use in enumerate(self.uses):
             stage, phase = used % self.stages, used // self.stages
             q, do = self.q[stage], self.do[stage]
-            yield from self.wait("q_full", self.q_full[stage], phase)
+            yield from self.await_copy("q_full", self.q_full[stage], phase)
             if use.is_partial:
-                yield from self.wait("do_full", self.do_full[stage], phase)
+                yield from self.await_copy("do_full", self.do_full[stage], phase)
                 for buffer in (q, do):
                     buffer.expect(used)
                     if buffer.readers:
                         raise RoleError(f"{buffer.name} is changed while it is read")
                     yield from self.sync("zeros", self.all_warps, who)
             self.issue(warp, (self.k, "k"), (q, used))
-            yield from self.wait("do_full", self.do_full[stage], phase)
+            yield from self.await_copy("do_full", self.do_full[stage], phase)
             self.issue(warp, (self.v, "v"), (do, used))
             yield from self.outstanding(warp, 1)
             if used > 0:

@@ -194,7 +194,7 @@ class Device:
         full.arrive(target.memory.numel() * target.memory.element_size())
 
 
-class InterpretedBackward:
+class BackwardOnCPU:
     """Takes the place of the kernel `backward`; `tiles` and `masked` count the tiles that it visits."""
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.kernels.attention.backward_roles_model import BackwardBlock, Use
-from tests.kernels.attention.blackwell_roles import RoleError
+from tests.kernels.attention.hopper_backward_roles import BackwardBlock, Use
+from tests.kernels.attention.warp_roles import RoleError
 
 ORDERS = 60
 """Random orders of events for each ring."""
