@@ -45,20 +45,24 @@ def produce(
     if tile.first < tile.num_k:
         row = tile.start_k + tile.first
         _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)  # fmt: skip
-        _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)  # fmt: skip
         begin, count, _, _ = seeing_tiles(tile, window, c)
         for used in range(count * c.GROUP):
             m, head = begin + used // c.GROUP, tile.kv_head * c.GROUP + used % c.GROUP
             stage = used % c.STAGES
             if used >= c.STAGES:
                 _await_release(stage)
-            row = tile.start_q + m * c.BLOCK_M
+            first_row = tile.start_q + m * c.BLOCK_M
             numbers: gl.constexpr = STATS * c.BLOCK_M
             q_full, do_full = buffers.q_full.index(stage), buffers.do_full.index(stage)
-            _copy(q_desc, row, head, q_full, buffers.q.index(stage), c.BLOCK_M, 4 * numbers, c)
+            _copy(
+                q_desc, first_row, head, q_full, buffers.q.index(stage), c.BLOCK_M, 4 * numbers, c
+            )
             first = ((tile.scratch + m) * c.HEADS + head) * numbers
             tma.async_copy_global_to_shared(stats_desc, [first], q_full, buffers.stats.index(stage))
-            _copy(do_desc, row, head, do_full, buffers.do.index(stage), c.BLOCK_M, 0, c)
+            if used == 0:
+                # The scores of the first tile need no values.
+                _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)  # fmt: skip
+            _copy(do_desc, first_row, head, do_full, buffers.do.index(stage), c.BLOCK_M, 0, c)
         # No arrival may be left at a barrier when the thread block ends.
         for last in range(gl.maximum(count * c.GROUP - c.STAGES, 0), count * c.GROUP):
             _await_release(last % c.STAGES)
@@ -97,14 +101,14 @@ def consume(buffers, cu_seqlens_q, cu_seqlens_k, sums, dk, dv, scale_log2, scale
     tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     if tile.first < tile.num_k:
         mbarrier.wait(buffers.kv_full.index(0), 0)
-        mbarrier.wait(buffers.kv_full.index(1), 0)
+        begin, count, edge, inside = seeing_tiles(tile, window, c)
         keys = tile.num_k - tile.first
-        if keys < c.BLOCK_N:
+        if (keys < c.BLOCK_N) & (count > 0):
+            mbarrier.wait(buffers.kv_full.index(1), 0)
             _keep_rows(buffers.k.index(0), keys, c.BLOCK_N)
             _keep_rows(buffers.v.index(0), keys, c.BLOCK_N)
         zeros = gl.zeros([c.BLOCK_N, c.D], gl.float32, layout=c.KV_LAYOUT)
         grads = warpgroup_mma_init(zeros), zeros
-        begin, count, edge, inside = seeing_tiles(tile, window, c)
         # From the first query of the first tile on: queries of the sequence, and that in the place of the first key.
         queries = tile.num_q - begin * c.BLOCK_M
         diagonal = tile.first - (tile.num_k - tile.num_q) - begin * c.BLOCK_M
@@ -157,6 +161,8 @@ def _add_queries(buffers, grads, sums, used, queries, diagonal, keys, is_masked,
         _keep_rows(do, queries, c.BLOCK_M)
     zeros = gl.zeros([c.BLOCK_N, c.BLOCK_M], gl.float32, layout=c.S_LAYOUT)
     s_async = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if used == 0:
+        mbarrier.wait(buffers.kv_full.index(1), 0)
     mbarrier.wait(buffers.do_full.index(stage), phase)
     dp_async = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s, dkey = warpgroup_mma_wait(1, deps=(s_async, dkey))

@@ -89,13 +89,14 @@ class BackwardBlock(Block):
     def produce(self) -> Iterator[None]:
         """Mirror `backward_roles.produce`."""
         self.copy(self.k, "k", self.kv_full[0])
-        self.copy(self.v, "v", self.kv_full[1])
         for used in range(len(self.uses)):
             stage = used % self.stages
             if used >= self.stages:
                 yield from self.sync("released", self.released[stage], "producer")
             self.copy(self.q[stage], used, self.q_full[stage])
             yield
+            if used == 0:
+                self.copy(self.v, "v", self.kv_full[1])
             self.copy(self.do[stage], used, self.do_full[stage])
         for used in range(max(len(self.uses) - self.stages, 0), len(self.uses)):
             yield from self.sync("drain", self.released[used % self.stages], "producer")
@@ -127,8 +128,7 @@ class BackwardBlock(Block):
     def consume(self, warp: int) -> Iterator[None]:
         """Mirror `backward_roles.consume`."""
         who = f"warp {warp}"
-        yield from self.await_copy("kv_full", self.kv_full[0], 0)
-        yield from self.await_copy("kv_full", self.kv_full[1], 0)
+        yield from self.await_copy("k_full", self.kv_full[0], 0)
         for used, use in enumerate(self.uses):
             stage, phase = used % self.stages, used // self.stages
             q, do = self.q[stage], self.do[stage]
@@ -141,6 +141,8 @@ class BackwardBlock(Block):
                         raise RoleError(f"{buffer.name} is changed while it is read")
                     yield from self.sync("zeros", self.all_warps, who)
             self.issue(warp, (self.k, "k"), (q, used))
+            if used == 0:
+                yield from self.await_copy("v_full", self.kv_full[1], 0)
             yield from self.await_copy("do_full", self.do_full[stage], phase)
             self.issue(warp, (self.v, "v"), (do, used))
             yield from self.outstanding(warp, 1)

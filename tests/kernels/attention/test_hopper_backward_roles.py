@@ -45,7 +45,8 @@ def test_one_stage_would_wait_for_ever():
 
 
 @pytest.mark.parametrize(
-    "name", ["kv_full", "q_full", "do_full", "released", "drain", "before dS", "after dS", "end"]
+    "name",
+    ["k_full", "v_full", "q_full", "do_full", "released", "drain", "before dS", "after dS", "end"],
 )
 def test_a_missing_wait_is_found(name):
     assert faults(2, without=frozenset({name}))
