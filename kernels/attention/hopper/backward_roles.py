@@ -44,7 +44,8 @@ def produce(
     tile = tile_of_program(cu_seqlens_q, cu_seqlens_k, c)
     if tile.first < tile.num_k:
         row = tile.start_k + tile.first
-        _copy(k_desc, row, tile.kv_head, buffers.kv_full.index(0), buffers.k.index(0), c.BLOCK_N, 0, c)  # fmt: skip
+        k_full, v_full = buffers.kv_full.index(0), buffers.kv_full.index(1)
+        _copy(k_desc, row, tile.kv_head, k_full, buffers.k.index(0), c.BLOCK_N, 0, c)
         begin, count, _, _ = seeing_tiles(tile, window, c)
         for used in range(count * c.GROUP):
             m, head = begin + used // c.GROUP, tile.kv_head * c.GROUP + used % c.GROUP
@@ -61,7 +62,7 @@ def produce(
             tma.async_copy_global_to_shared(stats_desc, [first], q_full, buffers.stats.index(stage))
             if used == 0:
                 # The scores of the first tile need no values.
-                _copy(v_desc, row, tile.kv_head, buffers.kv_full.index(1), buffers.v.index(0), c.BLOCK_N, 0, c)  # fmt: skip
+                _copy(v_desc, row, tile.kv_head, v_full, buffers.v.index(0), c.BLOCK_N, 0, c)
             _copy(do_desc, first_row, head, do_full, buffers.do.index(stage), c.BLOCK_M, 0, c)
         # No arrival may be left at a barrier when the thread block ends.
         for last in range(gl.maximum(count * c.GROUP - c.STAGES, 0), count * c.GROUP):
