@@ -99,12 +99,14 @@ class OnePassTraining(HopperTraining):
         prepare[by_query](
             out, dout, lse, dlse, stats, sums, batch.cu_seqlens_q, dout.stride(0), dout.stride(1), **shape
         )  # fmt: skip
+        # A wider window has no effect, and its sum with a position might not fit in 32 bits.
+        window = min(problem.sliding_window or 0, problem.max_seqlen_k)
         numbers = STATS.value * BLOCK_M
         stats_desc = TensorDescriptor(stats, [len(stats)], [1], [numbers], STATS_LAYOUT.value)
         backward[(-(-problem.max_seqlen_k // BLOCK_N), k.shape[1], num_seqs)](
             _describe(q, BLOCK_M), _describe(k, BLOCK_N), _describe(v, BLOCK_N), _describe(dout, BLOCK_M), stats_desc,
             sums, dk, dv, batch.cu_seqlens_q, batch.cu_seqlens_k, problem.softmax_scale,
-            problem.softmax_scale * math.log2(math.e), problem.sliding_window or 0, **shape,
+            problem.softmax_scale * math.log2(math.e), window, **shape,
             GROUP=heads // k.shape[1], BLOCK_N=BLOCK_N, STAGES=STAGES, CAUSAL=problem.causal,
             WINDOW=problem.sliding_window is not None, num_warps=WARPS.value,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """State that the warp roles of the one-pass backward share: constants, buffers, mbarriers, and which tiles they visit.
 
 A thread block has one tile of keys and values and visits the tiles of queries that see some of them, for all query
-heads of its key-value head. `full` mbarriers complete when the bytes of a stage have arrived, `empty` ones when the
-consumers have released it; use n of a ring of S stages has stage n % S and phase (n // S) & 1.
+heads of its key-value head. `full` mbarriers complete when the bytes of a stage have arrived; use n of a ring of S
+stages has stage n % S and phase (n // S) & 1. A named barrier for each stage tells that the consumers have released it.
 """
 # `aggregate` evaluates the annotations when the class is defined, so this module cannot postpone them.
 
@@ -14,7 +14,7 @@ from triton.language.core import _aggregate as aggregate
 from kernels.attention.hopper.pipeline import make_tiles
 
 WARPS = gl.constexpr(8)
-"""Warps of the consumers: two warp groups, which share the rows of each product."""
+"""Warps of the consumers: two warp groups, which divide the rows of a product, or the columns if it has 64 rows."""
 THREADS = gl.constexpr(32 * WARPS.value)
 STATS = gl.constexpr(2)
 """Numbers of a query: log-sum-exp in units of log2, and rowsum(dO * O) - d lse."""
