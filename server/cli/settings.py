@@ -170,8 +170,9 @@ class Settings(BaseModel):
     )
     unmeasured_kernels: bool = Field(
         False,
-        description="allow kernels that have only been compiled, because no such GPUs were at hand: "
-        "`blackwell_prefill` on sm_100 and sm_103; compare its answers before you rely on them",
+        description="allow kernels that have only been compiled: `blackwell_prefill` on sm_100 and sm_103, and with "
+        "--tensor-parallel on GPUs the sum of ranks and the norm after it in one launch; compare their answers before "
+        "you rely on them",
     )
     cpu_threads: int | None = Field(
         None,

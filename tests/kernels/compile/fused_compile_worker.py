@@ -95,8 +95,8 @@ class FusedJob:
         around: features of the operation: of "linear" some of "norm", "residual", "bias", "best"; of
             "quantize", "norm"; of "add_norm", "parts", "bias" and "float32"; of "gate", "plain" and an activation; of
             "rope", "norm", "fp8" and "ahead"; of "step" see `STEPS`; of "matrix" see `MATRICES`; of "invariant" some of
-            "parts", "fp8", "float32"; of "training" some of "all", "window", "softcap", "alibi", "dropout",
-            "mask", "float32", "float16", "one head a group".
+            "parts", "fp8", "float32"; of "sum_ranks" "norm" and with it "parts"; of "training" some of "all", "window",
+            "softcap", "alibi", "dropout", "mask", "float32", "float16", "one head a group".
         tokens: of a step, for operations that depend on it.
         head_dim: likewise.
         function: the kernel to compile, of those that "argmax", "chosen", "sample" and "training" launch.
@@ -336,14 +336,20 @@ class FusedCompiler(Compiler):
         masks = torch.empty((1, -(-job.vocabulary // 32)), dtype=torch.int32)
         sample_tokens(logits, table, masks, {UNFILTERED, FILTERED}, tokens, tokens, pdl=pdl)
 
-    def _sum_ranks(self, job: FusedJob, _pdl: bool) -> None:
+    def _sum_ranks(self, job: FusedJob, pdl: bool) -> None:
         with (
             mock.patch.object(one_shot, "share_memory", return_value=(None, [0] * RANKS)),
             mock.patch.object(one_shot, "detect", return_value=ARCHES[job.sm]),
         ):
             add = one_shot.OneShotSum(1, RANKS, torch.device("cpu"))
         self.compiled = []
-        add(torch.empty((job.tokens, 4096), dtype=torch.bfloat16))
+        x = torch.empty((job.tokens, 4096), dtype=torch.bfloat16)
+        if "norm" not in job.around:
+            add(x)
+            return
+        dtype = torch.float32 if "parts" in job.around else x.dtype
+        parts = torch.empty((2 if "parts" in job.around else 1, *x.shape), dtype=dtype)
+        add.add_and_normalize(parts, x, x[0], 1e-5, pdl=pdl)
 
     def _training(self, job: FusedJob, _pdl: bool) -> None:
         dtype = next((it for it in ("float32", "float16") if it in job.around), "bfloat16")
