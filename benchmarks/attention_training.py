@@ -1,20 +1,15 @@
 """Measures attention for training: TFLOP/s of the forward, of the backward and of both, and peak memory.
 
     python -m benchmarks.attention_training [--lengths 2048 8192 16384] [--head-dims 64 128] [--tune] [--out results/]
-    python -m benchmarks.attention_training --head-dims 128 --kernels tessera hopper_backward --peers cudnn --seconds 60
 
 The backward counts 2.5 times the operations of the forward, as in the papers; causal attention counts half. Before
-anything is timed, results and gradients are compared with those of PyTorch. `hopper_backward` is the one-pass backward,
-which is not deterministic; `tessera` is what is selected without options. `--launches` prints the time of each of its
-launches, `--seconds` ends the program after a time, in case a kernel hangs. `--tune` tries tile sizes and prints the
+anything is timed, results and gradients are compared with those of PyTorch. `--tune` tries tile sizes and prints the
 fastest of each kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -43,8 +38,6 @@ _PEERS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_OURS = ("tessera", "hopper_backward")
-_MASKS = {"all": False, "causal": True}
 _CANDIDATES = [
     TrainingLaunch(m, n, warps, stages)
     for m, n, warps, stages in itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))
@@ -62,15 +55,9 @@ def inputs(length: int, heads: int, head_dim: int) -> list[Tensor]:
     ]
 
 
-def ours(causal: bool, name: str = "tessera") -> Callable[..., Tensor]:
-    """Return our attention by one of `_OURS`."""
-    is_one_pass = name == "hopper_backward"
-    return functools.partial(
-        kernels.flash_attention,
-        causal=causal,
-        deterministic=not is_one_pass,
-        unmeasured=is_one_pass,
-    )
+def ours(causal: bool) -> Callable[..., Tensor]:
+    """Return our attention."""
+    return lambda q, k, v: kernels.flash_attention(q, k, v, causal=causal)
 
 
 def peer(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
@@ -104,30 +91,16 @@ def measure(compute: Callable[..., Tensor], tensors: list[Tensor]) -> dict[str, 
     return {"forward_ms": forward, "backward_ms": backward, "peak_mib": peak / 2**20}
 
 
-def compare(head_dim: int, causal: bool, names: list[str]) -> None:
-    """Compare results and gradients of `_OURS` with those of PyTorch; raise where they differ."""
-    *leaves, dout = (it[:1, :1000] for it in inputs(_TOKENS, 2048 // head_dim, head_dim))
+def compare(head_dim: int, causal: bool) -> None:
+    """Compare results and gradients with those of PyTorch; raise where they differ."""
+    *leaves, dout = (it[:1, :1000] for it in inputs(_TOKENS, 4, head_dim))
     found = []
-    for compute in (peer(SDPBackend.MATH, causal), *(ours(causal, name) for name in names)):
+    for compute in (ours(causal), peer(SDPBackend.MATH, causal)):
         tensors = [it.detach().requires_grad_() for it in leaves]
         out = compute(*tensors)
         found.append([out, *torch.autograd.grad(out, tensors, dout)])
-    for results in found[1:]:
-        for mine, theirs in zip(results, found[0], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=3e-2)
-
-
-def print_launches(compute: Callable[..., Tensor], tensors: list[Tensor]) -> None:
-    """Print the time of each launch of a backward."""
-    *leaves, dout = tensors
-    leaves = [it.detach().requires_grad_() for it in leaves]
-    out = compute(*leaves)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch.autograd.grad(out, leaves, dout)
-        torch.cuda.synchronize()
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            print(f"    {event.time_range.elapsed_us():9.1f} us  {event.name[:60]}", flush=True)
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=3e-2)
 
 
 def tune(length: int, head_dim: int) -> None:
@@ -160,30 +133,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--masks", nargs="+", choices=_MASKS, default=list(_MASKS))
-    parser.add_argument("--kernels", nargs="+", choices=_OURS, default=["tessera"])
-    parser.add_argument("--launches", action="store_true", help="print the time of each launch")
-    parser.add_argument("--seconds", type=float, help="end the program after this time")
     parser.add_argument("--peers", nargs="*", choices=_PEERS, default=list(_PEERS))
     parser.add_argument("--tune", action="store_true", help="find the fastest tiles instead")
     add_bookkeeping(parser)
     options = parser.parse_args()
-    if options.seconds is not None:
-        faulthandler.dump_traceback_later(options.seconds, exit=True)
     rows: list[dict[str, Any]] = []
-    masks = [_MASKS[name] for name in options.masks]
-    for head_dim, causal in itertools.product(options.head_dims, masks):
-        compare(head_dim, causal, options.kernels)
+    for head_dim, causal in itertools.product(options.head_dims, (False, True)):
+        compare(head_dim, causal)
     if options.tune:
         for head_dim in options.head_dims:
             tune(options.lengths[-1], head_dim)
         return
     print("TFLOP/s             D  length  mask    forward backward   both  peak MiB")
-    for head_dim, length, causal in itertools.product(options.head_dims, options.lengths, masks):
+    for head_dim, length, causal in itertools.product(
+        options.head_dims, options.lengths, (False, True)
+    ):
         heads = 2048 // head_dim
         tensors = inputs(length, heads, head_dim)
         work = 4 * tensors[0].numel() * length / (2 if causal else 1)
-        contenders = {name: ours(causal, name) for name in options.kernels}
+        contenders = {"tessera": ours(causal)}
         contenders |= {name: peer(_PEERS[name], causal) for name in options.peers}
         for name, compute in contenders.items():
             try:
@@ -210,8 +178,6 @@ def main() -> None:
                 f" {rates['forward']:8.0f} {rates['backward']:8.0f} {rates['both']:6.0f} {times['peak_mib']:9.0f}",
                 flush=True,
             )
-            if options.launches and name in _OURS:
-                print_launches(compute, tensors)
     write_report(
         "attention-training", rows, ("torch", "triton"), device="cuda", folder=options.out, revision=options.commit
     )  # fmt: skip
