@@ -51,6 +51,8 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    deterministic: bool = ...,
+    unmeasured: bool = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -73,6 +75,8 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    deterministic: bool = ...,
+    unmeasured: bool = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -94,9 +98,11 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    deterministic: bool = True,
+    unmeasured: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of whole sequences, differentiably and with the same bits in every run.
+    """Compute attention of whole sequences, differentiably and, by default, with the same bits in every run.
 
     Dimensions: B sequences, S tokens of each, T tokens of all, H query heads, K key-value heads, D head dim.
 
@@ -116,6 +122,9 @@ def flash_attention(
         cu_seqlens_k: the same for keys; None if they are those of the queries.
         max_seqlen_q: at least the longest sequence's queries; None reads it from `cu_seqlens_q`, which waits for a GPU.
         max_seqlen_k: the same for keys.
+        deterministic: whether the gradient of q must have the same bits in every run; if not, a faster kernel may add
+            it up in any order.
+        unmeasured: whether kernels may be chosen that have only been compiled, because no such GPU was at hand.
         return_lse: whether to return the log-sum-exps too; they are differentiable.
 
     Returns:
@@ -157,6 +166,8 @@ def flash_attention(
         max_seqlen_q=length_q,
         max_seqlen_k=length_k,
         mask_tile=(block_mask.block_q, block_mask.block_k) if block_mask else (0, 0),
+        deterministic=deterministic,
+        unmeasured=unmeasured,
     )
     rows = [it if cu_seqlens_q is not None else it.flatten(0, 1) for it in (q, k, v)]
     out, lse = torch.ops.tessera.flash_attention(*rows, batch.encode(), *problem.encode())
