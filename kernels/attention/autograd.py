@@ -119,13 +119,15 @@ def flash_attention(
         return_lse: whether to return the log-sum-exps too; they are differentiable.
 
     Returns:
-        A tensor like `q`. Rows that see nothing are 0. With `return_lse` also [B, S, H] or [T, H] float32 (float64 for
-        float64), the natural logarithm of the sum of exponentials of a row's scores, -inf for rows that see nothing.
+        A tensor like `q`, inside `torch.autocast` in its dtype. Rows that see nothing are 0. With `return_lse` also
+        [B, S, H] or [T, H] float32 (float64 for float64), the natural logarithm of the sum of exponentials of a row's
+        scores, -inf for rows that see nothing.
 
     Raises:
         ShapeError: shapes, dtypes or arguments do not fit each other.
         NoKernelError: no row of `kernels.attention.training` supports it.
     """
+    q, k, v = in_autocast_dtype(q, k, v)
     _check_tensors(q, k, v, packed=cu_seqlens_q is not None)
     _check_numbers(q, causal, sliding_window, softcap, alibi_slopes, dropout_p, dropout_seed)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -235,6 +237,16 @@ def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None,
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in the dtype of `torch.autocast`, in which PyTorch computes attention; unchanged outside of it."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    narrow = (torch.float32, torch.bfloat16, torch.float16)
+    return tuple(it.to(dtype) if it.dtype in narrow else it for it in tensors)
+
+
 def _select(
     q: Tensor, k: Tensor, batch: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[TrainingKernel, TrainingBatch, TrainingProblem]:
@@ -273,11 +285,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
         or not k.shape[-2]
         or q.shape[-2] % k.shape[-2]
         or len({q.dtype, k.dtype, v.dtype}) > 1
+        or len({q.device, k.device, v.device}) > 1
     ):
         form = "[T, H, D], k and v [T, K, D]" if packed else "[B, S, H, D], k and v [B, S, K, D]"
         raise ShapeError(
             f"q is {describe(q)}, k is {describe(k)}, v is {describe(v)}; expected "
-            f"q {form}, H a multiple of K, all of one dtype"
+            f"q {form}, H a multiple of K, all of one dtype and on one device"
         )
 
 
