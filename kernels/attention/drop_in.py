@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,8 +60,11 @@ def scaled_dot_product_attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    batch = query.shape[:-3]
-    q, k, v = (it.reshape(-1, *it.shape[-3:]).transpose(1, 2) for it in (query, key, value))
+    batch, value_dim = query.shape[:-3], value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = in_one_head_dim(query, key, value)
+    count = math.prod(batch)  # not -1, which is ambiguous for tensors without elements
+    q, k, v = (it.reshape(count, *it.shape[-3:]).transpose(1, 2) for it in (query, key, value))
     out = flash_attention(
         q,
         k,
@@ -70,7 +74,7 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed(dropout_p),
     )
-    return out.transpose(1, 2).reshape(*batch, *query.shape[-3:-1], value.shape[-1])
+    return out[..., :value_dim].transpose(1, 2).reshape(*batch, *query.shape[-3:-1], value_dim)
 
 
 def sdpa_unsupported(
@@ -94,8 +98,8 @@ def sdpa_unsupported(
         "attn_mask": attn_mask is not None,
         "is_causal with fewer or more queries than keys": is_causal
         and query.shape[-2] != key.shape[-2],
-        "head dims that differ": len({it.shape[-1] for it in tensors}) > 1,
-        "a head dim of 0": query.shape[-1] == 0,
+        "head dims of queries and keys that differ": query.shape[-1] != key.shape[-1],
+        "a head dim of 0": not query.shape[-1] or not value.shape[-1],
         "dropout of all weights": not 0 <= dropout_p < 1,
         "dropout in a graph of torch.compile, which cannot contain a new seed": dropout_p > 0
         and torch.compiler.is_compiling(),
@@ -108,6 +112,15 @@ def sdpa_unsupported(
         "devices that differ": len({it.device for it in tensors}) > 1,
     }
     return tuple(reason for reason, applies in tests.items() if applies)
+
+
+def in_one_head_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors whose last dimensions are that of the longest, by zeros, which change no score and no value."""
+    size = max(query.shape[-1], value.shape[-1])
+    return tuple(
+        it if it.shape[-1] == size else functional.pad(it, (0, size - it.shape[-1]))
+        for it in (query, key, value)
+    )
 
 
 def dropout_seed(dropout_p: float) -> int:

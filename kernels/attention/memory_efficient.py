@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from kernels.attention.autograd import flash_attention
 from kernels.attention.checks import describe
-from kernels.attention.drop_in import dropout_seed, tell
+from kernels.attention.drop_in import dropout_seed, in_one_head_dim, tell
 from kernels.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -134,9 +134,7 @@ def memory_efficient_attention(
         k, v = k[:, : plan.keys], v[:, : plan.keys]
     if plan.cu_seqlens_q is not None:
         q = q.flatten(0, 1)
-    if q.shape[-1] != v.shape[-1]:
-        head_dim = max(q.shape[-1], v.shape[-1])
-        q, k, v = (functional.pad(it, (0, head_dim - it.shape[-1])) for it in (q, k, v))
+    q, k, v = in_one_head_dim(q, k, v)
     out = flash_attention(
         q,
         k,

@@ -46,12 +46,12 @@ def paged(ranges):
 
 
 Q, K = [3, 5, 2], [4, 9, 2]
-ENDS = [range(0, 4), range(4, 13), range(13, 15)]
+ENDS = [range(4), range(4, 13), range(13, 15)]
 GAPS = [range(1, 5), range(6, 15), range(16, 18)]
 BLOCKS = {"q_seqinfo": seqinfo(Q), "k_seqinfo": seqinfo(K)}
 GAPPY = {"q_seqinfo": seqinfo(Q), "k_seqinfo": spaced([1, 6, 16, 20], K)}
 PADDED = {"q_seqinfo": seqinfo(Q), "k_seqinfo": spaced([0, 10, 20, 30], K)}
-PADS = [range(0, 4), range(10, 19), range(20, 22)]
+PADS = [range(4), range(10, 19), range(20, 22)]
 PAGED = {
     "q_seqinfo": seqinfo(Q), "k_seqinfo": spaced([0, 16, 32, 48], K), "block_tables": TABLES, "page_size": 8,
 }  # fmt: skip
@@ -62,7 +62,10 @@ SEQUENCES = [
     (bias("BlockDiagonalMask", **BLOCKS), packed(Q, ENDS, 15)),
     (bias("BlockDiagonalCausalMask", **BLOCKS), packed(Q, ENDS, 15, corner="top")),
     (bias("BlockDiagonalCausalFromBottomRightMask", **BLOCKS), packed(Q, ENDS, 15, corner="bottom")),
-    (bias("BlockDiagonalCausalLocalAttentionMask", **BLOCKS, _window_size=2), packed(Q, ENDS, 15, corner="top", window=2)),
+    (
+        bias("BlockDiagonalCausalLocalAttentionMask", **BLOCKS, _window_size=2),
+        packed(Q, ENDS, 15, corner="top", window=2),
+    ),
     (
         bias("BlockDiagonalCausalLocalAttentionFromBottomRightMask", **BLOCKS, _window_size=3),
         packed(Q, ENDS, 15, corner="bottom", window=3),
