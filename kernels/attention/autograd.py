@@ -109,6 +109,7 @@ def flash_attention(
         causal: whether query i of m sees no key after key n - m + i of n.
         softcap: c in c * tanh(score / c); None for none.
         alibi_slopes: [H] or [B, H] float32; slope * |n - m + i - j| is subtracted from the score of query i and key j.
+            They get no gradient.
         block_mask: tiles that queries see; the other rules still apply. None for all.
         dropout_p: probability with which a weight is dropped, less than 1.
         dropout_seed: from 0 on; the same seed drops the same weights, on every device.
@@ -177,7 +178,10 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, batch: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     kernel, sequences, problem = _select(q, k, batch, ints, floats)
-    return kernel.forward(_rows(q), _rows(k), _rows(v), sequences, problem)
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # it would change the products of the row in PyTorch
+        return kernel.forward(_rows(q), _rows(k), _rows(v), sequences, problem)
 
 
 @_forward.register_fake
@@ -202,12 +206,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     kernel, sequences, problem = _select(q, k, batch, ints, floats)
-    return kernel.backward(
-        (_rows(grads[0]), grads[1].contiguous()),
-        (_rows(q), _rows(k), _rows(v), out, lse),
-        sequences,
-        problem,
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        return kernel.backward(
+            (_rows(grads[0]), grads[1].contiguous()),
+            (_rows(q), _rows(k), _rows(v), out, lse),
+            sequences,
+            problem,
+        )
 
 
 @_backward.register_fake

@@ -70,8 +70,9 @@ class BlockMask:
     ) -> BlockMask:
         """Build the mask of what a function says, which has to be the same for all pairs of a tile.
 
-        A tile is listed or not. What cuts tiles, such as a causal mask, a window or the ends of documents, is left out of
-        the function and given to `flash_attention` by its other arguments. Memory is that of `block_q` rows of scores.
+        A tile is listed or not. What cuts tiles, such as a causal mask, a window or the ends of documents, is left out
+        of the function and given to `flash_attention` by its other arguments. It takes the memory of `block_q` rows of
+        scores.
 
         Args:
             predicate: called with indices of queries [m, 1] and of keys [num_keys] in their sequence, int64; returns

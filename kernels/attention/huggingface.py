@@ -1,11 +1,12 @@
 """Attention of this package for models of `transformers`, in training and generation.
 
-    from kernels.attention import huggingface
+    from tessera.kernels.attention import huggingface
     huggingface.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="tessera")
 
 Padded batches are packed before attention and unpacked after it, so that padding costs nothing; sequences that are
-packed already (`position_ids` that start again, or `cu_seq_lens_q`) stay so. Key-value heads are not repeated.
+packed already (`position_ids` that start again, or `cu_seq_lens_q`) stay so. Key-value heads are not repeated. Of a
+static cache only the keys that exist are read.
 """
 
 from __future__ import annotations

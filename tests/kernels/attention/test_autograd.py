@@ -142,6 +142,23 @@ def test_the_operators_keep_pytorchs_rules(case):
     )
 
 
+def test_autocast_changes_the_dtype_of_the_tensors_and_nothing_else():
+    case = Case(queries=(40,), options={"causal": False})
+    inputs = case.inputs(torch.float32)
+    narrow = [it.bfloat16() for it in inputs[:4]] + [inputs[4]]
+
+    def compute(*tensors):
+        return kernels.flash_attention(*tensors, **case.arguments())
+
+    plain = gradients(compute, narrow)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(compute, narrow)
+        out, _ = compute(*inputs[:3])
+
+    assert all(map(torch.equal, inside, plain))
+    assert torch.equal(out, plain[0])
+
+
 def test_it_compiles_without_a_graph_break():
     def loss(q, k, v):
         return kernels.flash_attention(q, k, v, causal=False, softcap=2.0).square().sum()
