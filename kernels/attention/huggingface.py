@@ -79,7 +79,7 @@ def padding_mask(
         mask_function: what `transformers` makes of a causal or full mask, with a window and packed sequences, which
             `attention` is told by other means.
         attention_mask: [B, n], true for tokens that are not padding; None if none is.
-        cache_position: positions of the queries, in place of `q_length` and `q_offset` before version 5.2.
+        cache_position: positions of the queries, in place of `q_length` and `q_offset`, as version 5.0 gives them.
         device: of a new mask.
 
     Returns:
