@@ -134,7 +134,7 @@ class TrainingBatch(NamedTuple):
     Attributes:
         cu_seqlens_q: [B + 1] int32, first query of each sequence, and T.
         cu_seqlens_k: [B + 1] int32, the same for keys.
-        alibi_slopes: [H] float32, slopes of the distance that is subtracted from the scores; None for none.
+        alibi_slopes: [B, H] float32, contiguous; slopes of the distance that is subtracted from scores, or None.
         mask: the arrays of a `BlockMask`; None for none.
     """
 
