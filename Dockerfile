@@ -213,8 +213,6 @@ COPY --from=app-ray /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
 CMD ["serve", "run", "server.ray_app:build"]
-# Ray's command drains at SIGINT, and breaks all streams at SIGTERM.
-STOPSIGNAL SIGINT
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
@@ -235,8 +233,6 @@ COPY --from=app-ray-gpu /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
 CMD ["serve", "run", "server.ray_app:build"]
-# Ray's command drains at SIGINT, and breaks all streams at SIGTERM.
-STOPSIGNAL SIGINT
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \

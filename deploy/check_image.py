@@ -4,8 +4,9 @@
 
 The service runs as the image's user, without new privileges, on a read-only root with `/cache` as the only volume and a
 `/tmp` in memory. It must become healthy, by the image's own health check; answer `/generate`; refuse to write to its
-root; and at its stop signal end all of 8 streams with status 0. Needs root, buildah, unshare and setpriv, on Linux. The network
-is the machine's, so that the port must be free. Prints one line for each check, and exits with 1 at the first failure.
+root; and at its stop signal end all of 8 streams with status 0. Needs root, buildah, unshare and setpriv, on Linux.
+The network is the machine's, so that the port must be free. Prints one line for each check, and exits with 1 at the
+first failure.
 """
 
 from __future__ import annotations

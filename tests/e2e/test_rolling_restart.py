@@ -104,6 +104,5 @@ def test_no_request_fails_while_services_are_restarted_one_after_the_other(tmp_p
         for service in services:
             service.close()
 
-    print(f"{load.num_complete} requests complete, {len(load.failures)} failed")  # pytest -rP shows it
     assert load.num_complete > CLIENTS * ROUNDS * len(services)
     assert load.failures == []
