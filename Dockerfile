@@ -203,10 +203,12 @@ LABEL org.opencontainers.image.title="Tessera" \
 
 
 FROM runtime-cpu AS ray
-# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md).
+# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md). Ray writes a
+# token to its user's home, which must be writable on a read-only root.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
-    RAY_USAGE_STATS_ENABLED=0
+    RAY_USAGE_STATS_ENABLED=0 \
+    HOME=/tmp
 COPY --from=app-ray /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
@@ -221,10 +223,12 @@ LABEL org.opencontainers.image.title="Tessera" \
 
 
 FROM runtime-gpu AS ray-gpu
-# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md).
+# The proxies start with Ray, so that these two must be set on every node before it (docs/operations.md). Ray writes a
+# token to its user's home, which must be writable on a read-only root.
 ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
-    RAY_USAGE_STATS_ENABLED=0
+    RAY_USAGE_STATS_ENABLED=0 \
+    HOME=/tmp
 COPY --from=app-ray-gpu /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []

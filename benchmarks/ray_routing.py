@@ -35,7 +35,7 @@ _WORDS: Final = (
     "self",
     "none",
 )
-_VARIABLES: Final = {
+VARIABLES: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--update", action="store_true")
     add_bookkeeping(parser)
     options = parser.parse_args()
-    os.environ.update(_VARIABLES)  # noqa: TID251 - Ray's settings have no other form, and its processes inherit them
+    os.environ.update(VARIABLES)  # noqa: TID251 - Ray's settings have no other form, and its processes inherit them
     import ray  # noqa: PLC0415 - reads the variables when it is imported
     from ray import serve  # noqa: PLC0415 - the same
 

@@ -66,13 +66,15 @@ def test_replicas_follow_the_sequences_within_the_bounds(sequences, replicas):
 
 def test_arguments_are_options_of_the_deployment_and_settings_of_the_service():
     one = deployment(build({"gpus": "1", "cpus": "2", "max_num_seqs": "48"}))
-    several = deployment(build({"min_replicas": "2", "max_replicas": "5"}))
+    limits = {"min_replicas": "2", "max_replicas": "5", "upscale_delay": "5"}
+    several = deployment(build(limits))
 
     assert one.num_replicas == 1
     assert one.ray_actor_options["num_gpus"] == 1
     assert one.init_args == ({"max_num_seqs": "48"},)
     config = several._deployment_config.autoscaling_config
     assert (config.min_replicas, config.max_replicas) == (2, 5)
+    assert (config.upscale_delay_s, config.downscale_delay_s) == (5, 600)
 
 
 @pytest.mark.parametrize(
