@@ -212,7 +212,7 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
 COPY --from=app-ray /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
-CMD ["serve", "run", "server.ray_app:build"]
+CMD ["python", "-m", "server.ray_main", "host=0.0.0.0"]
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
@@ -232,7 +232,7 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
 COPY --from=app-ray-gpu /opt/tessera /opt/tessera
 # One node with one replica. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
-CMD ["serve", "run", "server.ray_app:build"]
+CMD ["python", "-m", "server.ray_main", "host=0.0.0.0"]
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
