@@ -11,11 +11,15 @@ With RAY_ADDRESS it joins a cluster that runs, whose nodes need `VARIABLES` befo
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
 
 VARIABLES: Final = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -54,11 +58,14 @@ def main() -> None:
     replicas = serve.run(application, name=_NAME)
     stop.wait()
     print("draining", file=sys.stderr, flush=True)  # noqa: T201 - for who watches the command
-    replicas.broadcast("drain").results(
-        timeout_s=settings.drain_delay + settings.drain_timeout + _END_SECONDS
-    )
-    replicas.broadcast("end").results(timeout_s=_END_SECONDS)
+    asyncio.run(_end(replicas, settings.drain_delay + settings.drain_timeout))
     ray.shutdown()
+
+
+async def _end(replicas: DeploymentHandle, seconds: float) -> None:
+    """Drain all replicas, then end their engines. A coroutine, because Ray's handles need a loop with these variables."""
+    await replicas.broadcast("drain").results_async(timeout_s=seconds + _END_SECONDS)
+    await replicas.broadcast("end").results_async(timeout_s=_END_SECONDS)
 
 
 def parse(words: list[str]) -> dict[str, str]:
