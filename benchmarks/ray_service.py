@@ -3,6 +3,8 @@
 Starts Ray on this machine (extra `ray`) with replicas of the bundled model. Each part sends streams whose prompts share
 prefixes, and counts how they ended:
 
+- hits: random ones of 96 prefixes, with caches that hold half of them in each replica: the share of the prompts' tokens
+  found in the caches, and how many requests each replica got.
 - load: a number of streams and nothing else; also the processor time of HAProxy and of the replicas for a token, and
   that of `tessera serve` under the same load.
 - engine: the engine process of one replica is killed.
@@ -21,6 +23,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -32,17 +35,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.ray_routing import PORT, VARIABLES, prefix
+from benchmarks import prefix_hits
+from benchmarks.prefix_hits import hit_rates, prefix_text
 from benchmarks.reliability.processes import Role, process_tree
 from benchmarks.report import add_bookkeeping, write_report
 from benchmarks.service import service
+from server.ray_main import VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+PORT: Final = 8765
 COMPLETE: Final = "complete"
 _TOKENS: Final = 64
 _PREFIXES: Final = 16
+_CACHED_PREFIXES: Final = 96
+"""Prefixes of the part hits: about 350 tokens each, twice what a replica's cache holds."""
+_CACHED_REQUESTS: Final = 576
+_CACHED_CLIENTS: Final = 8
 _REPLICA: Final = b"ray::ServeReplica:tessera:tessera"
 _PROXY: Final = b"/bin/haproxy"
 _SETTINGS: Final[dict[str, Any]] = {
@@ -114,7 +124,7 @@ class Load:
     def _client(self, seed: int) -> None:
         choices = random.Random(seed)
         while self._take():
-            text = f"{prefix(choices.randrange(_PREFIXES))} {choices.random()}"
+            text = f"{prefix_text(choices.randrange(_PREFIXES))} {choices.random()}"
             stream = Stream(time.monotonic())
             read_stream(self.port, text, stream)
             stream.ended = time.monotonic()
@@ -226,6 +236,39 @@ def deploy(rule: str, *, replicas: int | None = None, **changes: Any) -> None:  
     _until(lambda: serve.status().applications["tessera"].status == "RUNNING")
 
 
+def hits(rule: str, _: argparse.Namespace) -> dict[str, Any]:
+    """Measure the hits of the prefix caches after a first pass that fills them."""
+    deploy(rule)
+    run = prefix_hits.Load(PORT, _CACHED_CLIENTS)
+    order = random.Random(1)
+    numbers = [order.randrange(_CACHED_PREFIXES) for _ in range(_CACHED_REQUESTS)]
+    run.send(numbers[: 2 * _CACHED_PREFIXES])
+    before = requests_of_replicas()
+    replies = run.send(numbers)
+    after = requests_of_replicas()
+    return {
+        "requests": len(replies),
+        "failed": sum(it.failed for it in replies),
+        "share_of_hits": round(hit_rates(replies)[0], 3),
+        "requests_of_replicas": sorted(after[name] - before.get(name, 0) for name in after),
+    }
+
+
+def requests_of_replicas() -> dict[str, float]:
+    """Return the requests that each replica has answered, by the time at which its process started."""
+    found = {}
+    for _ in range(60):
+        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        started = re.search(r"^process_start_time_seconds\S* (\S+)", text, re.MULTILINE)
+        answered = re.findall(r"^tgi_request_count\S* (\S+)", text, re.MULTILINE)
+        if started and answered:
+            found[started[1]] = sum(map(float, answered))
+    return found
+
+
 def load(rule: str, options: argparse.Namespace) -> dict[str, Any]:
     """Send streams through the proxy; the same to `tessera serve` for comparison."""
     deploy(rule)
@@ -330,7 +373,7 @@ def _changed(rule: str, options: argparse.Namespace, **changes: Any) -> dict[str
     return summary(run.join())
 
 
-def autoscale(rule: str, options: argparse.Namespace) -> dict[str, Any]:
+def autoscale(rule: str, _: argparse.Namespace) -> dict[str, Any]:
     """Load one replica until there are two, then wait until there is one."""
     limits = {"min_replicas": 1, "max_replicas": 2, "max_num_seqs": _PLACES}
     deploy(rule, **limits, upscale_delay=5, downscale_delay=10)
@@ -361,6 +404,7 @@ def _until(is_true: Callable[[], bool]) -> None:
 
 
 PARTS: Final[dict[str, Callable[[str, argparse.Namespace], dict[str, Any]]]] = {
+    "hits": hits,
     "load": load,
     "engine": kill_engine,
     "replica": kill_replica,

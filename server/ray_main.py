@@ -63,7 +63,7 @@ def main() -> None:
 
 
 async def _end(replicas: DeploymentHandle, seconds: float) -> None:
-    """Drain all replicas, then end their engines. A coroutine, because Ray's handles need a loop with these variables."""
+    """Drain all replicas, then end their engines. With `VARIABLES`, Ray's handles work on an event loop only."""
     await replicas.broadcast("drain").results_async(timeout_s=seconds + _END_SECONDS)
     await replicas.broadcast("end").results_async(timeout_s=_END_SECONDS)
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from server.engine.link.protocol import EngineState
 from server.ray_app import Options, Tessera, build, replicas_for_load
+from server.ray_main import parse
 from server.ray_router import SEQUENCES, PrefixRequestRouter, check_version
 
 pytestmark = pytest.mark.e2e
@@ -131,3 +132,40 @@ def test_a_request_follows_its_prefix_unless_the_replica_is_loaded():
     assert sorted(first) == ["r0", "r1", "r2"]
     assert second[:2] == first[1:]
     assert none == []
+
+
+def test_a_replica_that_drains_completes_what_runs_and_refuses_what_comes():
+    request = {"inputs": "def", "parameters": {"max_new_tokens": 64, "ignore_eos": True}}
+
+    async def use():
+        replica = Tessera(SMALL | {"drain_delay": 0})
+        app = await replica.__serve_build_asgi_app__()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+            running = asyncio.create_task(client.post("/generate", json=request))
+            while not replica.record_routing_stats()[SEQUENCES]:
+                await asyncio.sleep(0.01)
+            draining = asyncio.create_task(replica.drain())
+            await asyncio.sleep(0)
+            late = await client.post("/generate", json=request)
+            await draining
+            whole = await running
+        await replica.end()
+        return whole, late, replica._engine.state
+
+    whole, late, state = asyncio.run(use())
+
+    assert whole.status_code == 200
+    assert late.status_code == 503
+    assert late.headers["retry-after"]
+    assert state is EngineState.STOPPED
+
+
+def test_arguments_of_the_command_are_names_and_values():
+    assert parse(["model=bundled", "cpus=1", "chat_template=a=b"]) == {
+        "model": "bundled",
+        "cpus": "1",
+        "chat_template": "a=b",
+    }
+    with pytest.raises(ValueError, match="'bundled' is not name=value"):
+        parse(["bundled"])
