@@ -105,6 +105,14 @@ def test_prefix_routing_puts_the_router_before_the_replicas_that_report_their_lo
     assert build({})._ingress_request_router is None
 
 
+def test_a_router_starts_before_the_one_that_it_replaces_stops():
+    router = deployment(build({"prefix_routing": "true"})._ingress_request_router)
+    config = router._deployment_config
+
+    assert config.max_surge_percent == 100
+    assert config.graceful_shutdown_timeout_s > config.graceful_shutdown_wait_loop_s >= 10
+
+
 def test_another_version_of_ray_is_refused():
     with pytest.raises(ValueError, match=r"this is Ray 2\.61\.0"):
         check_version("2.61.0")
