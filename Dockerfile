@@ -211,9 +211,9 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/tmp
 COPY --from=app-ray /opt/tessera /opt/tessera
-# One node with one replica. An operator of clusters replaces the command by `ray start`.
+# One node with one replica, which drains at SIGTERM. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
-CMD ["serve", "run", "tessera.server.ray_app:build"]
+CMD ["python", "-m", "tessera.server.ray_main", "host=0.0.0.0"]
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \
@@ -231,9 +231,9 @@ ENV RAY_SERVE_ENABLE_HA_PROXY=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     HOME=/tmp
 COPY --from=app-ray-gpu /opt/tessera /opt/tessera
-# One node with one replica. An operator of clusters replaces the command by `ray start`.
+# One node with one replica, which drains at SIGTERM. An operator of clusters replaces the command by `ray start`.
 ENTRYPOINT []
-CMD ["serve", "run", "tessera.server.ray_app:build"]
+CMD ["python", "-m", "tessera.server.ray_main", "host=0.0.0.0"]
 USER 10001:10001
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="Tessera" \

@@ -1,9 +1,9 @@
-r"""Tessera on Ray Serve: replicas of the service behind Ray's proxy, on many machines.
+"""Tessera on Ray Serve: replicas of the service behind Ray's proxy, on many machines.
 
-    RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 \
-        serve run server.ray_app:build model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
+    python -m tessera.server.ray_main model=Qwen/Qwen3-0.6B gpus=1 max_replicas=4
 
-Each replica is one engine process and the ASGI application in Ray's replica process. Needs the extra `ray`.
+starts it on one machine; on a cluster, a configuration file names `tessera.server.ray_app:build` (docs/operations.md). Each
+replica is one engine process and the ASGI application in Ray's replica process. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,17 @@ class Tessera:
         held, self._held = self._held, None
         return None if held is None else held.aclose()
 
+    async def drain(self) -> None:
+        """Refuse new requests, and return when those in progress have ended, at the latest after `drain_timeout`."""
+        assert self._service is not None
+        await self._service.drain()
+
+    async def end(self) -> None:
+        """End the engine. What runs gets an error."""
+        ending = self.__del__()
+        if ending is not None:
+            await ending
+
     def check_health(self) -> None:
         """Have the replica replaced if its engine cannot be started again. An engine that is starting is healthy.
 
@@ -137,6 +148,19 @@ def replicas_for_load(context: AutoscalingContext) -> tuple[int, dict[str, Any]]
     return min(max(wanted, bounds[0]), bounds[1]), {}
 
 
+def options_of(arguments: dict[str, Any]) -> Options:
+    """Check the arguments of `build`.
+
+    Raises:
+        pydantic.ValidationError: a name or a value is wrong, or Ray's version.
+    """
+    own = Options.model_fields.keys() - {"settings"}
+    given = {name: value for name, value in arguments.items() if name not in own}
+    return Options.model_validate(
+        {name: value for name, value in arguments.items() if name in own} | {"settings": given}
+    )
+
+
 def build(arguments: dict[str, Any]) -> Application:
     """Make the application that `serve run` or a configuration file of Ray Serve deploys.
 
@@ -146,11 +170,8 @@ def build(arguments: dict[str, Any]) -> Application:
     Raises:
         pydantic.ValidationError: a name or a value is wrong, or Ray's version.
     """
-    own = Options.model_fields.keys() - {"settings"}
-    given = {name: value for name, value in arguments.items() if name not in own}
-    options = Options.model_validate(
-        {name: value for name, value in arguments.items() if name in own} | {"settings": given}
-    )
+    options = options_of(arguments)
+    given = {name: it for name, it in arguments.items() if name in Settings.model_fields}
     replicas: dict[str, Any] = {"num_replicas": options.min_replicas}
     if options.max_replicas is not None:
         replicas = {

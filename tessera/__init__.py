@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
 PACKAGES: Final = ("kernels", "model", "server")
 
@@ -39,6 +39,12 @@ class _SourceTree(MetaPathFinder, Loader):
         if importlib.util.find_spec(name) is None:
             return None
         return importlib.util.spec_from_loader(fullname, self)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the module's code, for `python -m tessera.server.ray_main`."""
+        found = importlib.util.find_spec(fullname.removeprefix(f"{__name__}."))
+        loader = None if found is None else found.loader
+        return loader.get_code(found.name) if found and isinstance(loader, InspectLoader) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import the module under its own name."""
