@@ -12,6 +12,7 @@ from server.engine.core.limits import SchedulerConfig
 from server.engine.core.request import FinishReason, GenerateRequest
 from server.engine.core.scheduler import Scheduler
 from server.engine.core.sequence import Sequence
+from server.engine.core.step import SampledRows
 
 VOCAB_SIZE = 11
 
@@ -73,6 +74,18 @@ def rows_of(output):
     ]
 
 
+def sampled_rows(output, results):
+    """Return the results of a step, which are given as a list for each row."""
+    count, num_decode = output.decode.num_logits, len(output.decode)
+    assert not any(results[count:num_decode])
+    return SampledRows.of([result for (result,) in results[:count]], results[num_decode:])
+
+
+def commit(scheduler: Scheduler, output, results, seconds=0.0):
+    """Commit the results of a step, which are given as a list for each row; return its events."""
+    return list(scheduler.commit(output, sampled_rows(output, results), seconds))
+
+
 def begin(scheduler: Scheduler):
     """Schedule and start a step."""
     output = scheduler.schedule()
@@ -86,7 +99,7 @@ def step(scheduler: Scheduler, token_id: int = 7):
     """Schedule, start and commit a step that samples the same token in every row; return its output and events."""
     output = begin(scheduler)
     rows = (*output.decode, *output.prefill)
-    events = scheduler.commit(output, [[Token(token_id)] * row.num_logits for row in rows])
+    events = commit(scheduler, output, [[Token(token_id)] * row.num_logits for row in rows])
     scheduler.check_invariants()
     return output, events
 

@@ -21,6 +21,7 @@ from tests.engine.core.bookkeeping import (
     VOCAB_SIZE,
     NumberModel,
     Token,
+    commit,
     generate_alone,
     make_request,
     make_sequence,
@@ -445,7 +446,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         events = (
             self.end_again(output, seconds)
             if is_lost
-            else self.scheduler.commit(output, results, seconds)
+            else commit(self.scheduler, output, results, seconds)
         )
         for request_id, event in events:
             self.receive(request_id, event)
@@ -470,7 +471,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row in rows:
                 results.setdefault(row.sequence, [Token(None, error=CULPRIT)])
         self.culprits = set()
-        return self.scheduler.commit_parts(output, results, seconds)
+        return list(self.scheduler.commit_parts(output, results, seconds))
 
     def receive(self, request_id, event):
         text = self.texts[request_id]
